@@ -1,0 +1,145 @@
+"""gpulease: GPU leases on shared machines.
+
+    import gpulease
+
+    indices = gpulease.find_usable_cuda_devices(2)      # reserved until this process ends
+
+    client = gpulease.Client()
+    with client.lease(count=2, wait_s=600) as lease:
+        subprocess.run(command, env=lease.environ())
+
+Every name is loaded when it is first used, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpulease.async_client import AsyncClient
+    from gpulease.async_lease import AsyncLease
+    from gpulease.client import Client
+    from gpulease.devices import find_usable_cuda_devices, reserved_leases
+    from gpulease.errors import (
+        DaemonUnavailable,
+        GpuleaseError,
+        IdempotencyMismatch,
+        InUse,
+        InvalidRequest,
+        LeaseLost,
+        MaskLatched,
+        MethodNotAllowed,
+        NeverFits,
+        NotAllowed,
+        NotAuthenticated,
+        NotFound,
+        NotNow,
+        OverQuota,
+        StaleToken,
+        TooLarge,
+        Unavailable,
+        UnknownOrdinals,
+    )
+    from gpulease.executor import GPUExecutor
+    from gpulease.lease import HeldLease
+    from gpulease.model import (
+        Activity,
+        ComputeMode,
+        Demand,
+        Device,
+        EndReason,
+        Event,
+        Explanation,
+        Gpu,
+        GpuLink,
+        GpuState,
+        Holder,
+        Job,
+        JobState,
+        Launcher,
+        Lease,
+        LeaseState,
+        Liveness,
+        Node,
+        NodeState,
+        Obstacle,
+        Process,
+    )
+    from gpulease.wire import JobRequest, LeaseRequest
+
+__all__ = [
+    "Activity",
+    "AsyncClient",
+    "AsyncLease",
+    "Client",
+    "ComputeMode",
+    "DaemonUnavailable",
+    "Demand",
+    "Device",
+    "EndReason",
+    "Event",
+    "Explanation",
+    "GPUExecutor",
+    "Gpu",
+    "GpuLink",
+    "GpuState",
+    "GpuleaseError",
+    "HeldLease",
+    "Holder",
+    "IdempotencyMismatch",
+    "InUse",
+    "InvalidRequest",
+    "Job",
+    "JobRequest",
+    "JobState",
+    "Launcher",
+    "Lease",
+    "LeaseLost",
+    "LeaseRequest",
+    "LeaseState",
+    "Liveness",
+    "MaskLatched",
+    "MethodNotAllowed",
+    "NeverFits",
+    "Node",
+    "NodeState",
+    "NotAllowed",
+    "NotAuthenticated",
+    "NotFound",
+    "NotNow",
+    "Obstacle",
+    "OverQuota",
+    "Process",
+    "StaleToken",
+    "TooLarge",
+    "Unavailable",
+    "UnknownOrdinals",
+    "find_usable_cuda_devices",
+    "reserved_leases",
+]
+
+_HOME = {
+    "AsyncClient": "async_client",
+    "AsyncLease": "async_lease",
+    "Client": "client",
+    "GPUExecutor": "executor",
+    "HeldLease": "lease",
+    "find_usable_cuda_devices": "devices",
+    "reserved_leases": "devices",
+}
+_MODULES = ("errors", "model", "wire")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for module in (_HOME[name],) if name in _HOME else _MODULES:
+            value = getattr(import_module(f"gpulease.{module}"), name, None)
+            if value is not None:
+                globals()[name] = value
+                return value
+    raise AttributeError(f"module 'gpulease' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,68 @@
+"""The command line. `main` is the program; each module beside this one has the commands of one subject.
+
+Exit codes: 0 done, 1 refused, 2 usage, 3 daemon unreachable, 4 lease lost. `run` and `wait` pass on the command's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from gpulease.cli import output
+from gpulease.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code. Prints errors in three lines, never a traceback."""
+    words = sys.argv[1:] if arguments is None else arguments
+    code = _run(words)
+    if code and words[:1] == ["acquire"] and "--json" not in words:
+        output.fail_in_shell(code)
+    return code
+
+
+def _run(words: list[str]) -> int:
+    try:
+        import typer  # noqa: PLC0415 - part of an extra
+    except ModuleNotFoundError:
+        output.complain(
+            "the command line is not installed", "the package typer is missing", "pip install 'gpulease[server]'"
+        )
+        return output.REFUSED
+    from gpulease.cli.commands import app  # noqa: PLC0415 - needs typer
+
+    try:
+        code = app(words, prog_name="gpulease", standalone_mode=False)
+        sys.stdout.flush()
+    except typer.TyperException as error:
+        if "\n" in error.format_message():  # a group without a command: its help
+            sys.stderr.write(error.format_message() + "\n")
+        else:
+            output.complain("that is not how it is called", error.format_message(), f"See `{_asked(error)} --help`.")
+        return output.USAGE
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except GpuleaseError as error:
+        output.complain_of(error)
+        return _code(error)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) has gone. Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    return code if isinstance(code, int) else output.DONE
+
+
+def _asked(error: Exception) -> str:
+    """The program and the command that an error of usage is about."""
+    context = getattr(error, "ctx", None)
+    return "gpulease" if context is None else str(context.command_path)
+
+
+def _code(error: GpuleaseError) -> int:
+    if isinstance(error, DaemonUnavailable):
+        return output.UNREACHABLE
+    if isinstance(error, LeaseLost):
+        return output.LOST
+    return output.USAGE if isinstance(error, InvalidRequest) else output.REFUSED

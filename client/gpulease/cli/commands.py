@@ -1,0 +1,68 @@
+"""The program: every command under its name."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from gpulease.cli import administration, doctor, jobs, leases, metrics, run, serve, status
+from gpulease.cli.groups import HELP, BySubject
+
+app = typer.Typer(
+    cls=BySubject,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": list(HELP)},
+    epilog="Exit codes: 0 done, 1 refused, 2 wrong usage, 3 no daemon answers, 4 the lease was lost; run, wait and "
+    "submit --follow pass on the command's own. GPULEASE_URL says where the daemon is. More in docs/cli.md.",
+)
+database = typer.Typer(cls=BySubject, help="The daemon's database.", no_args_is_help=True, rich_markup_mode=None)
+
+nodes = typer.Typer(cls=BySubject, help="The nodes, in and out of use.", no_args_is_help=True, rich_markup_mode=None)
+gpus = typer.Typer(cls=BySubject, help="Single GPUs, in and out of use.", no_args_is_help=True, rich_markup_mode=None)
+
+# What follows a command's first word belongs to that word's own program, options included.
+PASS_ON = {"allow_interspersed_args": False}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpulease {metadata.version('gpulease')}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Leases of GPUs on shared machines.
+
+    gpulease status shows the GPUs; gpulease run -n 2 -- python train.py leases two of them and runs a command there.
+    """
+
+
+for command in (serve.serve, serve.worker, status.status, doctor.doctor):
+    app.command()(command)
+app.command(context_settings=PASS_ON)(run.run)
+app.command(context_settings=PASS_ON)(jobs.submit)
+app.command("jobs")(jobs.list_jobs)
+for job_command in (jobs.logs, jobs.cancel, jobs.wait, metrics.metrics):
+    app.command()(job_command)
+for lease_command in (leases.acquire, leases.renew, leases.release, leases.explain):
+    app.command()(lease_command)
+app.command("leases")(leases.list_leases)
+database.command("upgrade")(serve.upgrade)
+app.add_typer(database, name="db")
+nodes.command("list")(administration.list_nodes)
+for node_command in (administration.drain, administration.resume, administration.pause):
+    nodes.command()(node_command)
+app.add_typer(nodes, name="node")
+for gpu_command in (administration.cordon, administration.uncordon):
+    gpus.command()(gpu_command)
+app.add_typer(gpus, name="gpu")

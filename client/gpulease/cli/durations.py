@@ -1,0 +1,16 @@
+"""Lengths of time as people type them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str) -> float:
+    """Seconds in `90s`, `10m`, `1.5h`, `2d`, `300`. Raises ValueError for anything else."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip().lower())
+    if match is None or not math.isfinite(float(match[1])):
+        raise ValueError(f"{text!r} is not a length of time; write it like 90s, 10m, 1.5h or 300 (seconds)")
+    return float(match[1]) * UNITS_S[match[2]]

@@ -1,0 +1,186 @@
+"""`gpulease serve`, `worker` and `db upgrade`, and what `doctor` asks: the commands that need more than the client.
+
+The only module under `gpulease` that imports the server and the worker, and only when such a command is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import gethostname
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpulease.addresses import DEFAULT_URL, default_data_dir
+from gpulease.cli import output
+
+if TYPE_CHECKING:
+    from gpulease_worker.doctor import Finding
+
+DataDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where everything is kept.",
+        file_okay=False,
+        show_default="/var/lib/gpulease for root, else ~/.local/share/gpulease",
+    ),
+]
+WorkerDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Where records and logs of jobs are kept.",
+        file_okay=False,
+        show_default="/var/lib/gpulease/worker for root, else ~/.local/share/gpulease/worker",
+    ),
+]
+DatabaseUrl = Annotated[
+    str | None, typer.Option(help="Database, as an SQLAlchemy URL.", show_default="SQLite in the data directory")
+]
+Simulate = Annotated[
+    str | None, typer.Option(metavar="N|FILE", help="Instead of real GPUs: so many plausible ones, or those of a file.")
+]
+NodeName = Annotated[str | None, typer.Option(help="Name of this host's node.", show_default="its host name")]
+
+KillLeftovers = Annotated[
+    bool,
+    typer.Option(
+        "--kill-leftovers", envvar="GPULEASE_KILL_LEFTOVERS", help="End what users leave on a GPU after their lease."
+    ),
+]
+
+ManageComputeMode = Annotated[
+    bool,
+    typer.Option(
+        "--manage-compute-mode",
+        envvar="GPULEASE_MANAGE_COMPUTE_MODE",
+        help="Set EXCLUSIVE_PROCESS on a GPU for the time of a lease; needs root.",
+    ),
+]
+
+
+def _seconds(name: str, text: str, most: float) -> Any:
+    """An option of so many seconds, over 0; also read from GPULEASE_<NAME>_S, which reaches the worker of `serve`."""
+    variable = f"GPULEASE_{name.replace('-', '_').upper()}_S"
+    return typer.Option(f"--{name}-s", help=f"{text} Seconds.", envvar=variable, min=0.05, max=most)
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback only for now.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8750,
+    socket: Annotated[
+        Path | None, typer.Option(help="Unix socket.", show_default="gpulease.sock in the data directory")
+    ] = None,
+    database_url: DatabaseUrl = None,
+    data_dir: DataDir = None,
+    worker: Annotated[bool, typer.Option("--worker/--no-worker", help="Run a worker for this host.")] = True,
+    simulate: Simulate = None,
+    node: NodeName = None,
+    desktop_name: Annotated[
+        list[str] | None,
+        typer.Option(envvar="GPULEASE_DESKTOP_NAMES", help="A desktop's program, let pass on free GPUs; repeatable."),
+    ] = None,
+    monitor_name: Annotated[
+        list[str] | None,
+        typer.Option(envvar="GPULEASE_MONITOR_NAMES", help="A program that only watches GPUs; repeatable."),
+    ] = None,
+    kill_leftovers: KillLeftovers = False,
+    manage_compute_mode: ManageComputeMode = False,
+) -> int:
+    """Run the daemon, and a worker for this host."""
+    with _extra("server"):
+        from gpulease_server.main import ServeSettings  # noqa: PLC0415 - an extra
+        from gpulease_server.main import serve as run_daemon  # noqa: PLC0415
+    return run_daemon(
+        ServeSettings(
+            host=host,
+            port=port,
+            socket=socket,
+            database_url=database_url,
+            data_dir=data_dir,
+            worker=worker,
+            simulate=simulate,
+            node=node,
+            desktop_names=tuple(desktop_name or ()),
+            monitor_names=tuple(monitor_name or ()),
+            kill_leftovers=kill_leftovers,
+            manage_compute_mode=manage_compute_mode,
+        )
+    )
+
+
+def worker(
+    url: Annotated[str, typer.Option(help="Where the daemon listens.")] = DEFAULT_URL,
+    node: NodeName = None,
+    data_dir: WorkerDir = None,
+    simulate: Simulate = None,
+    poll_s: Annotated[float, _seconds("poll", "Time between two readings.", 2.0)] = 1.0,
+    processes_s: Annotated[float, _seconds("processes", "Time between two reads of process lists.", 60.0)] = 5.0,
+    health_s: Annotated[float, _seconds("health", "Time between two reads of ECC, throttling, links.", 3600.0)] = 30.0,
+    probe_deadline_s: Annotated[float, _seconds("probe-deadline", "How long one reading may take.", 60.0)] = 0.9,
+    call_deadline_s: Annotated[float, _seconds("call-deadline", "How long one driver call may take.", 60.0)] = 0.6,
+    kill_leftovers: KillLeftovers = False,
+    manage_compute_mode: ManageComputeMode = False,
+    log_bytes: Annotated[
+        int,
+        typer.Option(
+            envvar="GPULEASE_LOG_BYTES", min=2**16, help="How much of each log file of a job stays on disk. Bytes."
+        ),
+    ] = 256 * 2**20,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when the parent ends.")] = False,
+) -> int:
+    """Run the worker of this host: it watches the GPUs and launches jobs."""
+    with _extra("worker"):
+        from gpulease_worker.main import run  # noqa: PLC0415 - an extra
+        from gpulease_worker.settings import WorkerSettings  # noqa: PLC0415
+        from gpulease_worker.source import Pace  # noqa: PLC0415
+    return run(
+        WorkerSettings(
+            url=url,
+            node=node or node_name(),
+            data_dir=data_dir or default_data_dir() / "worker",
+            simulate=simulate,
+            with_parent=with_parent,
+            poll_s=poll_s,
+            probe_deadline_s=probe_deadline_s,
+            pace=Pace(processes_s=processes_s, health_s=health_s, call_deadline_s=call_deadline_s),
+            kill_leftovers=kill_leftovers,
+            manage_compute_mode=manage_compute_mode,
+            log_bytes=log_bytes,
+        )
+    )
+
+
+def upgrade(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> None:
+    """Bring the database to the schema of this version; `serve` does so too when it starts."""
+    with _extra("server"):
+        from gpulease_server.main import upgrade_database  # noqa: PLC0415 - an extra
+    upgrade_database(database_url or f"sqlite:///{(data_dir or default_data_dir()).absolute() / 'gpulease.db'}")
+
+
+def examine_host(data_dir: Path) -> tuple[Finding, ...]:
+    """What the checks of `gpulease doctor` find on this host."""
+    with _extra("worker"):
+        from gpulease_worker import doctor, symptoms  # noqa: PLC0415 - an extra
+    return doctor.examine(symptoms.gather(data_dir))
+
+
+def node_name() -> str:
+    """This host's name, in characters that an address can carry."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", gethostname())[:255] or "localhost"
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Say in one line what to install when an import in the block fails for want of an extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        output.complain(
+            f"this command needs the {name} extra",
+            f"the package {error.name} is missing",
+            f"pip install 'gpulease[{name}]'",
+        )
+        raise typer.Exit(output.REFUSED) from error

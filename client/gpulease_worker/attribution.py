@@ -1,0 +1,97 @@
+"""Whose a process is, and who keeps a draining GPU: what a reading says of leases, beyond what the driver tells.
+
+A process belongs to a lease of its GPU if one of its cgroups names the lease, if it is the lease's owner or descends
+from it, or if GPULEASE_LEASE_ID names the lease in the environment that it or an ancestor was started with. The last
+is found for every process when it is read (`source.attribute`); here the rest is added. A process of which none is
+true is foreign.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpulease.model import GpuReading, LeaseState, Process
+from gpulease_worker import processes
+from gpulease_worker.holders import SeenLease
+from gpulease_worker.open_files import Openers, openers
+from gpulease_worker.source import Reading, attribute
+
+DEVICE_FILES = "GPULEASE_DEVICE_FILES"
+"""Environment variable: device files without their minor number, where they are not `/dev/nvidia`."""
+OUR_OWN = "-m gpulease_worker."
+"""Command lines of probes, this node's and other daemons': each has every device file open, and holds no memory."""
+
+
+def complete(reading: Reading, leases: Sequence[SeenLease]) -> Reading:
+    """The reading with every process attributed, and with who has the device file of a draining GPU open."""
+    holding = {uuid: lease for lease in leases for uuid in lease.gpus}
+    gpus = [_attributed(gpu, holding.get(gpu.uuid)) for gpu in reading.gpus]
+    if reading.simulated:
+        gpus = [replace(gpu, minor_number=gpu.index) for gpu in gpus]
+    draining = {
+        gpu.uuid: device_file(gpu)
+        for gpu in gpus
+        if gpu.uuid in holding and holding[gpu.uuid].state is LeaseState.ENDED
+    }
+    if not draining:
+        return replace(reading, gpus=tuple(gpus))
+    found = openers({path for path in draining.values() if path is not None})
+    seen = [
+        _with_openers(gpu, draining[gpu.uuid], holding[gpu.uuid], found) if gpu.uuid in draining else gpu
+        for gpu in gpus
+    ]
+    return replace(reading, gpus=tuple(seen))
+
+
+def device_file(gpu: GpuReading) -> str | None:
+    """Path of a GPU's device file; None where its minor number is not known."""
+    if gpu.minor_number is None:
+        return None
+    return f"{os.environ.get(DEVICE_FILES) or '/dev/nvidia'}{gpu.minor_number}"
+
+
+def belongs(pid: int, lease: SeenLease) -> bool:
+    """True when cgroup, ancestry or the marker say that a process works under a lease."""
+    return (
+        processes.cgroup_names(pid, lease.id)
+        or (lease.owner is not None and processes.descends_from(pid, lease.owner))
+        or processes.lease_of(pid) == lease.id
+    )
+
+
+def _attributed(gpu: GpuReading, lease: SeenLease | None) -> GpuReading:
+    if lease is None or all(process.lease_id == lease.id for process in gpu.processes):
+        return gpu
+    return replace(
+        gpu,
+        processes=tuple(
+            replace(process, lease_id=lease.id)
+            if process.lease_id != lease.id and belongs(process.pid, lease)
+            else process
+            for process in gpu.processes
+        ),
+    )
+
+
+def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, found: Openers) -> GpuReading:
+    if path is None:
+        return replace(gpu, opened_by=(), unreadable_processes=None)
+    shown = [_opener(process, lease) for process in found.by_path.get(path, ())]
+    return replace(
+        gpu,
+        opened_by=tuple(process for process in shown if process is not None),
+        unreadable_processes=found.unreadable,
+    )
+
+
+def _opener(process: processes.Identity, lease: SeenLease) -> Process | None:
+    """The process, unless it is a probe or was there before the lease and has nothing to do with it."""
+    shown = attribute(Process(pid=process.pid))
+    if OUR_OWN in (shown.command or ""):
+        return None
+    if belongs(process.pid, lease):
+        return replace(shown, lease_id=lease.id)
+    earlier = lease.since_ticks is not None and process.start_ticks < lease.since_ticks
+    return None if earlier else shown

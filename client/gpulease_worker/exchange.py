@@ -1,0 +1,209 @@
+"""The worker's loop: read the GPUs, report, bring the jobs in line with the answer, again.
+
+It is level-triggered: each message says everything, so one that is lost or comes twice does no harm. One request is in
+flight at a time. A report names the ticket of the last answer that had arrived before the oldest part of its reading
+was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import uuid
+from urllib.parse import quote
+
+import httpx2
+
+from gpulease import wire
+from gpulease.exchange import JUST_STARTED, PAUSED, DesiredState, NodeReport
+from gpulease.model import ComputeMode, LeaseState
+from gpulease.owner import realm
+from gpulease_worker import ports
+from gpulease_worker.compute_modes import ComputeModes
+from gpulease_worker.holders import Holders
+from gpulease_worker.jobs import Jobs
+from gpulease_worker.leftovers import Leftovers
+from gpulease_worker.occupancy import Probe
+from gpulease_worker.owners import Owners
+from gpulease_worker.settings import WorkerSettings
+from gpulease_worker.source import ModeChange, Reading
+from gpulease_worker.tasks import cancel
+
+DRAIN_HOLD_S = (0.05, 0.25)
+"""Shortest and longest time between two readings while a lease drains: a clean GPU is free after the first of them."""
+BACK_OFF_S = (0.1, 2.0)
+"""First and longest pause while the daemon does not answer."""
+ANSWER_S = 10.0
+"""How long an answer may take over the time that the daemon may hold it."""
+MIN_IN_FLIGHT_S = 0.02
+"""A request has so long before news of a job or owner takes its place: a stream of news cannot starve the answers."""
+UNIX = "unix://"
+
+log = logging.getLogger(__name__)
+
+
+class Exchange:
+    """Keeps one node and the daemon in agreement until `run` is cancelled."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._changed = asyncio.Event()
+        self._probe = self._new_probe()
+        self._jobs = Jobs(settings.data_dir.absolute(), settings.url, self._changed.set, settings.log_bytes)
+        self._holders = Holders(settings.data_dir.absolute())
+        self._owners = Owners(self._changed.set)
+        self._leftovers = Leftovers(settings.kill_leftovers, settings.leftover_grace_s)
+        data_dir, manage = settings.data_dir.absolute(), settings.manage_compute_mode
+        self._modes = ComputeModes(data_dir, manage, self._change_compute_mode)
+        self._worker_id = uuid.uuid4().hex
+        self._desired: DesiredState | None = None
+        self._ports_in_use: tuple[int, ...] = ()
+        self._whole_ticket: int | None = None
+        """The ticket in hand when the last whole reading was begun."""
+        self._draining: set[str] = set()
+        self._drain_hold_s = DRAIN_HOLD_S[0]
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Exchange for ever. Raises OSError when the data directory cannot be used."""
+        self._jobs.recover()
+        self._holders.recover()
+        self._modes.recover()
+        back_off_s = BACK_OFF_S[0]
+        try:
+            async with open_client(self._settings.url) as client:
+                while True:
+                    answered = await self._turn(client)
+                    if answered:
+                        back_off_s = BACK_OFF_S[0]
+                    else:
+                        await asyncio.sleep(back_off_s)
+                        back_off_s = min(back_off_s * 2, BACK_OFF_S[1])
+        finally:
+            self._jobs.close()
+            self._owners.close()
+            await self._leftovers.close()
+            await self._probe.close()
+
+    async def _turn(self, client: httpx2.AsyncClient) -> bool:
+        """One reading and its report. False when the daemon did not answer as it should."""
+        report = await self._report()
+        # From here on, news of a job is news that this report does not have.
+        sending = asyncio.create_task(self._send(client, report))
+        try:
+            await self._answer_or_news(sending)
+            if not sending.done():
+                return True
+            self._desired = await sending
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+            self._say(f"no exchange with {self._settings.url}: {str(error) or type(error).__name__}; trying again")
+            return False
+        finally:
+            await cancel(sending)
+        self._say("")
+        self._pace_draining(self._desired)
+        self._owners.watch(self._desired.owners)
+        self._jobs.reconcile(self._desired.jobs)
+        leases = self._holders.see(self._desired.leases)
+        self._leftovers.look(leases, report.gpus)
+        if not self._desired.paused:
+            await self._modes.reconcile(leases, report.gpus)
+        return True
+
+    async def _answer_or_news(self, sending: asyncio.Task[DesiredState]) -> None:
+        await asyncio.wait({sending}, timeout=MIN_IN_FLIGHT_S)
+        if sending.done():
+            return
+        news = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({sending, news}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(news)
+
+    async def _report(self) -> NodeReport:
+        desired = self._desired
+        ticket = desired.ticket if desired else None
+        reading = await self._read(desired)
+        if reading.whole and reading.problem is None:
+            self._whole_ticket = ticket
+        # The jobs are looked at after the reading: what changes them from here on sets the event again.
+        self._changed.clear()
+        self._ports_in_use = ports.in_use(self._ports_in_use)
+        return NodeReport(
+            worker_id=self._worker_id,
+            host=socket.gethostname(),
+            ticket=self._whole_ticket,
+            seen=ticket,
+            problem=reading.problem,
+            gpus=reading.gpus,
+            links=reading.links,
+            driver_version=reading.driver_version,
+            simulated=reading.simulated,
+            ports_in_use=self._ports_in_use,
+            jobs=self._jobs.reports(),
+            realm=realm(),
+            owners=self._owners.reports(),
+            hold_s=self._hold_s(),
+        )
+
+    async def _read(self, desired: DesiredState | None) -> Reading:
+        """A reading; while the daemon wants this node paused, none, and no process that has NVML open.
+
+        Nothing is read before the daemon's first answer either: the node may be paused, and a GPU under reset.
+        """
+        if desired is None:
+            return Reading(problem=JUST_STARTED, simulated=self._settings.simulate is not None)
+        if desired.paused:
+            # Another probe takes its place, and starts with the first reading that is wanted again.
+            await self._probe.close()
+            self._probe = self._new_probe()
+            return Reading(problem=PAUSED, simulated=self._settings.simulate is not None)
+        fresh = desired.fresh or bool(self._draining)
+        return await self._probe.read(self._holders.see(desired.leases), fresh)
+
+    async def _change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
+        """Through the probe of the moment: a pause puts another in its place."""
+        return await self._probe.change_compute_mode(change)
+
+    def _new_probe(self) -> Probe:
+        settings = self._settings
+        return Probe(settings.node, settings.simulate, settings.probe_deadline_s, settings.pace, self._changed.set)
+
+    def _hold_s(self) -> float:
+        return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s
+
+    async def _send(self, client: httpx2.AsyncClient, report: NodeReport) -> DesiredState:
+        answer = await client.post(
+            f"/v1/nodes/{quote(self._settings.node, safe='')}/exchange",
+            json=wire.to_json(report),
+            timeout=report.hold_s + ANSWER_S,
+        )
+        if answer.status_code != httpx2.codes.OK:
+            raise ValueError(f"the daemon answered {answer.status_code}: {answer.text[:300]}")
+        return wire.from_json(DesiredState, answer.json())
+
+    def _pace_draining(self, desired: DesiredState) -> None:
+        """Read again soon while something drains: at first very soon, later less so."""
+        draining = {lease.id for lease in desired.leases if lease.state is LeaseState.ENDED}
+        if draining - self._draining:
+            self._drain_hold_s = DRAIN_HOLD_S[0]
+        else:
+            self._drain_hold_s = min(self._drain_hold_s * 2, DRAIN_HOLD_S[1])
+        self._draining = draining
+
+    def _say(self, trouble: str) -> None:
+        """Log what is wrong with the daemon once, and once that it is over."""
+        if trouble and trouble != self._trouble:
+            log.warning(trouble)
+        elif self._trouble and not trouble:
+            log.info("the daemon at %s answers again", self._settings.url)
+        self._trouble = trouble
+
+
+def open_client(url: str) -> httpx2.AsyncClient:
+    """A client for `http://HOST:PORT` or `unix:///PATH`. Proxies of the environment do not concern it."""
+    if url.startswith(UNIX):
+        transport = httpx2.AsyncHTTPTransport(uds=url.removeprefix(UNIX))
+        return httpx2.AsyncClient(transport=transport, base_url="http://gpulease", trust_env=False)
+    return httpx2.AsyncClient(base_url=url, trust_env=False)

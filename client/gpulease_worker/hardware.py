@@ -1,0 +1,270 @@
+"""The GPUs of this host as NVML shows them: what is read how often, and what it says together.
+
+Three kinds of things are read. What changes from second to second, at every reading. Processes and what decides health,
+in every *whole* reading: when one is asked for, and every `processes_s`. How a GPU fares, every `health_s`; nothing is
+decided by that. A reading that is not whole repeats the processes and the health of the last that was, and says so.
+Only where memory in use has changed are they read anew, so that who comes or goes is seen within a second.
+
+The errors of one GPU stay with that GPU. One that was known and does not answer keeps its name and is `lost`,
+`reset_required` or `unreadable`; one that could never be identified is left out, because nothing can be said of it.
+While a GPU is lost, NVML is opened anew every `health_s`, because a session does not always find it again.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+from gpulease.exchange import NodeLease
+from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Process
+from gpulease_worker import driver, health, processes
+from gpulease_worker.nvml import GpuFailed, LibraryFailed, Nvml, Refused
+from gpulease_worker.source import ModeChange, ModeNotSet, Reading, ReadingFailed, Start, attribute
+from gpulease_worker.xid_watch import XidWatch
+
+WHAT_TO_DO = "Install the NVIDIA driver, or try without GPUs: --simulate 4."
+
+HIDDEN_BYTES = 512 * 1024**2
+"""More memory in use than this is somebody's, although no process is listed; an idle driver keeps less."""
+MOVED_BYTES = 16 * 1024**2
+"""When memory in use has changed by so much, a process has come or gone: its GPU's processes are read at once."""
+
+
+@dataclass
+class Sighted:
+    """One GPU, as far as it has been read."""
+
+    device: Device
+    """What does not change; its index is the driver's."""
+    minor_number: int | None
+    """N of `/dev/nvidiaN`."""
+    whole: dict[str, Any] = field(default_factory=dict)
+    """Members of a `GpuReading` from the last whole reading; empty when it has to be made anew."""
+    condition: dict[str, Any] = field(default_factory=dict)
+    """Members of a `GpuReading` that decide nothing."""
+    used_bytes: int | None = None
+    """Memory in use at the last read of its processes."""
+    failed: str | None = None
+    """Its health when it did not answer the last reading."""
+
+
+class Hardware:
+    """A source that reads this host's GPUs. NVML is opened at the first reading and again after it has failed."""
+
+    def __init__(self, node: str, start: Start | None = None) -> None:
+        self._node = node
+        start = start or Start()
+        self._pace = start.pace
+        self._nvml = Nvml()
+        self._sees_all = processes.sees_the_host()
+        self._open = False
+        self._opened_at_s = 0.0
+        self._known: dict[int, Sighted] = {}
+        """By the driver's index, which stays the same for a session."""
+        self._gone: list[Sighted] = []
+        """GPUs of an earlier session that this one does not show."""
+        self._links: tuple[GpuLink, ...] = ()
+        self._linked: set[str] = set()
+        """GPUs that were asked for their links."""
+        self._xids = health.Xids(self._pace.health_s)
+        for uuid, xid in start.xids.items():
+            self._xids.saw(uuid, xid, time.monotonic())
+        self._watch: XidWatch | None = None
+        self._whole_at_s = self._condition_at_s = -float("inf")
+
+    @property
+    def under_way(self) -> tuple[str, float] | None:
+        """The call into the driver that has not come back yet, and since when on the monotonic clock."""
+        return self._nvml.under_way
+
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+        """Every GPU as it is now, in PCI order. Raises ReadingFailed when NVML itself is not to be had."""
+        now_s = time.monotonic()
+        try:
+            self._renew_session(now_s)
+            whole = fresh or now_s - self._whole_at_s >= self._pace.processes_s
+            condition = now_s - self._condition_at_s >= self._pace.health_s
+            version = self._nvml.driver_version()
+            if whole and (misfit := driver.misfit(version)) is not None:
+                raise ReadingFailed(misfit, over=driver.outdated())
+            found = [self._read_at(position, whole, condition) for position in range(self._nvml.count())]
+            self._link()
+        except LibraryFailed as failed:
+            self._stop()
+            raise self._explained(failed) from failed
+        if whole:
+            self._whole_at_s = now_s
+        if condition:
+            self._condition_at_s = now_s
+        gpus = [gpu for gpu in found if gpu is not None] + [_silent(sighted, health.LOST) for sighted in self._gone]
+        if not gpus:
+            raise ReadingFailed(f"The NVIDIA driver shows no usable GPU. {WHAT_TO_DO}")
+        gpus.sort(key=lambda gpu: gpu.pci_bus_id or "")
+        return Reading(
+            gpus=tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus)),
+            links=self._links,
+            driver_version=version,
+            whole=whole,
+        )
+
+    def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
+        """Change a GPU's mode if it is as expected; what it was before. Raises ModeNotSet, ReadingFailed."""
+        try:
+            self._renew_session(time.monotonic())
+            handle = self._nvml.handle_at(change.pci_bus_id)
+            found = self._nvml.compute_mode(handle)
+            if found is change.expected:
+                self._nvml.set_compute_mode(handle, change.mode)
+        except Refused as error:
+            why = f"{change.pci_bus_id} refuses it ({error}); it needs root, and no MIG"
+            raise ModeNotSet(why, refused=True) from error
+        except GpuFailed as failed:
+            raise ModeNotSet(f"{change.pci_bus_id} does not answer: {failed}") from failed
+        except LibraryFailed as failed:
+            self._stop()
+            raise self._explained(failed) from failed
+        return found
+
+    def _explained(self, failed: LibraryFailed) -> ReadingFailed:
+        if failed.mismatch:
+            text = f"The NVIDIA driver was changed under the running system ({failed}). {driver.REMEDY}"
+        else:
+            text = f"NVML does not answer: {failed}. {WHAT_TO_DO}"
+        return ReadingFailed(text, over=driver.outdated())
+
+    def _renew_session(self, now_s: float) -> None:
+        """Open NVML; also anew when a GPU has been lost for a while."""
+        lost = bool(self._gone) or any(sighted.failed == health.LOST for sighted in self._known.values())
+        if self._open and lost and now_s - self._opened_at_s >= self._pace.health_s:
+            self._stop()
+        if self._open:
+            return
+        self._nvml.open()
+        self._open, self._opened_at_s = True, now_s
+        self._whole_at_s = self._condition_at_s = -float("inf")
+        self._identify_all()
+
+    def _identify_all(self) -> None:
+        """Find out which GPU has which index in this session. One that is silent keeps the index it had."""
+        former = {sighted.device.uuid: sighted for sighted in (*self._known.values(), *self._gone)}
+        before, self._known, handles = self._known, {}, []
+        for position in range(self._nvml.count()):
+            try:
+                handle = self._nvml.handle(position)
+                self._known[position] = self._identified(handle, position)
+                handles.append(handle)
+            except GpuFailed as failed:
+                print(f"GPU {position} cannot be identified: {failed}", file=sys.stderr, flush=True)
+        present = {sighted.device.uuid for sighted in self._known.values()}
+        for position, sighted in before.items():
+            if position not in self._known and sighted.device.uuid not in present:
+                self._known[position] = sighted
+                present.add(sighted.device.uuid)
+        self._gone = [sighted for uuid, sighted in former.items() if uuid not in present]
+        count = self._nvml.count()
+        self._gone += [self._known.pop(position) for position in list(self._known) if position >= count]
+        self._linked.clear()
+        self._watch = XidWatch(self._nvml, handles)
+
+    def _identified(self, handle: Any, position: int) -> Sighted:
+        memory = self._nvml.memory(handle)
+        device = Device(
+            uuid=self._nvml.uuid(handle),
+            node=self._node,
+            index=position,
+            pci_bus_id=self._nvml.bus_id(handle),
+            name=self._nvml.name(handle),
+            memory_total_bytes=None if memory is None else memory[0],
+        )
+        return Sighted(device, self._nvml.number("nvmlDeviceGetMinorNumber", handle))
+
+    def _stop(self) -> None:
+        if self._watch is not None:
+            with suppress(LibraryFailed, GpuFailed):
+                self._watch.close()
+            self._note_xids()
+        if self._open:
+            self._nvml.close()
+        self._open, self._watch = False, None
+
+    def _note_xids(self) -> None:
+        for uuid, xid, at_s in self._watch.seen() if self._watch is not None else ():
+            self._xids.saw(uuid, xid, at_s)
+
+    def _read_at(self, position: int, whole: bool, condition: bool) -> GpuReading | None:
+        """One GPU; None for one that could never be identified."""
+        sighted = self._known.get(position)
+        try:
+            handle = self._nvml.handle(position)
+            if sighted is None:
+                sighted = self._known[position] = self._identified(handle, position)
+            return self._read_one(handle, sighted, whole, condition)
+        except GpuFailed as failed:
+            if sighted is None:
+                return None
+            # What was read before says nothing any more: when it answers again, all of it is read anew.
+            sighted.failed, sighted.whole, sighted.condition = failed.health, {}, {}
+            return _silent(sighted, failed.health)
+
+    def _read_one(self, handle: Any, sighted: Sighted, whole: bool, condition: bool) -> GpuReading:
+        activity = self._nvml.activity(handle)
+        self._note_xids()
+        used = activity["memory_used_bytes"]
+        moved = used is not None and abs(used - (sighted.used_bytes or 0)) >= MOVED_BYTES
+        if whole or moved or not sighted.whole:
+            sighted.whole, sighted.used_bytes = self._read_whole(handle), used
+        if condition or not sighted.condition:
+            sighted.condition = self._nvml.condition(handle)
+        members = {**activity, **sighted.condition, **sighted.whole}
+        facts: health.Facts = members.pop("facts")
+        if not self._sees_all and not members["processes"]:
+            members["hidden_use"] = (used or 0) > HIDDEN_BYTES or bool(activity["utilization_ratio"])
+        xid = self._xids.standing(sighted.device.uuid, facts.recovery_action, time.monotonic())
+        sighted.failed = None
+        return _reading(sighted, **members, health=health.judged(replace(facts, xid=xid)))
+
+    def _read_whole(self, handle: Any) -> dict[str, Any]:
+        listed = self._nvml.processes(handle)
+        facts, remapped_rows = self._nvml.facts(handle)
+        return {
+            "facts": replace(facts, processes_known=listed is not None),
+            "mig": facts.mig,
+            "recovery_action": facts.recovery_action,
+            "remapped_rows": remapped_rows,
+            "processes": tuple(
+                attribute(Process(pid=one.pid, type=one.type, memory_bytes=one.memory_bytes)) for one in listed or ()
+            ),
+        }
+
+    def _link(self) -> None:
+        """How the GPUs are connected: asked once, and again when one that was silent answers."""
+        answering = {position: one for position, one in self._known.items() if one.failed is None}
+        present = {one.device.uuid for one in answering.values()}
+        if present <= self._linked:
+            return
+        found = []
+        for first, second in combinations(answering, 2):
+            with suppress(GpuFailed):
+                path, peer = self._nvml.path(self._nvml.handle(first), self._nvml.handle(second))
+                uuids = sorted(
+                    (answering[first].device, answering[second].device), key=lambda one: one.pci_bus_id or ""
+                )
+                if path is not None:
+                    link = GpuLink(first=uuids[0].uuid, second=uuids[1].uuid, path=path, peer_to_peer=peer)
+                    found.append(link)
+        self._links, self._linked = tuple(found), present
+
+
+def _silent(sighted: Sighted, word: str) -> GpuReading:
+    """A GPU that does not answer: its name, and why."""
+    return _reading(sighted, health=word)
+
+
+def _reading(sighted: Sighted, **members: Any) -> GpuReading:
+    device = {name: getattr(sighted.device, name) for name in Device.__dataclass_fields__}
+    return GpuReading(**device, minor_number=sighted.minor_number, **members)

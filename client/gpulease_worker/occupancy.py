@@ -1,0 +1,213 @@
+"""The worker's side of the probe: every reading has a deadline, and a probe that misses it is killed and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from gpulease import wire
+from gpulease.exchange import NodeLease
+from gpulease.model import ComputeMode
+from gpulease_worker.health import xid_of
+from gpulease_worker.processes import MARKER
+from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start
+from gpulease_worker.tasks import cancel
+
+START_S = 30.0
+"""How long a probe may take until it is ready: without persistence mode the driver sets up each GPU at `nvmlInit`."""
+BETWEEN_STARTS_S = 1.0
+"""A probe is replaced at most this often."""
+DYING_S = 0.2
+"""How long to wait for a killed probe; one in an uninterruptible driver call dies when the driver lets it."""
+MAX_UNDYING = 3
+"""So many killed probes may hang in the kernel, where no signal reaches them, before no further one is started."""
+LINE_BYTES = 64 * 1024 * 1024
+"""Longest answer: thousands of GPUs with hundreds of processes each."""
+
+log = logging.getLogger(__name__)
+
+
+class Probe:
+    """A probe process that is asked for readings, one at a time.
+
+    Args:
+        node: Name of this node; simulated UUIDs derive from it.
+        simulate: None for NVML, else what to simulate.
+        deadline_s: How long one reading may take.
+        pace: How often what is read, and how long one call may take.
+        ended: Called when the probe has ended by itself, so that nobody waits for the next reading to find out.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        simulate: str | None,
+        deadline_s: float,
+        pace: Pace | None = None,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._arguments = [node, *([] if simulate is None else [simulate])]
+        self._told = Start(pace=pace or Pace())
+        self._simulated = simulate is not None
+        self._deadline_s = deadline_s
+        self._ended = ended
+        self._process: asyncio.subprocess.Process | None = None
+        self._ends: dict[asyncio.subprocess.Process, asyncio.Task[None]] = {}
+        """Every probe that has not ended yet, with the task that waits for its end."""
+        self._starting: asyncio.Task[None] | None = None
+        self._started_at_s = -BETWEEN_STARTS_S
+        self._problem = "The probe is starting."
+
+    async def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+        """A reading, or one whose `problem` says why there is none. Takes at most the deadline.
+
+        With `fresh` all of it was begun after the call; without, only what is due (see `Reading.whole`).
+        """
+        if not await self._ready():
+            return self._failed(self._problem)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                reading = await self._ask(leases, fresh)
+        except TimeoutError:
+            return await self._replace(
+                f"The probe did not answer within {self._deadline_s:g} s, so it was killed; the GPU driver may hang."
+            )
+        except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+            return await self._replace(f"The probe ended in the middle of a reading ({self._ending(error)}).")
+        if reading.over:
+            return await self._replace(reading.problem or "The probe ended itself.")
+        if reading.problem is None:
+            xids = {gpu.uuid: xid for gpu in reading.gpus if (xid := xid_of(gpu.health)) is not None}
+            self._told = replace(self._told, xids=xids)
+        return reading
+
+    async def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
+        """Change a GPU's mode if it is as expected; what it was before. Raises ModeNotSet within the deadline."""
+        if not await self._ready():
+            raise ModeNotSet(self._problem)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                told = await self._asked({"compute_mode": wire.to_json(change)})
+            if told.get("over"):  # not an answer to this: the probe gives up on a call that hangs
+                last = wire.from_json(Reading, told)
+                await self._replace(last.problem or "The probe ended itself.")
+                raise ModeNotSet(self._problem)
+            found = wire.from_json(ModeFound, told)
+        except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError) as error:
+            await self._replace(f"The probe did not answer to an order ({self._ending(error)}), so it was killed.")
+            raise ModeNotSet(self._problem) from error
+        if found.problem is not None:
+            raise ModeNotSet(found.problem, refused=found.refused)
+        return found.found
+
+    async def close(self) -> None:
+        """End the probe."""
+        if self._starting is not None:
+            await cancel(self._starting)
+        await self._kill()
+        ends = list(self._ends.values())
+        if ends:
+            await asyncio.wait(ends, timeout=DYING_S)
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _ready(self) -> bool:
+        """True when there is a probe to ask. Waits for one that starts, though no longer than one reading may take."""
+        if self._process is not None and self._starting is None:
+            return True
+        if self._starting is None:
+            early_s = self._started_at_s + BETWEEN_STARTS_S - time.monotonic()
+            if early_s > 0:
+                # A daemon that wants a reading asks again at once; waiting here keeps that from becoming a spin.
+                await asyncio.sleep(min(early_s, self._deadline_s))
+                return False
+            if len(self._ends) >= MAX_UNDYING:
+                await asyncio.sleep(self._deadline_s)
+                self._problem = f"{len(self._ends)} probes hang in the driver and cannot be killed. Reboot this host."
+                return False
+            self._started_at_s = time.monotonic()
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.wait({self._starting}, timeout=self._deadline_s)
+        if not self._starting.done():
+            return False
+        started, self._starting = self._starting, None
+        error = started.exception()
+        if error is not None:
+            why = f"it was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else self._ending(error)
+            await self._replace(f"The probe could not be started: {why}.")
+        return self._process is not None
+
+    async def _start(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != MARKER}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-P", "-m", "gpulease_worker.probe", json.dumps(wire.to_json(self._told)), *self._arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=LINE_BYTES,
+        )
+        self._ends[self._process] = asyncio.create_task(self._watch(self._process))
+        async with asyncio.timeout(START_S):
+            line = await self._line(self._process)
+        if json.loads(line) != {"ready": True}:
+            raise ValueError(f"it began with {line[:80]!r}")
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Wait for the end of a probe, and say so if it was not this side that ended it."""
+        await process.wait()
+        del self._ends[process]
+        if process is self._process:
+            self._ended()
+
+    async def _ask(self, leases: Sequence[NodeLease], fresh: bool) -> Reading:
+        asked = {"leases": [wire.to_json(lease) for lease in leases], "fresh": fresh}
+        return wire.from_json(Reading, await self._asked(asked))
+
+    async def _asked(self, request: dict[str, Any]) -> Any:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        await process.stdin.drain()
+        return json.loads(await self._line(process))
+
+    async def _line(self, process: asyncio.subprocess.Process) -> bytes:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise asyncio.IncompleteReadError(line, None)
+        return line
+
+    def _ending(self, error: BaseException) -> str:
+        code = None if self._process is None else self._process.returncode
+        return f"exit code {code}" if code is not None else str(error) or type(error).__name__
+
+    async def _replace(self, problem: str) -> Reading:
+        """Kill the probe; a later reading starts another. Until that one answers, this is the node's problem."""
+        await self._kill()
+        self._problem = problem
+        log.warning(problem)
+        return self._failed(problem)
+
+    def _failed(self, problem: str) -> Reading:
+        return Reading(problem=problem, simulated=self._simulated)
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            process.kill()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DYING_S):
+                await process.wait()

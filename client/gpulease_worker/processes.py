@@ -1,0 +1,284 @@
+"""What /proc says of processes: who they are, which lease they work under, and how to end exactly them.
+
+A pid alone names nobody, because pids are used again. Everything here that lasts longer than one look holds an
+`Identity` (pid and start time), and a signal goes through a pidfd that was checked against it. A zombie counts as dead:
+it holds no GPU and no port.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import re
+import signal
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+MARKER = "GPULEASE_LEASE_ID"
+"""Environment variable that says under which lease a process works."""
+RANK_VARIABLES = frozenset((b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK"))
+"""What launchers tell a rank of its place, and nobody else: a submitted environment is scrubbed of them."""
+COMMAND_CHARACTERS = 200
+"""Characters of a command line that are kept."""
+ANCESTORS = 64
+"""How far up the tree of processes a marker is looked for."""
+KILL_ROUND_S = 0.05
+"""Pause between two rounds of SIGKILL: long enough for the dead to go, short beside any grace."""
+
+INITIAL_PID_NAMESPACE = 4026531836
+"""Inode of the host's own PID namespace (`PROC_PID_INIT_INO` in the kernel's proc_ns.h)."""
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One process, for as long as the machine is up."""
+
+    pid: int
+    """Process id."""
+    start_ticks: int
+    """Start time in clock ticks since boot, field 22 of /proc/PID/stat."""
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """The process that has this pid now; None if it is gone or a zombie."""
+        seen = stat(pid)
+        return None if seen is None or seen.zombie else cls(pid, seen.start_ticks)
+
+    def alive(self) -> bool:
+        """True while it runs; false once it is gone, a zombie, or its pid is another's."""
+        return Identity.of(self.pid) == self
+
+    def pidfd(self) -> int | None:
+        """A pidfd of exactly this process, for the caller to close; None if it is gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            return None
+        # The pidfd pins whoever has the pid now; only after that does the start time prove who it is.
+        seen = stat(self.pid)
+        if seen is not None and seen.start_ticks == self.start_ticks:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def send(self, number: signal.Signals) -> bool:
+        """Send a signal to exactly this process. False if it is gone or another user's."""
+        descriptor = self.pidfd()
+        if descriptor is None:
+            return False
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """The part of /proc/PID/stat that is used here."""
+
+    zombie: bool
+    """True when it has ended and only waits to be reaped."""
+    parent: int
+    """Pid of its parent."""
+    start_ticks: int
+    """Start time in clock ticks since boot."""
+
+
+def stat(pid: int) -> Stat | None:
+    """State, parent and start time of a process; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The name is in brackets and may itself contain brackets and spaces: count from the last one.
+    words = text[text.rindex(b")") + 2 :].split()
+    return Stat(zombie=words[0] in (b"Z", b"X"), parent=int(words[1]), start_ticks=int(words[19]))
+
+
+def pids() -> Iterator[int]:
+    """Every process of this pid namespace."""
+    with os.scandir("/proc") as entries:
+        yield from [int(entry.name) for entry in entries if entry.name.isdigit()]
+
+
+def marker(pid: int) -> str | None:
+    """The lease in the environment that the process was started with; None if there is none, or it may not be read."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    prefix = MARKER.encode() + b"="
+    for entry in environment.split(b"\0"):
+        if entry.startswith(prefix):
+            return entry[len(prefix) :].decode(errors="replace") or None
+    return None
+
+
+def has_rank(pid: int) -> bool:
+    """True for a process that was started as a rank: its environment says which."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False
+    return any(entry.partition(b"=")[0] in RANK_VARIABLES for entry in environment.split(b"\0"))
+
+
+def lease_of(pid: int) -> str | None:
+    """The lease that a process works under, by its own marker or that of its nearest marked ancestor."""
+    for _ in range(ANCESTORS):
+        found = marker(pid)
+        if found is not None:
+            return found
+        seen = stat(pid)
+        if seen is None or seen.parent <= 1:
+            return None
+        pid = seen.parent
+    return None
+
+
+def descends_from(pid: int, owner: Identity) -> bool:
+    """True for that very process and everything below it, as long as it and those between live."""
+    for _ in range(ANCESTORS):
+        seen = stat(pid)
+        if seen is None:
+            return False
+        if pid == owner.pid:
+            return seen.start_ticks == owner.start_ticks
+        if seen.parent <= 1:
+            return False
+        pid = seen.parent
+    return False
+
+
+def cgroup_names(pid: int, lease_id: str) -> bool:
+    """True when the path of one of the process's cgroups has the lease's id in it, as a whole word."""
+    try:
+        paths = Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
+    except OSError:
+        return False
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(lease_id)}(?![A-Za-z0-9])", paths) is not None
+
+
+def ticks_now() -> int:
+    """This moment in clock ticks since boot, comparable with start times."""
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+
+
+def marked(leases: Collection[str]) -> dict[Identity, str]:
+    """Every living process that carries the marker of one of these leases, and of which. One walk of /proc."""
+    found: dict[Identity, str] = {}
+    if not leases:
+        return found
+    for pid in pids():
+        # Who it is before and after the marker is read: the marker of a process that ended in between is not the one of
+        # the stranger that has the pid then.
+        process = Identity.of(pid)
+        lease_id = marker(pid) if process is not None else None
+        if process is not None and lease_id is not None and lease_id in leases and process.alive():
+            found[process] = lease_id
+    return found
+
+
+def descendants(root: int) -> set[Identity]:
+    """Every living process below `root`. With `root` a child subreaper, also those whose parents have died."""
+    children: dict[int, list[int]] = {}
+    seen: dict[int, Stat] = {}
+    for pid in pids():
+        if (one := stat(pid)) is not None:
+            seen[pid] = one
+            children.setdefault(one.parent, []).append(pid)
+    found: set[Identity] = set()
+    waiting = list(children.get(root, ()))
+    while waiting:
+        pid = waiting.pop()
+        waiting.extend(children.get(pid, ()))
+        if not seen[pid].zombie:
+            found.add(Identity(pid, seen[pid].start_ticks))
+    return found
+
+
+def user_of(pid: int) -> str | None:
+    """Login name of a process's owner, its number where it has no name; None if the process is gone."""
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def command_of(pid: int) -> str | None:
+    """Command line of a process, cut at 200 characters; None if the process is gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        line = b" ".join(words) or Path(f"/proc/{pid}/comm").read_bytes().strip()
+    except OSError:
+        return None
+    return line.decode(errors="replace")[:COMMAND_CHARACTERS]
+
+
+def send_all(processes: Iterable[Identity], number: signal.Signals) -> None:
+    """Send a signal to each that still lives."""
+    for process in processes:
+        process.send(number)
+
+
+def kill_marked(lease_id: str, deadline_s: float, closing: threading.Event | None = None) -> set[Identity]:
+    """SIGKILL everything with the lease's marker until nothing is left, never the caller. Returns what would not die.
+
+    Rounds are needed because a process may fork between the look and the signal; `deadline_s` bounds them because a
+    process in an uninterruptible driver call does not die. `closing` ends it early.
+    """
+    closing = closing or threading.Event()
+    end = time.monotonic() + deadline_s
+    while True:
+        left = {process for process in marked({lease_id}) if process.pid != os.getpid()}
+        if not left or time.monotonic() > end or closing.is_set():
+            return left
+        send_all(left, signal.SIGKILL)
+        closing.wait(KILL_ROUND_S)
+
+
+def sees_the_host() -> bool:
+    """True in the host's own PID namespace; elsewhere the driver leaves out, silently, the processes of others."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def boot_id() -> str:
+    """Changes with every boot of the machine, after which start times mean something else."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent ends. Raises OSError where that is not to be had."""
+    _prctl(PR_SET_PDEATHSIG, int(number))
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends. Raises OSError."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

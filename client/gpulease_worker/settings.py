@@ -1,0 +1,40 @@
+"""What a worker is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpulease_worker.launch import LOG_BYTES
+from gpulease_worker.source import Pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """What a worker is told at its start."""
+
+    url: str
+    """The daemon: `http://HOST:PORT` or `unix:///path/to/gpulease.sock`."""
+    node: str
+    """Name of this node, unique at the daemon."""
+    data_dir: Path
+    """Where the worker keeps its lock and its jobs; made if missing. One worker per directory."""
+    simulate: str | None = None
+    """None reads NVML; `N` or a file's path simulates."""
+    with_parent: bool = False
+    """End when the process that started this one ends."""
+    poll_s: float = 1.0
+    """How long the daemon may hold an answer while nothing changes: the time between two readings."""
+    probe_deadline_s: float = 0.9
+    """How long one reading may take before the GPUs are unknown and the probe is replaced. With `poll_s` it is the
+    time after which a hung driver is known to hang."""
+    pace: Pace = field(default_factory=Pace)
+    """How often what is read, and how long one call may take."""
+    kill_leftovers: bool = False
+    """End what a user's own process has left on a GPU after its lease; what a job has left is ended in any case."""
+    leftover_grace_s: float = 5.0
+    """How long what is left has to end by itself."""
+    manage_compute_mode: bool = False
+    """Set EXCLUSIVE_PROCESS on a GPU for the time of a lease, and the former mode after it. Needs root."""
+    log_bytes: int = LOG_BYTES
+    """How much of each log file of a job stays on disk; its oldest part goes first."""

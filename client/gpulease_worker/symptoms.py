@@ -1,0 +1,151 @@
+"""Gathers the facts that `doctor` judges. Everything that could hang has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from gpulease.addresses import SOCKET_NAME
+from gpulease.client import Client
+from gpulease.errors import GpuleaseError
+from gpulease_worker.doctor import Facts
+from gpulease_worker.occupancy import Probe
+from gpulease_worker.source import Reading
+
+DEADLINE_S = 10.0
+"""How long NVML, and how long nvidia-smi, may take."""
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
+LIBRARY = "libnvidia-ml.so.1"
+LIBRARY_PLACES = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/lib/wsl/lib",
+)
+
+
+def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
+    """What can be seen of this host, of the daemon on this data directory, and of the daemon that clients would use."""
+    reading = read_nvml(deadline_s)
+    path = data_dir / SOCKET_NAME
+    daemon_problem, daemon_remedy = _daemon_problem()
+    return Facts(
+        kernel_driver=kernel_driver(KERNEL_DRIVER),
+        library=library_version(_library_places()),
+        nvml_problem=reading.problem,
+        gpus=reading.gpus,
+        pid_namespace=_inode(Path("/proc/self/ns/pid")),
+        persistence=_persistence(deadline_s),
+        binding=_binding(),
+        socket=str(path),
+        socket_mode=_mode(path),
+        socket_opens=_opens(path),
+        wall_s=time.time(),
+        newest_s=_newest(data_dir),
+        daemon_problem=daemon_problem,
+        daemon_remedy=daemon_remedy,
+        data_dir=str(data_dir),
+        free_bytes=shutil.disk_usage(data_dir).free if data_dir.is_dir() else None,
+    )
+
+
+def read_nvml(deadline_s: float) -> Reading:
+    """A reading by a probe process of its own, which is killed when it takes too long."""
+    return asyncio.run(_read_nvml(deadline_s))
+
+
+async def _read_nvml(deadline_s: float) -> Reading:
+    probe = Probe("doctor", None, deadline_s)
+    try:
+        return await probe.read(())
+    finally:
+        await probe.close()
+
+
+def kernel_driver(path: Path) -> str | None:
+    """The version in a file like `/proc/driver/nvidia/version`; None when it cannot be read."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    found = re.search(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def library_version(places: list[Path]) -> str | None:
+    """The version of the first `libnvidia-ml.so.1` there: the end of the name of the file that the link leads to."""
+    for place in places:
+        if (place / LIBRARY).exists():
+            found = re.search(r"\.so\.(\d+(?:\.\d+)+)$", (place / LIBRARY).resolve().name)
+            return found[1] if found else None
+    return None
+
+
+def _library_places() -> list[Path]:
+    given = [place for place in os.environ.get("LD_LIBRARY_PATH", "").split(":") if place]
+    return [Path(place) for place in (*given, *LIBRARY_PLACES)]
+
+
+def _persistence(deadline_s: float) -> tuple[bool, ...] | None:
+    command = ["nvidia-smi", "--query-gpu=persistence_mode", "--format=csv,noheader"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    words = ran.stdout.split()
+    return tuple(word == "Enabled" for word in words) if {*words} <= {"Enabled", "Disabled"} and words else None
+
+
+def _binding() -> str | None:
+    """Where `import pynvml` leads, without importing it."""
+    found = importlib.util.find_spec("pynvml")
+    return None if found is None else found.origin or "a directory without __init__.py"
+
+
+def _daemon_problem() -> tuple[str | None, str]:
+    try:
+        with Client(timeout_s=5.0) as client:
+            client.ready()
+    except GpuleaseError as error:
+        remedy = error.remedy if error.remedy != "Ask again." else "gpulease node list says which node, and why."
+        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL."
+    return None, ""
+
+
+def _opens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode & 0o777
+    except OSError:
+        return None
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _newest(data_dir: Path) -> float | None:
+    try:
+        return max((entry.stat().st_mtime for entry in os.scandir(data_dir)), default=None)
+    except OSError:
+        return None

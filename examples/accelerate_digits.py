@@ -1,0 +1,60 @@
+"""Trains on scikit-learn's digits with Hugging Face accelerate.
+
+    gpulease submit -n 2 --launcher accelerate -- examples/accelerate_digits.py
+
+Each rank ends by printing one JSON line, as `ddp_digits.py` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+from accelerate import Accelerator
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+EPOCHS, TEST_IMAGES = 8, 359
+
+
+def main() -> None:
+    """Train, evaluate, print the view."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    images, digits = load_digits(return_X_y=True)
+    pixels, classes = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(digits)
+    training = DataLoader(TensorDataset(pixels[TEST_IMAGES:], classes[TEST_IMAGES:]), batch_size=16, shuffle=True)
+    test = DataLoader(TensorDataset(pixels[:TEST_IMAGES], classes[:TEST_IMAGES]), batch_size=64)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model, optimizer, training, test = accelerator.prepare(model, optimizer, training, test)
+
+    for _ in range(EPOCHS):
+        for inputs, labels in training:
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.cross_entropy(model(inputs), labels))
+            optimizer.step()
+    hits = []
+    for inputs, labels in test:
+        with torch.no_grad():
+            hits.append(accelerator.gather_for_metrics(model(inputs).argmax(dim=1) == labels))
+    found = torch.cat(hits)
+    view = {
+        "rank": accelerator.process_index,
+        "world_size": accelerator.num_processes,
+        "lease_id": os.environ.get("GPULEASE_LEASE_ID"),
+        "device": str(accelerator.device),
+        "test_images": len(found),
+        "test_accuracy": found.float().mean().item(),
+    }
+    sys.stdout.write(json.dumps(view) + "\n")
+    sys.stdout.flush()
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The application: routers, errors, and what every request must pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import is_dataclass
+from importlib.metadata import version
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import Depends, FastAPI
+from pydantic import TypeAdapter
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gpulease.errors import NotAllowed
+from gpulease.model import Explanation, Gpu, GpuReading
+
+from . import administration, gpus, jobs, leases, logs, metrics, reference, service
+from .daemon import Daemon
+from .problems import PROBLEM_SCHEMA, documented, install, problem_response
+from .query import VERSIONED, only_known_parameters
+
+LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE)
+
+
+def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
+    """The REST application of a daemon."""
+    app = FastAPI(
+        title="gpulease",
+        version=version("gpulease"),
+        description="GPU leases on shared machines: the one place where the ledger and the hardware agree.",
+        lifespan=lifespan or _nothing,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.daemon = daemon
+    for part in (gpus, administration, leases, jobs, logs, metrics, service, reference):
+        app.include_router(part.router, dependencies=[Depends(only_known_parameters)])
+    install(app)
+    app.add_middleware(OnlyFromHere)
+    _complete_openapi(app)
+    return app
+
+
+@asynccontextmanager
+async def _nothing(_: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+class OnlyFromHere:
+    """Refuses what a web page in a local browser might send: any request that names another host or comes from another
+    origin. Until callers are identified, the loopback address is the only guard."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] == "http" and scope.get("client"):
+            headers = Headers(scope=scope)
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and _name(origin) not in LOOPBACK_NAMES):
+                detail = f"This daemon answers on the loopback address only, not for {origin or host}."
+                await problem_response(NotAllowed(detail, remedy="Use http://127.0.0.1."))(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def _name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
+def _complete_openapi(app: FastAPI) -> None:
+    """Add the schemas that FastAPI does not find by itself: request bodies and problems."""
+    generated = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generated()
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for body in BODIES:
+                schemas |= {name: schema for name, schema in body.schemas().items() if name not in schemas}
+            explanation = TypeAdapter(Explanation).json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= explanation.pop("$defs", {})
+            schemas |= {"Explanation": explanation, "Problem": PROBLEM_SCHEMA}
+            _describe_inherited(schemas)
+            _document_refusals(document)
+            schemas.pop("HTTPValidationError", None)
+            schemas.pop("ValidationError", None)
+            app.openapi_schema = document
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_inherited(schemas: dict[str, Any]) -> None:
+    """Pydantic reads the docstrings of a class's own fields only; those of inherited ones come from the parent."""
+    for kind in (GpuReading, Gpu):
+        parents = [TypeAdapter(parent).json_schema() for parent in kind.__mro__[1:] if is_dataclass(parent)]
+        for field, schema in schemas[kind.__name__]["properties"].items():
+            for parent in parents:
+                described = parent["properties"].get(field, {}).get("description")
+                if described is not None:
+                    schema.setdefault("description", described)
+
+
+def _document_refusals(document: dict[str, Any]) -> None:
+    """The errors that any route may answer, in place of those that FastAPI supposes."""
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation["summary"] = operation["description"].split(". ")[0].split("\n")[0].rstrip(".")
+            answers = operation["responses"]
+            if "HTTPValidationError" in str(answers.get("422")) or (
+                path.startswith(VERSIONED) and "422" not in answers
+            ):
+                answers |= _refusals("invalid_request")
+            if "requestBody" in operation:
+                answers["400"] = _refusals("invalid_request")["422"] | {"description": "The body is not JSON."}
+            answers |= _refusals("not_allowed", "internal")
+
+
+def _refusals(*codes: str) -> dict[str, Any]:
+    return {str(status): answer for status, answer in documented(*codes).items()}

@@ -1,0 +1,108 @@
+"""Reading request bodies: bounded, strict, with an error that names the field.
+
+FastAPI's own body parameters would turn "2" and true into numbers; pydantic's strict mode for JSON does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from pydantic import TypeAdapter, ValidationError
+
+from gpulease.errors import InvalidRequest, TooLarge
+
+from ..core.happenings import Key
+from .peer import Peer
+from .problems import SEE_OPENAPI, NotJson, sentence
+
+MAX_BODY_BYTES = 2**20
+MAX_JOB_BYTES = 4 * 2**20
+"""For a job, whose environment alone may have 1 MiB, and more as JSON."""
+MAX_KEY = 200
+"""Characters in an Idempotency-Key, at most."""
+KEYED: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY},
+            "description": "Any text of your own. The same key and body again get the same answer and do nothing more.",
+        }
+    ]
+}
+"""For `openapi_extra` of a route that takes an Idempotency-Key."""
+T = TypeVar("T")
+
+
+class JsonBody(Generic[T]):
+    """A dependency that reads a body of one kind. `empty` is what an empty body means; None: a body is required."""
+
+    def __init__(self, kind: type[T], empty: T | None = None) -> None:
+        self.kind = kind
+        self.empty = empty
+        self._adapter: TypeAdapter[T] = TypeAdapter(kind)
+
+    async def __call__(self, request: Request) -> T:
+        """The body, checked."""
+        raw = await read(request)
+        if not raw.strip() and self.empty is not None:
+            return self.empty
+        try:
+            return self._adapter.validate_json(raw, strict=True)
+        except ValidationError as error:
+            errors = error.errors(include_url=False, include_context=False)
+            if errors[0]["type"] == "json_invalid":
+                raise NotJson(f"The body is not JSON: {errors[0]['msg']}.", remedy="Send a JSON object.") from None
+            raise InvalidRequest(sentence(errors), remedy=SEE_OPENAPI) from None
+
+    def openapi(self) -> dict[str, Any]:
+        """For `openapi_extra` of the route."""
+        schema = {"$ref": f"#/components/schemas/{self.kind.__name__}"}
+        content = {"application/json": {"schema": schema}}
+        return {"requestBody": {"content": content, "required": self.empty is None}}
+
+    def schemas(self) -> dict[str, Any]:
+        """The body's schema and those it refers to, by name."""
+        schema = self._adapter.json_schema(ref_template="#/components/schemas/{model}")
+        definitions: dict[str, Any] = schema.pop("$defs", {})
+        return definitions | {self.kind.__name__: schema}
+
+
+async def read(request: Request) -> bytes:
+    """The whole body. Raises `TooLarge` without reading on once it is over 1 MiB, a job's over 4 MiB."""
+    most = MAX_JOB_BYTES if request.url.path == "/v1/jobs" else MAX_BODY_BYTES
+    kept: bytes | None = getattr(request.state, "body", None)
+    if kept is not None:
+        return kept
+    parts, size = [], 0
+    if request.headers.get("content-length", "0").isdigit():
+        size = int(request.headers.get("content-length", "0"))
+    if size <= most:
+        size = 0
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                break
+    if size > most:
+        raise TooLarge(f"The body is over {most} bytes.", remedy="Send less.")
+    request.state.body = b"".join(parts)
+    return b"".join(parts)
+
+
+async def idempotency_key(request: Request) -> Key | None:
+    """The Idempotency-Key header with the fingerprint of the request; None without one.
+
+    A key is its user's own: two users who choose the same one do not share a lease.
+    """
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 1 <= len(key) <= MAX_KEY:
+        raise InvalidRequest(f"Idempotency-Key: must have 1 to {MAX_KEY} characters.")
+    what = f"{request.method} {request.url.path}\n".encode() + await read(request)
+    peer: Peer = getattr(request.state, "peer", None) or Peer()
+    return Key(key=f"{peer.uid}:{key}", fingerprint=hashlib.sha256(what).hexdigest())

@@ -1,0 +1,61 @@
+"""What every route needs of the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ..core.ledger import Instant, Ledger
+from ..core.turn import Policy
+from ..runtime import clock
+from ..runtime.recorder import Recorder
+from ..runtime.tickets import Tickets
+from ..runtime.writer import Writer
+from ..store.store import Store
+from .peer import Peer
+
+
+@dataclass
+class Daemon:
+    """The parts of a running daemon."""
+
+    writer: Writer
+    store: Store
+    tickets: Tickets
+    recorder: Recorder
+    host: str
+    """Name of this host."""
+    local_node: str | None = None
+    """Node of the worker that the daemon supervises; `/readyz` waits for its first report."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the daemon begins to shut down; every long poll ends then."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is committed."""
+        return self.writer.committed
+
+    @property
+    def policy(self) -> Policy:
+        """The rules in force."""
+        return self.writer.policy
+
+    def now(self) -> Instant:
+        """This moment."""
+        return clock.now()
+
+
+def _daemon(request: Request) -> Daemon:
+    daemon: Daemon = request.app.state.daemon
+    return daemon
+
+
+def _peer(request: Request) -> Peer:
+    return getattr(request.state, "peer", None) or Peer()
+
+
+TheDaemon = Annotated[Daemon, Depends(_daemon)]
+ThePeer = Annotated[Peer, Depends(_peer)]

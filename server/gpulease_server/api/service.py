@@ -1,0 +1,64 @@
+"""Events, health, and the front page."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from gpulease.errors import Unavailable
+from gpulease.model import Event, Page
+from gpulease.table import render
+
+from ..core.gpu import node_problem
+from ..core.view import gpu_view, lease_view, node_view
+from .daemon import TheDaemon
+from .problems import documented
+from .waiting import Limit
+
+router = APIRouter()
+
+
+@router.get("/v1/events", tags=["events"])
+async def list_events(
+    daemon: TheDaemon,
+    after: Annotated[int, Query(ge=0, lt=2**63, description="Only events with a greater `seq`.")] = 0,
+    limit: Limit = 100,
+) -> Page[Event]:
+    """What was recorded, oldest first. Go on with `after` = the last `seq`."""
+    found = await asyncio.to_thread(daemon.store.events, after, limit)
+    return Page(items=tuple(found), next=str(found[-1].seq) if len(found) == limit else None)
+
+
+@router.get("/healthz", tags=["service"])
+async def healthz() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", tags=["service"], responses=documented("unavailable"))
+async def readyz(daemon: TheDaemon) -> Any:
+    """The daemon can grant: its ledger is read, and its own host's worker has reported."""
+    problem = daemon.writer.problem
+    if problem is None and daemon.local_node is not None:
+        problem = node_problem(daemon.ledger, daemon.local_node, daemon.now(), daemon.policy)
+    if problem is not None:
+        raise Unavailable(f"Not ready: {problem}", remedy="Ask again.")
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/", tags=["service"], response_class=PlainTextResponse)
+async def front_page(daemon: TheDaemon) -> str:
+    """GPUs, holders and the queue as a text table."""
+    now, ledger = daemon.now(), daemon.ledger
+    records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
+    gpus = [gpu_view(ledger, gpu, now, daemon.policy) for gpu in records]
+    live = [record for record in ledger.leases.values() if record.lease.ended_at is None]
+    leases = [
+        lease_view(ledger, record, now, daemon.policy) for record in sorted(live, key=lambda record: record.number)
+    ]
+    jobs = [record.job for record in ledger.live_jobs.values()]
+    nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
+    return render(gpus, leases, jobs, now.at, nodes)

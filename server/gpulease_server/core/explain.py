@@ -1,0 +1,249 @@
+"""Why a request waits, from the facts that `settle` went by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from gpulease.model import (
+    Demand,
+    Explanation,
+    GpuReading,
+    GpuState,
+    LeaseState,
+    NodeMode,
+    Obstacle,
+    Selection,
+)
+
+from .array import at_limit, under_way
+from .gpu import is_cordoned, mode_of, node_problem, occupants, reading_of, state_of, strangers
+from .ledger import GpuRecord, Instant, LeaseRecord, Ledger
+from .modes import mode_notes
+from .never import why_never
+from .placement import NeedsReading, candidates, lacks_memory, mismatch, place
+from .remains import left_words, process_words
+from .turn import Policy
+
+NEVER = {
+    "other_node": "is on another node than was asked for",
+    "not_listed": "is not among the GPUs that were asked for",
+    "other_model": "is of another model",
+    "too_little_memory": "has too little memory",
+}
+
+_MODES = {NodeMode.DRAINING: "drains", NodeMode.PAUSED: "has paused", NodeMode.ACTIVE: "uses"}
+
+
+def is_never(ledger: Ledger, demand: Demand) -> bool:
+    """True when no known node has such GPUs. While no GPU is known at all, nobody can say never."""
+    return bool(ledger.gpus) and not candidates(ledger, demand)
+
+
+def explain(
+    ledger: Ledger,
+    record: LeaseRecord,
+    now: Instant,
+    policy: Policy,
+    *,
+    elders: dict[str, str] | None = None,
+    stays: bool = True,
+) -> Explanation:
+    """The answer to "why does this wait", or to "why did it end".
+
+    `elders`: the earlier lease that waits for a GPU, by UUID, where that is known already; `stays` is false for a
+    request that is refused.
+    """
+    lease = record.lease
+    if lease.state is LeaseState.ENDED:
+        return Explanation(verdict="ended", sentence=f"The lease has ended: {lease.end_reason}.")
+    if lease.state is LeaseState.ACTIVE:
+        notes = mode_notes(ledger, ledger.held_by(lease))
+        granted = f"Granted: {describe([gpu.index for gpu in lease.gpus])}.{notes}"
+        return Explanation(verdict="granted", sentence=granted)
+    limited = at_limit(ledger, record, under_way(ledger))
+    if limited is not None:
+        sentence = (
+            f"Not now: array {limited.array_id} has as many jobs running as it may at once, {limited.array_at_most};"
+            f" number {ledger.position(record)} in the queue."
+        )
+        return Explanation(verdict="not_now", sentence=sentence, position=ledger.position(record))
+    elders = _claimed_by_elders(ledger, record) if elders is None else elders
+    placed = place(ledger, lease.demand, elders.keys(), now, policy)
+    unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
+    found = (obstacle(ledger, lease.demand, gpu, elders, unread, now, policy) for gpu in ledger.gpus.values())
+    obstacles = tuple(sorted((item for item in found if item), key=lambda item: (item.node, item.index)))
+    position = ledger.position(record) if stays else None
+    queued = f"; number {position} in the queue" if stays else ""
+    asked = asked_for(lease.demand)
+    if is_never(ledger, lease.demand):
+        sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {size_of(ledger)}"
+        return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles)
+    in_the_way = [item for item in obstacles if item.code not in NEVER]
+    details = " ".join(item.sentence for item in in_the_way[:16]) or "No node has reported its GPUs yet."
+    notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
+    sentence = f"Not now: asked for {asked}{queued}. {details}{notes}"
+    return Explanation(verdict="not_now", sentence=sentence, position=position, obstacles=obstacles)
+
+
+def obstacle(
+    ledger: Ledger,
+    demand: Demand,
+    gpu: GpuRecord,
+    elders: dict[str, str],
+    unread: set[str],
+    now: Instant,
+    policy: Policy,
+) -> Obstacle | None:
+    """Why this GPU is not granted to this demand; None when nothing is wrong with it and there are just too few such.
+
+    `elders`: the lease that waits for a GPU, by UUID; `unread`: the GPUs that only a fresh reading is missing of.
+    """
+    name = f"GPU {gpu.device.index} of {gpu.device.node}"
+    code = mismatch(demand, gpu)
+    if code is not None:
+        return _obstacle(gpu, code, f"{name} {NEVER[code]}.")
+    state = state_of(ledger, gpu, now, policy)
+    if state is not GpuState.FREE:
+        until = _until(ledger, gpu, now) if state is GpuState.LEASED else None
+        why = why_not_free(ledger, gpu, state, now, policy)
+        found = _held_or_worse(ledger, gpu, state, f"{name} {why}{_afterwards(ledger, gpu, until)}.")
+        return replace(found, until=until)
+    if lacks_memory(ledger, demand, gpu):
+        return _obstacle(gpu, "too_little_memory", f"{name} has too little free memory.")
+    elder = elders.get(gpu.device.uuid)
+    if elder is not None:
+        found = _obstacle(gpu, "claimed", f"{name} is waited for by the earlier {elder}.")
+        return replace(found, lease_id=elder, holder=ledger.leases[elder].lease.holder)
+    if gpu.device.uuid in unread:
+        return _obstacle(gpu, "unread", f"{name} looked free, and a fresh reading of it is awaited.")
+    return None
+
+
+def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, policy: Policy) -> str | None:
+    """The end of a sentence that begins with the GPU; None when it is free."""
+    reading = reading_of(ledger, gpu)
+    who = _who(ledger, gpu.lease_id)
+    match state:
+        case GpuState.UNKNOWN:
+            problem = node_problem(ledger, gpu.device.node, now, policy)
+            return f"is unknown: {problem or 'its node shows it no more'}"
+        case GpuState.UNHEALTHY:
+            return f"is unhealthy: {reading.health if reading else 'lost'}"
+        case GpuState.PROHIBITED:
+            return "is in compute mode PROHIBITED: nvidia-smi -c DEFAULT allows processes again"
+        case GpuState.LEASED:
+            others = ", ".join(map(process_words, strangers(ledger, gpu)[:4]))
+            return f"is held by {who}{f', and used outside that lease by {others}' if others else ''}"
+        case GpuState.DRAINING:
+            return f"is being cleaned of {who}{left_words(ledger, gpu, policy)}"
+        case GpuState.CORDONED:
+            if gpu.cordoned:
+                return "is cordoned by an administrator"
+            return f"is on node {gpu.device.node}, which an administrator {_MODES[mode_of(ledger, gpu.device.node)]}"
+        case GpuState.FOREIGN if reading and not occupants(reading):
+            return (
+                "is used by processes that its worker cannot see from a PID namespace of its own; start the worker in"
+                " the host's (docker run --pid=host) to learn whose they are"
+            )
+        case GpuState.FOREIGN:
+            return f"is used outside any lease by {_processes(reading)}"
+        case _:
+            return None
+
+
+def _until(ledger: Ledger, gpu: GpuRecord, now: Instant) -> datetime | None:
+    """When the lease that holds the GPU ends unless it is renewed; None where no time limit runs."""
+    deadline_s = ledger.deadlines.get(gpu.lease_id or "")
+    return None if deadline_s is None else now.at + timedelta(seconds=deadline_s - now.mono_s)
+
+
+def _afterwards(ledger: Ledger, gpu: GpuRecord, until: datetime | None) -> str:
+    """What becomes of a GPU that somebody has."""
+    ends = f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed" if until is not None else ""
+    held = gpu.lease_id is not None and is_cordoned(ledger, gpu)
+    return f"{ends}, and is cordoned after that" if held else ends
+
+
+def asked_for(demand: Demand) -> str:
+    """A demand in words."""
+    if demand.selection is Selection.ALL:
+        what = "every GPU of a node"
+    elif demand.selection is Selection.LISTED:
+        what = "GPU " + ", ".join([*map(str, demand.indices), *demand.uuids])
+    else:
+        what = f"{'at least ' if demand.selection is Selection.AUTO else ''}{_gpus(demand.count)}"
+    limits = [
+        f"of model {demand.gpu_model}" if demand.gpu_model is not None else "",
+        f"with {demand.min_free_memory_bytes / 2**30:.1f} GiB free" if demand.min_free_memory_bytes else "",
+        f"on node {demand.node}" if demand.node is not None else "",
+        f"among {len(demand.among)} named ones" if demand.among is not None else "",
+    ]
+    return " ".join([what, *filter(None, limits)])
+
+
+def size_of(ledger: Ledger) -> str:
+    """How many GPUs each node has, in words."""
+    counts: dict[str, int] = {}
+    for gpu in ledger.gpus.values():
+        counts[gpu.device.node] = counts.get(gpu.device.node, 0) + 1
+    return " ".join(f"Node {node} has {_gpus(count)}." for node, count in sorted(counts.items()))
+
+
+def describe(indices: list[int]) -> str:
+    """GPU indices in words."""
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _claimed_by_elders(ledger: Ledger, record: LeaseRecord) -> dict[str, str]:
+    claimed: dict[str, str] = {}
+    seen: set[Demand] = set()
+    running = under_way(ledger)
+    for elder in ledger.queued():
+        if elder.number >= record.number:
+            break
+        if len(claimed) == len(ledger.gpus):
+            break
+        if elder.lease.demand in seen or at_limit(ledger, elder, running) is not None:
+            continue
+        seen.add(elder.lease.demand)
+        for gpus in candidates(ledger, elder.lease.demand).values():
+            for gpu in gpus:
+                claimed.setdefault(gpu.device.uuid, elder.lease.id)
+    return claimed
+
+
+def _who(ledger: Ledger, lease_id: str | None) -> str:
+    record = ledger.leases.get(lease_id or "")
+    if record is None:
+        return lease_id or "nobody"
+    holder = record.lease.holder
+    parts = [
+        f"user {holder.user}" if holder.user else "",
+        f"pid {holder.owner_pid}" if holder.owner_pid else "",
+        f"job {record.lease.job_id}" if record.lease.job_id else "",
+        f'"{holder.label}"' if holder.label else "",
+    ]
+    known = ", ".join(filter(None, parts))
+    return f"{lease_id}{f' ({known})' if known else ''}"
+
+
+def _processes(reading: GpuReading | None) -> str:
+    if reading is None:
+        return ""
+    return ", ".join(map(process_words, occupants(reading)[:4]))
+
+
+def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str) -> Obstacle:
+    reading = reading_of(ledger, gpu)
+    holder = ledger.leases[gpu.lease_id].lease.holder if gpu.lease_id in ledger.leases else None
+    pids = tuple(process.pid for process in occupants(reading)) if reading else ()
+    return replace(_obstacle(gpu, state.value, sentence), lease_id=gpu.lease_id, holder=holder, pids=pids)
+
+
+def _obstacle(gpu: GpuRecord, code: str, sentence: str) -> Obstacle:
+    return Obstacle(uuid=gpu.device.uuid, node=gpu.device.node, index=gpu.device.index, code=code, sentence=sentence)

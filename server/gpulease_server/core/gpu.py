@@ -1,0 +1,122 @@
+"""What a GPU can be used for: its state, from the ledger and the last reading."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpulease.exchange import PAUSED
+from gpulease.model import Activity, ComputeMode, GpuReading, GpuState, NodeMode, Process, ProcessType
+
+from .ledger import GpuRecord, Instant, Ledger, Sighting
+from .turn import Policy
+
+
+def node_problem(ledger: Ledger, node: str, now: Instant, policy: Policy) -> str | None:
+    """Why nothing is known of a node's GPUs at this moment; None when its last reading counts."""
+    sighting = ledger.sightings.get(node)
+    if mode_of(ledger, node) is NodeMode.PAUSED:
+        closed = sighting is not None and sighting.problem == PAUSED
+        return PAUSED if closed else f"{PAUSED}; its worker has not closed NVML yet"
+    if sighting is None:
+        return f"node {node} has not reported yet"
+    if now.mono_s - sighting.reported_at_s > policy.silence_s:
+        return f"node {node} has been silent for over {policy.silence_s:g} s"
+    return sighting.problem
+
+
+def mode_of(ledger: Ledger, node: str) -> NodeMode:
+    """What an administrator has made of a node."""
+    record = ledger.nodes.get(node)
+    return NodeMode.ACTIVE if record is None else record.mode
+
+
+def is_cordoned(ledger: Ledger, gpu: GpuRecord) -> bool:
+    """True when an administrator has taken the GPU, or its whole node, out of use."""
+    return gpu.cordoned or mode_of(ledger, gpu.device.node) is not NodeMode.ACTIVE
+
+
+def reading_of(ledger: Ledger, gpu: GpuRecord) -> GpuReading | None:
+    """The last reading of a GPU, of whatever age."""
+    sighting = ledger.sightings.get(gpu.device.node)
+    return sighting.readings.get(gpu.device.uuid) if sighting else None
+
+
+def occupants(reading: GpuReading) -> tuple[Process, ...]:
+    """Processes that keep a GPU from others: all but the bystanders."""
+    return tuple(process for process in reading.processes if not process.bystander)
+
+
+def tell_apart(reading: GpuReading, policy: Policy) -> GpuReading:
+    """The reading with every bystander marked: a desktop's processes, and monitors that only have the device open."""
+    processes = tuple(
+        replace(process, bystander=process.lease_id is None and _is_desktop(process, policy))
+        for process in reading.processes
+    )
+    if reading.opened_by is None:
+        return replace(reading, processes=processes)
+    bystanders = {process.pid for process in processes if process.bystander}
+    known = policy.monitor_names | policy.desktop_names
+    opened_by = tuple(
+        replace(process, bystander=process.pid in bystanders or not known.isdisjoint(_programs(process)))
+        for process in reading.opened_by
+    )
+    return replace(reading, processes=processes, opened_by=opened_by)
+
+
+def _is_desktop(process: Process, policy: Policy) -> bool:
+    """Graphics and the right name; or one of both, with little memory. Memory that the driver does not tell passes."""
+    graphics = process.type is ProcessType.GRAPHICS
+    named = not policy.desktop_names.isdisjoint(_programs(process)[:1])
+    little = process.memory_bytes is None or process.memory_bytes <= policy.desktop_memory_bytes
+    return (graphics and named) or ((graphics or named) and little)
+
+
+def _programs(process: Process) -> tuple[str, ...]:
+    """What a command line runs: its first word, and for an interpreter's sake its second, without directories."""
+    return tuple(word.rpartition("/")[2] for word in (process.command or "").split(" ")[:2])
+
+
+def is_fresh(sighting: Sighting | None, now: Instant, policy: Policy) -> bool:
+    """True when a grant may rest on this report's reading."""
+    return (
+        sighting is not None
+        and sighting.problem is None
+        and sighting.observed_at_s is not None
+        and now.mono_s - sighting.observed_at_s <= policy.max_observation_age_s
+    )
+
+
+def state_of(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> GpuState:
+    """The first state that applies, in the order of `GpuState`."""
+    reading = reading_of(ledger, gpu)
+    if reading is None or node_problem(ledger, gpu.device.node, now, policy) is not None:
+        return GpuState.UNKNOWN
+    if reading.health != "ok":
+        return GpuState.UNHEALTHY
+    if reading.compute_mode is ComputeMode.PROHIBITED:
+        return GpuState.PROHIBITED
+    if gpu.lease_id is not None:
+        return GpuState.DRAINING if gpu.draining else GpuState.LEASED
+    if is_cordoned(ledger, gpu):
+        return GpuState.CORDONED
+    return GpuState.FOREIGN if occupants(reading) or reading.hidden_use else GpuState.FREE
+
+
+def strangers(ledger: Ledger, gpu: GpuRecord) -> tuple[Process, ...]:
+    """Processes on a leased GPU that do not belong to its lease, by a reading that knew of the lease."""
+    sighting, reading = ledger.sightings.get(gpu.device.node), reading_of(ledger, gpu)
+    watch = sighting.watches.get(gpu.device.uuid) if sighting else None
+    if gpu.lease_id is None or gpu.draining or reading is None or watch is None or watch.lease_id != gpu.lease_id:
+        return ()
+    return tuple(process for process in occupants(reading) if process.pid in watch.strangers)
+
+
+def activity_of(ledger: Ledger, gpu: GpuRecord, reading: GpuReading | None) -> Activity | None:
+    """What happens on a leased GPU; None for any other."""
+    if gpu.lease_id is None or gpu.draining or reading is None:
+        return None
+    if not occupants(reading):
+        return Activity.STARTING
+    if strangers(ledger, gpu):
+        return Activity.CONFLICT
+    return Activity.IDLE if reading.utilization_ratio == 0 else Activity.ACTIVE

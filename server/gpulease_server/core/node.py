@@ -1,0 +1,154 @@
+"""What a node reports, and what it is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gpulease.errors import NotAllowed
+from gpulease.exchange import JUST_STARTED, DesiredState, JobOrder, NodeLease
+from gpulease.model import Device, GpuReading, JobState, NodeMode
+
+from .administration import while_paused
+from .gpu import is_fresh, mode_of, node_problem, tell_apart
+from .happenings import NodeReported
+from .job import on_job_reports
+from .ledger import GpuGone, GpuRecord, LeaseRecord, Ledger, NodeRecord, Sighting
+from .owners import on_owner_reports
+from .remains import free_clean
+from .turn import Turn
+from .watch import watch
+
+
+def on_reported(turn: Turn, reported: NodeReported) -> None:
+    """Take in a node's full view: its GPUs, its jobs. Frees draining GPUs that it shows clean."""
+    report, name = while_paused(turn.ledger, reported.node, reported.report), reported.node
+    before = turn.ledger.sightings.get(name)
+    silent = before is None or turn.now.mono_s - before.reported_at_s > turn.policy.silence_s
+    if before is not None and before.worker_id != report.worker_id and not silent:
+        detail = f"Another worker ({before.worker_id}) reports for node {name}."
+        turn.answer(reported.cause, NotAllowed(detail, remedy="Stop one of them, or give this one another --node."))
+        return
+    observed_at_s = reported.observed_at_s
+    newest_s = before.newest_s if before is not None else float("-inf")
+    if observed_at_s is not None and observed_at_s < newest_s:
+        # It came late, after one that is newer; the next one says everything again.
+        turn.answer(reported.cause, None)
+        return
+    problem_before = node_problem(turn.ledger, name, turn.now, turn.policy)
+    _put_node(turn, reported)
+    readings = {one.uuid: replace(tell_apart(one, turn.policy), node=name) for one in report.gpus}
+    if report.problem is None:
+        _put_gpus(turn, name, readings)
+    sighting = Sighting(
+        node=name,
+        worker_id=report.worker_id,
+        reported_at_s=turn.now.mono_s,
+        observed_at_s=observed_at_s if report.problem is None else None,
+        problem=report.problem,
+        readings=readings if report.problem is None else {},
+        ports_in_use=frozenset(report.ports_in_use),
+        links=report.links if report.problem is None else (),
+        newest_s=max(newest_s, observed_at_s if observed_at_s is not None else newest_s),
+        watches=before.watches if before is not None else {},
+    )
+    if report.problem is None:
+        sighting = replace(sighting, watches=watch(turn, sighting))
+    turn.put(sighting)
+    first = before is None or before.problem == JUST_STARTED
+    if report.problem != JUST_STARTED and (first or (problem_before is None) != (report.problem is None)):
+        kind = "node.ready" if report.problem is None else "node.unknown"
+        turn.event(kind, node=name, reason=report.problem)
+    on_owner_reports(turn, name, report)
+    on_job_reports(turn, name, report.jobs)
+    free_clean(turn, sighting)
+    if is_fresh(sighting, turn.now, turn.policy) and (observed_at_s or 0.0) > turn.wanted.get(name, float("inf")):
+        del turn.wanted[name]
+    turn.answer(reported.cause, None)
+
+
+def _put_node(turn: Turn, reported: NodeReported) -> None:
+    report = reported.report
+    node = NodeRecord(
+        name=reported.node,
+        host=report.host,
+        driver_version=report.driver_version,
+        simulated=report.simulated,
+        mode=mode_of(turn.ledger, reported.node),
+    )
+    if turn.ledger.nodes.get(reported.node) != node:
+        turn.put(node)
+
+
+def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading]) -> None:
+    """Bring the ledger's list of the node's GPUs up to date. One that is held stays, whatever the node shows, and
+    so does one that is cordoned, lest it come back as one that is not."""
+    for reading in readings.values():
+        device = Device(
+            uuid=reading.uuid,
+            node=node,
+            index=reading.index,
+            pci_bus_id=reading.pci_bus_id,
+            name=reading.name,
+            memory_total_bytes=reading.memory_total_bytes,
+        )
+        known = turn.ledger.gpus.get(reading.uuid)
+        if known is None:
+            turn.put(GpuRecord(device=device))
+        elif known.device != device and (known.device.node == node or _is_abandoned(turn, known)):
+            turn.put(replace(known, device=device))
+    gone = [
+        gpu.device.uuid
+        for gpu in turn.ledger.gpus.values()
+        if gpu.device.node == node and gpu.device.uuid not in readings and gpu.lease_id is None and not gpu.cordoned
+    ]
+    for uuid in gone:
+        turn.put(GpuGone(uuid))
+
+
+def _is_abandoned(turn: Turn, gpu: GpuRecord) -> bool:
+    """True when a GPU may move to another node: nobody holds it, and the node that showed it is silent."""
+    unheld = gpu.lease_id is None or gpu.draining
+    return unheld and node_problem(turn.ledger, gpu.device.node, turn.now, turn.policy) is not None
+
+
+def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
+    """Everything that should be true on a node."""
+    held: dict[str, list[GpuRecord]] = {}
+    for gpu in ledger.gpus.values():
+        if gpu.lease_id is not None and gpu.device.node == node:
+            held.setdefault(gpu.lease_id, []).append(gpu)
+    leases = tuple(_node_lease(ledger, node, ledger.leases[lease_id], gpus) for lease_id, gpus in held.items())
+    jobs = tuple(
+        JobOrder(
+            job_id=record.job.id,
+            attempt=record.job.attempts,
+            lease_id=record.job.lease_id,
+            uid=record.uid,
+            gid=record.gid,
+            gpus=tuple(device.uuid for device in record.job.gpus),
+            indices=tuple(device.index for device in record.job.gpus),
+            spec=record.spec,
+            env=ledger.leases[record.job.lease_id].lease.env,
+            stop=record.job.state is JobState.STOPPING,
+            grace_s=record.grace_s,
+        )
+        for record in ledger.live_jobs.values()
+        if record.job.gpus and record.job.gpus[0].node == node
+    )
+    paused = mode_of(ledger, node) is NodeMode.PAUSED
+    owners = tuple(ledger.watched.get(node, ()))
+    return DesiredState(ticket=ticket, leases=leases, jobs=jobs, paused=paused, owners=owners)
+
+
+def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRecord]) -> NodeLease:
+    lease, known = record.lease, ledger.nodes.get(node)
+    # Who submitted a job does not run on its GPUs, and a pid means nothing on another host.
+    here = lease.job_id is None and known is not None and lease.holder.host == known.host
+    return NodeLease(
+        id=lease.id,
+        state=lease.state,
+        gpus=tuple(gpu.device.uuid for gpu in gpus),
+        owner_pid=lease.holder.owner_pid if here else None,
+        owner_start_ticks=record.watched.owner.start_ticks if here and record.watched else None,
+        job_id=lease.job_id,
+    )

@@ -1,0 +1,129 @@
+"""The queue: one pass gives each waiting request its GPUs, or the reason why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from gpulease.errors import NeverFits, NotNow, OverQuota
+from gpulease.model import Demand, JobState
+
+from .array import array_of, at_limit, under_way
+from .explain import explain, is_never
+from .lease import grant
+from .ledger import GpuRecord, JobRecord, LeaseRecord
+from .placement import Blocked, NeedsReading, Placed, place
+from .signs import live_on
+from .turn import Pending, Turn
+from .view import lease_view
+
+
+def settle(turn: Turn) -> None:
+    """Go through the queue once, eldest first. Closes every turn.
+
+    A request that cannot be granted claims all GPUs that could serve it: a younger one gets only what no elder can use,
+    so none is passed over for ever. One that lacks only a fresh reading claims the GPUs it is about to get.
+    """
+    claimed: dict[str, str] = {}
+    hopeless: set[Demand] = set()
+    latest_s = turn.now.mono_s - turn.policy.reading_deadline_s
+    overdue = {node for node, since_s in turn.wanted.items() if since_s < latest_s}
+    undecided = len(turn.pending)
+    running = under_way(turn.ledger)
+    for record in _taking_part(turn, running):
+        if not undecided and len(claimed) >= len(turn.ledger.gpus):
+            break
+        pending = turn.pending.get(record.lease.id)
+        if pending is None and record.lease.demand in hopeless:
+            continue
+        undecided -= pending is not None
+        # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
+        hopeful = pending is not None and pending.since_s >= latest_s
+        demand = record.lease.demand
+        match place(turn.ledger, demand, claimed.keys(), turn.now, turn.policy, overdue, hopeful=hopeful):
+            case Placed(gpus):
+                _granted(turn, record, gpus, turn.pending.pop(record.lease.id, None))
+                running[array_of(turn.ledger, record) or ""] += 1
+            case NeedsReading(node, gpus):
+                turn.want_reading(node)
+                waited_enough = pending is not None and pending.since_s < latest_s
+                if not waited_enough or _must_wait(turn, record, turn.pending.pop(record.lease.id), claimed):
+                    _claim(claimed, record, gpus)
+            case Blocked(candidates):
+                if pending is None or _must_wait(turn, record, turn.pending.pop(record.lease.id), claimed):
+                    _claim(claimed, record, candidates)
+                    hopeless.add(record.lease.demand)
+
+
+def _taking_part(turn: Turn, running: Counter[str]) -> Iterator[LeaseRecord]:
+    """Who waits and may begin, eldest first. `running` is looked at anew for each, as grants change it."""
+    for record in list(turn.ledger.queued()):
+        pauses = turn.ledger.not_before.get(record.lease.id, turn.now.mono_s) > turn.now.mono_s
+        if not pauses and at_limit(turn.ledger, record, running) is None:
+            yield record
+
+
+def _claim(claimed: dict[str, str], record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
+    for gpu in gpus:
+        claimed.setdefault(gpu.device.uuid, record.lease.id)
+
+
+def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: Pending | None) -> None:
+    if pending is not None:
+        turn.cause = record.cause
+        _record_rest(turn, pending)
+    grant(turn, record, gpus)
+    job = turn.ledger.jobs.get(record.lease.job_id or "")
+    if job is not None:
+        lease = turn.ledger.leases[record.lease.id].lease
+        attempts = job.job.attempts + 1
+        starting = replace(job.job, state=JobState.STARTING, gpus=lease.gpus, reason=None, attempts=attempts)
+        turn.put(replace(job, job=starting))
+        turn.event("job.starting", job_id=job.job.id, lease_id=lease.id, node=lease.gpus[0].node)
+    if pending is not None:
+        _tell(turn, record, pending)
+
+
+def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claimed: dict[str, str]) -> bool:
+    """Give the verdict on a new request that cannot be granted. True when it stays in the queue."""
+    never = is_never(turn.ledger, record.lease.demand)
+    if pending.queue and not never and len(turn.ledger.queue) - len(turn.pending) > turn.policy.max_queued:
+        turn.ledger.withdraw(record)
+        detail = f"{turn.policy.max_queued} requests wait already."
+        for call in pending.calls:
+            turn.answer(call, OverQuota(detail, remedy="Ask again later."))
+        return False
+    if never or not pending.queue:
+        explanation = explain(turn.ledger, record, turn.now, turn.policy, elders=claimed, stays=False)
+        turn.ledger.withdraw(record)
+        kind, remedy = (
+            (NeverFits, "Ask for fewer or other GPUs; gpulease status shows those there are.")
+            if never
+            else (NotNow, "Ask again later, or wait in the queue with queue=true.")
+        )
+        for call in pending.calls:
+            turn.answer(call, kind(explanation.sentence, remedy=remedy, extra={"explanation": explanation}))
+        return False
+    turn.cause = record.cause
+    turn.put(replace(record, renewed_at=turn.now.at))
+    if record.lease.job_id is None:
+        live_on(turn, record.lease)
+    _record_rest(turn, pending)
+    turn.event("lease.queued", lease_id=record.lease.id, job_id=record.lease.job_id)
+    _tell(turn, record, pending)
+    return True
+
+
+def _record_rest(turn: Turn, pending: Pending) -> None:
+    for change in pending.changes:
+        turn.put(change)
+        if isinstance(change, JobRecord):
+            turn.event("job.submitted", job_id=change.job.id, lease_id=change.job.lease_id)
+
+
+def _tell(turn: Turn, record: LeaseRecord, pending: Pending) -> None:
+    current = turn.ledger.leases[record.lease.id]
+    job = turn.ledger.jobs.get(current.lease.job_id or "")
+    for call in pending.calls:
+        turn.answer(call, job.job if job else lease_view(turn.ledger, current, turn.now, turn.policy))

@@ -1,0 +1,161 @@
+"""What a lease that ended has left on a GPU, and when there is nothing left.
+
+A GPU is clean in three senses (ARCHITECTURE.md, "When a GPU is clean"): the driver lists no process, nobody has its
+device file open, and its memory is back at what it was while the GPU was free. A pid that is gone proves none of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gpulease.model import GpuReading, Process
+
+from .gpu import occupants, reading_of
+from .ledger import GpuGone, GpuRecord, GpuWatch, Ledger, Sighting
+from .turn import Policy, Turn
+
+MEMORY_STEP_BYTES = 2**20
+"""Memory that changes by less than this is taken not to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remains:
+    """What is left on a draining GPU."""
+
+    processes: tuple[Process, ...]
+    """Listed by the driver."""
+    openers: tuple[Process, ...]
+    """Not listed, and has the device file open or mapped."""
+    looked: bool
+    """Somebody has looked for open device files, and the GPU is healthy enough to believe its process lists."""
+    memory_back: bool
+    """Memory is at its baseline, or nobody can tell."""
+
+    @property
+    def nobody(self) -> bool:
+        """True when no process is left in either sense."""
+        return self.looked and not self.processes and not self.openers
+
+
+def remains_of(gpu: GpuRecord, reading: GpuReading, policy: Policy) -> Remains:
+    """What this reading shows left on a draining GPU."""
+    listed = occupants(reading)
+    pids = {process.pid for process in listed}
+    opened_by = reading.opened_by or ()
+    return Remains(
+        processes=listed,
+        openers=tuple(process for process in opened_by if not process.bystander and process.pid not in pids),
+        looked=reading.opened_by is not None and reading.health == "ok",
+        memory_back=_memory_back(gpu, reading, policy),
+    )
+
+
+def _memory_back(gpu: GpuRecord, reading: GpuReading, policy: Policy) -> bool:
+    if gpu.baseline_bytes is None:
+        return True
+    used = reading.memory_used_bytes
+    return used is not None and used <= gpu.baseline_bytes + policy.memory_tolerance_bytes
+
+
+def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWatch, observed_at_s: float) -> GpuWatch:
+    """Follow a draining GPU through one reading that was begun after the end of its lease; name what is left behind."""
+    since_s = turn.ledger.draining_since[gpu.device.uuid]
+    remains = remains_of(gpu, reading, turn.policy)
+    left = (*remains.processes, *remains.openers)
+    pids = tuple(sorted(process.pid for process in left))
+    if pids and pids != watch.leftovers and observed_at_s - since_s >= turn.policy.leftover_after_s:
+        turn.event(
+            "gpu.leftover",
+            lease_id=gpu.lease_id,
+            node=gpu.device.node,
+            gpus=(gpu.device.uuid,),
+            reason="left behind: " + ", ".join(map(process_words, left)),
+        )
+        watch = replace(watch, leftovers=pids)
+    if not remains.nobody:
+        return replace(watch, quiet_since_s=None, lowest_bytes=None)
+    used, lowest = reading.memory_used_bytes, watch.lowest_bytes
+    rose = used is not None and lowest is not None and used > lowest + turn.policy.memory_tolerance_bytes
+    fell = used is not None and (lowest is None or used < lowest - MEMORY_STEP_BYTES)
+    if watch.quiet_since_s is None or watch.quiet_since_s <= since_s or fell or rose:
+        return replace(watch, quiet_since_s=observed_at_s, lowest_bytes=used)
+    return watch
+
+
+def free_clean(turn: Turn, sighting: Sighting) -> None:
+    """Free each draining GPU that a reading begun after the end of its lease shows clean, and forget one that is no
+    longer there: should it come back, it comes with whatever is on it."""
+    if sighting.observed_at_s is None:
+        return
+    for uuid, since_s in list(turn.ledger.draining_since.items()):
+        gpu, reading = turn.ledger.gpus[uuid], sighting.readings.get(uuid)
+        if gpu.device.node != sighting.node or sighting.observed_at_s <= since_s:
+            continue
+        if reading is None and gpu.cordoned:
+            turn.put(replace(gpu, lease_id=None, draining=False))
+            continue
+        if reading is None:
+            turn.event("gpu.gone", node=sighting.node, gpus=(uuid,), lease_id=gpu.lease_id)
+            turn.put(GpuGone(uuid))
+            continue
+        remains, watch = remains_of(gpu, reading, turn.policy), sighting.watches[uuid]
+        retained = _is_retained(watch, sighting.observed_at_s, turn.policy)
+        if not remains.nobody or not (remains.memory_back or retained):
+            continue
+        freed = replace(gpu, lease_id=None, draining=False)
+        if not remains.memory_back:
+            freed = replace(freed, baseline_bytes=reading.memory_used_bytes)
+        turn.event(
+            "gpu.clean",
+            node=sighting.node,
+            gpus=(uuid,),
+            lease_id=gpu.lease_id,
+            reason=_how_clean(reading, retained=not remains.memory_back),
+        )
+        turn.put(freed)
+
+
+def _is_retained(watch: GpuWatch, observed_at_s: float, policy: Policy) -> bool:
+    return watch.quiet_since_s is not None and observed_at_s - watch.quiet_since_s >= policy.retained_memory_s
+
+
+def _how_clean(reading: GpuReading, *, retained: bool) -> str | None:
+    """What a clean GPU was freed in spite of; None when all three senses were plain."""
+    notes = []
+    if retained:
+        amount = "an unknown amount" if reading.memory_used_bytes is None else gibibytes(reading.memory_used_bytes)
+        notes.append(f"memory retained by the driver: {amount}")
+    if reading.unreadable_processes is None:
+        notes.append("its device file is not known, so nobody looked for open ones")
+    elif reading.unreadable_processes:
+        notes.append(f"the open files of {reading.unreadable_processes} processes could not be read")
+    return "; ".join(notes) or None
+
+
+def left_words(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
+    """What keeps a draining GPU, to end a sentence that says whose remains they are; empty when nothing is known."""
+    reading = reading_of(ledger, gpu)
+    if reading is None:
+        return ""
+    remains = remains_of(gpu, reading, policy)
+    if remains.processes:
+        return f": {', '.join(map(process_words, remains.processes[:4]))} left"
+    if remains.openers:
+        return f": its device file is kept open by {', '.join(map(process_words, remains.openers[:4]))}"
+    if remains.looked and not remains.memory_back:
+        used = reading.memory_used_bytes
+        now = "unknown" if used is None else f"{gibibytes(used)} in use"
+        return f": no process is left, but its memory is {now}, {gibibytes(gpu.baseline_bytes or 0)} while it was free"
+    return ""
+
+
+def process_words(process: Process) -> str:
+    """A process in words: pid, user and command, as far as they are known."""
+    user = f" of {process.user}" if process.user else ""
+    command = f" ({process.command[:60]})" if process.command else ""
+    return f"pid {process.pid}{user}{command}"
+
+
+def gibibytes(amount: int) -> str:
+    """An amount of memory in words."""
+    return f"{amount / 2**30:.1f} GiB"

@@ -1,0 +1,116 @@
+"""One turn of the writer: the only way by which a decision takes effect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpulease.errors import GpuleaseError
+from gpulease.model import Event, Job, Lease
+
+from .ledger import Change, Instant, KeyRecord, Ledger
+
+Answer = Lease | Job | GpuleaseError | None
+"""What a caller is told. An error is a value here: refusing is an expected outcome."""
+
+
+DESKTOP_NAMES = frozenset(
+    {"Xorg", "X", "Xwayland", "gnome-shell", "kwin_x11", "kwin_wayland", "plasmashell", "mutter", "sway", "weston"}
+)
+"""Display servers, compositors and shells that hold GPU memory on every desktop."""
+MONITOR_NAMES = frozenset(
+    {
+        *("nvidia-persistenced", "nvidia-powerd", "nvidia-smi", "nv-hostengine", "dcgmi", "dcgm-exporter"),
+        *("nvidia-device-plugin", "nvtop", "nvitop", "gpustat", "btop", "netdata"),
+    }
+)
+"""NVML clients: they have every device file open for as long as they run, and hold no memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The rules that an administrator may set."""
+
+    max_observation_age_s: float = 0.5
+    """No grant rests on a reading older than this."""
+    reading_deadline_s: float = 5.0
+    """How long a verdict waits for a fresh reading of GPUs that look free. Only a node under extreme load takes so
+    long: one that is silent or whose probe hangs is unknown sooner."""
+    silence_s: float = 3.0
+    """A node that reported nothing for so long is unknown."""
+    stall_s: float = 1.0
+    """A gap between two ticks longer than this is time in which nobody could be heard."""
+    memory_tolerance_bytes: int = 256 * 2**20
+    """A draining GPU's memory is back when it is at most this much over what it was while the GPU was free."""
+    retained_memory_s: float = 30.0
+    """Memory that stays in use with no process, no open device file and no change for so long is the driver's own, as
+    on coherent systems (GH200), and no longer keeps a GPU from being clean."""
+    leftover_after_s: float = 1.0
+    """What is still on a draining GPU after so long was left behind; before, it is taken to be ending."""
+    desktop_names: frozenset[str] = DESKTOP_NAMES
+    """Programs of a desktop: their graphics processes do not make a GPU foreign, whatever memory they hold."""
+    desktop_memory_bytes: int = 512 * 2**20
+    """Any other graphics process, and a desktop program on the compute list, is let pass up to this much memory."""
+    monitor_names: frozenset[str] = MONITOR_NAMES
+    """Programs that keep device files open only to watch."""
+    retry_pause_s: tuple[float, float] = (2.0, 300.0)
+    """Pause before the first retry of a job that has failed, and the longest; it doubles from one to the next."""
+    max_queued: int = 10_000
+    """Requests that may wait at once."""
+    max_ttl_s: float = 30 * 24 * 3600.0
+    """The longest `ttl_s` that may be asked for."""
+    key_lifetime_s: float = 24 * 3600.0
+    """How long an Idempotency-Key is remembered."""
+    max_keys: int = 100_000
+    """Idempotency-Keys remembered at once; beyond that the oldest are forgotten sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A request between its arrival and its verdict. Nothing of it is recorded yet."""
+
+    calls: list[str]
+    """Everyone who waits for the verdict; more than one when a key was sent again."""
+    queue: bool
+    """Whether it waits if it cannot be granted."""
+    changes: tuple[Change, ...]
+    """What to record with the verdict, beside the lease: its job, its key."""
+    since_s: float
+    """When it arrived."""
+
+
+@dataclass
+class Turn:
+    """The ledger at one moment, and everything decided in it."""
+
+    ledger: Ledger
+    now: Instant
+    policy: Policy
+    pending: dict[str, Pending] = field(default_factory=dict)
+    """Undecided requests by lease id; outlives the turn, unlike the rest."""
+    wanted: dict[str, float] = field(default_factory=dict)
+    """Nodes asked for a fresh reading, and since when; outlives the turn."""
+    cause: str = ""
+    """Id of the happening now being decided."""
+    changes: list[Change] = field(default_factory=list)
+    answers: list[tuple[str, Answer]] = field(default_factory=list)
+    """(call id, answer), to be given after the commit."""
+
+    def put(self, change: Change) -> None:
+        """Apply a change and record it."""
+        self.ledger.apply(change)
+        self.changes.append(change)
+        if isinstance(change, KeyRecord):
+            self.ledger.keys_since[change.key] = self.now.mono_s
+
+    def event(self, kind: str, *, cause: str | None = None, **what: Any) -> None:
+        """Record that something happened."""
+        self.put(Event(seq=self.ledger.next_seq, at=self.now.at, kind=kind, cause=cause or self.cause, **what))
+
+    def answer(self, call: str, answer: Answer) -> None:
+        """Tell a caller, once the turn is committed."""
+        self.answers.append((call, answer))
+
+    def want_reading(self, node: str) -> None:
+        """Ask the node for a reading begun after now."""
+        self.wanted.setdefault(node, self.now.mono_s)

@@ -1,0 +1,95 @@
+"""Nouns as strangers see them: the records, completed by what follows from the moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from gpulease.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState, Node, NodeState
+
+from .explain import why_not_free
+from .gpu import activity_of, is_cordoned, node_problem, reading_of, state_of, strangers
+from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, NodeRecord
+from .remains import process_words
+from .turn import Policy
+
+READ = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
+"""What of a GPU comes from its last reading."""
+
+
+def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
+    """A lease with its place in the queue, the time it expires, and what is wrong with its GPUs."""
+    lease, deadline = record.lease, ledger.deadlines.get(record.lease.id)
+    if lease.state is LeaseState.ENDED:
+        return lease
+    expires_at = None if deadline is None else wall(now, deadline)
+    return replace(
+        lease,
+        expires_at=expires_at,
+        position=ledger.position(record),
+        problems=problems_of(ledger, lease, now, policy),
+    )
+
+
+def problems_of(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> tuple[str, ...]:
+    """What the last readings show to be wrong with the GPUs of an active lease; one sentence for each node or GPU."""
+    if lease.state is not LeaseState.ACTIVE:
+        return ()
+    found: list[str] = []
+    for gpu in ledger.held_by(lease):
+        name, state = f"GPU {gpu.device.index} of {gpu.device.node}", state_of(ledger, gpu, now, policy)
+        if state is not GpuState.LEASED:
+            found.append(f"{name} {why_not_free(ledger, gpu, state, now, policy)}.")
+        elif others := strangers(ledger, gpu):
+            found.append(f"{name} is also used by {', '.join(map(process_words, others[:4]))}, outside this lease.")
+    return tuple(found)
+
+
+def gpu_view(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> Gpu:
+    """A GPU: its last reading, and what the ledger says of it. A stale reading is not shown."""
+    state = state_of(ledger, gpu, now, policy)
+    reading = None if state is GpuState.UNKNOWN else reading_of(ledger, gpu)
+    sighting = ledger.sightings.get(gpu.device.node)
+    holding = ledger.leases.get(gpu.lease_id or "")
+    holder = holding.lease.holder if holding else None
+    device = gpu.device
+    return Gpu(
+        uuid=device.uuid,
+        node=device.node,
+        index=device.index,
+        pci_bus_id=device.pci_bus_id,
+        name=device.name,
+        memory_total_bytes=device.memory_total_bytes,
+        **({name: getattr(reading, name) for name in READ} if reading else {"health": "unknown"}),
+        state=state,
+        activity=activity_of(ledger, gpu, reading),
+        reason=why_not_free(ledger, gpu, state, now, policy),
+        lease_id=gpu.lease_id,
+        holder=holder,
+        cordoned=is_cordoned(ledger, gpu),
+        observed_at=wall(now, sighting.observed_at_s) if sighting and sighting.observed_at_s is not None else None,
+    )
+
+
+def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) -> Node:
+    """A node, and whether its readings can be trusted at this moment."""
+    problem = node_problem(ledger, node.name, now, policy)
+    sighting = ledger.sightings.get(node.name)
+    return Node(
+        name=node.name,
+        state=NodeState.READY if problem is None else NodeState.UNKNOWN,
+        mode=node.mode,
+        reason=problem,
+        host=node.host,
+        gpu_count=sum(gpu.device.node == node.name for gpu in ledger.gpus.values()),
+        driver_version=node.driver_version,
+        simulated=node.simulated,
+        observed_at=wall(now, sighting.observed_at_s) if sighting and sighting.observed_at_s is not None else None,
+        links=sighting.links if sighting else (),
+    )
+
+
+def wall(now: Instant, mono_s: float) -> datetime:
+    """The wall-clock time of a monotonic moment, as seen from now, to the millisecond."""
+    rounded = now.at + timedelta(seconds=mono_s - now.mono_s, microseconds=500)
+    return rounded.replace(microsecond=rounded.microsecond // 1000 * 1000)

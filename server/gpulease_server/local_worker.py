@@ -1,0 +1,57 @@
+"""The worker of the daemon's own host, supervised."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+log = logging.getLogger("gpulease.serve")
+
+RESTART_S = 1.0
+"""Least time between two starts."""
+STOP_S = 10.0
+"""How long a worker may take to end before it is killed."""
+
+
+async def keep_worker(
+    socket: Path, data_dir: Path, node: str, simulate: str | None, options: tuple[str, ...] = ()
+) -> None:
+    """Run `gpulease worker` until cancelled; start it again when it ends. Jobs do not notice."""
+    command = [sys.executable, "-P", "-m", "gpulease.cli", "worker", "--url", f"unix://{socket}", "--node", node]
+    command += ["--data-dir", str(data_dir), "--with-parent"]
+    command += ["--simulate", simulate] if simulate is not None else []
+    command += options
+    environment = {name: value for name, value in os.environ.items() if name != "GPULEASE_URL"}
+    environment["GPULEASE_PARENT_PID"] = str(os.getpid())
+    while True:
+        try:
+            # In a session of its own, so that Ctrl-C at the terminal reaches the daemon alone, which then ends it.
+            process = await asyncio.create_subprocess_exec(
+                *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+        except OSError as error:
+            log.error("the worker of this host cannot be started: %s; trying again", error)
+            await asyncio.sleep(RESTART_S)
+            continue
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            await _stop(process)
+            raise
+        log.warning("the worker of this host ended with code %s; starting it again", code)
+        await asyncio.sleep(RESTART_S)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,258 @@
+"""`gpulease serve`: one daemon, from its data directory to its sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from gpulease.addresses import default_data_dir, let_through
+from gpulease.errors import GpuleaseError
+
+from .api.app import create_app
+from .api.daemon import Daemon
+from .api.peer import PeerProtocol
+from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
+from .local_worker import keep_worker
+from .runtime.lock import OneDaemon
+from .runtime.recorder import Recorder
+from .runtime.tickets import Tickets
+from .runtime.writer import Writer
+from .store.database import database_file, upgrade
+from .store.store import Store
+
+log = logging.getLogger("gpulease.serve")
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket on Linux (unix(7))."""
+
+
+class CannotStart(GpuleaseError):
+    """The daemon cannot start as it was told to."""
+
+    code, title = "cannot_start", "Cannot start"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """What `gpulease serve` was told."""
+
+    host: str = "127.0.0.1"
+    """Loopback address to listen on; nothing else until callers are identified."""
+    port: int = 8750
+    """TCP port; 0 takes a free one."""
+    socket: Path | None = None
+    """Unix socket; `gpulease.sock` in the data directory when None."""
+    database_url: str | None = None
+    """SQLAlchemy URL; `gpulease.db` in the data directory when None."""
+    data_dir: Path | None = None
+    """Everything the daemon keeps; a place by user when None."""
+    worker: bool = True
+    """Run a worker for this host."""
+    simulate: str | None = None
+    """Simulated GPUs for that worker: a number, or a JSON file."""
+    node: str | None = None
+    """Name of this host's node; the host name when None."""
+    desktop_names: tuple[str, ...] = ()
+    """Programs of a desktop, beside those that `core.turn.DESKTOP_NAMES` lists."""
+    monitor_names: tuple[str, ...] = ()
+    """Programs that have device files open only to watch, beside those that `core.turn.MONITOR_NAMES` lists."""
+    kill_leftovers: bool = False
+    """Have that worker end what users leave on a GPU after their lease."""
+    manage_compute_mode: bool = False
+    """Have that worker set EXCLUSIVE_PROCESS on a GPU for the time of a lease."""
+
+
+def serve(settings: ServeSettings) -> int:
+    """Run a daemon until SIGTERM or SIGINT. Returns the exit code. Raises `GpuleaseError` when it cannot start."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    check_simulation(settings.simulate)
+    data_dir = (settings.data_dir or default_data_dir()).absolute()
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        let_through(data_dir)
+    except OSError as error:
+        raise CannotStart(f"{data_dir} cannot be made: {error.strerror}.", remedy="Give another --data-dir.") from None
+    url = settings.database_url or f"sqlite:///{data_dir / 'gpulease.db'}"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(OneDaemon(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
+        file = database_file(url)
+        lock = file.with_name(f"{file.name}.lock")
+        stack.enter_context(OneDaemon(lock, f"the database {file}", "--database-url"))
+        tcp = stack.enter_context(listen_tcp(settings.host, settings.port))
+        path = settings.socket or data_dir / "gpulease.sock"
+        local = stack.enter_context(listen_unix(path))
+        stack.callback(path.unlink, missing_ok=True)
+        with contextlib.suppress(OSError):  # if it cannot be made, the next line says why
+            file.touch(mode=0o600)
+            file.chmod(0o600)  # it holds the environments of jobs
+        upgrade(url)
+        store = Store(url)
+        stack.callback(store.close)
+        return _run(settings, data_dir, store, tcp, local, path)
+
+
+def check_simulation(simulate: str | None) -> None:
+    """Raise `CannotStart` unless this is a number of GPUs or a file. What the file says is the worker's to check."""
+    if simulate is None or (simulate.isdecimal() and int(simulate) > 0) or Path(simulate).is_file():
+        return
+    detail = f"--simulate {simulate}: neither a number of GPUs over 0 nor a file."
+    raise CannotStart(detail, remedy="Use --simulate 4, or see docs/simulation.md for the file.")
+
+
+def upgrade_database(database_url: str) -> None:
+    """Bring a database's schema up to date. Raises `DatabaseUnusable`."""
+    upgrade(database_url)
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises `CannotStart` for an address that is not loopback or a port that is taken."""
+    if host not in LOOPBACK:
+        raise CannotStart(
+            f"{host} is not a loopback address, and callers are not identified yet.",
+            remedy="Use --host 127.0.0.1, and ssh -L or a Unix socket to reach it.",
+        )
+    listener = socket.socket(socket.AF_INET6 if host == "::1" else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CannotStart(
+            f"Port {port} of {host}: {reason}.", remedy="Give another --port; 0 takes a free one."
+        ) from None
+    return listener
+
+
+def listen_unix(path: Path) -> socket.socket:
+    """A bound Unix socket that only this user can open. The lock on the data directory is held, so a file that is left
+    over belongs to nobody, unless another daemon answers on it: then raises `CannotStart`."""
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+        detail = f"The socket path {path} is longer than {SOCKET_PATH_BYTES} bytes."
+        raise CannotStart(detail, remedy="Give a shorter --socket.")
+    if path.exists():
+        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
+            probe.connect(str(path))
+            raise CannotStart(f"Another process listens on {path}.", remedy="Give another --socket.")
+        if not path.is_socket():
+            raise CannotStart(f"{path} is not a socket.", remedy="Move it away, or give another --socket.")
+        path.unlink()
+    listener = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise CannotStart(f"{path} cannot be made: {error.strerror}.", remedy="Give another --socket.") from None
+    finally:
+        os.umask(before)
+    return listener
+
+
+def node_name(given: str | None) -> str:
+    """The name of this host's node, in characters that an address can carry."""
+    return given or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:255] or "localhost"
+
+
+def _worker_options(settings: ServeSettings) -> tuple[str, ...]:
+    """What the worker of this host is told beside its place and name."""
+    chosen = {"--kill-leftovers": settings.kill_leftovers, "--manage-compute-mode": settings.manage_compute_mode}
+    return tuple(option for option, wanted in chosen.items() if wanted)
+
+
+def _run(
+    settings: ServeSettings, data_dir: Path, store: Store, tcp: socket.socket, local: socket.socket, path: Path
+) -> int:
+    node = node_name(settings.node)
+    policy = Policy(
+        desktop_names=DESKTOP_NAMES.union(settings.desktop_names),
+        monitor_names=MONITOR_NAMES.union(settings.monitor_names),
+    )
+    writer = Writer(store, policy)
+    recorder = Recorder(store.engine, writer)
+    recorder.restore()
+    host, local_node = socket.gethostname(), node if settings.worker else None
+    daemon = Daemon(writer=writer, store=store, tickets=Tickets(), recorder=recorder, host=host, local_node=local_node)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(writer.run()), asyncio.create_task(recorder.run())]
+        if settings.worker:
+            keeping = keep_worker(path, data_dir / "worker", node, settings.simulate, _worker_options(settings))
+            server.worker = asyncio.create_task(keeping)
+            tasks.append(server.worker)
+        yield
+        for task in reversed(tasks):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await recorder.save(daemon.now().mono_s, everything=True)
+        writer.close()
+
+    config = uvicorn.Config(
+        create_app(daemon, lifespan),
+        http=PeerProtocol,
+        loop="uvloop",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=75,
+        backlog=2048,
+    )
+    server = TwoSocketServer(config, daemon, local)
+    server.announce = f"gpulease listens on http://{settings.host}:{tcp.getsockname()[1]} and unix://{path}"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # uvicorn raises the signal again once it has shut down; by default that would end the process without clean-up.
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[tcp])
+    return 0
+
+
+class TwoSocketServer(uvicorn.Server):
+    """uvicorn on a TCP and a Unix socket, whose long polls end when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, daemon: Daemon, local: socket.socket) -> None:
+        super().__init__(config)
+        self.daemon = daemon
+        self.local = local
+        self.announce = ""
+        self.worker: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on both."""
+        await super().startup(sockets)
+
+        def protocol() -> asyncio.Protocol:
+            return PeerProtocol(self.config, self.server_state, self.lifespan.state, asyncio.get_running_loop())
+
+        loop: Any = asyncio.get_running_loop()
+        self.servers.append(await loop.create_unix_server(protocol, sock=self.local, backlog=self.config.backlog))
+        print(self.announce, file=sys.stderr, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the worker and the long polls, then the rest."""
+        if self.worker is not None:
+            self.worker.cancel()
+            await asyncio.wait([self.worker])
+        self.daemon.stopping.set()
+        self.daemon.writer.topics.wake_all()
+        await super().shutdown(sockets)

@@ -1,0 +1,29 @@
+"""The one module that reads the clocks."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+from ..core.ledger import Instant
+
+TOLERANCE_S = 0.05
+"""How far the two clocks may drift apart before the wall clock is read anew."""
+
+
+class _Clocks:
+    """Ties the wall clock to the monotonic one, so that a deadline reads the same at every look."""
+
+    def __init__(self) -> None:
+        self._zero = datetime.now(UTC) - timedelta(seconds=time.monotonic())
+
+    def now(self) -> Instant:
+        mono_s = time.monotonic()
+        at, wall = self._zero + timedelta(seconds=mono_s), datetime.now(UTC)
+        if abs((wall - at).total_seconds()) > TOLERANCE_S:
+            self._zero, at = wall - timedelta(seconds=mono_s), wall
+        return Instant(at=at, mono_s=mono_s)
+
+
+now = _Clocks().now
+"""This moment on both clocks. The wall clock is followed when it jumps; nothing is measured by it."""

@@ -1,0 +1,174 @@
+"""Load the ledger, write a turn, and read what is no longer in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, select
+from sqlalchemy.dialects.sqlite import insert as upsert
+from sqlalchemy.exc import SQLAlchemyError
+
+from gpulease.errors import Unavailable
+from gpulease.model import Event
+
+from ..core.ledger import (
+    ENDED_KEPT,
+    Change,
+    Deadline,
+    GpuGone,
+    GpuRecord,
+    JobRecord,
+    KeyForgotten,
+    KeyRecord,
+    LeaseRecord,
+    Ledger,
+    NodeRecord,
+    NotBefore,
+    Sighting,
+)
+from . import rows, tables
+from .database import connect
+
+COUNTERS = ("number", "token", "seq")
+
+
+class StoreFailed(Unavailable):
+    """A turn could not be committed; nothing of it was written."""
+
+
+class Store:
+    """The ledger's database. Its methods block; the runtime calls them outside the event loop."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = connect(url)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.engine.dispose()
+
+    def load(self) -> Ledger:
+        """The ledger as it was last committed, without what only lives in memory (see the package)."""
+        ledger = Ledger()
+        with self.engine.connect() as connection:
+            for row in connection.execute(select(tables.node)):
+                ledger.apply(rows.node_record(row))
+            for row in connection.execute(select(tables.gpu)):
+                ledger.apply(rows.gpu_record(row))
+            for lease in self._recent(connection, tables.lease, ("ended",), "state", rows.lease_record):
+                ledger.apply(lease)
+            final = ("succeeded", "failed", "cancelled", "timed_out", "lost")
+            for job in self._recent(connection, tables.job, final, "state", rows.job_record):
+                ledger.apply(job)
+            for row in connection.execute(select(tables.idempotency_key).order_by(tables.idempotency_key.c.at)):
+                ledger.apply(rows.key_record(row))
+            for name, value in connection.execute(select(tables.counter.c.name, tables.counter.c.value)):
+                setattr(ledger, f"next_{name}", max(value, getattr(ledger, f"next_{name}")))
+            last = connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
+            ledger.next_seq = max(ledger.next_seq, last + 1)
+        return ledger
+
+    def _recent(
+        self, connection: Connection, table: Table, ended: Collection[str], column: str, read: Any
+    ) -> list[LeaseRecord | JobRecord]:
+        """Everything live and the newest of what has ended, oldest first; and any lease that still drains."""
+        state, number = table.c[column], table.c.number
+        live = connection.execute(select(table).where(state.not_in(ended)).order_by(number)).all()
+        newest = select(table).where(state.in_(ended)).order_by(table.c.ended_at.desc(), number.desc())
+        past = list(reversed(connection.execute(newest.limit(ENDED_KEPT)).all()))
+        if table is tables.lease:
+            draining = select(tables.gpu.c.lease_id).where(tables.gpu.c.draining)
+            kept = {row.id for row in past}
+            late = connection.execute(select(table).where(state.in_(ended), table.c.id.in_(draining))).all()
+            past = [row for row in late if row.id not in kept] + past
+        return [read(row) for row in [*past, *live]]
+
+    def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
+        """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`; nothing was written then."""
+        latest: dict[tuple[Table, str], dict[str, Any] | None] = {}
+        events: list[dict[str, Any]] = []
+        for change in changes:
+            match change:
+                case Event():
+                    events.append(rows.to_row(change)[1])
+                case GpuGone(key):
+                    latest[tables.gpu, key] = None
+                case KeyForgotten(key):
+                    latest[tables.idempotency_key, key] = None
+                case LeaseRecord() | JobRecord() | GpuRecord() | NodeRecord() | KeyRecord():
+                    table, row = rows.to_row(change)
+                    latest[table, row[_key(table)]] = row
+        for name in COUNTERS:
+            latest[tables.counter, name] = {"name": name, "value": getattr(ledger, f"next_{name}")}
+        try:
+            with self.engine.begin() as connection:
+                _write(connection, latest)
+                if events:
+                    connection.execute(insert(tables.event), events)
+        except SQLAlchemyError as error:
+            detail = f"The ledger could not be written: {getattr(error, 'orig', None) or error}"
+            raise StoreFailed(detail, remedy="Nothing was done. Ask again.") from error
+
+    def leases(self, states: Collection[str], after: int | None, limit: int) -> list[LeaseRecord]:
+        """Leases in these states (all when empty), newest first, those that arrived before number `after`."""
+        return [rows.lease_record(row) for row in self._page(tables.lease, states, after, limit)]
+
+    def jobs(self, states: Collection[str], after: int | None, limit: int, array: str | None = None) -> list[JobRecord]:
+        """Jobs in these states (all when empty) and of one array (any when None), newest first, those that arrived
+        before number `after`."""
+        of_array = () if array is None else (tables.job.c.array_id == array,)
+        return [rows.job_record(row) for row in self._page(tables.job, states, after, limit, *of_array)]
+
+    def lease(self, lease_id: str) -> LeaseRecord | None:
+        """One lease, however long ago it ended."""
+        row = self._one(select(tables.lease).where(tables.lease.c.id == lease_id))
+        return None if row is None else rows.lease_record(row)
+
+    def job(self, job_id: str) -> JobRecord | None:
+        """One job, however long ago it ended."""
+        row = self._one(select(tables.job).where(tables.job.c.id == job_id))
+        return None if row is None else rows.job_record(row)
+
+    def events(self, after: int, limit: int) -> list[Event]:
+        """Events with a `seq` over `after`, oldest first."""
+        query = select(tables.event).where(tables.event.c.seq > after).order_by(tables.event.c.seq).limit(limit)
+        with self.engine.connect() as connection:
+            return [rows.event_noun(row) for row in connection.execute(query)]
+
+    def _page(
+        self, table: Table, states: Collection[str], after: int | None, limit: int, *where: ColumnElement[bool]
+    ) -> list[Row[Any]]:
+        query = select(table).where(*where).order_by(table.c.number.desc()).limit(limit)
+        if states:
+            query = query.where(table.c.state.in_(states))
+        if after is not None:
+            query = query.where(table.c.number < after)
+        with self.engine.connect() as connection:
+            return list(connection.execute(query))
+
+    def _one(self, query: Select[Any]) -> Row[Any] | None:
+        with self.engine.connect() as connection:
+            return connection.execute(query).one_or_none()
+
+
+def is_stored(change: Change) -> bool:
+    """False for what only lives in memory: a turn of only such changes needs no commit."""
+    return not isinstance(change, (Sighting, Deadline, NotBefore))
+
+
+def _key(table: Table) -> str:
+    return str(next(iter(table.primary_key)).name)
+
+
+def _write(connection: Connection, latest: dict[tuple[Table, str], dict[str, Any] | None]) -> None:
+    """Each row as it is at the end of the turn, or gone."""
+    kept: dict[Table, list[dict[str, Any]]] = {}
+    for (table, key), row in latest.items():
+        if row is None:
+            connection.execute(delete(table).where(table.c[_key(table)] == key))
+        else:
+            kept.setdefault(table, []).append(row)
+    for table, table_rows in kept.items():
+        statement = upsert(table)
+        changed = {column.name: statement.excluded[column.name] for column in table.columns if not column.primary_key}
+        connection.execute(statement.on_conflict_do_update(index_elements=[_key(table)], set_=changed), table_rows)

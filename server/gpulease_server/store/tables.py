@@ -1,0 +1,164 @@
+"""The tables. `migrations/` builds the same; a test compares them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Dialect,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    false,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+
+class UtcDateTime(TypeDecorator[datetime]):
+    """An aware UTC time. SQLite keeps no offset, so it is put back when read."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """To the database."""
+        return value if value is None else value.astimezone(UTC)
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """From the database."""
+        if value is None:
+            return None
+        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
+
+
+lease = Table(
+    "lease",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("number", BigInteger, nullable=False, unique=True),
+    Column("state", String(16), nullable=False, index=True),
+    Column("end_reason", String(16)),
+    Column("holder", JSON, nullable=False),
+    Column("demand", JSON, nullable=False),
+    Column("gpus", JSON, nullable=False),
+    Column("env", JSON, nullable=False),
+    Column("port", Integer),
+    Column("token", BigInteger, unique=True),
+    Column("ttl_s", Float, nullable=False),
+    Column("liveness", String(16), nullable=False),
+    Column("watched_by", String(255)),
+    Column("owner_realm", String(128)),
+    Column("owner_pid", Integer),
+    Column("owner_start_ticks", BigInteger),
+    Column("job_id", String(64), index=True),
+    Column("cause", String(128), nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("granted_at", UtcDateTime),
+    Column("renewed_at", UtcDateTime),
+    Column("ended_at", UtcDateTime),
+)
+
+job = Table(
+    "job",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("number", BigInteger, nullable=False, unique=True),
+    Column("name", Text, nullable=False),
+    Column("state", String(16), nullable=False, index=True),
+    Column("reason", Text),
+    Column("lease_id", String(64), nullable=False),
+    Column("spec", JSON, nullable=False),
+    Column("gpus", JSON, nullable=False),
+    Column("grace_s", Float, nullable=False),
+    Column("log_directory", Text),
+    Column("exit_code", Integer),
+    Column("traceback", Text),
+    Column("uid", BigInteger),
+    Column("gid", BigInteger),
+    Column("attempts", Integer, nullable=False),
+    Column("array_id", String(64), index=True),
+    Column("array_index", BigInteger),
+    Column("array_at_most", Integer),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("started_at", UtcDateTime),
+    Column("ended_at", UtcDateTime),
+)
+
+job_metrics = Table(
+    "job_metrics",
+    metadata,
+    Column("lease_id", String(64), primary_key=True),
+    Column("series", LargeBinary, nullable=False),
+)
+
+gpu = Table(
+    "gpu",
+    metadata,
+    Column("uuid", String(96), primary_key=True),
+    Column("device", JSON, nullable=False),
+    Column("lease_id", String(64)),
+    Column("draining", Boolean, nullable=False),
+    Column("token", BigInteger, nullable=False),
+    Column("baseline_bytes", BigInteger),
+    Column("cordoned", Boolean, nullable=False, server_default=false()),
+)
+
+node = Table(
+    "node",
+    metadata,
+    Column("name", String(255), primary_key=True),
+    Column("host", String(255), nullable=False),
+    Column("driver_version", String(64)),
+    Column("simulated", Boolean, nullable=False),
+    Column("mode", String(16), nullable=False, server_default="active"),
+)
+
+event = Table(
+    "event",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("at", UtcDateTime, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("cause", String(128), nullable=False),
+    Column("lease_id", String(64)),
+    Column("job_id", String(64)),
+    Column("node", String(255)),
+    Column("gpus", JSON, nullable=False),
+    Column("token", BigInteger),
+    Column("reason", Text),
+    Index("ix_event_lease_id", "lease_id"),
+)
+
+idempotency_key = Table(
+    "idempotency_key",
+    metadata,
+    Column("key", String(255), primary_key=True),
+    Column("fingerprint", String(64), nullable=False),
+    Column("made", String(64), nullable=False),
+    Column("at", UtcDateTime, nullable=False),
+)
+
+counter = Table(
+    "counter",
+    metadata,
+    Column("name", String(16), primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)

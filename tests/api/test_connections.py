@@ -1,0 +1,83 @@
+"""Whom a TCP connection is believed to be from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from gpulease_server.api.peer import owner_of_connection
+from tests.daemon import DaemonProcess
+
+HERE, THERE = ("127.0.0.1", 40000), ("127.0.0.1", 8750)
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+
+
+def row(local: str, remote: str, uid: int, inode: int, state: str = "01") -> str:
+    queues = "00000000:00000000 00:00000000 00000000"
+    return f"   0: {local} {remote} {state} {queues} {uid:5} 0 {inode} 1 0000 20 4 30 10 -1\n"
+
+
+MINE, DAEMONS = "0100007F:9C40", "0100007F:222E"
+
+
+@pytest.mark.parametrize(
+    ("rows", "uid"),
+    [
+        ([row(MINE, DAEMONS, 1000, 77)], 1000),
+        ([row(MINE, DAEMONS, 0, 77)], 0),
+        # A socket that was closed after the request was sent shows 0, and is nobody's.
+        ([row(MINE, DAEMONS, 0, 0, "05")], None),
+        ([row(MINE, DAEMONS, 0, 0, "06")], None),
+        # Root has a connection from the same port to another one.
+        ([row(MINE, "0100007F:1538", 0, 55), row(MINE, DAEMONS, 1000, 77)], 1000),
+        ([row(MINE, "0100007F:1538", 0, 55)], None),
+        # The daemon's own end of the connection.
+        ([row(DAEMONS, MINE, 0, 88)], None),
+        ([], None),
+    ],
+)
+def test_a_connection_is_its_owners_and_a_closed_one_nobodys(tmp_path: Path, rows: list[str], uid: int | None) -> None:
+    table = tmp_path / "tcp"
+    table.write_text(HEAD + "".join(rows))
+    assert owner_of_connection(HERE, THERE, table) == uid
+
+
+def test_whoever_has_hung_up_is_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = socket.create_connection(listener.getsockname())
+        own = caller.getsockname()
+        accepted, _ = listener.accept()
+        with accepted:
+            assert owner_of_connection(own, listener.getsockname()) == os.getuid()
+            caller.sendall(b"POST /v1/jobs")
+            caller.close()
+            assert owner_of_connection(own, listener.getsockname()) is None
+
+
+def test_what_is_asked_by_one_who_has_hung_up_is_not_done(api: DaemonProcess) -> None:
+    """He asks again, and would not be found to be the same: there would be two leases, one of them nobody's."""
+    body = json.dumps({"count": 1, "ttl_s": 60}).encode()
+    head = (
+        f"POST /v1/leases HTTP/1.1\r\nHost: 127.0.0.1:{api.port}\r\nContent-Type: application/json\r\n"
+        f"Idempotency-Key: hung-up\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    assert api.process is not None
+    api.process.send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", api.port)) as caller:
+                caller.sendall(head.encode() + body)
+    finally:
+        api.process.send_signal(signal.SIGCONT)
+    again = api.call(
+        "POST", "/v1/leases", raw=body, **{"Content-Type": "application/json", "Idempotency-Key": "hung-up"}
+    )
+    assert again.status == 201
+    leases = api.call("GET", "/v1/leases?state=active&state=queued").json["items"]
+    assert [lease["id"] for lease in leases] == [again.json["id"]]
+    assert leases[0]["holder"]["user"] is not None

@@ -1,0 +1,270 @@
+"""Leases over plain HTTP, as curl and a sweep scheduler use them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.daemon import Answer, DaemonProcess, events, eventually
+
+from .conftest import Hardware, states
+
+
+def ask(api: DaemonProcess, body: dict[str, Any] | None = None, query: str = "", **headers: str) -> Answer:
+    return api.call("POST", f"/v1/leases{query}", {"count": 1} if body is None else body, **headers)
+
+
+def test_a_lease_from_grant_to_release(api: DaemonProcess) -> None:
+    answer = ask(api, {"count": 2, "label": "sweep 7"})
+    assert answer.status == 201
+    lease = answer.json
+    assert answer.headers["location"] == f"/v1/leases/{lease['id']}"
+    assert lease["state"] == "active"
+    assert lease["holder"]["label"] == "sweep 7"
+    uuids = [gpu["uuid"] for gpu in lease["gpus"]]
+    assert lease["env"]["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)
+    assert lease["env"]["GPULEASE_LEASE_TOKEN"] == str(lease["token"])
+    assert 21000 <= int(lease["env"]["MASTER_PORT"]) < 23000
+    assert states(api) == ["leased", "leased", "free", "free"]
+    renewed = api.call("POST", f"/v1/leases/{lease['id']}/renew", {"token": lease["token"]})
+    assert renewed.status == 200
+    assert renewed.json["expires_at"] > lease["expires_at"]
+    released = api.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+    assert (released.status, released.json["end_reason"]) == (200, "released")
+    eventually(lambda: states(api) == ["free"] * 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "indices"),
+    [
+        (3, [0, 1, 2]),
+        (-1, [0, 1, 2, 3]),
+        ([0], [0]),
+        ([1, 3], [1, 3]),
+        ("3", [0, 1, 2]),
+        ("1, 3", [1, 3]),
+        ("-1", [0, 1, 2, 3]),
+        ("auto", [0, 1, 2, 3]),
+        ("0,", [0]),
+        (["GPU-00000002-0000-0000-0000-000000000000"], [2]),
+        ("gpu-00000002-0000-0000-0000-000000000000", [2]),
+    ],
+)
+def test_every_form_of_devices_that_lightning_takes(api: DaemonProcess, devices: Any, indices: list[int]) -> None:
+    answer = ask(api, {"devices": devices})
+    assert answer.status == 201, answer.content
+    assert [gpu["index"] for gpu in answer.json["gpus"]] == indices
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"count": 0}, "count"),
+        ({"count": -1}, "count"),
+        ({"count": 10**9}, "count"),
+        ({"count": "2"}, "count"),
+        ({"count": True}, "count"),
+        ({"count": 1.5}, "count"),
+        ({"count": 1, "devices": 1}, "count"),
+        ({"devices": 0}, "devices"),
+        ({"devices": -2}, "devices"),
+        ({"devices": []}, "devices"),
+        ({"devices": "0"}, "devices"),
+        ({"devices": "one"}, "devices"),
+        ({"devices": [1, 1]}, "devices"),
+        ({"devices": [-1, 2]}, "devices"),
+        ({"devices": {"count": 1}}, "devices"),
+        ({"ttl_s": 0}, "ttl_s"),
+        ({"ttl_s": -5}, "ttl_s"),
+        ({"ttl_s": 1e12}, "ttl_s"),
+        ({"min_free_memory_bytes": -1}, "min_free_memory_bytes"),
+        ({"owner_pid": 0}, "owner_pid"),
+        ({"min_free_memory_bytes": 10**400}, "min_free_memory_bytes"),
+        ({"queue": "yes"}, "queue"),
+        ({"gpus": 2}, "gpus"),
+        ([], ""),
+    ],
+)
+def test_a_request_that_means_nothing_is_refused_and_names_the_field(api: DaemonProcess, body: Any, field: str) -> None:
+    before = len(events(api))
+    answer = ask(api, body)
+    assert answer.problem() == (422, "invalid_request")
+    assert field in answer.json["detail"]
+    assert len(events(api)) == before, "something was recorded all the same"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"count=2", b'{"count": NaN}', b"\xff\xfe", b'{"count": 1}}'])
+def test_a_body_that_is_not_json_is_refused(api: DaemonProcess, raw: bytes) -> None:
+    answer = api.call("POST", "/v1/leases", raw=raw)
+    assert answer.problem() in [(400, "invalid_request"), (422, "invalid_request")]
+
+
+def test_a_body_over_one_mebibyte_is_refused(api: DaemonProcess) -> None:
+    answer = api.call("POST", "/v1/leases", raw=json.dumps({"label": "x" * 2**20}).encode())
+    assert answer.problem() == (413, "too_large")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/v1/leases/lease-x", (404, "not_found")),
+        ("GET", "/v1/leases/lease-x/explain", (404, "not_found")),
+        ("POST", "/v1/leases/lease-x/renew", (404, "not_found")),
+        ("POST", "/v1/leases/lease-x/release", (404, "not_found")),
+        ("GET", "/v1/gpus/GPU-x", (404, "not_found")),
+        ("GET", "/v1/nodes/x", (404, "not_found")),
+        ("GET", "/v1/jobs/job-x", (404, "not_found")),
+        ("GET", "/v1/jobs/job-x/logs", (404, "not_found")),
+        ("POST", "/v1/jobs/job-x/cancel", (404, "not_found")),
+        ("GET", "/v1/nothing", (404, "not_found")),
+        ("DELETE", "/v1/leases", (405, "method_not_allowed")),
+        ("GET", "/v1/leases?limit=0", (422, "invalid_request")),
+        ("GET", "/v1/leases?cursor=abc", (422, "invalid_request")),
+        ("GET", "/v1/leases?state=dead", (422, "invalid_request")),
+        ("GET", "/v1/events?after=-1", (422, "invalid_request")),
+        ("GET", "/v1/events?after=99999999999999999999", (422, "invalid_request")),
+        ("GET", f"/v1/jobs/job-x/logs?rank=1{'0' * 300}", (422, "invalid_request")),
+        ("GET", "/v1/leases/lease-x?wait_s=nan", (422, "invalid_request")),
+    ],
+)
+def test_every_error_is_a_problem_document(
+    api: DaemonProcess, method: str, path: str, expected: tuple[int, str]
+) -> None:
+    body = {"token": 1} if path.endswith(("renew", "release")) else None
+    assert api.call(method, path, body).problem() == expected
+
+
+def test_too_many_is_never_and_busy_is_not_now(api: DaemonProcess) -> None:
+    never = ask(api, {"count": 5})
+    assert never.problem() == (422, "never_fits")
+    assert "Node n1 has 4 GPUs" in never.json["detail"]
+    held = ask(api, {"count": 3}).json
+    not_now = ask(api, {"count": 2, "queue": False})
+    assert not_now.problem() == (409, "not_now")
+    assert [item["lease_id"] for item in not_now.json["explanation"]["obstacles"]] == [held["id"]] * 3
+
+
+def test_a_waiting_request_is_granted_by_a_push(api: DaemonProcess) -> None:
+    held = ask(api, {"count": 4}).json
+    queued = ask(api, {"count": 2})
+    assert (queued.status, queued.json["position"]) == (202, 1)
+    assert "number 1 in the queue" in api.call("GET", f"/v1/leases/{queued.json['id']}/explain").json["sentence"]
+    answers: list[tuple[float, Answer]] = []
+
+    def wait() -> None:
+        answer = api.call("GET", f"/v1/leases/{queued.json['id']}?wait_s=30&wait_while=queued")
+        answers.append((time.monotonic(), answer))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    begun = time.monotonic()
+    api.call("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]})
+    waiter.join(30)
+    (at, answer), *_ = answers
+    assert answer.json["state"] == "active"
+    assert at - begun < 1.0, "not pushed: a client that polls once a second would be as fast"
+
+
+def test_a_post_that_waits_is_answered_with_the_grant(api: DaemonProcess) -> None:
+    held = ask(api, {"count": 4}).json
+    timer = threading.Timer(0.3, api.call, ("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]}))
+    timer.start()
+    answer = ask(api, {"count": 4}, "?wait_s=30")
+    timer.join()
+    assert (answer.status, answer.json["state"]) == (201, "active")
+
+
+def test_a_long_poll_ends_when_its_time_is_over(api: DaemonProcess) -> None:
+    lease = ask(api, {}).json
+    begun = time.monotonic()
+    answer = api.call("GET", f"/v1/leases/{lease['id']}?wait_s=0.5")
+    assert answer.json["state"] == "active"
+    assert 0.45 <= time.monotonic() - begun < 5
+
+
+def test_only_the_token_of_the_grant_acts_on_a_lease(api: DaemonProcess) -> None:
+    lease = ask(api).json
+    for action in ("renew", "release"):
+        for token in (lease["token"] + 1, None):
+            assert api.call("POST", f"/v1/leases/{lease['id']}/{action}", {"token": token}).problem() == (
+                412,
+                "stale_token",
+            )
+    assert api.call("GET", f"/v1/leases/{lease['id']}").json["state"] == "active"
+
+
+def test_a_lease_that_expired_and_went_to_another_is_lost(api: DaemonProcess) -> None:
+    lease = ask(api, {"devices": [0], "ttl_s": 0.3}).json
+    other = ask(api, {"devices": [0]}, "?wait_s=20").json
+    assert other["state"] == "active"
+    assert api.call("POST", f"/v1/leases/{lease['id']}/renew", {"token": lease["token"]}).problem() == (
+        410,
+        "lease_lost",
+    )
+
+
+def test_the_same_key_gets_the_same_lease(api: DaemonProcess) -> None:
+    key = {"Idempotency-Key": f"key-{time.monotonic_ns()}"}
+    first, second = ask(api, {"count": 1}, **key), ask(api, {"count": 1}, **key)
+    assert (first.status, first.json["id"]) == (second.status, second.json["id"])
+    assert ask(api, {"count": 2}, **key).problem() == (422, "idempotency_mismatch")
+    job = {"command": ["x.py"]}
+    assert api.call("POST", "/v1/jobs", job, **key).problem() == (422, "idempotency_mismatch")
+
+
+def test_lists_are_pages(api: DaemonProcess) -> None:
+    ids = [ask(api).json["id"] for _ in range(3)]
+    first = api.call("GET", "/v1/leases?limit=2").json
+    second = api.call("GET", f"/v1/leases?limit=1&cursor={first['next']}").json
+    assert [lease["id"] for lease in first["items"] + second["items"]] == ids[::-1]
+    assert {lease["state"] for lease in api.call("GET", "/v1/leases?state=active").json["items"]} == {"active"}
+
+
+def test_a_foreign_process_is_seen_and_never_granted_over(api: DaemonProcess, hardware: Hardware) -> None:
+    hardware.show({"processes": [{"pid": 4242, "memory_bytes": 2**30}]}, {}, {}, {})
+    eventually(lambda: states(api) == ["foreign", "free", "free", "free"], 5)
+    assert ask(api, {"devices": [0], "queue": False}).problem() == (409, "not_now")
+    shown = api.call("GET", f"/v1/gpus/{hardware.uuid(0)}").json
+    assert "pid 4242" in shown["reason"]
+    assert [gpu["index"] for gpu in ask(api, {"count": 3}).json["gpus"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{",
+        "[]",
+        '{"gpus": 3}',
+        '{"gpus": [{}]}',
+        '{"gpus": [{"uuid": 7}]}',
+        '{"gpus": [{"uuid": "GPU-1", "memory_used_bytes": "x"}]}',
+    ],
+)
+def test_a_broken_simulation_file_turns_the_node_unknown_and_nothing_else(
+    api: DaemonProcess, hardware: Hardware, broken: str
+) -> None:
+    held = ask(api, {"devices": [0]}).json
+    hardware.path.write_text(broken)
+    eventually(lambda: set(states(api)) == {"unknown"}, 5)
+    node = api.call("GET", "/v1/nodes/n1").json
+    assert node["state"] == "unknown"
+    assert str(hardware.path) in node["reason"]
+    assert ask(api, {"queue": False}).problem() == (409, "not_now")
+    assert api.call("POST", f"/v1/leases/{held['id']}/renew", {"token": held["token"]}).status == 200
+    hardware.show({}, {}, {}, {})
+    eventually(lambda: states(api) == ["leased", "free", "free", "free"], 5)
+
+
+def test_curl_sees_a_table(api: DaemonProcess) -> None:
+    ask(api, {"count": 4, "label": "mine"})
+    ask(api, {"count": 2, "label": "yours"})
+    answer = api.call("GET", "/")
+    assert answer.headers["content-type"].startswith("text/plain")
+    table = answer.content.decode()
+    assert table.count("leased") == 4
+    assert "mine" in table
+    assert "yours" in table

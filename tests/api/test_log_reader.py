@@ -1,0 +1,148 @@
+"""Reading log files while they are written: merged lines, files that appear, are cut or are replaced."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease_server.api.log_reader import LINE_BYTES, LogReader
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> Iterator[LogReader]:
+    reader = LogReader(tmp_path, None, {})
+    yield reader
+    reader.close()
+
+
+def write(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(content)
+
+
+def taken(reader: LogReader, last: bool = False) -> bytes:
+    found = b""
+    while piece := reader.take(last):
+        found += piece
+    return found
+
+
+def single(logs: Path, name: str = "launcher.log", offset: int = 0, tail: int | None = None) -> bytes:
+    reader = LogReader(logs, name, {"launcher": offset}, tail)
+    try:
+        return taken(reader, last=True)
+    finally:
+        reader.close()
+
+
+def test_a_line_is_handed_out_when_it_is_whole(tmp_path: Path, merged: LogReader) -> None:
+    zero, one = tmp_path / "rank-0.log", tmp_path / "rank-1.log"
+    write(zero, b"half a ")
+    assert taken(merged) == b""
+    write(one, b"other\n")
+    assert taken(merged) == b"[rank 1] other\n"
+    write(zero, b"line\nand")
+    assert taken(merged) == b"[rank 0] half a line\n"
+    assert merged.place == "0:12,launcher:0,1:6"
+    assert taken(merged, last=True) == b"[rank 0] and\n"
+    assert merged.place == "0:15,launcher:0,1:6"
+
+
+def test_a_carriage_return_ends_a_line_and_with_a_line_feed_is_one_end(tmp_path: Path, merged: LogReader) -> None:
+    log = tmp_path / "rank-0.log"
+    write(log, b"\r 10%\r 20%")
+    assert taken(merged) == b"[rank 0] \r[rank 0]  10%\r"
+    write(log, b"\r")
+    assert taken(merged) == b""
+    write(log, b"\nx")
+    assert taken(merged) == b"[rank 0]  20%\r\n"
+
+
+def test_a_line_without_end_is_cut(tmp_path: Path, merged: LogReader) -> None:
+    write(tmp_path / "rank-0.log", b"x" * (3 * LINE_BYTES))
+    lines = taken(merged, last=True).splitlines()
+    assert all(line.startswith(b"[rank 0] x") for line in lines)
+    assert sum(len(line) - len(b"[rank 0] ") for line in lines) == 3 * LINE_BYTES
+
+
+def test_what_the_launcher_only_copies_is_left_out(tmp_path: Path, merged: LogReader) -> None:
+    write(tmp_path / "rank-0.log", b"hello\n")
+    write(tmp_path / "launcher.log", b"W0101 of torchrun\n[default0]:hello\n[default 0] not a copy\n")
+    assert sorted(taken(merged).splitlines()) == [
+        b"[launcher] W0101 of torchrun",
+        b"[launcher] [default 0] not a copy",
+        b"[rank 0] hello",
+    ]
+
+
+def test_a_launcher_that_is_rank_0_is_shown_once(tmp_path: Path, merged: LogReader) -> None:
+    write(tmp_path / "launcher.log", b"hello\n")
+    os.link(tmp_path / "launcher.log", tmp_path / "rank-0.log")
+    assert taken(merged) == b"[rank 0] hello\n"
+
+
+def test_ranks_that_are_started_again_begin_anew(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    write(log, b"first start\nhalf")
+    reader = LogReader(tmp_path, "rank-0.log", {})
+    try:
+        assert taken(reader) == b"first start\nhalf"
+        log.unlink()
+        write(log, b"second\n")
+        assert taken(reader) == b"\n[... it was started again; its new log begins]\nsecond\n"
+    finally:
+        reader.close()
+
+
+def test_a_log_that_the_job_has_cut_begins_anew(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    write(log, b"a long line\n")
+    reader = LogReader(tmp_path, "launcher.log", {})
+    try:
+        assert taken(reader) == b"a long line\n"
+        os.truncate(log, 0)
+        write(log, b"new\n")
+        assert taken(reader) == b"[... the log was cut and begins anew]\nnew\n"
+    finally:
+        reader.close()
+
+
+def test_an_offset_into_what_was_dropped_begins_with_what_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "launcher.log"
+    with log.open("wb") as file:
+        file.seek(2**20)
+        file.write(b"\nend\n")
+    assert single(tmp_path) == b"[... 1.0 MiB of older output was dropped]\n\nend\n"
+    assert single(tmp_path, offset=2**20 - 100) == b"[... 100 bytes of older output was dropped]\n\nend\n"
+    assert single(tmp_path, offset=2**20 + 1) == b"end\n"
+    assert single(tmp_path, offset=2**30) == b""
+    assert single(tmp_path, tail=1) == b"end\n"
+
+
+def test_zeros_that_a_job_has_written_are_no_hole(tmp_path: Path) -> None:
+    content = b"\0" * 300_000 + b"x"
+    write(tmp_path / "launcher.log", content)
+    assert single(tmp_path) == content
+
+
+@pytest.mark.parametrize(("lines", "shown"), [(0, b""), (1, b"c"), (2, b"b\nc"), (3, b"a\nb\nc"), (9, b"a\nb\nc")])
+def test_the_last_lines(tmp_path: Path, lines: int, shown: bytes) -> None:
+    write(tmp_path / "launcher.log", b"a\nb\nc")
+    assert single(tmp_path, tail=lines) == shown
+    write(tmp_path / "launcher.log", b"\n")
+    assert single(tmp_path, tail=lines) == shown + (b"\n" if lines else b"")
+
+
+def test_the_last_lines_of_a_file_of_many_chunks(tmp_path: Path) -> None:
+    lines = [b"%06d" % number + b"x" * (number % 200) + b"\n" for number in range(20_000)]
+    write(tmp_path / "launcher.log", b"".join(lines))
+    assert single(tmp_path, tail=5_000) == b"".join(lines[-5_000:])
+
+
+def test_a_link_or_a_fifo_in_place_of_a_log_is_not_read(tmp_path: Path, merged: LogReader) -> None:
+    (tmp_path / "rank-0.log").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "rank-1.log")
+    assert taken(merged, last=True) == b""

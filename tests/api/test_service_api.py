@@ -1,0 +1,206 @@
+"""What surrounds the nouns: who may ask, what is documented, one daemon per directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gpulease_server.api.peer import Peer
+from tests.daemon import DaemonProcess, daemon, events
+
+GONE = 2**22 + 1
+"""A pid that no kernel hands out: over the highest pid_max."""
+
+
+def test_the_openapi_document_describes_every_field(api: DaemonProcess) -> None:
+    document = api.call("GET", "/openapi.json").json
+    schemas = document["components"]["schemas"]
+    for name in (
+        "Lease",
+        "Gpu",
+        "Job",
+        "Node",
+        "Event",
+        "LeaseRequest",
+        "JobRequest",
+        "HolderProof",
+        "Problem",
+        "NodeReport",
+    ):
+        for field, schema in schemas[name]["properties"].items():
+            assert schema.get("description"), f"{name}.{field} has no description"
+    references = set(json.dumps(document).split('"#/components/schemas/')[1:])
+    missing = {reference.split('"')[0] for reference in references} - set(schemas)
+    assert not missing
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            for status, answer in operation["responses"].items():
+                if int(status) >= 400:
+                    assert "application/problem+json" in answer["content"], (path, method, status)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "[x"},
+        {"Origin": "http://[x"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    ],
+)
+def test_a_web_page_cannot_reach_the_daemon(api: DaemonProcess, headers: dict[str, str]) -> None:
+    answer = api.call("POST", "/v1/leases", {"count": 1}, **headers)
+    assert answer.problem() == (403, "not_allowed")
+
+
+def test_the_holder_is_who_owns_the_connection(api: DaemonProcess) -> None:
+    me = pwd.getpwuid(os.getuid()).pw_name
+    over_tcp = api.call("POST", "/v1/leases", {"count": 1}).json
+    assert over_tcp["holder"]["user"] == me
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=str(api.socket))) as client:
+        over_socket = client.post("http://localhost/v1/leases", json={"count": 1}).json()
+    assert (over_socket["holder"]["user"], over_socket["holder"]["owner_pid"]) == (me, os.getpid())
+    assert over_socket["holder"]["host"] == socket.gethostname()
+
+
+def test_the_socket_opens_for_its_owner_only(api: DaemonProcess) -> None:
+    assert api.socket.stat().st_mode & 0o777 == 0o600
+    # Under root the users of jobs pass through it; what lies in it is still its owner's alone.
+    assert api.data_dir.stat().st_mode & 0o777 == (0o711 if os.geteuid() == 0 else 0o700)
+    assert (api.data_dir / "gpulease.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_another_address_than_loopback_is_refused(tmp_path: Path) -> None:
+    running = DaemonProcess(tmp_path / "d", "--no-worker", "--host", "0.0.0.0")
+    ended = subprocess.run(running.command, check=False, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert "not a loopback address" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_second_daemon_on_the_same_directory_is_refused(api: DaemonProcess) -> None:
+    second = DaemonProcess(api.data_dir)
+    ended = subprocess.run(second.command, check=False, capture_output=True, text=True, timeout=30)
+    assert api.process is not None
+    assert ended.returncode == 1
+    assert f"pid {api.process.pid}" in ended.stderr
+    assert "--data-dir" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert api.answers("/readyz"), "the first one was harmed"
+    assert api.socket.is_socket()
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        second = DaemonProcess(tmp_path / "d", "--no-worker")
+        second.port = taken.getsockname()[1]
+        ended = subprocess.run(second.command, check=False, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert f"Port {second.port}" in ended.stderr
+    assert "--port" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_socket_left_by_a_killed_daemon_is_taken_over(tmp_path: Path) -> None:
+    running = DaemonProcess(tmp_path / "d", "--simulate", "1").start()
+    running.kill()
+    assert running.socket.exists()
+    try:
+        assert running.start().answers("/readyz")
+    finally:
+        running.stop()
+    assert not running.socket.exists()
+
+
+def test_a_daemon_ends_at_once_although_clients_wait(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "1") as running:
+        lease = running.call("POST", "/v1/leases", {"count": 1}).json
+        request = urllib.request.Request(f"{running.url}/v1/leases/{lease['id']}?wait_s=600")
+        with socket.create_connection(("127.0.0.1", running.port)) as waiting:
+            waiting.sendall(f"GET {request.selector} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert running.stop() == 0
+            assert b"200 OK" in waiting.recv(4096), "the long poll was cut off and not answered"
+
+
+def test_leases_outlive_a_restart(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "2") as running:
+        kept = running.call("POST", "/v1/leases", {"count": 1}).json
+        waiting = running.call("POST", "/v1/leases", {"count": 2}).json
+        running.stop()
+        running.start()
+        again = running.call("GET", f"/v1/leases/{kept['id']}").json
+        assert again | {"expires_at": None} == kept | {"expires_at": None}
+        assert again["expires_at"] > kept["expires_at"], "no full ttl_s after the restart"
+        assert running.call("GET", f"/v1/leases/{waiting['id']}").json["position"] == 1
+        other = running.call("POST", "/v1/leases", {"count": 1, "queue": False})
+        assert other.problem() == (409, "not_now")
+        running.call("POST", f"/v1/leases/{kept['id']}/release", {"token": kept["token"]})
+        granted = running.call("GET", f"/v1/leases/{waiting['id']}?wait_s=20&wait_while=queued").json
+        assert granted["token"] > kept["token"]
+        assert [event["seq"] for event in events(running)] == list(range(1, len(events(running)) + 1))
+
+
+def test_a_daemon_without_a_worker_is_ready_and_grants_nothing(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--no-worker") as running:
+        answer = running.call("POST", "/v1/leases", {"count": 1})
+        assert (answer.status, answer.json["state"]) == (202, "queued")
+        assert running.call("POST", "/v1/leases", {"count": 1, "queue": False}).problem() == (409, "not_now")
+
+
+def test_a_second_daemon_on_the_same_database_is_refused(api: DaemonProcess, tmp_path: Path) -> None:
+    second = DaemonProcess(tmp_path / "d", "--no-worker", "--database-url", f"sqlite:///{api.data_dir / 'gpulease.db'}")
+    ended = subprocess.run(second.command, check=False, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert "--database-url" in ended.stderr
+
+
+@pytest.mark.parametrize("url", ["mysql://localhost/x", "nonsense", "sqlite://", "sqlite:////no/such/directory/x.db"])
+def test_a_database_that_cannot_be_used_is_refused(tmp_path: Path, url: str) -> None:
+    running = DaemonProcess(tmp_path / "d", "--no-worker", "--database-url", url)
+    ended = subprocess.run(running.command, check=False, capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "Use sqlite" in ended.stderr or "--database-url" in ended.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can ask as somebody else")
+def test_users_with_the_same_idempotency_key_do_not_share_a_lease(api: DaemonProcess) -> None:
+    key = f"trial-{time.monotonic_ns()}"
+    mine = api.call("POST", "/v1/leases", {"count": 1}, **{"Idempotency-Key": key}).json
+    curl = ["curl", "-s", "-XPOST", f"{api.url}/v1/leases", "-H", f"Idempotency-Key: {key}", "-d", '{"count": 1}']
+    theirs = json.loads(
+        subprocess.run(["setpriv", "--reuid=65534", "--clear-groups", *curl], check=True, capture_output=True).stdout
+    )
+    assert theirs["id"] != mine["id"]
+    assert theirs["holder"]["user"] == "nobody"
+
+
+@pytest.mark.parametrize(
+    ("peer", "asked", "owner"),
+    [
+        (Peer(uid=os.getuid(), pid=os.getpid(), local=True), None, os.getpid()),
+        (Peer(uid=os.getuid(), pid=os.getpid(), local=True), os.getppid(), os.getppid()),
+        (Peer(uid=os.getuid(), pid=os.getpid(), local=True), GONE, os.getpid()),
+        (Peer(uid=54321, pid=os.getpid(), local=True), os.getppid(), os.getpid()),
+        (Peer(uid=54321, local=True), os.getpid(), None),
+        (Peer(local=True), os.getpid(), None),
+        (Peer(), GONE, GONE),
+    ],
+    ids=["unsaid", "his own", "gone", "another's", "another's over TCP", "nobody knows whose", "from elsewhere"],
+)
+def test_an_owner_is_believed_only_where_he_can_be_the_callers(
+    peer: Peer, asked: int | None, owner: int | None
+) -> None:
+    assert peer.owner(asked).pid == owner

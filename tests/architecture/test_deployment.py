@@ -1,0 +1,94 @@
+"""What is deployed starts commands that exist, and installs versions that are pinned."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from gpulease.cli.commands import app
+
+ROOT = Path(__file__).parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+
+def parses(arguments: list[str]) -> None:
+    """Fails unless the command line understands these arguments; runs nothing."""
+    group: Any = typer.main.get_command(app)
+    context = group.make_context("gpulease", list(arguments), resilient_parsing=False)
+    with context:
+        _, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+        command.make_context(command.name, rest, parent=context)
+
+
+@pytest.mark.parametrize("name", list(COMPOSE["services"]))
+def test_a_service_runs_a_command_that_exists(name: str) -> None:
+    parses(COMPOSE["services"][name]["command"])
+
+
+def test_a_wrong_option_would_be_seen() -> None:
+    with pytest.raises(Exception, match="--no-such-option"):
+        parses(["serve", "--no-such-option"])
+
+
+def test_daemon_and_worker_share_the_socket() -> None:
+    services = COMPOSE["services"]
+    daemon, worker = services["daemon"], services["worker"]
+    socket = daemon["command"][daemon["command"].index("--socket") + 1]
+
+    assert worker["command"][worker["command"].index("--url") + 1] == f"unix://{socket}"
+    assert daemon["volumes"] == worker["volumes"]
+    assert "--no-worker" in daemon["command"]
+
+
+def test_the_worker_sees_the_processes_of_the_host_and_its_gpus() -> None:
+    worker = COMPOSE["services"]["worker"]
+
+    assert worker["pid"] == "host"
+    assert "nvidia" in json.dumps(worker)
+
+
+def test_the_image_runs_the_program() -> None:
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", DOCKERFILE, re.MULTILINE)
+    (command,) = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
+
+    assert json.loads(entry) == ["gpulease"]
+    parses(json.loads(command))
+
+
+def test_everything_that_is_copied_into_the_image_exists() -> None:
+    copied = [
+        word
+        for line in re.findall(r"^COPY (?!--from)(.*)$", DOCKERFILE, re.MULTILINE)
+        for word in shlex.split(line)[:-1]
+    ]
+
+    assert copied
+    assert [path for path in copied if not (ROOT / path).exists()] == []
+
+
+def test_every_requirement_is_pinned_to_one_version_that_satisfies_it() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == [], "exactly one version each"
+    pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(item for extra in project["optional-dependencies"].values() for item in extra),
+    ]
+
+    for requirement in (Requirement(item) for item in wanted if not item.startswith("gpulease[")):
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"constraints.txt does not pin {requirement.name}"
+        assert requirement.specifier.contains(version), f"constraints.txt pins {requirement.name} to {version}"
+    assert pinned["torch"] == "2.13.0"

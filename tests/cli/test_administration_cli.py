@@ -1,0 +1,57 @@
+"""`gpulease node` and `gpulease gpu` against a daemon."""
+
+from __future__ import annotations
+
+import json
+
+from gpulease import Client, GpuState
+
+from .programs import Program, wait_until
+
+
+def test_a_node_is_paused_once_nvml_is_closed_and_resumed(client: Client, gpulease: Program) -> None:
+    (node,) = client.nodes()
+    try:
+        paused = gpulease("node", "pause", node.name)
+        assert (paused.returncode, paused.stdout) == (0, f"node {node.name} is paused (paused by an administrator)\n")
+        listed = gpulease("node", "list").stdout.split("\n")
+        assert listed[0].split()[:4] == ["NODE", "STATE", "MODE", "GPUS"]
+        assert listed[1].split()[:4] == [node.name, "unknown", "paused", "4"]
+    finally:
+        resumed = gpulease("node", "resume", node.name, "--json")
+    assert json.loads(resumed.stdout)["mode"] == "active"
+    wait_until(lambda: {gpu.state for gpu in client.gpus()} == {GpuState.FREE})
+
+
+def test_pausing_a_node_in_use_is_refused_with_what_to_do(client: Client, gpulease: Program) -> None:
+    (node,) = client.nodes()
+    with client.lease(count=1) as lease:
+        refused = gpulease("node", "pause", node.name)
+        assert refused.returncode == 1
+        said = refused.stderr.strip().split("\n")
+        assert said[0] == "gpulease: in use"
+        assert lease.id in said[1]
+        assert "force" in said[2]
+        drained = gpulease("node", "drain", node.name)
+        assert drained.stdout == f"node {node.name} is draining\n"
+        gpulease("node", "resume", node.name)
+
+
+def test_a_gpu_is_cordoned_and_put_back(client: Client, gpulease: Program) -> None:
+    gpu = client.gpus()[3]
+    cordoned = gpulease("gpu", "cordon", gpu.uuid)
+    assert cordoned.stdout == f"GPU 3 of {gpu.node} is cordoned: it is cordoned by an administrator\n"
+    assert gpulease("gpu", "uncordon", gpu.uuid).stdout == f"GPU 3 of {gpu.node} is free\n"
+    assert gpulease("gpu", "cordon", "GPU-nothing").returncode == 1
+
+
+def test_the_doctor_finds_the_daemon_well_and_exits_by_what_is_wrong(
+    client: Client, url: str, gpulease: Program
+) -> None:
+    place = url.removeprefix("unix://").removesuffix("/gpulease.sock")
+    result = gpulease("doctor", "--json", "--data-dir", place)
+    health = {item["check"]: item["health"] for item in json.loads(result.stdout)["items"]}
+    assert (health["daemon"], health["socket"], health["clock"]) == ("fine", "fine", "fine")
+    assert result.returncode == ("wrong" in health.values())
+    lines = gpulease("doctor", "--data-dir", place).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(health.values())

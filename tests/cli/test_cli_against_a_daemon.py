@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gpulease import Client, JobState, LeaseState
+
+from .programs import Program, environ, wait_until
+
+
+def lines(stderr: str) -> list[str]:
+    """What, why, what to do: exactly three lines, no traceback."""
+    said = stderr.strip().split("\n")
+    assert len(said) == 3, stderr
+    assert (said[0][:10], said[1][:7], said[2][:7]) == ("gpulease: ", "  why: ", "  do:  ")
+    return said
+
+
+def test_run_binds_the_command_passes_its_code_on_and_releases(client: Client, gpulease: Program) -> None:
+    show = "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER; exit 7"
+    result = gpulease("run", "-n", "2", "--wait", "20s", "--label", "mine", "--", "sh", "-c", show, LOCAL_RANK="3")
+    assert result.returncode == 7, result.stderr
+    mask, order = result.stdout.split()
+    assert mask.split(",") == [gpu.uuid for gpu in client.gpus() if gpu.index < 2]
+    assert order == "PCI_BUS_ID"
+    assert not client.leases(LeaseState.ACTIVE)
+
+
+def test_run_reports_the_signal_that_ended_the_command(client: Client, gpulease: Program) -> None:
+    assert gpulease("run", "--wait", "20s", "--", "sh", "-c", "kill -9 $$").returncode == 128 + 9
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_run_passes_signals_on(client: Client, url: str, number: signal.Signals) -> None:
+    command = f"trap 'exit 9' {number.name[3:]}; echo up; while :; do sleep 0.05; done"
+    program = subprocess.Popen(
+        [sys.executable, "-m", "gpulease.cli", "run", "--wait", "20s", "--", "bash", "-c", command],
+        env=environ(GPULEASE_URL=url),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert program.stdout is not None
+        assert program.stdout.readline() == "up\n"
+        program.send_signal(number)
+        assert program.wait(20) == 9
+    finally:
+        program.kill()
+        program.wait()
+        assert program.stdout is not None
+        program.stdout.close()
+    assert not client.leases(LeaseState.ACTIVE)
+
+
+def test_run_ends_the_command_and_exits_4_when_the_lease_is_lost(client: Client, url: str, tmp_path: Path) -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-m", "gpulease.cli", "run", "--wait", "20s", "--ttl", "1s", "--", "sleep", "100"],
+        env=environ(GPULEASE_URL=url),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_until(lambda: client.leases(LeaseState.ACTIVE))
+        (lease,) = client.leases(LeaseState.ACTIVE)
+        client.release(lease.id, lease.token)
+        stderr = program.communicate(timeout=20)[1]
+        assert program.returncode == 4
+        assert "gpulease: lease lost" in stderr
+    finally:
+        program.kill()
+        program.wait()
+
+
+def test_run_takes_no_gpu_for_a_command_that_does_not_exist(client: Client, gpulease: Program) -> None:
+    before = len(client.leases())
+    result = gpulease("run", "--wait", "10m", "--", "no-such-program")
+    assert result.returncode == 127
+    assert "no-such-program" in lines(result.stderr)[1]
+    assert len(client.leases()) == before
+
+
+def test_run_without_gpus_to_be_had_says_who_holds_them(client: Client, gpulease: Program) -> None:
+    with client.lease(4, wait_s=20, label="sweep 12") as lease:
+        for wait in ("0", "0.2s"):
+            result = gpulease("run", "--wait", wait, "--", "true")
+            assert result.returncode == 1
+            assert "sweep 12" in lines(result.stderr)[1]
+            assert lease.id in lines(result.stderr)[1]
+    assert not client.leases(LeaseState.QUEUED)
+
+
+def test_run_for_more_gpus_than_there_are_is_refused_at_once(client: Client, gpulease: Program) -> None:
+    result = gpulease("run", "-n", "5", "--wait", "1h", "--", "true")
+    assert result.returncode == 1
+    assert lines(result.stderr)[0] == "gpulease: never fits"
+
+
+def test_a_lease_by_hand_from_acquire_to_release(client: Client, gpulease: Program) -> None:
+    acquired = gpulease("acquire", "-n", "2", "--wait", "20s", "--ttl", "1h", "--label", "by hand")
+    assert acquired.returncode == 0, acquired.stderr
+    shell = f'{acquired.stdout}\necho "$GPULEASE_LEASE_ID $GPULEASE_LEASE_TOKEN $CUDA_VISIBLE_DEVICES"'
+    told = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, env=environ())
+    lease_id, token, mask = told.stdout.split()
+    assert f"gpulease release {lease_id}" in acquired.stderr
+    assert {line.split()[0] for line in acquired.stdout.splitlines()} == {"export"}
+    lease = client.lease_by_id(lease_id)
+    assert (lease.ttl_s, lease.token, len(mask.split(","))) == (3600, int(token), 2)
+
+    stale = gpulease("release", lease_id, "--token", "999999")
+    assert (stale.returncode, lines(stale.stderr)[0]) == (1, "gpulease: stale token")
+    inherited = {"GPULEASE_LEASE_ID": lease_id, "GPULEASE_LEASE_TOKEN": "999999"}
+    assert gpulease("release", lease_id, **inherited).returncode == 1
+    assert gpulease("renew", lease_id).returncode == 0
+    assert json.loads(gpulease("release", lease_id, "--json").stdout)["end_reason"] == "released"
+    lost = gpulease("renew", lease_id)
+    assert (lost.returncode, lines(lost.stderr)[0]) == (4, "gpulease: lease lost")
+    assert gpulease("explain", lease_id).returncode == 0
+
+
+def test_acquire_json_is_the_rest_noun(client: Client, gpulease: Program) -> None:
+    noun = json.loads(gpulease("acquire", "--wait", "20s", "--json").stdout)
+    assert noun["state"] == "active"
+    assert {"id", "token", "gpus", "env", "holder", "expires_at"} <= set(noun)
+    listed = json.loads(gpulease("leases", "--json").stdout)
+    assert [lease["id"] for lease in listed["items"]] == [noun["id"]]
+    assert listed["next"] is None
+    assert gpulease("release", noun["id"]).returncode == 0
+    assert noun["id"] not in gpulease("leases").stdout
+    assert noun["id"] in gpulease("leases", "--all").stdout
+
+
+def test_status_shows_holders_and_the_queue(client: Client, gpulease: Program, url: str) -> None:
+    with client.lease(3, wait_s=20, label="night run"):
+        waiting = subprocess.Popen(
+            [sys.executable, "-m", "gpulease.cli", "run", "-n", "2", "--wait", "30s", "--", "true"],
+            env=environ(GPULEASE_URL=url),
+        )
+        wait_until(lambda: client.leases(LeaseState.QUEUED))
+        table = gpulease("status").stdout
+        explained = gpulease("explain", client.leases(LeaseState.QUEUED)[0].id).stdout
+    assert waiting.wait(30) == 0
+    assert table.count("(night run)") == 3
+    assert table.count("free") == 1
+    assert "2 GPUs" in table.split("QUEUE")[1]
+    assert "night run" in explained
+
+
+def test_explain_names_each_obstacle_once_and_takes_the_id_of_a_job(client: Client, gpulease: Program) -> None:
+    with client.lease(3, wait_s=20, label="night run"):
+        job_id = gpulease("submit", "--launcher", "plain", "-n", "2", "--", "true").stdout.strip()
+        waiting = gpulease("explain", job_id)
+        asked = gpulease("explain", client.job(job_id).lease_id or "")
+        noun = json.loads(gpulease("explain", job_id, "--json").stdout)
+    assert waiting.returncode == 0, waiting.stderr
+    head, *same = waiting.stdout.splitlines()
+    assert head == f"job {job_id} queued: waits for its GPUs"
+    for said in (same, asked.stdout.splitlines()):
+        assert said[0] == "Not now: asked for 2 GPUs; number 1 in the queue."
+        assert [line[:9] for line in said[1:]] == ["  GPU 0 o", "  GPU 1 o", "  GPU 2 o"]
+    assert asked.stdout.count("night run") == 3
+    assert noun["verdict"] == "not_now"
+    assert gpulease("wait", job_id).returncode == 0
+    assert gpulease("explain", job_id).stdout.startswith(f"job {job_id} succeeded")
+
+
+def test_a_refusal_says_not_now_once(client: Client, gpulease: Program) -> None:
+    with client.lease(4, wait_s=20):
+        what, why, _ = lines(gpulease("acquire").stderr)
+    assert (what, why[:26]) == ("gpulease: not now", "  why: Asked for 1 GPU. GP")
+
+
+def test_jobs_can_be_limited_and_filtered(client: Client, gpulease: Program) -> None:
+    ids = [gpulease("submit", "--launcher", "plain", "--", end).stdout.strip() for end in ("true", "false", "true")]
+    for job_id in ids:
+        client.wait_job(job_id, 30)
+    limited = gpulease("jobs", "--limit", "2")
+    assert [line.split()[0] for line in limited.stdout.splitlines()[1:]] == [ids[2], ids[1]]
+    assert "newest 2" in limited.stderr
+    page = json.loads(gpulease("jobs", "--limit", "2", "--json").stdout)
+    assert [job["id"] for job in page["items"]] == [ids[2], ids[1]]
+    assert page["next"] is not None
+    failed = gpulease("jobs", "--state", "failed", "--state", "lost", "--limit", "1")
+    assert ids[1] in failed.stdout
+    assert gpulease("jobs", "--state", "queued").stdout.splitlines()[1:] == []
+
+
+def test_status_watch_goes_on_until_ctrl_c(client: Client, url: str) -> None:
+    # Tests that run in the background of a script inherit an ignored SIGINT, which no terminal would.
+    program = subprocess.Popen(
+        ["env", "--default-signal=INT", sys.executable, "-m", "gpulease.cli", "status", "--watch"],
+        env=environ(GPULEASE_URL=url),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert program.stdout is not None
+        first = [program.stdout.readline() for _ in range(5)]
+        with client.lease(1, wait_s=20, label="night run"):
+            while "night run" not in program.stdout.readline():
+                pass
+        program.send_signal(signal.SIGINT)
+        assert program.wait(20) == 0
+        assert (first[0][:3], program.communicate()[1]) == ("GPU", "")
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def test_status_json_is_the_rest_noun(client: Client, gpulease: Program) -> None:
+    page = json.loads(gpulease("status", "--json").stdout)
+    assert [gpu["uuid"] for gpu in page["items"]] == [gpu.uuid for gpu in client.gpus()]
+    assert set(page) == {"items", "next"}
+
+
+def test_a_job_from_submit_to_its_code(client: Client, gpulease: Program) -> None:
+    program = ["sh", "-c", "echo $GREETING from $PWD; exit 5"]
+    submitted = gpulease(
+        "submit", "--launcher", "plain", "--env", "GREETING=hello", "--name", "greeter", "--", *program
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    job_id = submitted.stdout.strip()
+    waited = gpulease("wait", job_id)
+    assert waited.returncode == 5
+    assert job_id in waited.stderr
+    assert gpulease("logs", job_id).stdout == f"hello from {os.getcwd()}\n"
+    assert "greeter" in gpulease("jobs").stdout
+    assert json.loads(gpulease("jobs", "--json").stdout)["items"][0]["id"] == job_id
+
+
+def test_submit_follow_shows_the_log_and_exits_with_the_code(client: Client, gpulease: Program) -> None:
+    command = ("sh", "-c", "echo one; sleep 0.3; echo two; exit 6")
+    result = gpulease("submit", "--launcher", "plain", "--follow", "--", *command)
+    assert result.returncode == 6
+    assert result.stdout.split("\n", 1)[1] == "one\ntwo\n"
+
+
+def test_submit_follow_of_a_program_that_does_not_exist_says_so(client: Client, gpulease: Program) -> None:
+    result = gpulease("submit", "--launcher", "plain", "--follow", "--", "no-such-program")
+    assert result.returncode == 1
+    assert "no-such-program" in result.stderr
+
+
+def test_cancel_ends_a_job(client: Client, gpulease: Program) -> None:
+    job_id = gpulease("submit", "--launcher", "plain", "--", "sleep", "100").stdout.strip()
+    client.wait_job(job_id, 30, until=lambda job: job.state is JobState.RUNNING)
+    assert gpulease("cancel", job_id, "--grace", "5s").returncode == 0
+    assert gpulease("wait", job_id).returncode == 128 + 15
+    assert client.job(job_id).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize("command", ["logs", "cancel", "wait", "renew", "release", "explain"])
+def test_an_unknown_id_is_refused_in_three_lines(gpulease: Program, command: str) -> None:
+    result = gpulease(command, "no-such-id")
+    assert (result.returncode, lines(result.stderr)[0]) == (1, "gpulease: not found")
+    assert "no-such-id" in lines(result.stderr)[1]
+
+
+def test_db_upgrade_makes_a_database_and_can_be_repeated(gpulease: Program, tmp_path: Path) -> None:
+    for _ in range(2):
+        result = gpulease("db", "upgrade", "--data-dir", str(tmp_path))
+        assert result.returncode == 0, result.stderr
+    assert (tmp_path / "gpulease.db").exists()

@@ -1,0 +1,191 @@
+"""What the program says when it gets no further than its own command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpulease.cli.durations import seconds
+
+from .programs import environ
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+def gpulease(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpulease.cli", *arguments],
+        env=environ(GPULEASE_URL=NOWHERE) | more,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5h", 5400), ("300", 300), ("0", 0), ("1d", 86400), (" 5M ", 300)],
+)
+def test_lengths_of_time(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "m", "-5", "5x", "1h30m", "inf", "nan", "1e3", "٣", "9" * 400])
+def test_what_is_no_length_of_time_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="write it like"):
+        seconds(text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status",),
+        ("run", "--", "true"),
+        ("acquire",),
+        ("leases",),
+        ("jobs",),
+        ("logs", "j"),
+        ("logs", "-f", "j"),
+        ("wait", "j"),
+        ("submit", "--", __file__),
+        ("explain", "job-1"),
+    ],
+)
+def test_without_a_daemon_it_exits_3_within_2_s_and_says_what_to_do(arguments: tuple[str, ...]) -> None:
+    begun = time.monotonic()
+    result = gpulease(*arguments)
+    assert time.monotonic() - begun < 4  # of which Python may take a while to start on a busy machine
+    assert result.returncode == 3
+    assert result.stderr.split("\n")[:3] == [
+        "gpulease: daemon unavailable",
+        f"  why: No daemon answers at {NOWHERE} (Connection refused).",
+        "  do:  Start one with `gpulease serve`, or set GPULEASE_URL.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nonsense",), "nonsense"),
+        (("run", "-n", "x", "--", "true"), "-n"),
+        (("run", "-n", "0", "--", "true"), "count: must be 1 to 4096, not 0"),
+        (("run", "-n", "-1", "--", "true"), "count: must be 1 to 4096, not -1"),
+        (("acquire", "-n", "5000"), "count: must be 1 to 4096, not 5000"),
+        (("acquire", "--ttl", "0"), "ttl_s: must be over 0"),
+        (("run", "--wait", "5x", "--", "true"), "'5x' is not a length of time"),
+        (("run",), "COMMAND"),
+        (("submit", "--env", "NOVALUE", "--", "train.py"), "'NOVALUE' is not NAME=VALUE"),
+        (("submit", "--launcher", "mpirun", "--", "train.py"), "mpirun"),
+        (("submit", "-n", "0", "--", "train.py"), "gpus: must be 1 to 4096, not 0"),
+        (("serve", "--port", "70000"), "--port"),
+        (("cancel", "a", "b"), "See `gpulease cancel --help`."),
+        (("node", "drain"), "See `gpulease node drain --help`."),
+        (("statsu",), "Did you mean 'status'"),
+        (("release", "job-1"), "`gpulease cancel job-1`"),
+        (("jobs", "--state", "done"), "'queued', 'starting'"),
+        (("jobs", "--limit", "0"), "--limit"),
+        (("status", "--watch", "--json"), "--watch and --json"),
+    ],
+)
+def test_wrong_usage_exits_2_in_three_lines_that_name_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
+    result = gpulease(*arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().split("\n")) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("-n", "1"), 3), (("-n", "0"), 2), (("--nonsense",), 2), (("-n", "1", "--wait", "5x"), 2)],
+)
+@pytest.mark.parametrize("command", ['eval "$({})"', "eval $({})"], ids=["quoted", "unquoted"])
+def test_eval_of_an_acquire_that_is_refused_fails_with_its_code(
+    command: str, arguments: tuple[str, ...], code: int
+) -> None:
+    program = shlex.join([sys.executable, "-m", "gpulease.cli", "acquire", *arguments])
+    shell = ["sh", "-c", f"{command.format(program)}; echo $?"]
+    result = subprocess.run(
+        shell, env=environ(GPULEASE_URL=NOWHERE), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout == f"{code}\n"
+
+
+def test_what_is_refused_prints_nothing_to_who_reads_json() -> None:
+    assert gpulease("acquire", "--json").stdout == ""
+
+
+@pytest.mark.parametrize("words", [(), ("run",), ("node",), ("node", "drain")])
+def test_dash_h_is_help(words: tuple[str, ...]) -> None:
+    result = gpulease(*words, "-h")
+    assert result.returncode == 0
+    assert result.stdout == gpulease(*words, "--help").stdout
+    assert result.stdout.startswith(f"Usage: gpulease {' '.join(words)}".rstrip())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--", "no-such-train.py"), "There is no script 'no-such-train.py' in "),
+        (("--launcher", "accelerate", "--", "no/such/train.py", "--epochs", "3"), "'no/such/train.py'"),
+        (("--", "."), "There is no script '.'"),
+        (("--launcher", "plain", "--", "no-such-program"), "There is no program 'no-such-program' on PATH."),
+        (("--launcher", "plain", "--", "./no-such-program"), "'./no-such-program'"),
+        (("--launcher", "plain", "--env", "PATH=/nowhere", "--", "sh"), "There is no program 'sh' on PATH."),
+        (("--launcher", "plain", "--", __file__), "may not be executed"),
+    ],
+)
+def test_submit_of_what_is_not_there_is_refused_before_a_daemon_is_asked(arguments: tuple[str, ...], said: str) -> None:
+    result = gpulease("submit", *arguments)
+    assert result.returncode == 1
+    assert result.stderr.startswith("gpulease: the job was not submitted\n")
+    assert said in result.stderr
+    assert len(result.stderr.strip().split("\n")) == 3
+
+
+@pytest.mark.parametrize("command", [("-m", "package.train"), (os.path.relpath(__file__),), (__file__, "no-such-file")])
+def test_submit_does_not_take_modules_or_arguments_for_files(command: tuple[str, ...]) -> None:
+    assert gpulease("submit", "--", *command).returncode == 3
+
+
+def test_submit_to_another_host_leaves_it_to_that_host_to_look() -> None:
+    result = gpulease("submit", "--", "no-such-train.py", GPULEASE_URL="http://gpubox.invalid:9")
+    assert result.returncode == 3, result.stderr
+
+
+def test_an_address_that_is_none_is_wrong_usage() -> None:
+    result = gpulease("status", GPULEASE_URL="nowhere")
+    assert result.returncode == 2
+    assert "GPULEASE_URL: 'nowhere'" in result.stderr
+
+
+def test_the_options_of_the_command_are_its_own() -> None:
+    # Were -n and --help taken for options of `run`, this would not get as far as looking for a daemon.
+    assert gpulease("run", "true", "-n", "3", "--help").returncode == 3
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['typer'] = None; from gpulease.cli import main; sys.exit(main(['status']))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    assert result.returncode == 1
+    assert "pip install 'gpulease[server]'" in result.stderr
+
+
+@pytest.mark.parametrize(("command", "module"), [("serve", "gpulease_server"), ("worker", "gpulease_worker")])
+def test_without_the_package_of_the_command_it_says_what_to_install(command: str, module: str) -> None:
+    program = (
+        f"import sys; sys.modules['{module}'] = None; from gpulease.cli import main; sys.exit(main(['{command}']))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    assert result.returncode == 1
+    assert "pip install 'gpulease[" in result.stderr
+
+
+def test_the_version_is_told() -> None:
+    assert gpulease("--version").stdout.startswith("gpulease ")

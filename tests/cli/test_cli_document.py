@@ -1,0 +1,87 @@
+"""docs/cli.md against the program: every command and variable is there, and what is there works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from gpulease.cli import output
+from gpulease.cli.commands import app
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text()
+PROGRAM = typer.main.get_command(app)
+INTERNAL = "Between its own processes"
+
+
+def examples() -> list[list[str]]:
+    """The words of every example, without the program's name, a shell's `eval` and the remark."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line]
+    said = [shlex.split(words[1][2:-1]) if words[0] == "eval" else words for words in lines]
+    assert {words[0] for words in said} == {"gpulease"}
+    return [words[1:] for words in said]
+
+
+def commands(group: Any = PROGRAM, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that is no group, with its path."""
+    for name, command in group.commands.items():
+        if isinstance(command, TyperGroup):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def path_of(words: list[str]) -> tuple[str, ...]:
+    return tuple(words[:2]) if words[0] in ("db", "node", "gpu") else tuple(words[:1])
+
+
+@pytest.mark.parametrize("words", examples(), ids=" ".join)
+def test_an_example_is_how_it_is_called(words: list[str]) -> None:
+    path = path_of(words)
+    dict(commands())[path].make_context("gpulease", words[len(path) :])  # raises what the program would complain of
+
+
+def test_every_command_has_an_example() -> None:
+    assert {path_of(words) for words in examples()} == {path for path, _ in commands()}
+
+
+def test_every_exit_code_is_there() -> None:
+    codes = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", PAGE, re.MULTILINE)}
+    assert codes == {output.DONE, output.REFUSED, output.USAGE, output.UNREACHABLE, output.LOST}
+
+
+def test_every_variable_is_there_and_there_are_no_others() -> None:
+    of_options = {
+        variable
+        for _, command in commands()
+        for option in command.params
+        for variable in ([option.envvar] if isinstance(option.envvar, str) else option.envvar or [])
+    }
+    sources = "".join(path.read_text() for part in ("client", "server") for path in (ROOT / part).rglob("*.py"))
+    in_code = set(re.findall(r"\bGPULEASE_[A-Z_]*[A-Z]\b", sources)) | of_options
+    assert set(re.findall(r"`(GPULEASE_[A-Z_]+)`", PAGE)) == in_code
+
+
+def test_the_table_has_the_variables_that_are_meant_for_users() -> None:
+    table, internal = PAGE.split(INTERNAL)
+    assert "`GPULEASE_URL`" in table
+    assert "GPULEASE_PARENT_PID" in internal
+    assert "GPULEASE_PARENT_PID" not in table
+
+
+def test_the_help_lists_every_command_under_a_subject() -> None:
+    context = PROGRAM.make_context("gpulease", [], resilient_parsing=True)
+    shown = PROGRAM.get_help(context)
+    assert [line for line in shown.splitlines() if line.startswith(("Commands:", "More:"))] == []
+    for name in PROGRAM.commands:
+        assert re.search(rf"^  {name}  ", shown, re.MULTILINE), name
+    heads = re.findall(r"^## (.*)$", PAGE.split("## Exit codes")[0], re.MULTILINE)
+    assert [line.rstrip(":") for line in shown.splitlines() if line.rstrip(":") in heads] == heads

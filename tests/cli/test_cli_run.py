@@ -1,0 +1,155 @@
+"""What `gpulease run` does with the processes below it, against a daemon's stand-in that takes the lease away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.client.stand_in import StandIn
+
+from .programs import environ, wait_until
+
+GRACE_S = 1.0
+
+RUN = f"""
+import importlib, sys
+importlib.import_module("gpulease.cli.run").GRACE_S = {GRACE_S}
+from gpulease.cli import main
+sys.exit(main(["run", "--ttl", "2s", "--", *sys.argv[1:]]))
+"""
+
+RANK = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+os.setsid()
+open(sys.argv[1], "w").write(str(os.getpid()))
+while True:
+    signal.pause()
+"""
+"""Like a rank of torchrun that saves a checkpoint at SIGTERM: a session of its own, which SIGTERM does not end."""
+
+LAUNCHERS = {
+    "ignores SIGTERM": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{start}\nsignal.pause()",
+    "ends at SIGTERM": "import signal\n{start}\nsignal.pause()",
+    "starts it through a shell that ends": "import signal, subprocess\n{orphan}\nsignal.pause()",
+}
+
+
+@pytest.fixture
+def daemon() -> Iterator[StandIn]:
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.stop()
+
+
+@contextmanager
+def started(daemon: StandIn, *command: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+    """`gpulease run -- command`, which is not left behind."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", RUN, *command],
+        env=environ(GPULEASE_URL=daemon.url),
+        start_new_session=True,
+        **options,  # type: ignore[call-overload]
+    )
+    try:
+        yield program
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+
+
+def alive(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return text[text.rindex(")") + 2] not in "ZX"
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Callable[[], int]]:
+    """Pid of the rank, once it has told it."""
+    place = tmp_path / "rank"
+
+    def pid() -> int:
+        wait_until(lambda: place.exists() and place.read_text())
+        return int(place.read_text())
+
+    yield pid
+    with suppress(OSError, ValueError):
+        os.kill(int(place.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_nothing_below_the_command_outlives_a_lost_lease(daemon, tmp_path, rank, capfd, launcher: str) -> None:
+    words = [sys.executable, "-c", RANK, str(tmp_path / "rank")]
+    start = f"import subprocess; subprocess.Popen({words!r})"
+    program = LAUNCHERS[launcher].format(
+        start=start, orphan=f"subprocess.run(['sh', '-c', '\"$@\" &', 'sh', *{words!r}])"
+    )
+    with started(daemon, sys.executable, "-c", program) as run:
+        pid = rank()
+        daemon.end("L-1", "revoked")
+        assert run.wait(60) == 4
+        assert not alive(pid)
+    assert "lease L-1 ended before the command did\n" in capfd.readouterr().err
+
+
+def test_what_ends_by_itself_within_the_grace_is_not_killed(daemon: StandIn, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoint"
+    program = f"""
+import os, signal, subprocess, sys, time
+def save(*_):
+    time.sleep(0.3)
+    open({str(saved)!r}, "w").write("whole")
+    os._exit(0)
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, save)
+    open({str(saved)!r}, "w").write("part")
+signal.pause()
+"""
+    with started(daemon, sys.executable, "-c", program) as run:
+        wait_until(lambda: saved.exists() and saved.read_text() == "part")
+        daemon.end("L-1", "revoked")
+        assert run.wait(60) == 4
+    assert saved.read_text() == "whole"
+
+
+def test_what_a_command_leaves_behind_at_its_own_end_stays(daemon: StandIn, tmp_path: Path, rank) -> None:
+    words = [sys.executable, "-c", RANK, str(tmp_path / "rank")]
+    with started(daemon, "sh", "-c", '"$@" & while ! [ -s "$4" ]; do sleep 0.01; done; exit 5', "sh", *words) as run:
+        assert run.wait(60) == 5
+        assert alive(rank())
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_orphans_that_end_while_the_command_runs_leave_no_zombies(daemon: StandIn, tmp_path: Path) -> None:
+    started_all, go_on = tmp_path / "started all", tmp_path / "go on"
+    orphans = 'for i in 1 2 3; do sh -c "true & exit"; sh -c "sleep 0.05 & exit"; done'
+    script = f'{orphans}; touch "$0"; while ! [ -e "$1" ]; do sleep 0.05; done'
+    with started(daemon, "sh", "-c", script, str(started_all), str(go_on)) as run:
+
+        def children() -> list[str]:
+            pids = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+            return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids]
+
+        wait_until(started_all.exists)
+        wait_until(lambda: children() == ["sh"], story=lambda: str(children()))
+        go_on.touch()
+        assert run.wait(60) == 0
+
+
+def test_the_code_is_passed_on_although_children_are_ignored_from_the_start(daemon: StandIn) -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    with started(daemon, "sh", "-c", "exit 7", preexec_fn=ignore) as run:
+        assert run.wait(60) == 7

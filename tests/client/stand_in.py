@@ -1,0 +1,250 @@
+"""A daemon's stand-in for what a real one does not do on demand: break off, hang, refuse, end a lease, restart."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from gpulease.errors import GpuleaseError, LeaseLost, NotFound, NotNow, StaleToken
+from gpulease.log_frames import Frame
+from gpulease.model import (
+    Demand,
+    Device,
+    Explanation,
+    Gpu,
+    Holder,
+    Lease,
+    LeaseState,
+    Liveness,
+    Node,
+    Obstacle,
+    Page,
+)
+from gpulease.wire import to_json
+
+BUSY = Explanation(
+    verdict="not_now",
+    sentence="No GPU is free.",
+    obstacles=(
+        Obstacle(
+            uuid="GPU-0", node="a", index=0, code="leased", sentence="GPU 0 is leased to ada until 14:00 (lease L-9)."
+        ),
+    ),
+)
+
+
+class StandIn:
+    """Grants leases while `free` is true. `fault` may answer first: None goes on, else `503`, `break`, `hang`."""
+
+    def __init__(self) -> None:
+        self.free = True
+        self.liveness = Liveness.HEARTBEAT
+        self.asked: list[dict[str, Any]] = []
+        self.why = BUSY
+        self.leases: dict[str, dict[str, Any]] = {}
+        self.keys: dict[str, str] = {}
+        self.seen: list[str] = []
+        self.fault: Callable[[str], str | None] = lambda line: None
+        self.changed = threading.Condition()
+        self.gpus: list[Gpu] = []
+        self.nodes: list[Node] = []
+        self.logs = [b"one\n", b"two\n"]
+        self._server: ThreadingHTTPServer | None = None
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        stand_in = self
+
+        class Handler(_Handler):
+            daemon = stand_in
+
+        self._server = _Server(("127.0.0.1", self.port), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+            with self.changed:
+                self.changed.notify_all()
+
+    def grant(self, lease_id: str) -> None:
+        with self.changed:
+            self.leases[lease_id] |= {
+                "state": "active",
+                "token": 7,
+                "env": {"CUDA_VISIBLE_DEVICES": "GPU-0", "GPULEASE_LEASE_ID": lease_id, "GPULEASE_LEASE_TOKEN": "7"},
+                "gpus": [to_json(Device(uuid="GPU-0", node="a", index=0))],
+            }
+            self.changed.notify_all()
+
+    def end(self, lease_id: str, reason: str = "expired") -> None:
+        with self.changed:
+            self.leases[lease_id] |= {"state": "ended", "end_reason": reason}
+            self.changed.notify_all()
+
+    def count(self, text: str) -> int:
+        return sum(text in line for line in self.seen)
+
+    def only_lease(self) -> dict[str, Any]:
+        (lease,) = self.leases.values()
+        return lease
+
+    def new_lease(self, body: dict[str, Any]) -> str:
+        with self.changed:
+            self.asked.append(body)
+            lease = Lease(
+                id=f"L-{len(self.leases) + 1}",
+                state=LeaseState.QUEUED,
+                holder=Holder(),
+                demand=Demand(),
+                ttl_s=body["ttl_s"],
+                liveness=self.liveness,
+                created_at=datetime.now(UTC),
+            )
+            self.leases[lease.id] = to_json(lease)
+            if self.free:
+                self.grant(lease.id)
+        return lease.id
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is part of what is tested."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    daemon: StandIn
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    def do_POST(self) -> None:
+        self._serve()
+
+    def _serve(self) -> None:
+        line = f"{self.command} {self.path}"
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null")
+        if self.server is not self.daemon._server:  # stopped: a connection that was kept alive dies with it
+            self.close_connection = True
+            return
+        self.daemon.seen.append(line)
+        fault = self.daemon.fault(line)
+        if fault == "hang":
+            time.sleep(2)
+        if fault == "503":
+            self._answer(503, {"code": "unavailable", "detail": "not recorded"})
+            return
+        if fault == "html":
+            self._answer(200, "<html>", "text/html")
+            return
+        try:
+            status, answer = self._route(body)
+        except GpuleaseError as error:
+            status, answer = error.status, error.problem()
+        if fault in ("break", "hang") or self.server is not self.daemon._server:  # done, but the answer is lost
+            self.close_connection = True
+            return
+        if isinstance(answer, list):
+            self._stream(answer, cut=fault == "cut")
+        else:
+            self._answer(status, answer)
+
+    def _route(self, body: Any) -> tuple[int, Any]:
+        where = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(where.query).items()}
+        match where.path.strip("/").split("/"):
+            case ["healthz"]:
+                return 200, {}
+            case ["v1", "gpus"]:
+                return 200, to_json(Page(items=tuple(self.daemon.gpus)))
+            case ["v1", "nodes"]:
+                return 200, to_json(Page(items=tuple(self.daemon.nodes)))
+            case ["v1", "jobs", _, "logs"]:
+                return 200, _in_frames(self.daemon.logs, int(query.get("offset", "0")))
+            case ["v1", "leases"] if self.command == "POST":
+                return self._request(body)
+            case ["v1", "leases", lease_id, *action]:
+                if lease_id not in self.daemon.leases:
+                    raise NotFound("no such lease")
+                if action == ["explain"]:
+                    return 200, to_json(self.daemon.why)
+                return self._one(self.daemon.leases[lease_id], action, query, body)
+        raise NotFound(self.path)
+
+    def _request(self, body: Any) -> tuple[int, Any]:
+        key = self.headers["Idempotency-Key"]
+        if not self.daemon.free and not body["queue"]:
+            raise NotNow("No GPU is free.", extra={"explanation": to_json(self.daemon.why)})
+        lease_id = self.daemon.keys.get(key) or self.daemon.new_lease(body)
+        if key:
+            self.daemon.keys[key] = lease_id
+        lease = self.daemon.leases[lease_id]
+        return 201 if lease["state"] == "active" else 202, lease
+
+    def _one(self, lease: dict[str, Any], action: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if not action:
+            with self.daemon.changed:
+                server = self.daemon._server
+                self.daemon.changed.wait_for(
+                    lambda: lease["state"] != query.get("wait_while") or self.daemon._server is not server,
+                    float(query.get("wait_s", 0)),
+                )
+            return 200, lease
+        if lease["state"] == "ended" and lease["end_reason"] != "released":
+            raise LeaseLost(f"lease {lease['id']} is {lease['end_reason']}")
+        if lease["token"] != body["token"]:
+            raise StaleToken("not the token")
+        if action == ["release"]:
+            self.daemon.end(lease["id"], "released")
+        return 200, lease
+
+    def _stream(self, pieces: list[bytes], cut: bool) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for piece in pieces[:1] if cut else [*pieces, b""]:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+        self.close_connection = True
+
+    def _answer(self, status: int, answer: Any, kind: str = "application/json") -> None:
+        text = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The tests' output stays quiet."""
+
+
+def _in_frames(pieces: list[bytes], offset: int) -> list[bytes]:
+    """A log from `offset` on, in frames that each say where it goes on."""
+    frames, at = [], 0
+    for piece in pieces:
+        at += len(piece)
+        if at > offset:
+            frames.append(Frame(str(at), piece[max(0, len(piece) - at + offset) :]).encoded())
+    return [*frames, Frame(str(at), end=True).encoded()]

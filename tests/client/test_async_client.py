@@ -1,0 +1,308 @@
+"""`AsyncClient` against the stand-in: the same answers, and what an event loop adds: cancellation, being blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import pytest
+
+from gpulease import AsyncClient, AsyncLease, DaemonUnavailable, InvalidRequest, LeaseRequest, NotFound, NotNow
+
+from .stand_in import StandIn
+
+T = TypeVar("T")
+
+
+def within(seconds: float, work: Callable[[], Awaitable[T]]) -> T:
+    """Run it in an event loop of its own, and fail if it takes longer."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(seconds):
+            return await work()
+
+    return asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition, with a deadline."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - it comes true in another thread
+            await asyncio.sleep(0.005)
+
+
+def test_a_lease_is_renewed_while_the_block_runs_and_released_once(daemon: StandIn) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.9) as lease:
+            assert [gpu.uuid for gpu in lease.gpus] == ["GPU-0"]
+            assert (lease.id, lease.token) == ("L-1", 7)
+            await until(lambda: daemon.count("renew") >= 3)
+            assert not lease.is_lost
+        await lease.release()
+
+    within(20, work)
+    assert daemon.count("release") == 1
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_a_lease_may_be_awaited_and_released_by_hand(daemon: StandIn) -> None:
+    async def work() -> None:
+        client = AsyncClient(daemon.url)
+        lease = await client.lease(1)
+        await lease.release()
+        await client.close()
+
+    within(10, work)
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_an_event_loop_that_is_blocked_for_longer_than_the_ttl_keeps_its_lease(daemon: StandIn) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.6) as lease:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                sum(range(1000))
+            assert not lease.is_lost
+            await asyncio.sleep(0)
+            assert not lease.lost.is_set()
+
+    within(20, work)
+
+
+def test_a_lost_lease_is_told_to_the_loop_and_to_a_coroutine_function(daemon: StandIn, caplog) -> None:
+    told: list[AsyncLease] = []
+
+    async def tell(lease: AsyncLease) -> None:
+        await asyncio.sleep(0)
+        told.append(lease)
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.6, on_lost=tell) as lease:
+            daemon.end(lease.id)
+            await lease.lost.wait()
+            assert lease.is_lost
+            await until(lambda: told == [lease])
+
+    with caplog.at_level(logging.WARNING, "gpulease"):
+        within(10, work)
+    assert "is lost" in caplog.text
+
+
+@pytest.mark.parametrize("coroutine", [False, True])
+def test_on_lost_that_fails_is_reported(daemon: StandIn, caplog, coroutine: bool) -> None:
+    def fail(lease: AsyncLease) -> None:
+        raise RuntimeError("of the callback")
+
+    async def fail_later(lease: AsyncLease) -> None:
+        raise RuntimeError("of the callback")
+
+    async def work() -> None:
+        async with (
+            AsyncClient(daemon.url) as client,
+            client.lease(1, ttl_s=0.3, on_lost=fail_later if coroutine else fail) as lease,
+        ):
+            daemon.end(lease.id)
+            await until(lambda: "of the callback" in caplog.text)
+
+    within(10, work)
+
+
+@pytest.mark.parametrize("granted_meanwhile", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_task_that_is_cancelled_while_it_waits_takes_its_request_back(
+    daemon: StandIn, granted_meanwhile: bool, times: int
+) -> None:
+    daemon.free = False
+    cancel: list[Callable[[], object]] = []
+
+    def fault(line: str) -> None:
+        if "release" in line:
+            if granted_meanwhile and daemon.only_lease()["state"] == "queued":
+                daemon.grant("L-1")
+            for again in cancel[1:]:
+                again()  # impatient: cancelled once more while the request is being taken back
+
+    daemon.fault = fault
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        async with AsyncClient(daemon.url) as client:
+
+            async def wait() -> None:
+                async with client.lease(1, wait_s=60):
+                    pytest.fail("it was never granted")
+
+            waiting = asyncio.create_task(wait())
+            cancel.extend([lambda: loop.call_soon_threadsafe(waiting.cancel)] * times)
+            await until(lambda: daemon.count("wait_while=queued") == 1)
+            cancel[0]()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    within(20, work)
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_a_task_that_is_cancelled_before_its_answer_gives_back_what_it_was_granted(daemon: StandIn) -> None:
+    faults = ["hang"]
+    daemon.fault = lambda line: faults.pop() if faults and line.startswith("POST /v1/leases?") else None
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await client.lease(1)
+
+    within(20, work)
+    assert daemon.only_lease()["end_reason"] == "released"
+    assert daemon.count("POST /v1/leases?") == 2, "the same request again, to learn its id"
+
+
+def test_a_release_goes_to_its_end_although_the_task_is_cancelled(daemon: StandIn) -> None:
+    faults = ["hang"]
+
+    def fault(line: str) -> str | None:
+        return faults.pop() if faults and "release" in line else None
+
+    daemon.fault = fault
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client:
+
+            async def hold() -> None:
+                async with client.lease(1):
+                    pass
+
+            holding = asyncio.create_task(hold())
+            await until(lambda: not faults)
+            holding.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await holding
+
+    within(20, work)
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_no_gpu_in_time_is_refused_with_who_holds_it_and_the_request_withdrawn(daemon: StandIn) -> None:
+    daemon.free = False
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client:
+            with pytest.raises(NotNow, match="GPU 0 is leased to ada"):
+                await client.lease(1)
+            with pytest.raises(NotNow, match=r"within 0\.2 s.*leased to ada"):
+                await client.lease(1, wait_s=0.2)
+
+    within(10, work)
+    assert daemon.only_lease()["end_reason"] == "released"
+
+
+def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: StandIn) -> None:
+    daemon.free = False
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client:
+
+            async def hold() -> str:
+                async with client.lease(1, wait_s=60) as lease:
+                    return lease.id
+
+            holding = asyncio.create_task(hold())
+            await until(lambda: daemon.count("wait_while=queued") == 1)
+            await asyncio.to_thread(daemon.stop)
+            daemon.start()
+            await until(lambda: daemon.count("wait_while=queued") >= 2)
+            daemon.grant("L-1")
+            assert await holding == "L-1"
+
+    within(30, work)
+
+
+def test_many_tasks_of_one_loop_hold_leases_at_once(daemon: StandIn) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client:
+
+            async def hold() -> str:
+                async with client.lease(1) as lease:
+                    await until(lambda: daemon.count("POST /v1/leases?") == 16)
+                    return lease.id
+
+            assert len(set(await asyncio.gather(*(hold() for _ in range(16))))) == 16
+
+    within(30, work)
+    assert {lease["end_reason"] for lease in daemon.leases.values()} == {"released"}
+
+
+def test_one_client_serves_one_event_loop_after_another(daemon: StandIn) -> None:
+    client = AsyncClient(daemon.url)
+
+    async def work() -> None:
+        assert await client.gpus() == ()
+        await client.close()
+
+    for _ in range(2):
+        within(10, work)
+
+
+def test_the_environment_for_a_child_is_the_whole_bundle(daemon: StandIn, monkeypatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("OF_MY_OWN", "stays")
+
+    async def work() -> dict[str, str]:
+        async with AsyncClient(daemon.url) as client, client.lease(1) as lease:
+            assert lease.environ().items() >= lease.env.items()
+            return lease.environ()
+
+    environ = within(10, work)
+    assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-0"
+    assert environ["OF_MY_OWN"] == "stays"
+    assert "MASTER_PORT" not in environ, "the stand-in leases none, and the inherited one is another training's"
+
+
+def test_errors_are_those_of_client(daemon: StandIn) -> None:
+    async def work() -> None:
+        async with AsyncClient(daemon.url) as client:
+            with pytest.raises(NotFound):
+                await client.lease_by_id("none")
+            with pytest.raises(InvalidRequest):
+                client.lease(0)
+
+    within(10, work)
+
+
+def test_a_log_that_breaks_off_is_continued_where_it_broke_off(daemon: StandIn) -> None:
+    faults = ["cut"]
+    daemon.fault = lambda line: faults.pop() if faults and "/logs" in line else None
+
+    async def work() -> str:
+        async with AsyncClient(daemon.url) as client:
+            return "".join([piece async for piece in client.job_logs("j", follow=True)])
+
+    assert within(10, work) == "one\ntwo\n"
+    assert daemon.count("/logs") == 2
+
+
+def test_a_request_whose_answer_was_lost_is_asked_again_and_granted_once(daemon: StandIn) -> None:
+    faults = ["break"]
+    daemon.fault = lambda line: faults.pop() if faults and "POST /v1/leases" in line else None
+
+    async def work() -> str:
+        async with AsyncClient(daemon.url) as client:
+            return (await client.request_lease(LeaseRequest(count=1))).id
+
+    assert within(10, work) == "L-1"
+    assert list(daemon.leases) == ["L-1"]
+
+
+def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: StandIn) -> None:
+    daemon.fault = lambda line: "hang"
+
+    async def work() -> None:
+        async with AsyncClient(daemon.url, timeout_s=0.2) as client:
+            with pytest.raises(DaemonUnavailable, match="did not answer GET /v1/gpus within"):
+                await client.gpus()
+
+    within(2, work)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease import Client, Gpu, GpuState, Node, NodeState, UnknownOrdinals, find_usable_cuda_devices, reserved_leases
+
+from .stand_in import StandIn
+from .stand_in_cuda import no_cuda
+
+
+def machine(daemon: StandIn, *names: str | None) -> None:
+    """GPUs of these names on this host, of which the first (GPU-0) is the one that the stand-in grants."""
+    daemon.gpus = [
+        Gpu(uuid=f"GPU-{index}", node="a", index=index, name=name, state=GpuState.FREE)
+        for index, name in enumerate(names)
+    ]
+    host = socket.gethostname()
+    daemon.nodes = [Node(name="a", host=host, state=NodeState.READY, gpu_count=len(names), simulated=True)]
+
+
+@pytest.fixture
+def order(daemon: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Sets CUDA_DEVICE_ORDER and the mask; takes back what is put into the environment, and gives back the GPUs.
+
+    There is no CUDA that could be asked.
+    """
+    no_cuda(tmp_path)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+
+    def put(value: str | None, mask: str | None = None) -> None:
+        for name, text in (("CUDA_DEVICE_ORDER", value), ("CUDA_VISIBLE_DEVICES", mask)):
+            monkeypatch.setenv(name, text or "")
+            if text is None:
+                monkeypatch.delenv(name)
+
+    for name in ("GPULEASE_LEASE_ID", "GPULEASE_LEASE_TOKEN", "GPULEASE_FOUND_BY"):
+        monkeypatch.setenv(name, "")
+    yield put
+    for held in reserved_leases():
+        held.release()
+
+
+@pytest.mark.parametrize(
+    ("names", "mask"), [(("slow", "fast"), None), (("slow", "fast", "fast"), "1,2"), ((None, None), None)]
+)
+def test_on_mixed_gpus_an_order_of_cudas_own_is_refused_before_anything_is_leased(daemon, client, order, names, mask):
+    machine(daemon, *names)
+    order("FASTEST_FIRST", mask)
+    with pytest.raises(UnknownOrdinals, match=r"'FASTEST_FIRST'.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID") as refused:
+        find_usable_cuda_devices(1, client=client)
+    assert isinstance(refused.value, RuntimeError)
+    assert not daemon.leases
+
+
+@pytest.mark.parametrize(
+    ("names", "value", "mask", "set_to"),
+    [
+        (("slow", "fast"), None, None, "PCI_BUS_ID"),
+        (("slow", "fast"), "", None, "PCI_BUS_ID"),
+        (("slow", "fast"), "PCI_BUS_ID", None, "PCI_BUS_ID"),
+        (("same", "same"), "FASTEST_FIRST", None, "FASTEST_FIRST"),
+        ((None,), "FASTEST_FIRST", None, "FASTEST_FIRST"),
+        (("slow", "fast"), "FASTEST_FIRST", "GPU-0,GPU-1", "FASTEST_FIRST"),
+    ],
+)
+def test_where_the_order_is_known_gpus_are_found(daemon, client: Client, order, names, value, mask, set_to) -> None:
+    machine(daemon, *names)
+    order(value, mask)
+    assert find_usable_cuda_devices(1, client=client) == [0]
+    assert os.environ["CUDA_DEVICE_ORDER"] == set_to
+
+
+def test_without_visible_gpus_their_order_does_not_matter(daemon: StandIn, client: Client, order) -> None:
+    machine(daemon, "slow", "fast")
+    order("FASTEST_FIRST", "")
+    with pytest.raises(ValueError, match="no visible CUDA devices"):
+        find_usable_cuda_devices(1, client=client)

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import gpulease
+
+HEAVY = {"torch", "fastapi", "pydantic", "sqlalchemy", "typer", "rich", "numpy", "ctypes", "multiprocessing"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "heavy"),
+    [
+        ("import gpulease", HEAVY | {"httpx2"}),
+        ("from gpulease import Lease, NotNow", HEAVY | {"httpx2"}),
+        ("from gpulease import find_usable_cuda_devices, Client", HEAVY),
+        ("from gpulease import client; client.find_usable_cuda_devices", HEAVY),
+    ],
+)
+def test_importing_loads_nothing_heavy(statement: str, heavy: set[str]) -> None:
+    program = f"import sys\n{statement}\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    assert not heavy & set(loaded.stdout.split())
+
+
+@pytest.mark.parametrize("name", gpulease.__all__)
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(gpulease, name).__module__.startswith("gpulease.")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Lightning"):
+        _ = gpulease.Lightning  # type: ignore[attr-defined]

@@ -1,0 +1,136 @@
+"""A holder that was stopped asks before it gives up a lease that its process keeps; one by heartbeat does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from gpulease import Client
+from gpulease.model import Liveness
+from gpulease.owner import Owner
+
+from .stand_in import StandIn
+
+pytestmark = pytest.mark.xdist_group("machine")  # it measures times: one such at a time
+
+TTL_S = 1.5
+STOPPED_FOR_S = 2 * TTL_S + 0.5
+ASK_S = 2.0
+HOLD = f"""
+import ctypes, sys, time, gpulease
+import gpulease.lease
+gpulease.lease.ASK_S = {ASK_S}
+held = gpulease.Client(sys.argv[1]).lease(1, ttl_s={TTL_S}, on_lost=lambda lease: print("lost", flush=True))
+print("held", flush=True)
+for line in sys.stdin:
+    if line == "block\\n":
+        ctypes.PyDLL(None).sleep({int(STOPPED_FOR_S) + 1})  # as C code does that does not let go of the lock
+    print("lost?" if held.lost.is_set() else "mine", flush=True)
+"""
+
+
+@contextmanager
+def stopped(daemon: StandIn, until) -> Iterator[subprocess.Popen[str]]:
+    """A script that holds a lease and has been stopped for longer than its ttl."""
+    words = [sys.executable, "-c", HOLD, daemon.url]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as script:
+        try:
+            assert script.stdout is not None
+            assert script.stdout.readline() == "held\n"
+            until(lambda: daemon.count("renew") > 0)
+            script.send_signal(signal.SIGSTOP)
+            since = time.monotonic()
+            until(lambda: time.monotonic() > since + STOPPED_FOR_S)
+            yield script
+        finally:
+            script.kill()
+
+
+def word(script: subprocess.Popen[str]) -> str:
+    """What the script says next."""
+    assert script.stdout is not None
+    return script.stdout.readline().strip()
+
+
+def test_a_request_names_its_owner_with_its_start_time(daemon: StandIn, client: Client) -> None:
+    with client.lease(1):
+        pass
+    (asked,) = daemon.asked
+    assert (asked["owner_pid"], asked["owner_start_ticks"]) == (os.getpid(), Owner.this_process().start_ticks)
+
+
+def test_a_watched_holder_that_was_stopped_asks_and_goes_on(daemon: StandIn, until) -> None:
+    daemon.liveness = Liveness.PROCESS
+    with stopped(daemon, until) as script:
+        asked = daemon.count("renew")
+        script.send_signal(signal.SIGCONT)
+        until(lambda: daemon.count("renew") >= asked + 3)
+        assert script.stdin is not None
+        script.stdin.write("?\n")
+        script.stdin.flush()
+        assert word(script) == "mine"
+
+
+def test_a_watched_holder_whose_threads_could_not_run_asks_and_goes_on(daemon: StandIn, until) -> None:
+    daemon.liveness = Liveness.PROCESS
+    words = [sys.executable, "-c", HOLD, daemon.url]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as script:
+        try:
+            assert word(script) == "held"
+            asked = daemon.count("renew")
+            for said in ("block", "?"):
+                assert script.stdin is not None
+                script.stdin.write(f"{said}\n")
+                script.stdin.flush()
+                assert word(script) == "mine"
+            until(lambda: daemon.count("renew") >= asked + 3)
+        finally:
+            script.kill()
+
+
+def test_a_watched_holder_that_was_stopped_believes_a_refusal_at_once(daemon: StandIn, until) -> None:
+    daemon.liveness = Liveness.PROCESS
+    with stopped(daemon, until) as script:
+        (lease_id,) = daemon.leases
+        daemon.end(lease_id, "revoked")
+        asked = daemon.count("renew")
+        script.send_signal(signal.SIGCONT)
+        assert word(script) == "lost"
+        assert daemon.count("renew") > asked
+
+
+def test_a_watched_holder_that_was_stopped_waits_for_an_answer_so_long_and_no_longer(daemon: StandIn, until) -> None:
+    daemon.liveness = Liveness.PROCESS
+    with stopped(daemon, until) as script:
+        daemon.fault = lambda line: "503" if "renew" in line else None
+        asked = daemon.count("renew")
+        begun = time.monotonic()
+        script.send_signal(signal.SIGCONT)
+        assert word(script) == "lost"
+        assert ASK_S - 0.1 < time.monotonic() - begun < ASK_S + 2
+        assert daemon.count("renew") > asked + 2
+
+
+def test_a_holder_by_heartbeat_that_was_stopped_has_lost_its_lease_without_asking(daemon: StandIn, until) -> None:
+    with stopped(daemon, until) as script:
+        asked = daemon.count("renew")
+        script.send_signal(signal.SIGCONT)
+        assert word(script) == "lost"
+        assert daemon.count("renew") == asked
+
+
+def test_a_watched_holder_that_runs_gives_up_as_soon_as_any_other(daemon: StandIn, client: Client) -> None:
+    """The daemon may let it expire: where its worker is silent as well, nobody sees the holder."""
+    daemon.liveness = Liveness.PROCESS
+    with client.lease(1, ttl_s=TTL_S) as lease:
+        begun = time.monotonic()
+        daemon.fault = lambda line: "503" if "renew" in line else None
+        assert lease.lost.wait(10)
+        assert TTL_S / 2 < time.monotonic() - begun < TTL_S + 0.4

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gpulease import (
+    Client,
+    DaemonUnavailable,
+    GpuleaseError,
+    InvalidRequest,
+    LeaseRequest,
+    NotFound,
+    Unavailable,
+)
+from gpulease.addresses import candidates, parse, unix
+from gpulease.route import Destination
+from gpulease.transport import Transport
+
+from .stand_in import StandIn
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def once(fault: str, part: str) -> Callable[[str], str | None]:
+    """The first request whose line contains `part` meets the fault."""
+    left = [fault]
+    return lambda line: left.pop() if left and part in line else None
+
+
+def test_without_a_daemon_it_says_where_it_looked_and_what_to_do_within_2_s() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    begun = time.monotonic()
+    with pytest.raises(DaemonUnavailable, match="gpulease serve") as refused:
+        Client(url).gpus()
+    assert time.monotonic() - begun < 2
+    assert url in str(refused.value)
+
+
+def test_a_request_whose_answer_was_lost_is_asked_again_and_granted_once(daemon: StandIn, client: Client) -> None:
+    client.gpus()
+    daemon.fault = once("break", "POST /v1/leases")
+    lease = client.request_lease(LeaseRequest(count=1))
+    assert daemon.count("POST /v1/leases") == 2
+    assert list(daemon.leases) == [lease.id]
+
+
+def test_a_renewal_whose_answer_was_lost_is_sent_again(daemon: StandIn, client: Client) -> None:
+    lease = client.request_lease(LeaseRequest(count=1))
+    daemon.fault = once("break", "renew")
+    assert client.renew(lease.id, lease.token).id == lease.id
+    assert daemon.count("renew") == 2
+
+
+def test_a_daemon_that_cannot_record_is_asked_again(daemon: StandIn, client: Client) -> None:
+    client.gpus()
+    daemon.fault = once("503", "/v1/gpus")
+    assert client.gpus() == ()
+
+
+def test_an_outage_without_end_is_not_sat_out_for_ever(daemon: StandIn, client: Client) -> None:
+    client.gpus()
+    daemon.fault = lambda line: "503"
+    begun = time.monotonic()
+    with pytest.raises(Unavailable):
+        client.gpus()
+    assert time.monotonic() - begun < 2
+
+
+def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: StandIn, client: Client, until) -> None:
+    daemon.free = False
+    held: list[object] = []
+    waiter = threading.Thread(target=lambda: held.append(client.lease(1, wait_s=20)))
+    waiter.start()
+    until(lambda: daemon.count("wait_while=queued") == 1)
+    daemon.stop()
+    daemon.start()
+    until(lambda: daemon.count("wait_while=queued") >= 2)
+    daemon.grant("L-1")
+    waiter.join(5)
+    assert held
+    held[0].release()  # type: ignore[attr-defined]
+
+
+def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: StandIn) -> None:
+    daemon.fault = lambda line: "hang"
+    begun = time.monotonic()
+    with pytest.raises(DaemonUnavailable, match=r"did not answer GET /v1/gpus within 0\.2 s"):
+        Client(daemon.url, timeout_s=0.2).gpus()
+    assert time.monotonic() - begun < 1.5
+
+
+def test_a_call_that_meets_a_close_in_another_thread_opens_a_new_connection(daemon, client, monkeypatch) -> None:
+    client.gpus()
+    build = Transport._request
+
+    def build_and_close(transport: Transport, *parts: object) -> object:
+        request = build(transport, *parts)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        client.close()
+        return request
+
+    monkeypatch.setattr(Transport, "_request", build_and_close)
+    assert client.gpus() == ()
+
+
+def test_an_answer_of_another_program_is_an_error_that_names_the_address(daemon: StandIn, client: Client) -> None:
+    daemon.fault = lambda line: "html"
+    with pytest.raises(GpuleaseError, match=daemon.url):
+        client.gpus()
+
+
+def test_an_unknown_id_is_not_found(client: Client) -> None:
+    with pytest.raises(NotFound):
+        client.lease_by_id("../../nothing?x#y")
+
+
+def test_a_log_that_breaks_off_is_continued_where_it_broke_off(daemon: StandIn, client: Client) -> None:
+    daemon.fault = once("cut", "/logs")
+    assert "".join(client.job_logs("j", follow=True)) == "one\ntwo\n"
+    assert daemon.count("/logs") == 2
+
+
+def test_a_log_cut_inside_a_letter_is_put_together_again(daemon: StandIn, client: Client) -> None:
+    daemon.logs = ["ä".encode()[:1], "ä".encode()[1:]]
+    daemon.fault = once("cut", "/logs")
+    assert "".join(client.job_logs("j")) == "ä"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_talks_to_the_daemon_over_connections_of_its_own(daemon: StandIn, client: Client) -> None:
+    client.gpus()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if client.gpus() == () else 1
+        finally:
+            os._exit(code)
+    assert client.gpus() == ()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://host", "127.0.0.1:8750", "http://", "unix://relative", "unix:", "http://h:port", "http://h?x=1"]
+)
+def test_what_is_no_address_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"http://127\.0\.0\.1:8750"):
+        Client(url)
+
+
+def test_addresses_are_the_argument_else_the_environment_else_this_machines_sockets(tmp_path: Path) -> None:
+    place = tmp_path / "gpulease"
+    place.mkdir()
+    environ = {"GPULEASE_URL": "http://b:1", "XDG_DATA_HOME": str(tmp_path)}
+    assert [address.url for address in candidates("http://a:1", environ)] == ["http://a:1"]
+    assert [address.url for address in candidates(None, environ)] == ["http://b:1"]
+    assert [address.url for address in candidates(None, {})][-1] == "http://127.0.0.1:8750"
+
+
+def test_a_socket_that_nobody_listens_on_is_passed_over(daemon: StandIn, tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(tmp_path / "gpulease.sock"))
+    places = (unix(tmp_path / "gpulease.sock"), parse(daemon.url))
+    with Client.to(Destination(places, interchangeable=False, token=None, timeout_s=1.0)) as client:
+        assert client.gpus() == ()

@@ -1,0 +1,111 @@
+"""A holder stops trusting its lease before the daemon can give the GPUs to somebody else."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from gpulease import Client, LeaseLost
+from gpulease.lease import HeldLease
+
+from .stand_in import StandIn
+
+pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
+
+TTL_S = 3.0
+DELAY_S = 1.0
+LATE_S = 0.4
+"""What a loaded machine may add before a thread runs."""
+
+
+class Grant:
+    """Remembers when the daemon granted: its ttl counts from then, and no renewal reaches it."""
+
+    def __init__(self, daemon: StandIn) -> None:
+        self._daemon = daemon
+        self.at = float("inf")
+
+    def now(self) -> None:
+        self.at = time.monotonic()
+        self._daemon.grant("L-1")
+
+    def is_over(self, lease: HeldLease) -> None:
+        """Fail unless the lease is lost by the time at which the daemon may let it expire."""
+        assert lease.lost.wait(20)
+        late_s = self.age_s - TTL_S
+        self._daemon.fault = lambda line: None
+        lease.release()
+        assert late_s < LATE_S
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.at
+
+
+def test_a_grant_whose_answer_was_lost_is_not_trusted_from_the_next_answer(daemon: StandIn, client: Client) -> None:
+    daemon.free, grant = False, Grant(daemon)
+
+    def fault(line: str) -> str | None:
+        if "renew" in line:
+            return "503"
+        if "wait_while=queued" in line and grant.age_s < 0:
+            grant.now()
+            return "break"
+        return "503" if 0 <= grant.age_s < DELAY_S else None
+
+    daemon.fault = fault
+    grant.is_over(client.lease(1, wait_s=20, ttl_s=TTL_S))
+
+
+def test_a_grant_found_only_at_the_withdrawal_is_not_trusted_from_there(daemon: StandIn, client: Client) -> None:
+    daemon.free, grant = False, Grant(daemon)
+    slow = threading.Event()
+
+    def fault(line: str) -> str | None:
+        if "explain" in line:
+            grant.now()
+            slow.wait(DELAY_S)
+        return "503" if "renew" in line else None
+
+    daemon.fault = fault
+    grant.is_over(client.lease(1, wait_s=0.1, ttl_s=TTL_S))
+
+
+@pytest.mark.parametrize("wait_s", [0, 20])
+def test_a_request_sent_again_is_trusted_from_its_first_sending(daemon: StandIn, client: Client, wait_s: float) -> None:
+    client.gpus()
+    grant = Grant(daemon)
+
+    def fault(line: str) -> str | None:
+        if line.startswith("POST /v1/leases?") and grant.age_s < 0:
+            grant.at = time.monotonic()
+            return "break"
+        return "503" if "renew" in line or 0 <= grant.age_s < 0.3 else None
+
+    daemon.fault = fault
+    grant.is_over(client.lease(1, wait_s=wait_s, ttl_s=TTL_S))
+
+
+@pytest.mark.parametrize("expired", [False, True])
+def test_a_grant_that_took_its_whole_ttl_to_arrive_is_renewed_before_it_counts(daemon, client, expired: bool) -> None:
+    client.gpus()
+    grant = Grant(daemon)
+
+    def fault(line: str) -> str | None:
+        if line.startswith("POST /v1/leases?") and grant.age_s < 0:
+            grant.at = time.monotonic()
+            return "break"
+        if "renew" in line and expired:
+            daemon.end("L-1")
+        return "503" if 0 <= grant.age_s < TTL_S else None
+
+    daemon.fault = fault
+    if expired:
+        with pytest.raises(LeaseLost):
+            client.lease(1, wait_s=20, ttl_s=TTL_S)
+    else:
+        with client.lease(1, wait_s=20, ttl_s=TTL_S) as lease:
+            assert daemon.count("renew") == 1
+            assert not lease.lost.wait(TTL_S / 2)

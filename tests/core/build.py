@@ -1,0 +1,254 @@
+"""Short builders, and a small world in which a test plays daemon, node and clock."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from gpulease.exchange import JobReport, LeaseOwner, NodeReport, OwnerReport, OwnerState
+from gpulease.model import Demand, GpuReading, GpuState, Holder, JobSpec, Lease, LeaseState, Liveness, NodeMode, Process
+from gpulease_server.core.decide import decide
+from gpulease_server.core.gpu import state_of
+from gpulease_server.core.happenings import (
+    CordonSet,
+    Happening,
+    JobCancelled,
+    JobSubmitted,
+    Key,
+    LeaseAsked,
+    LeaseReleased,
+    LeaseRenewed,
+    NodeModeSet,
+    NodeReported,
+    Ticked,
+)
+from gpulease_server.core.ledger import Change, Instant, Ledger, OwnerWatch
+from gpulease_server.core.queue import settle
+from gpulease_server.core.turn import Answer, Pending, Policy, Turn
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+GIB = 2**30
+
+
+def uuid(index: int, node: str = "a") -> str:
+    """The UUID of GPU `index` of a node of these tests."""
+    return f"GPU-{ord(node[0]):08x}-0000-0000-0000-{index:012x}"
+
+
+def gpu(
+    index: int, node: str = "a", *, pids: tuple[int, ...] = (), lease: str | None = None, **what: Any
+) -> GpuReading:
+    """A reading of a GPU of 80 GiB; `pids` are processes on it, of `lease` or of nobody. Nobody else has it open."""
+    reading: dict[str, Any] = {
+        "memory_total_bytes": 80 * GIB,
+        "memory_used_bytes": 0,
+        "name": "NVIDIA H100",
+        "opened_by": (),
+        "unreadable_processes": 0,
+        "processes": tuple(Process(pid=pid, lease_id=lease) for pid in pids),
+    }
+    return GpuReading(uuid=uuid(index, node), node=node, index=index, **reading | what)
+
+
+def watch_of(pid: int, node: str = "a") -> OwnerWatch:
+    """A process that a node's worker can watch."""
+    return OwnerWatch(node=node, realm="here", owner=LeaseOwner(pid=pid, start_ticks=100 + pid))
+
+
+@dataclass
+class World:
+    """A ledger, a clock that only the test moves, and nodes whose readings only the test changes."""
+
+    policy: Policy = field(default_factory=Policy)
+    ledger: Ledger = field(default_factory=Ledger)
+    at_s: float = 1000.0
+    wall_jump_s: float = 0.0
+    """How far the wall clock is off."""
+    nodes: dict[str, list[GpuReading]] = field(default_factory=dict)
+    jobs: dict[str, list[JobReport]] = field(default_factory=dict)
+    pending: dict[str, Pending] = field(default_factory=dict)
+    wanted: dict[str, float] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    answers: dict[str, Answer] = field(default_factory=dict)
+    shown: dict[str, list[tuple[float, float, GpuReading]]] = field(default_factory=dict)
+    """By UUID, every reading: when it arrived, when it was begun, what it showed."""
+    host: str | None = None
+    """Host of every node; each is a host of its own when None."""
+    ports_in_use: tuple[int, ...] = ()
+    owners: dict[int, OwnerState] = field(default_factory=dict)
+    """What node `a` sees of each owner that it was told to watch, by pid; one that is missing is not watched yet."""
+    realm: str | None = "here"
+    """Boot and pid namespace of the nodes' workers."""
+    ids: Any = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def now(self) -> Instant:
+        return Instant(at=NOON + timedelta(seconds=self.at_s + self.wall_jump_s), mono_s=self.at_s)
+
+    def turn(self, *happenings: Happening) -> list[Answer]:
+        """One turn; the answers to these happenings, `None` where there is none yet."""
+        turn = Turn(self.ledger, self.now, self.policy, self.pending, self.wanted)
+        for happening in happenings:
+            decide(turn, happening)
+        settle(turn)
+        self.changes += turn.changes
+        self.answers |= dict(turn.answers)
+        return [self.answers.get(happening.cause) for happening in happenings]
+
+    def node(self, name: str = "a", *, gpus: int | list[GpuReading] = 8, report: bool = True) -> World:
+        """Add or change a node."""
+        self.nodes[name] = [gpu(index, name) for index in range(gpus)] if isinstance(gpus, int) else gpus
+        if report:
+            self.report(name)
+        return self
+
+    def report(self, name: str = "a", *, age_s: float = 0.0, problem: str | None = None, worker: str = "w") -> Answer:
+        """A millisecond on, the node sends its full view, of a reading begun `age_s` ago."""
+        self.at_s += 0.001
+        report = NodeReport(
+            worker_id=worker,
+            host=self.host or name,
+            problem=problem,
+            gpus=() if problem else tuple(self.nodes[name]),
+            jobs=tuple(self.jobs.get(name, ())),
+            ports_in_use=self.ports_in_use,
+            realm=self.realm,
+            owners=tuple(
+                OwnerReport(owner=one, state=self.owners[one.pid])
+                for one in self.ledger.watched.get(name, ())
+                if one.pid in self.owners
+            ),
+        )
+        for reading in report.gpus:
+            self.shown.setdefault(reading.uuid, []).append((self.at_s, self.at_s - age_s, reading))
+        cause = f"report-{next(self.ids)}"
+        return self.turn(NodeReported(cause=cause, node=name, report=report, observed_at_s=self.at_s - age_s))[0]
+
+    def ask(
+        self,
+        count: int = 1,
+        *,
+        queue: bool = True,
+        ttl_s: float = 60.0,
+        key: Key | None = None,
+        owner: int | None = None,
+        **what: Any,
+    ) -> str:
+        """Ask for GPUs; the call's id, whose answer is in `answers` once there is a verdict. `owner` is the pid of a
+        process that node `a` can watch."""
+        number = next(self.ids)
+        demand = Demand(count=count, **what)
+        self.turn(
+            LeaseAsked(
+                cause=f"ask-{number}",
+                lease_id=f"lease-{number}",
+                demand=demand,
+                holder=Holder(user="ann", owner_pid=owner),
+                ttl_s=ttl_s,
+                queue=queue,
+                key=key,
+                watched=None if owner is None else watch_of(owner),
+            )
+        )
+        return f"ask-{number}"
+
+    def lease(self, count: int = 1, **what: Any) -> Lease:
+        """Ask for GPUs; every node that is asked for a reading gives one. The lease as it was answered."""
+        call = self.ask(count, **what)
+        self.answer_wanted()
+        answer = self.answers[call]
+        assert isinstance(answer, Lease), answer
+        return answer
+
+    def answer_wanted(self) -> None:
+        """Every node that owes a reading and exists gives it."""
+        for name in [name for name in self.wanted if name in self.nodes]:
+            self.report(name)
+
+    def submit(self, gpus: int = 1, **what: Any) -> str:
+        """Submit a job; its id."""
+        number = next(self.ids)
+        self.turn(
+            JobSubmitted(
+                cause=f"submit-{number}",
+                job_id=f"job-{number}",
+                lease_id=f"lease-{number}",
+                name="",
+                spec=JobSpec(command=("train.py",), gpus=gpus, **what),
+                demand=Demand(count=gpus),
+                holder=Holder(),
+            )
+        )
+        self.answer_wanted()
+        return f"job-{number}"
+
+    def renew(self, lease: Lease, token: int | None = None) -> Answer:
+        cause = f"renew-{next(self.ids)}"
+        return self.turn(LeaseRenewed(cause=cause, lease_id=lease.id, token=lease.token if token is None else token))[0]
+
+    def release(self, lease: Lease, token: int | None = None) -> Answer:
+        cause = f"release-{next(self.ids)}"
+        return self.turn(LeaseReleased(cause=cause, lease_id=lease.id, token=lease.token if token is None else token))[
+            0
+        ]
+
+    def set_mode(self, mode: NodeMode, node: str = "a", *, force: bool = False) -> Answer:
+        cause = f"mode-{next(self.ids)}"
+        return self.turn(NodeModeSet(cause=cause, node=node, mode=mode, force=force, by="root"))[0]
+
+    def cordon(self, index: int = 0, node: str = "a", *, cordoned: bool = True) -> Answer:
+        cause = f"cordon-{next(self.ids)}"
+        return self.turn(CordonSet(cause=cause, uuid=uuid(index, node), cordoned=cordoned))[0]
+
+    def cancel(self, job_id: str) -> Answer:
+        return self.turn(JobCancelled(cause=f"cancel-{next(self.ids)}", job_id=job_id, grace_s=1.0))[0]
+
+    def pass_time(self, seconds: float, *, silent: tuple[str, ...] = ()) -> None:
+        """Let time pass in ticks of 0.25 s; the nodes go on reporting, but for the silent ones."""
+        until_s = self.at_s + seconds
+        while self.at_s < until_s:
+            step_s = min(0.25, until_s - self.at_s)
+            self.at_s += step_s
+            for name in self.nodes:
+                if name not in silent:
+                    self.report(name)
+            self.turn(Ticked(cause=f"tick-{next(self.ids)}", since_last_s=step_s))
+
+    def state(self, index: int = 0, node: str = "a") -> GpuState:
+        return state_of(self.ledger, self.ledger.gpus[uuid(index, node)], self.now, self.policy)
+
+    def now_of(self, lease: Lease) -> Lease:
+        """The lease as the ledger has it now."""
+        return self.ledger.leases[lease.id].lease
+
+    def check(self) -> None:
+        """What must hold after every turn, computed from the records alone."""
+        holding: dict[str, str] = {}
+        watched: dict[str, dict[LeaseOwner, dict[str, None]]] = {}
+        for record in self.ledger.leases.values():
+            process = record.lease.liveness is Liveness.PROCESS and record.lease.state is not LeaseState.ENDED
+            if process and record.watched is not None:
+                leases = watched.setdefault(record.watched.node, {}).setdefault(record.watched.owner, {})
+                leases[record.lease.id] = None
+        assert watched == {node: owners for node, owners in self.ledger.watched.items() if owners}
+        for record in self.ledger.leases.values():
+            lease = record.lease
+            if lease.state is LeaseState.ACTIVE:
+                uuids = [device.uuid for device in lease.gpus]
+                assert len(set(uuids)) == len(uuids) >= lease.demand.count, f"{lease.id} is not granted whole"
+                assert len({device.node for device in lease.gpus}) == 1, f"{lease.id} lies on two nodes"
+                for held in uuids:
+                    assert held not in holding, f"{held} is in {holding[held]} and {lease.id}"
+                    holding[held] = lease.id
+                    assert self.ledger.gpus[held].lease_id == lease.id
+                    assert not self.ledger.gpus[held].draining
+            elif lease.state is LeaseState.QUEUED:
+                assert not lease.gpus
+                assert lease.token is None
+        for record_gpu in self.ledger.gpus.values():
+            if record_gpu.lease_id is not None and not record_gpu.draining:
+                assert holding.get(record_gpu.device.uuid) == record_gpu.lease_id
+        tokens = [record.lease.token for record in self.ledger.leases.values() if record.lease.token]
+        assert len(set(tokens)) == len(tokens), "a token was given twice"

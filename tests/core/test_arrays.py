@@ -1,0 +1,158 @@
+"""Arrays: so many at once, and nobody waits because of those that may not begin yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpulease import arrays
+from gpulease.errors import NeverFits, OverQuota
+from gpulease.exchange import JobReport, RunState
+from gpulease.model import Demand, Holder, Job, JobSpec, JobState
+from gpulease.wire import ArrayRequest, JobRequest
+from gpulease_server.core.explain import explain
+from gpulease_server.core.happenings import ArrayMember, JobSubmitted
+from gpulease_server.core.ledger import JobRecord
+from gpulease_server.core.turn import Answer, Policy
+from tests.core.build import World
+
+
+def submit(world: World, *, count: int, at_most: int | None, gpus: int = 1, name: str = "array") -> Answer:
+    first, *further = (
+        ArrayMember(
+            job_id=f"{name}-job-{index}",
+            lease_id=f"{name}-lease-{index}",
+            index=index,
+            spec=JobSpec(command=("train.py",), gpus=gpus),
+        )
+        for index in range(count)
+    )
+    cause = f"submit-{name}"
+    world.turn(
+        JobSubmitted(
+            cause=cause,
+            job_id=first.job_id,
+            lease_id=first.lease_id,
+            name="",
+            spec=first.spec,
+            demand=Demand(count=gpus),
+            holder=Holder(),
+            array_id=name,
+            array_index=first.index,
+            array_at_most=at_most,
+            further=tuple(further),
+        )
+    )
+    world.answer_wanted()
+    world.report()
+    return world.answers.get(cause)
+
+
+def states(world: World, name: str = "array") -> dict[int, str]:
+    """What every job of an array does, by index."""
+    return {
+        job.array_index or 0: job.state.value
+        for job in (r.job for r in world.ledger.jobs.values())
+        if job.array_id == name
+    }
+
+
+def ended(world: World, index: int, code: int = 0) -> None:
+    """The worker reports the end of a job of the array, and then a clean GPU."""
+    world.jobs["a"] = [JobReport(job_id=f"array-job-{index}", state=RunState.EXITED, exit_code=code)]
+    world.report()
+    world.report()
+
+
+def test_at_most_so_many_run_at_once_and_each_end_lets_the_next_begin() -> None:
+    world = World().node("a", gpus=8)
+    answer = submit(world, count=5, at_most=2)
+    assert isinstance(answer, Job)
+    assert (answer.array_id, answer.array_index, answer.array_at_most) == ("array", 0, 2)
+    assert states(world) == {0: "starting", 1: "starting", 2: "queued", 3: "queued", 4: "queued"}
+    ended(world, 1)
+    assert states(world) == {0: "starting", 1: "succeeded", 2: "starting", 3: "queued", 4: "queued"}
+
+
+def test_an_array_without_a_limit_takes_what_is_free() -> None:
+    world = World().node("a", gpus=4)
+    submit(world, count=6, at_most=None)
+    assert list(states(world).values()).count("starting") == 4
+
+
+def test_an_array_at_its_limit_holds_nobody_back() -> None:
+    world = World().node("a", gpus=3)
+    submit(world, count=10, at_most=1)
+    younger = world.submit(2)
+    assert world.ledger.jobs[younger].job.state is JobState.STARTING
+
+
+def test_explain_says_that_the_array_is_at_its_limit_and_whoever_waits_behind_it_is_not_told_of_it() -> None:
+    world = World().node("a", gpus=2)
+    submit(world, count=3, at_most=1)
+    waiting = world.ledger.leases["array-lease-1"]
+    said = explain(world.ledger, waiting, world.now, world.policy)
+    assert said.sentence == (
+        "Not now: array array has as many jobs running as it may at once, 1; number 1 in the queue."
+    )
+    younger = world.submit(2)
+    lease = world.ledger.leases[world.ledger.jobs[younger].job.lease_id]
+    assert "array-lease-1" not in explain(world.ledger, lease, world.now, world.policy).sentence
+
+
+def test_an_array_is_recorded_whole_with_its_first_job_or_not_at_all() -> None:
+    world = World().node("a", gpus=2)
+    assert isinstance(submit(world, count=3, at_most=1, gpus=5), NeverFits)
+    assert (world.ledger.jobs, world.ledger.leases, world.ledger.queue) == ({}, {}, [])
+    world.changes.clear()
+    submit(world, count=3, at_most=1)
+    recorded = [change.job.array_index for change in world.changes if isinstance(change, JobRecord)]
+    assert recorded[:3] == [0, 1, 2]
+    numbers = [record.number for record in world.ledger.jobs.values()]
+    assert len(set(numbers)) == 3
+    assert world.ledger.next_number > max(numbers)
+
+
+def test_an_array_that_would_overfill_the_queue_is_refused() -> None:
+    world = World(policy=Policy(max_queued=4)).node("a", gpus=2)
+    assert isinstance(submit(world, count=6, at_most=1), OverQuota)
+    assert world.ledger.jobs == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("0-3", (0, 1, 2, 3)), ("5", (5,)), ("1,4,9", (1, 4, 9)), ("0-10:5", (0, 5, 10)), ("7, 0-1", (7, 0, 1))],
+)
+def test_indices_are_numbers_and_ranges(text: str, found: tuple[int, ...]) -> None:
+    assert arrays.indices(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must be like"),
+        ("a", "must be like"),
+        ("-1", "must be like"),
+        ("3-1", "must go upwards"),
+        ("0-4:0", "must go upwards"),
+        ("0-1000", "at most 1000"),
+        ("0-999999999", "at most 1000"),
+        ("1,1", "twice"),
+        ("0-99999999999999", "must be like"),
+    ],
+)
+def test_indices_that_mean_nothing_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ArrayRequest(indices=text)
+
+
+def test_environments_that_are_too_large_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^array: 1000 environments"):
+        JobRequest(
+            command=["t.py"], environment={"A": "x" * 100_000}, array=ArrayRequest(indices="0-999", at_most=None)
+        )
+
+
+def test_the_index_goes_into_the_command_and_nothing_else_of_it_changes() -> None:
+    assert arrays.command_for(("t.py", "--seed={index}", "{other}"), 7) == ("t.py", "--seed=7", "{other}")
+    assert arrays.split("0-19%3") == ("0-19", 3)
+    assert arrays.split("4") == ("4", None)

@@ -1,0 +1,192 @@
+"""When a GPU whose lease ended is clean: nobody listed, nobody has it open, memory back."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpulease.model import GpuReading, GpuState, Lease, LeaseState, Process
+from gpulease_server.core.node import desired_state
+from gpulease_server.core.view import gpu_view
+
+from .build import GIB, World, gpu, uuid
+
+
+def drained(reading: GpuReading, *, before: GpuReading | None = None) -> tuple[World, Lease]:
+    """A world in which a lease has ended, and its GPU was seen like this since."""
+    world = World().node(gpus=[before or gpu(0)])
+    lease = world.lease()
+    world.release(lease)
+    return world.node(gpus=[reading]), lease
+
+
+def told(world: World, kind: str) -> list[str | None]:
+    return [change.reason for change in world.changes if getattr(change, "kind", "") == kind]
+
+
+def reason(world: World) -> str:
+    return gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy).reason or ""
+
+
+LEFT = Process(pid=9, user="ann", command="python train.py")
+
+
+@pytest.mark.parametrize(
+    ("reading", "words"),
+    [
+        (gpu(0, processes=(LEFT,)), "pid 9 of ann (python train.py) left"),
+        (gpu(0, opened_by=(LEFT,)), "its device file is kept open by pid 9 of ann (python train.py)"),
+        (gpu(0, memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB in use, 0.0 GiB while it"),
+        (gpu(0, memory_used_bytes=None), "no process is left, but its memory is unknown"),
+        (gpu(0, opened_by=None), ""),
+        (gpu(0, processes=(Process(pid=8, lease_id="another"),)), "pid 8 left"),
+    ],
+)
+def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: GpuReading, words: str) -> None:
+    world, lease = drained(reading)
+    for _ in range(3):
+        world.report()
+    assert world.state() is GpuState.DRAINING
+    assert reason(world).startswith(f"is being cleaned of {lease.id} (user ann)")
+    assert words in reason(world)
+    world.node(gpus=1)
+    assert world.state() is GpuState.FREE
+    assert told(world, "gpu.clean") == [None]
+
+
+@pytest.mark.parametrize(
+    "opener",
+    [
+        Process(pid=9, command="/usr/bin/nvidia-persistenced --verbose"),
+        Process(pid=9, command="/usr/bin/python3 /usr/bin/gpustat -i"),
+        Process(pid=9, command="/usr/lib/xorg/Xorg vt2"),
+    ],
+)
+def test_a_monitor_or_desktop_that_has_the_device_open_keeps_it_from_nobody(opener: Process) -> None:
+    world, _ = drained(gpu(0, opened_by=(opener,)))
+    assert world.state() is GpuState.FREE
+
+
+def test_a_lost_gpu_that_shows_nothing_is_not_clean() -> None:
+    world, _ = drained(gpu(0, health="lost"))
+    assert world.ledger.gpus[uuid(0)].draining
+    world.node(gpus=[gpu(0, health="processes_unknown")])
+    assert world.ledger.gpus[uuid(0)].draining
+
+
+@pytest.mark.parametrize(
+    ("unreadable", "note"),
+    [
+        (0, None),
+        (12, "the open files of 12 processes could not be read"),
+        (None, "its device file is not known, so nobody looked for open ones"),
+    ],
+)
+def test_what_nobody_could_look_at_is_said_when_the_gpu_is_freed(unreadable: int | None, note: str | None) -> None:
+    world, _ = drained(gpu(0, unreadable_processes=unreadable))
+    assert told(world, "gpu.clean") == [note]
+
+
+def test_the_baseline_is_learnt_while_the_gpu_is_free_and_one_odd_reading_does_not_spoil_it() -> None:
+    world = World().node(gpus=[gpu(0, memory_used_bytes=2 * GIB)])
+    world.pass_time(5)
+    world.node(gpus=[gpu(0, memory_used_bytes=30 * GIB)])  # a process that is not listed yet, or whose memory lags
+    lease = world.lease()
+    assert world.ledger.gpus[uuid(0)].baseline_bytes == 2 * GIB
+    world.release(lease)
+    world.report()
+    assert world.state() is GpuState.DRAINING
+    world.node(gpus=[gpu(0, memory_used_bytes=2 * GIB + 2**20)])
+    assert world.state() is GpuState.FREE
+
+
+def test_the_baseline_follows_a_desktop_that_takes_more_while_the_gpu_is_free() -> None:
+    world = World().node(gpus=[gpu(0)])
+    world.release(world.lease())
+    world.report()
+    world.node(gpus=[gpu(0, memory_used_bytes=GIB)])
+    world.pass_time(5)
+    world.lease()
+    assert world.ledger.gpus[uuid(0)].baseline_bytes == GIB
+
+
+def test_what_each_lease_leaves_within_the_tolerance_does_not_add_up() -> None:
+    world, used = World().node(gpus=[gpu(0)]), 0
+    for _ in range(3):
+        lease = world.lease()
+        used += world.policy.memory_tolerance_bytes // 2
+        world.node(gpus=[gpu(0, memory_used_bytes=used)])
+        world.release(lease)
+        world.report()
+    assert world.state() is GpuState.DRAINING, "a leak was taken for the way the GPU is"
+
+
+def test_memory_that_the_driver_retains_does_not_block_for_ever() -> None:
+    world, _ = drained(gpu(0, memory_used_bytes=9 * GIB))
+    world.pass_time(20)
+    world.node(gpus=[gpu(0, memory_used_bytes=5 * GIB)])  # still falling: the wait begins again
+    world.pass_time(29)
+    assert world.state() is GpuState.DRAINING
+    world.pass_time(2)
+    assert world.state() is GpuState.FREE
+    assert told(world, "gpu.clean") == ["memory retained by the driver: 5.0 GiB"]
+    lease = world.lease()
+    assert world.ledger.gpus[uuid(0)].baseline_bytes == 5 * GIB
+    world.release(lease)
+    world.report()
+    assert world.state() is GpuState.FREE, "the baseline was not learnt anew"
+
+
+@pytest.mark.parametrize("left", [gpu(0, processes=(LEFT,)), gpu(0, opened_by=(LEFT,)), gpu(0, opened_by=None)])
+def test_retained_memory_is_waited_for_only_once_nobody_is_left(left: GpuReading) -> None:
+    world, _ = drained(left)
+    world.pass_time(60)
+    world.node(gpus=[gpu(0, memory_used_bytes=9 * GIB)])
+    world.pass_time(29)
+    assert world.state() is GpuState.DRAINING
+    world.pass_time(2)
+    assert world.state() is GpuState.FREE
+
+
+def test_what_a_user_left_behind_is_told_once_for_each_change_and_not_while_it_may_be_ending() -> None:
+    world, lease = drained(gpu(0, processes=(LEFT,)))
+    assert told(world, "gpu.leftover") == []
+    world.pass_time(5)
+    assert told(world, "gpu.leftover") == ["left behind: pid 9 of ann (python train.py)"]
+    world.node(gpus=[gpu(0, opened_by=(Process(pid=10),))])
+    world.pass_time(5)
+    assert told(world, "gpu.leftover")[1:] == ["left behind: pid 10"]
+    event = next(change for change in world.changes if getattr(change, "kind", "") == "gpu.leftover")
+    assert (event.lease_id, event.gpus, event.node) == (lease.id, (uuid(0),), "a")
+
+
+def test_a_lease_that_revives_and_ends_again_waits_anew_for_retained_memory() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(ttl_s=1.0)
+    world.node(gpus=[gpu(0, memory_used_bytes=9 * GIB)])
+    world.pass_time(25)
+    assert world.state() is GpuState.DRAINING
+    world.renew(lease)
+    assert world.state() is GpuState.LEASED
+    world.release(lease)
+    world.pass_time(20)
+    assert world.state() is GpuState.DRAINING
+
+
+def test_a_reading_that_was_overtaken_on_its_way_is_not_gone_by() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    world.release(lease)
+    world.report()
+    world.report(problem="hung")
+    world.report(age_s=0.4)
+    waiting = world.lease()
+    assert waiting.state is LeaseState.QUEUED, "granted on a reading from before the end of the last lease"
+    world.report()
+    assert world.now_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_the_node_is_told_whose_lease_it_is_only_where_the_pid_means_something() -> None:
+    world = World(host="here").node(gpus=1)
+    world.lease()
+    (told_lease,) = desired_state(world.ledger, "a", 1).leases
+    assert (told_lease.owner_pid, told_lease.job_id) == (None, None)

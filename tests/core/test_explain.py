@@ -1,0 +1,177 @@
+"""Why a request has no GPUs: one row for everything that can be in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpulease.errors import NeverFits, NotNow
+from gpulease.model import ComputeMode, Explanation, Lease, NodeMode, Obstacle, Selection
+from gpulease_server.core.explain import explain
+
+from .build import GIB, World, gpu, uuid
+
+HOUR_S = 3600.0
+
+
+def explained(world: World, lease_id: str) -> Explanation:
+    return explain(world.ledger, world.ledger.leases[lease_id], world.now, world.policy)
+
+
+def refused(world: World, count: int = 1, **what: Any) -> Explanation:
+    """Why a request that would not wait was refused."""
+    refusal = world.answers[world.ask(count, queue=False, **what)]
+    assert isinstance(refusal, NotNow | NeverFits), refusal
+    explanation: Explanation = refusal.extra["explanation"]
+    assert refusal.detail == explanation.sentence
+    return explanation
+
+
+def only(explanation: Explanation) -> Obstacle:
+    (obstacle,) = explanation.obstacles
+    assert obstacle.sentence in explanation.sentence
+    return obstacle
+
+
+def hold(world: World) -> None:
+    world.lease(ttl_s=HOUR_S)
+
+
+def end_dirty(world: World) -> None:
+    lease = world.lease()
+    world.node(gpus=[gpu(0, pids=(4242,), lease=lease.id)])
+    world.release(lease)
+    world.report()
+
+
+def run_job(world: World) -> None:
+    world.submit()
+
+
+def hold_and_cordon(world: World) -> None:
+    hold(world)
+    world.cordon(0)
+
+
+def be_silent(world: World) -> None:
+    world.pass_time(4, silent=("a",))
+
+
+def show(**what: Any) -> Callable[[World], None]:
+    return lambda world: world.node(gpus=[gpu(0, **what)]) and None
+
+
+@pytest.mark.parametrize(
+    ("happens", "code", "said"),
+    [
+        (hold, "leased", ["is held by lease-", "user ann", "until 2026-01-01 13:16:40 UTC unless it is renewed"]),
+        (run_job, "leased", ["is held by lease-", "job job-"]),
+        (hold_and_cordon, "leased", ["is held by lease-", "and is cordoned after that"]),
+        (end_dirty, "draining", ["is being cleaned of lease-", "user ann", "pid 4242"]),
+        (show(pids=(4242,)), "foreign", ["is used outside any lease by pid 4242"]),
+        (show(compute_mode=ComputeMode.PROHIBITED), "prohibited", ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
+        (show(health="lost"), "unhealthy", ["is unhealthy: lost"]),
+        (show(health="xid:79"), "unhealthy", ["xid:79"]),
+        (lambda world: world.cordon(0), "cordoned", ["is cordoned by an administrator"]),
+        (lambda world: world.set_mode(NodeMode.DRAINING), "cordoned", ["node a, which an administrator drains"]),
+        (lambda world: world.set_mode(NodeMode.PAUSED), "unknown", ["paused by an administrator"]),
+        (lambda world: world.report(problem="the probe hangs"), "unknown", ["is unknown: the probe hangs"]),
+        (be_silent, "unknown", ["has been silent for over 3 s"]),
+    ],
+)
+def test_what_is_in_the_way_of_a_gpu(happens: Callable[[World], object], code: str, said: list[str]) -> None:
+    world = World().node(gpus=1)
+    happens(world)
+    explanation = refused(world)
+    assert explanation.verdict == "not_now"
+    assert explanation.sentence.startswith("Not now: asked for 1 GPU.")
+    obstacle = only(explanation)
+    assert (obstacle.code, obstacle.uuid, obstacle.node, obstacle.index) == (code, uuid(0), "a", 0)
+    for words in said:
+        assert words in obstacle.sentence
+
+
+def test_the_facts_are_there_for_programs_too() -> None:
+    world = World().node(gpus=2)
+    held = world.lease(ttl_s=HOUR_S)
+    world.node(gpus=[gpu(0, pids=(7,), lease=held.id), gpu(1, pids=(4242,))])
+    first, second = refused(world, 2).obstacles
+    assert (first.lease_id, first.pids) == (held.id, (7,))
+    assert first.holder is not None
+    assert first.holder.user == "ann"
+    assert first.until == held.expires_at
+    assert (second.lease_id, second.holder, second.pids, second.until) == (None, None, (4242,), None)
+
+
+def test_a_renewal_moves_the_time_until_which_a_gpu_is_held() -> None:
+    world = World().node(gpus=1)
+    held = world.lease(ttl_s=HOUR_S)
+    before = only(refused(world)).until
+    world.pass_time(60)
+    world.renew(held)
+    after = only(refused(world)).until
+    assert before is not None
+    assert after is not None
+    assert 59 < (after - before).total_seconds() < 61
+
+
+def test_who_waits_is_told_his_place_and_what_his_elders_claim() -> None:
+    world = World().node(gpus=[gpu(0), gpu(1, pids=(7,))])
+    elder, younger = world.lease(2), world.lease(1)
+    assert explained(world, elder.id).position == 1
+    explanation = explained(world, younger.id)
+    assert explanation.position == 2
+    assert "number 2 in the queue" in explanation.sentence
+    claimed = next(item for item in explanation.obstacles if item.index == 0)
+    assert (claimed.code, claimed.lease_id) == ("claimed", elder.id)
+    assert elder.id in claimed.sentence
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ({"selection": Selection.LISTED, "count": 2, "indices": (1, 9)}, "There is no GPU 9 on any node."),
+        ({"selection": Selection.LISTED, "indices": (3,), "node": "b"}, "There is no GPU 3 on node b."),
+        ({"selection": Selection.LISTED, "uuids": ("GPU-gone",)}, "There is no GPU GPU-gone on any node."),
+        (
+            {"selection": Selection.LISTED, "count": 2, "uuids": (uuid(0, "a"), uuid(0, "b"))},
+            "They are on different nodes (a, b), and a lease lies on one.",
+        ),
+        ({"node": "elsewhere"}, "There is no node elsewhere with GPUs; there are: a, b."),
+        ({"gpu_model": "A100"}, "None is of model A100; there are: NVIDIA H100."),
+        ({"min_free_memory_bytes": 81 * GIB}, "The largest has 80.0 GiB."),
+        ({"count": 5}, "No node has more than 4 such GPUs, and a lease lies on one node."),
+        ({"count": 2, "among": (uuid(0), "GPU-gone")}, "Of the 2 GPUs that may serve it, 1 can."),
+    ],
+)
+def test_never_says_what_there_is_not(what: dict[str, Any], said: str) -> None:
+    world = World().node("a", gpus=4).node("b", gpus=2)
+    explanation = refused(world, **what)
+    assert explanation.verdict == "never"
+    assert said in explanation.sentence
+    assert explanation.sentence.endswith("Node a has 4 GPUs. Node b has 2 GPUs.")
+
+
+def test_a_gpu_that_is_out_of_use_is_not_now_and_one_that_went_is_never() -> None:
+    world = World().node(gpus=2)
+    world.cordon(1)
+    waiting = world.answers[world.ask(selection=Selection.LISTED, indices=(1,))]
+    assert isinstance(waiting, Lease)
+    assert explained(world, waiting.id).verdict == "not_now"
+    world.node(gpus=[gpu(0), gpu(1, pids=(7,))])
+    world.cordon(1, cordoned=False)
+    assert explained(world, waiting.id).verdict == "not_now"
+    world.node(gpus=[gpu(0)])
+    explanation = explained(world, waiting.id)
+    assert explanation.verdict == "never"
+    assert "There is no GPU 1 on any node." in explanation.sentence
+
+
+def test_a_lease_that_has_gpus_or_has_ended_says_so() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    assert explained(world, lease.id).verdict == "granted"
+    world.release(lease)
+    assert explained(world, lease.id).sentence == "The lease has ended: released."

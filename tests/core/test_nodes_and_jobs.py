@@ -1,0 +1,315 @@
+"""What a node's reports change, and a job's life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpulease.errors import NotAllowed, NotFound
+from gpulease.exchange import JobReport, RunState
+from gpulease.model import Demand, EndReason, GpuState, Holder, Job, JobSpec, JobState, Launcher, LeaseState
+from gpulease_server.core.happenings import JobSubmitted
+from gpulease_server.core.node import desired_state
+from gpulease_server.core.turn import Policy
+from gpulease_server.core.view import gpu_view, node_view
+
+from .build import World, gpu, uuid
+
+
+def order(world: World, job_id: str):
+    return next((item for item in desired_state(world.ledger, "a", 1).jobs if item.job_id == job_id), None)
+
+
+def test_a_silent_node_is_unknown_and_says_so_once() -> None:
+    world = World().node(gpus=1)
+    world.pass_time(10, silent=("a",))
+    assert world.state() is GpuState.UNKNOWN
+    events = [change.kind for change in world.changes if hasattr(change, "kind")]
+    assert events == ["node.ready", "node.unknown"]
+    world.report()
+    assert world.state() is GpuState.FREE
+
+
+def test_a_node_with_a_problem_is_unknown_and_keeps_its_leases() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    world.report(problem="the probe did not answer within 1.5 s")
+    assert world.state() is GpuState.UNKNOWN
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    node = node_view(world.ledger, world.ledger.nodes["a"], world.now, world.policy)
+    assert node.reason == "the probe did not answer within 1.5 s"
+    view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
+    assert view.memory_used_bytes is None, "shows a reading that is no longer true"
+
+
+def test_a_second_worker_for_one_node_is_refused_while_the_first_reports() -> None:
+    world = World().node(gpus=1)
+    assert isinstance(world.report(worker="other"), NotAllowed)
+    world.pass_time(4, silent=("a",))
+    assert world.report(worker="other") is None
+
+
+def test_a_gpu_that_its_node_shows_no_more_goes_unless_it_is_held() -> None:
+    world = World().node(gpus=2)
+    lease = world.lease()
+    world.node(gpus=[])
+    assert set(world.ledger.gpus) == {uuid(0)}
+    assert world.state() is GpuState.UNKNOWN
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+
+
+def test_two_nodes_cannot_show_the_same_gpu() -> None:
+    world = World().node("a", gpus=1)
+    world.node("b", gpus=[gpu(0, "a")])
+    assert world.ledger.gpus[uuid(0)].device.node == "a"
+    assert world.lease().gpus[0].node == "a"
+
+
+def test_a_process_of_nobody_on_a_leased_gpu_is_a_conflict() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    for reading, activity in [
+        (gpu(0), "starting"),
+        (gpu(0, pids=(7,), lease=lease.id, utilization_ratio=0.5), "active"),
+        (gpu(0, pids=(7,), lease=lease.id, utilization_ratio=0.0), "idle"),
+        (gpu(0, pids=(7,)), "conflict"),
+    ]:
+        world.node(gpus=[reading])
+        view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
+        assert view.activity == activity
+
+
+def test_a_job_is_ordered_once_its_gpus_are_granted_and_ends_with_its_lease() -> None:
+    world = World().node(gpus=2)
+    job_id = world.submit(2)
+    assert world.ledger.jobs[job_id].job.state is JobState.STARTING
+    ordered = order(world, job_id)
+    assert ordered.gpus == (uuid(0), uuid(1))
+    assert ordered.env["GPULEASE_LEASE_ID"] == ordered.lease_id
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING)]
+    world.report()
+    assert world.ledger.jobs[job_id].job.state is JobState.RUNNING
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.EXITED, exit_code=0)]
+    world.report()
+    job = world.ledger.jobs[job_id].job
+    assert (job.state, job.exit_code) == (JobState.SUCCEEDED, 0)
+    assert world.ledger.leases[job.lease_id].lease.end_reason is EndReason.JOB_FINISHED
+    assert order(world, job_id) is None
+    assert world.state() is GpuState.DRAINING
+    world.report()
+    assert world.state() is GpuState.FREE
+
+
+def test_a_job_lease_does_not_expire() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    world.pass_time(3600)
+    assert world.ledger.jobs[job_id].job.state is JobState.STARTING
+
+
+@pytest.mark.parametrize(
+    ("report", "state", "reason"),
+    [
+        ({"exit_code": 3}, JobState.FAILED, "exit code 3"),
+        ({"exit_code": None, "reason": "script x.py not found"}, JobState.FAILED, "script x.py not found"),
+        ({"exit_code": 143, "timed_out": True}, JobState.TIMED_OUT, "ran longer than its time limit"),
+    ],
+)
+def test_how_a_job_ends(report: dict, state: JobState, reason: str) -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(timeout_s=5.0)
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.EXITED, **report)]
+    world.report()
+    job = world.ledger.jobs[job_id].job
+    assert (job.state, job.reason, job.exit_code) == (state, reason, report["exit_code"])
+
+
+def fails(world: World, job_id: str, attempt: int, **what: Any) -> None:
+    """The worker reports that an attempt ran and failed."""
+    failed = {"exit_code": 3, "started_at": world.now.at, "reason": "Rank 0 failed first."} | what
+    world.jobs["a"] = [JobReport(job_id=job_id, attempt=attempt, state=RunState.EXITED, **failed)]
+    world.report()
+
+
+def test_a_job_that_failed_is_tried_again_after_a_pause_under_a_new_lease_and_a_clean_gpu() -> None:
+    world = World(policy=Policy(retry_pause_s=(2.0, 3.0))).node(gpus=1)
+    job_id = world.submit(retries=2)
+    first = world.ledger.jobs[job_id].job.lease_id
+    fails(world, job_id, 1)
+    job = world.ledger.jobs[job_id].job
+    assert (job.state, job.attempts, job.started_at, job.gpus) == (JobState.QUEUED, 1, None, ())
+    assert job.reason == "attempt 1 of 3 failed: Rank 0 failed first; the next waits for its GPUs in 2 s"
+    assert world.ledger.leases[first].lease.end_reason is EndReason.JOB_FINISHED
+    assert job.lease_id == f"{first}r2"
+    world.pass_time(1.5)
+    assert world.state() is GpuState.FREE, "in the pause others may have the GPU"
+    assert order(world, job_id) is None
+    world.pass_time(1.0)
+    again = order(world, job_id)
+    assert (again.attempt, again.lease_id) == (2, f"{first}r2")
+    fails(world, job_id, 2)
+    assert world.ledger.jobs[job_id].job.lease_id == f"{first}r3"
+    assert "in 3 s" in str(world.ledger.jobs[job_id].job.reason), "the pause has its longest"
+    world.pass_time(3.5)
+    fails(world, job_id, 3)
+    last = world.ledger.jobs[job_id].job
+    assert (last.state, last.attempts, last.exit_code) == (JobState.FAILED, 3, 3)
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("what", "state"),
+    [
+        ({"started_at": None, "exit_code": None, "reason": "no such script"}, JobState.FAILED),
+        ({"timed_out": True}, JobState.TIMED_OUT),
+        ({"exit_code": 0}, JobState.SUCCEEDED),
+        ({"unkillable": (7,), "reason": "Processes could not be killed: 7."}, JobState.LOST),
+    ],
+)
+def test_what_trying_again_would_not_help_is_not_tried_again(what: dict[str, Any], state: JobState) -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(retries=5)
+    fails(world, job_id, 1, **what)
+    assert world.ledger.jobs[job_id].job.state is state
+
+
+def test_a_job_that_waits_to_be_tried_again_can_be_cancelled() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(retries=1)
+    fails(world, job_id, 1)
+    world.cancel(job_id)
+    job = world.ledger.jobs[job_id].job
+    assert job.state is JobState.CANCELLED
+    assert world.ledger.leases[job.lease_id].lease.end_reason is EndReason.CANCELLED
+    assert not world.ledger.queue
+    assert not world.ledger.not_before
+
+
+def test_the_report_of_an_earlier_attempt_does_not_end_the_next() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(retries=1)
+    fails(world, job_id, 1)
+    world.pass_time(3)
+    fails(world, job_id, 1)
+    assert world.ledger.jobs[job_id].job.state is JobState.STARTING
+
+
+def test_a_job_that_cannot_be_killed_is_lost_and_its_gpu_drains_with_that_reason() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    lease_id = world.ledger.jobs[job_id].job.lease_id
+    world.cancel(job_id)
+    world.nodes["a"] = [gpu(0, pids=(7,), lease=lease_id)]
+    fails(world, job_id, 1, unkillable=(7,), exit_code=None, reason="Processes of the job could not be killed: 7.")
+    job = world.ledger.jobs[job_id].job
+    assert (job.state, job.reason) == (JobState.LOST, "Processes of the job could not be killed: 7.")
+    world.pass_time(5)
+    assert world.state() is GpuState.DRAINING
+    view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
+    assert "pid 7" in str(view.reason)
+    world.node(gpus=[gpu(0)])
+    world.report()
+    assert world.state() is GpuState.FREE
+
+
+def test_a_job_whose_launcher_a_worker_had_is_lost_with_its_record_although_no_rank_was_up() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.STARTING, log_directory="/d/jobs/j/logs")]
+    world.report()
+    assert world.ledger.jobs[job_id].job.state is JobState.STARTING
+    world.jobs["a"] = []
+    world.report()
+    assert world.ledger.jobs[job_id].job.state is JobState.LOST, "ordered again, it would run twice"
+
+
+def test_a_job_runs_as_who_submitted_it() -> None:
+    world = World().node(gpus=1)
+    world.turn(
+        JobSubmitted(
+            cause="c",
+            job_id="job-u",
+            lease_id="lease-u",
+            name="",
+            spec=JobSpec(command=("t.py",), gpus=1),
+            demand=Demand(count=1),
+            holder=Holder(),
+            uid=1005,
+            gid=100,
+        )
+    )
+    world.answer_wanted()
+    ordered = order(world, "job-u")
+    assert (ordered.uid, ordered.gid, ordered.indices) == (1005, 100, (0,))
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_leaves_the_queue() -> None:
+    world = World().node(gpus=1)
+    world.submit()
+    waiting = world.submit()
+    answer = world.cancel(waiting)
+    assert isinstance(answer, Job)
+    assert answer.state is JobState.CANCELLED
+    assert not world.ledger.queue
+
+
+def test_a_running_job_is_told_to_stop_and_is_cancelled_when_it_has() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING)]
+    world.report()
+    world.cancel(job_id)
+    assert order(world, job_id).stop
+    assert world.state() is GpuState.LEASED, "the GPU was let go before the job had stopped"
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.EXITED, exit_code=143)]
+    world.report()
+    assert world.ledger.jobs[job_id].job.state is JobState.CANCELLED
+    assert isinstance(world.cancel("job-x"), NotFound)
+
+
+def test_a_running_job_that_its_worker_lost_is_lost_and_its_gpu_drains() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING)]
+    world.report()
+    world.jobs["a"] = []
+    world.report()
+    assert world.ledger.jobs[job_id].job.state is JobState.LOST
+    world.check()
+
+
+def test_jobs_are_submitted_with_the_launcher_they_name() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(launcher=Launcher.PLAIN)
+    assert order(world, job_id).spec.launcher is Launcher.PLAIN
+
+
+def test_a_report_that_comes_late_changes_nothing() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING)]
+    world.report()
+    world.jobs["a"] = []
+    world.nodes["a"] = [gpu(0, pids=(9,))]
+    world.report(age_s=3.0)
+    assert world.ledger.jobs[job_id].job.state is JobState.RUNNING
+    assert not world.ledger.sightings["a"].readings[uuid(0)].processes
+
+
+def test_a_job_that_was_ended_for_time_without_a_limit_is_taken_in() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.EXITED, timed_out=True, exit_code=143)]
+    world.report()
+    assert world.ledger.jobs[job_id].job.state is JobState.TIMED_OUT
+
+
+def test_a_draining_gpu_follows_its_node_to_a_new_name() -> None:
+    world = World().node("a", gpus=1)
+    world.release(world.lease())
+    readings = world.nodes.pop("a")
+    world.pass_time(5)
+    world.node("b", gpus=readings)
+    world.report("b")
+    assert world.state(0, "a") is GpuState.FREE

@@ -1,0 +1,156 @@
+"""Whose a process on a GPU is, and who is told what about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpulease.model import ComputeMode, GpuReading, GpuState, Process, ProcessType
+from gpulease_server.core.explain import explain
+from gpulease_server.core.turn import Policy
+from gpulease_server.core.view import gpu_view, lease_view
+
+from .build import GIB, World, gpu, uuid
+
+GRAPHICS = ProcessType.GRAPHICS
+
+
+def with_processes(*processes: Process, **what: object) -> GpuReading:
+    return gpu(0, processes=processes, **what)
+
+
+def told(world: World, *kinds: str) -> list[tuple[str, str | None]]:
+    """The events of these kinds so far: kind and reason."""
+    found = [change for change in world.changes if hasattr(change, "kind")]
+    return [(event.kind, event.reason) for event in found if event.kind in kinds]
+
+
+def problems(world: World, lease) -> tuple[str, ...]:
+    return lease_view(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).problems
+
+
+def reason(world: World) -> str:
+    return gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy).reason or ""
+
+
+def test_a_gpu_with_a_foreign_process_is_not_granted_and_frees_itself_when_the_process_goes() -> None:
+    world = World().node(gpus=[with_processes(Process(pid=7, user="bob", command="python sd.py"))])
+    assert world.state() is GpuState.FOREIGN
+    assert reason(world) == "is used outside any lease by pid 7 of bob (python sd.py)"
+    waiting = world.lease()
+    assert waiting.position == 1
+    world.node(gpus=1)
+    assert [gpu.uuid for gpu in world.now_of(waiting).gpus] == [uuid(0)]
+
+
+@pytest.mark.parametrize(
+    ("process", "state"),
+    [
+        (Process(pid=7, type=GRAPHICS, memory_bytes=GIB // 4, command="firefox"), GpuState.FREE),
+        (Process(pid=7, type=GRAPHICS, memory_bytes=None, command="firefox"), GpuState.FREE),
+        (Process(pid=7, type=GRAPHICS, memory_bytes=6 * GIB, command="game"), GpuState.FOREIGN),
+        (Process(pid=7, type=GRAPHICS, memory_bytes=6 * GIB, command="/usr/lib/xorg/Xorg vt2"), GpuState.FREE),
+        (Process(pid=7, memory_bytes=GIB // 4, command="/usr/bin/gnome-shell"), GpuState.FREE),
+        (Process(pid=7, memory_bytes=6 * GIB, command="/usr/bin/gnome-shell"), GpuState.FOREIGN),
+        (Process(pid=7, memory_bytes=GIB // 4, command="python Xorg"), GpuState.FOREIGN),
+        (Process(pid=7, memory_bytes=1, command=None), GpuState.FOREIGN),
+    ],
+)
+def test_a_desktop_does_not_make_a_gpu_foreign_but_a_game_does(process: Process, state: GpuState) -> None:
+    world = World().node(gpus=[with_processes(process)])
+    assert world.state() is state
+
+
+def test_the_names_and_the_memory_of_a_desktop_are_the_administrators_to_set() -> None:
+    policy = Policy(desktop_names=frozenset({"my-shell"}), desktop_memory_bytes=8 * GIB)
+    for command, kind, state in [
+        ("my-shell --replace", ProcessType.COMPUTE, GpuState.FREE),
+        ("gnome-shell", ProcessType.COMPUTE, GpuState.FOREIGN),
+        ("game", GRAPHICS, GpuState.FREE),
+    ]:
+        process = Process(pid=7, type=kind, memory_bytes=6 * GIB, command=command)
+        assert World(policy=policy).node(gpus=[with_processes(process)]).state() is state
+
+
+def test_a_conflict_is_told_once_and_once_that_it_is_over_and_its_holder_sees_it() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    mine, theirs = Process(pid=5, lease_id=lease.id), Process(pid=7, user="bob", command="sd.py")
+    for _ in range(3):
+        world.node(gpus=[with_processes(mine, theirs)])
+    words = "pid 7 of bob (sd.py)"
+    assert told(world, "gpu.conflict") == [("gpu.conflict", f"used outside its lease by {words}")]
+    view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
+    assert view.activity == "conflict"
+    assert view.reason == f"is held by {lease.id} (user ann), and used outside that lease by {words}"
+    assert problems(world, lease) == (f"GPU 0 of a is also used by {words}, outside this lease.",)
+
+    world.node(gpus=[with_processes(mine, theirs, Process(pid=8))])
+    assert len(told(world, "gpu.conflict")) == 2, "another process is another conflict"
+    for _ in range(2):
+        world.node(gpus=[with_processes(mine)])
+    assert told(world, "gpu.conflict_over") == [("gpu.conflict_over", None)]
+    assert problems(world, lease) == ()
+
+
+def test_a_reading_begun_before_the_grant_does_not_judge_the_holders_processes() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    world.node(gpus=[with_processes(Process(pid=5))])
+    assert not told(world, "gpu.conflict")
+    world.node(gpus=[with_processes(Process(pid=5, lease_id=lease.id))])
+    world.report()
+    assert not told(world, "gpu.conflict")
+
+
+def test_a_desktop_on_a_leased_gpu_is_no_conflict() -> None:
+    world = World().node(gpus=[with_processes(Process(pid=7, type=GRAPHICS, command="Xorg"))])
+    lease = world.lease()
+    for _ in range(3):
+        world.report()
+    view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
+    assert (view.activity, problems(world, lease)) == ("starting", ())
+
+
+def test_ill_health_is_told_once_and_the_holder_sees_it_until_it_is_over() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    for _ in range(3):
+        world.node(gpus=[gpu(0, health="xid:79")])
+    assert told(world, "gpu.unhealthy", "gpu.recovered") == [("gpu.unhealthy", "xid:79")]
+    assert problems(world, lease) == ("GPU 0 of a is unhealthy: xid:79.",)
+    world.report(problem="the probe hangs")
+    assert problems(world, lease) == ("GPU 0 of a is unknown: the probe hangs.",)
+    world.node(gpus=[gpu(0, health="xid:79")])
+    world.node(gpus=1)
+    assert told(world, "gpu.unhealthy", "gpu.recovered") == [("gpu.unhealthy", "xid:79"), ("gpu.recovered", None)]
+    assert problems(world, lease) == ()
+
+
+@pytest.mark.parametrize("health", ["lost", "reset_required", "xid:79", "processes_unknown"])
+def test_an_unhealthy_gpu_is_granted_again_once_it_has_recovered(health: str) -> None:
+    world = World().node(gpus=[gpu(0, health=health)])
+    assert world.state() is GpuState.UNHEALTHY
+    waiting = world.lease()
+    assert not waiting.gpus
+    world.node(gpus=1)
+    assert world.now_of(waiting).gpus
+
+
+def test_a_lease_that_waits_or_has_ended_has_no_problems() -> None:
+    world = World().node(gpus=1)
+    lease, waiting = world.lease(), world.lease()
+    world.node(gpus=[gpu(0, health="lost")])
+    assert problems(world, waiting) == ()
+    world.release(lease)
+    assert problems(world, lease) == ()
+
+
+def test_what_exclusive_process_means_is_said_to_those_who_hold_or_wait() -> None:
+    world = World().node(gpus=[gpu(0, compute_mode=ComputeMode.EXCLUSIVE_PROCESS), gpu(1)])
+    lease, waiting = world.lease(2), world.lease(1)
+    words = "GPU 0 of a is in compute mode EXCLUSIVE_PROCESS: one process on each at a time"
+    for asked in (lease, waiting):
+        sentence = explain(world.ledger, world.ledger.leases[asked.id], world.now, world.policy).sentence
+        assert words in sentence
+    world.node(gpus=2)
+    assert words not in explain(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).sentence

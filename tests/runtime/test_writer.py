@@ -1,0 +1,176 @@
+"""Nobody is told what is not committed, and a commit that fails harms nobody for long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.errors import GpuleaseError, Unavailable
+from gpulease.exchange import NodeReport
+from gpulease.model import Demand, Holder, Lease
+from gpulease_server.core.happenings import LeaseAsked, LeaseReleased, NodeReported
+from gpulease_server.core.ledger import Change, Ledger
+from gpulease_server.core.turn import Policy
+from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.database import upgrade
+from gpulease_server.store.store import Store, StoreFailed
+from tests.core.build import gpu
+
+
+class Gate(Store):
+    """The real store, whose commits the test can hold, fail and count."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.open = threading.Event()
+        self.open.set()
+        self.entered = threading.Event()
+        self.fail = 0
+        self.commits = 0
+
+    def write(self, changes: list[Change], ledger: Ledger) -> None:  # type: ignore[override]
+        self.entered.set()
+        assert self.open.wait(20)
+        if self.fail:
+            self.fail -= 1
+            raise StoreFailed("the disk is full")
+        super().write(changes, ledger)
+        self.commits += 1
+
+
+def run(tmp_path: Path, body: Callable[[Writer, Gate], Coroutine[Any, Any, None]]) -> None:
+    """Run a test body beside a writer."""
+
+    @asynccontextmanager
+    async def writer() -> AsyncIterator[tuple[Writer, Gate]]:
+        url = f"sqlite:///{tmp_path / 'ledger.db'}"
+        upgrade(url)
+        store = Gate(url)
+        made = Writer(store, Policy(max_observation_age_s=60))
+        task = asyncio.create_task(made.run())
+        await recovered(made)
+        yield made, store
+        store.open.set()
+        task.cancel()
+        made.close()
+        store.close()
+
+    async def main() -> None:
+        async with asyncio.timeout(30), writer() as (made, store):
+            await body(made, store)
+
+    asyncio.run(main())
+
+
+async def recovered(writer: Writer) -> None:
+    """Wait until the writer can decide; the caller bounds the wait."""
+    while writer.problem is not None:  # noqa: ASYNC110 - the writer has no reason to signal this to anybody but a test
+        await asyncio.sleep(0)
+
+
+def ask(**what: Any) -> LeaseAsked:
+    return LeaseAsked(
+        cause=ids.make("request"),
+        lease_id=ids.make("lease"),
+        demand=Demand(),
+        holder=Holder(),
+        queue=True,
+        **{"ttl_s": 60.0, **what},
+    )
+
+
+async def report(writer: Writer, gpus: int = 4) -> None:
+    view = NodeReport(worker_id="w", host="a", gpus=tuple(gpu(index) for index in range(gpus)))
+    now_s = clock.now().mono_s
+    await writer.submit(NodeReported(cause=ids.make("report"), node="a", report=view, observed_at_s=now_s))
+
+
+def test_nobody_is_told_before_the_commit(tmp_path: Path) -> None:
+    async def body(writer: Writer, store: Gate) -> None:
+        await report(writer)
+        store.open.clear()
+        store.entered.clear()
+        asked = ask()
+        call = asyncio.create_task(writer.submit(asked))
+        await asyncio.to_thread(store.entered.wait, 20)
+        assert not call.done()
+        assert asked.lease_id not in writer.committed.leases, "readers see what a crash could undo"
+        store.open.set()
+        answer = await call
+        assert isinstance(answer, Lease)
+        assert writer.committed.leases[answer.id].lease.token == answer.token
+        assert store.lease(answer.id) is not None
+
+    run(tmp_path, body)
+
+
+def test_requests_that_arrive_together_share_a_commit(tmp_path: Path) -> None:
+    async def body(writer: Writer, store: Gate) -> None:
+        await report(writer)
+        before = store.commits
+        await asyncio.gather(*(writer.submit(ask()) for _ in range(100)))
+        assert store.commits - before <= 3
+
+    run(tmp_path, body)
+
+
+def test_a_failed_commit_refuses_its_callers_and_loses_nothing(tmp_path: Path) -> None:
+    async def body(writer: Writer, store: Gate) -> None:
+        await report(writer, gpus=2)
+        kept = await writer.submit(ask())
+        assert isinstance(kept, Lease)
+        store.fail = 1
+        with pytest.raises(Unavailable, match="disk is full"):
+            await writer.submit(ask())
+        await recovered(writer)
+        assert set(writer.committed.leases) == {kept.id}
+        await report(writer, gpus=2)
+        second = await writer.submit(ask())
+        assert isinstance(second, Lease)
+        assert second.gpus[0].uuid != kept.gpus[0].uuid
+        assert (second.token or 0) > (kept.token or 0)
+        released = await writer.submit(LeaseReleased(cause=ids.make("request"), lease_id=kept.id, token=kept.token))
+        assert isinstance(released, Lease)
+
+    run(tmp_path, body)
+
+
+def test_a_fault_in_the_core_reaches_nobody_as_a_grant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(writer: Writer, store: Gate) -> None:
+        await report(writer)
+        kept = await writer.submit(ask())
+        assert isinstance(kept, Lease)
+        with monkeypatch.context() as broken:
+            broken.setattr("gpulease_server.core.decide.on_asked", lambda *_: 1 / 0)
+            poison, other = ask(), LeaseReleased(cause=ids.make("request"), lease_id=kept.id, token=kept.token)
+            outcomes = await asyncio.gather(writer.submit(poison), writer.submit(other), return_exceptions=True)
+        assert isinstance(outcomes[0], GpuleaseError)
+        assert outcomes[0].status == 500
+        assert isinstance(outcomes[1], Lease), "one request made another one fail"
+        await recovered(writer)
+        assert set(writer.committed.leases) == {kept.id}
+        await report(writer)
+        assert isinstance(await writer.submit(ask()), Lease)
+
+    run(tmp_path, body)
+
+
+def test_a_lease_expires_by_itself(tmp_path: Path) -> None:
+    async def body(writer: Writer, store: Gate) -> None:
+        await report(writer)
+        begun_s = clock.now().mono_s
+        lease = await writer.submit(ask(ttl_s=0.5))
+        assert isinstance(lease, Lease)
+        while writer.committed.leases[lease.id].lease.state == "active":
+            await writer.topics.wait(f"lease:{lease.id}", 5)
+        took_s = clock.now().mono_s - begun_s
+        assert 0.5 <= took_s < 1.5, "early, or more than a second late"
+
+    run(tmp_path, body)

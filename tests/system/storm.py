@@ -1,0 +1,73 @@
+"""Many processes at once, each asking for GPUs, holding them, giving them back, and writing down what it was told.
+
+Run as `python -m tests.system.storm URL PROCESSES COUNT HOLD_S DIRECTORY`. Each process appends lines of JSON to a file
+of its own in DIRECTORY; a line is written only after the daemon's answer has arrived.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import httpx2  # noqa: F401 - once, before the processes are forked
+
+from gpulease import Client
+from gpulease.errors import DaemonUnavailable, Unavailable
+
+WAIT_S = 120.0
+
+
+def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
+    """Ask, hold, release."""
+
+    def say(**what: object) -> None:
+        log.write(json.dumps({"at_s": time.monotonic(), **what}) + "\n")
+        log.flush()
+
+    until_s = time.monotonic() + WAIT_S
+    with Client(url) as client:
+        while True:
+            try:
+                lease = client.lease(count=count, wait_s=until_s - time.monotonic(), ttl_s=30)
+                break
+            except (DaemonUnavailable, Unavailable):
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.05)
+        say(got=lease.id, token=lease.token, gpus=[gpu.uuid for gpu in lease.gpus])
+        time.sleep(hold_s)
+        say(releasing=lease.id)
+        lease.release()
+        say(released=lease.id, token=lease.token)
+
+
+def main() -> int:
+    """Fork the processes, let them go at the same moment, and count those that failed."""
+    url, processes, count, hold_s, directory = sys.argv[1:]
+    gate, opened = os.pipe()
+    children = []
+    for number in range(int(processes)):
+        pid = os.fork()
+        if pid == 0:
+            os.close(opened)
+            os.read(gate, 1)
+            code = 1
+            try:
+                with (Path(directory) / f"{number}.jsonl").open("w") as log:
+                    one(url, int(count), float(hold_s), log)
+                code = 0
+            except BaseException as error:
+                print(f"process {number}: {error!r}", file=sys.stderr, flush=True)
+            os._exit(code)
+        children.append(pid)
+    os.close(gate)
+    os.close(opened)
+    return sum(os.waitpid(pid, 0)[1] != 0 for pid in children)
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 100))

@@ -1,0 +1,112 @@
+"""Arrays through the command: submitted at once, so many at a time, listed, awaited and ended together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon import DaemonProcess, daemon, eventually
+
+RECORD = """
+import os, sys, time
+place, index = sys.argv[1:]
+assert os.environ["GPULEASE_ARRAY_INDEX"] == index
+name = f"{place}/{os.environ['GPULEASE_ARRAY_ID']}-{index}"
+with open(name, "w") as file:
+    file.write(f"{time.monotonic()} ")
+    time.sleep(0.3)
+    file.write(f"{time.monotonic()}")
+sys.exit(3 if index == "4" else 0)
+"""
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with daemon(tmp_path, "--simulate", "8") as started:
+        yield started
+
+
+def gpulease(running: DaemonProcess, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"GPULEASE_URL": running.url}
+    command = [sys.executable, "-m", "gpulease.cli", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def submit(running: DaemonProcess, array: str, *command: str) -> str:
+    said = gpulease(running, "submit", "--launcher", "plain", "--name", "sweep", "--array", array, "--", *command)
+    assert said.returncode == 0, said.stderr
+    return said.stdout.strip()
+
+
+def most_at_once(directory: Path, array: str) -> int:
+    """The greatest number of spans, in the files that the jobs wrote, that have a moment in common."""
+    spans = [tuple(map(float, path.read_text().split())) for path in directory.glob(f"{array}-*")]
+    assert len(spans) == 20
+    return max(sum(begun <= at < ended for begun, ended in spans) for at, _ in spans)
+
+
+@pytest.mark.timeout(110)
+def test_twenty_jobs_run_three_at_a_time_and_wait_passes_on_the_code_of_the_one_that_failed(
+    running: DaemonProcess, tmp_path: Path
+) -> None:
+    begun = time.monotonic()
+    array = submit(running, "0-19%3", sys.executable, "-c", RECORD, str(tmp_path), "{index}")
+    assert array.startswith("array-")
+    assert time.monotonic() - begun < 10  # the command does not stay for them
+    waited = gpulease(running, "wait", array)
+    assert waited.returncode == 3, waited.stderr
+    first, *further = waited.stderr.splitlines()
+    assert first.startswith(f"{array}: ")
+    assert len(further) == 1, "one line says which job has failed, and how"
+    assert most_at_once(tmp_path, array) == 3
+    listed = gpulease(running, "jobs", "--array", array).stdout.splitlines()
+    assert len(listed) == 21
+    assert all(f"sweep[{index}]" in line for index, line in enumerate(listed[1:]))
+
+
+@pytest.mark.timeout(60)
+def test_an_array_is_cancelled_whole_and_none_of_it_begins_meanwhile(running: DaemonProcess) -> None:
+    array = submit(running, "1-9%2", "sleep", "60")
+    path = f"/v1/jobs?array={array}&state="
+    eventually(lambda: len(running.call("GET", path + "running").json["items"]) == 2, 30, running.story)
+    said = gpulease(running, "cancel", array, "--grace", "1s")
+    assert len(said.stdout.splitlines()) == 9, said.stderr
+    eventually(lambda: len(running.call("GET", path + "cancelled").json["items"]) == 9, 30, running.story)
+    begun = [job for job in running.call("GET", path + "cancelled").json["items"] if job["attempts"]]
+    assert len(begun) == 2
+    assert gpulease(running, "cancel", array).stdout == f"all jobs of {array} have ended\n"
+    assert gpulease(running, "wait", "array-none").returncode == 1
+
+
+def test_one_request_sent_twice_makes_one_array(running: DaemonProcess) -> None:
+    body = {"command": ["true"], "launcher": "plain", "array": {"indices": "0-2", "at_most": 1}}
+    twice = [running.call("POST", "/v1/jobs", body, **{"Idempotency-Key": "sweep"}) for _ in range(2)]
+    assert [answer.status for answer in twice] == [201, 201]
+    assert twice[0].json["id"] == twice[1].json["id"]
+    listed = running.call("GET", f"/v1/jobs?array={twice[0].json['array_id']}").json["items"]
+    assert sorted(job["array_index"] for job in listed) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("array", [{"indices": "0-1000"}, {"indices": "x"}, {"indices": "0-3", "at_most": 0}])
+def test_an_array_that_means_nothing_is_refused(running: DaemonProcess, array: dict[str, object]) -> None:
+    answer = running.call("POST", "/v1/jobs", {"command": ["true"], "launcher": "plain", "array": array})
+    assert (answer.status, answer.json["code"]) == (422, "invalid_request")
+    assert "array" in answer.json["detail"]
+
+
+def test_an_array_outlives_the_daemon_with_its_limit(running: DaemonProcess) -> None:
+    array = submit(running, "0-4%1", "sleep", "60")
+    path = f"/v1/jobs?array={array}&state="
+    eventually(lambda: len(running.call("GET", path + "running").json["items"]) == 1, 30, running.story)
+    running.kill()
+    running.start()
+    queued = running.call("GET", path + "queued").json["items"]
+    assert len(queued) == 4
+    said = running.call("GET", f"/v1/leases/{queued[0]['lease_id']}/explain").json["sentence"]
+    assert f"array {array} has as many jobs running as it may at once, 1" in said

@@ -1,0 +1,75 @@
+"""Every launcher runs an example for real: two ranks on the CPU, under a daemon with simulated GPUs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon import DaemonProcess, daemon, eventually
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FINAL = ("succeeded", "failed", "cancelled", "timed_out", "lost")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with daemon(tmp_path_factory.mktemp("launchers"), "--simulate", "4") as started:
+        yield started
+
+
+def end_of(running: DaemonProcess, **what: Any) -> tuple[dict[str, Any], str]:
+    """Run a job on two GPUs; it as it ended, and what its launcher printed."""
+    answer = running.call("POST", "/v1/jobs", {"gpus": 2, "interpreter": sys.executable, **what})
+    assert answer.status == 201, answer.content
+    path = f"/v1/jobs/{answer.json['id']}"
+    eventually(lambda: running.call("GET", path).json["state"] in FINAL, 100, running.story)
+    return running.call("GET", path).json, running.call("GET", f"{path}/logs").content.decode()
+
+
+def views(printed: str) -> list[dict[str, Any]]:
+    """The JSON lines of all ranks, in order of rank; torchrun puts the rank before a line."""
+    found = [json.loads(line[line.index("{") :]) for line in printed.splitlines() if '{"rank"' in line]
+    return sorted(found, key=lambda view: int(view["rank"]))
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(
+    ("launcher", "command"),
+    [
+        ("torchrun", ["ddp_digits.py", "--epochs", "6"]),
+        ("accelerate", ["accelerate_digits.py"]),
+        ("lightning", ["lightning_digits.py"]),
+        ("fabric", ["fabric_digits.py"]),
+        ("plain", [sys.executable, "spawn_digits.py"]),
+        *([("deepspeed", ["ddp_digits.py", "--epochs", "6"])] if find_spec("deepspeed") else []),
+    ],
+)
+def test_two_ranks_train_under_their_lease(running: DaemonProcess, launcher: str, command: list[str]) -> None:
+    job, printed = end_of(running, launcher=launcher, command=command, working_directory=str(EXAMPLES))
+    assert (job["state"], job["exit_code"]) == ("succeeded", 0), (job, printed)
+    ranks = views(printed)
+    assert [(view["rank"], view["world_size"], view["lease_id"]) for view in ranks] == [
+        (0, 2, job["lease_id"]),
+        (1, 2, job["lease_id"]),
+    ]
+    assert all(view["test_accuracy"] > 0.85 for view in ranks), ranks
+
+
+@pytest.mark.parametrize(
+    ("launcher", "module"),
+    [
+        *([] if find_spec("deepspeed") else [("deepspeed", "deepspeed")]),
+        ("horovodrun", "horovod"),
+        ("bagua", "bagua"),
+    ],
+)
+def test_a_launcher_that_is_not_installed_is_the_reason(running: DaemonProcess, launcher: str, module: str) -> None:
+    job, _ = end_of(running, launcher=launcher, command=["ddp_digits.py"], working_directory=str(EXAMPLES))
+    assert (job["state"], job["exit_code"]) == ("failed", None)
+    assert job["reason"].startswith(f"{launcher} is not installed for {sys.executable}: it has no module {module}.")

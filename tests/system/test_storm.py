@@ -1,0 +1,136 @@
+"""Two hundred processes at once on eight GPUs, and a daemon that is killed in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon import DaemonProcess, daemon, events, eventually
+
+pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
+
+PROCESSES = 200
+
+
+def start_storm(running: DaemonProcess, directory: Path, count: int = 1) -> subprocess.Popen[str]:
+    directory.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "tests.system.storm",
+        running.url,
+        str(PROCESSES),
+        str(count),
+        "0.05",
+        str(directory),
+    ]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def told(directory: Path) -> list[dict[str, Any]]:
+    """Everything that the processes were told, in order of time."""
+    lines = [json.loads(line) for path in directory.glob("*.jsonl") for line in path.read_text().splitlines()]
+    return sorted(lines, key=lambda line: line["at_s"])
+
+
+def check_clients(lines: list[dict[str, Any]]) -> None:
+    """By the clients' own clock, nobody held a GPU that another held."""
+    holding: dict[str, str] = {}
+    for line in lines:
+        if "got" in line:
+            for gpu in line["gpus"]:
+                assert gpu not in holding, f"{gpu} was given to {line['got']} while {holding[gpu]} held it"
+                holding[gpu] = line["got"]
+        elif "releasing" in line:
+            holding = {gpu: lease for gpu, lease in holding.items() if lease != line["releasing"]}
+
+
+def check_events(log: list[dict[str, Any]]) -> None:
+    """By the event log, no GPU was ever in two leases, and tokens only rose."""
+    holding: dict[str, str] = {}
+    draining: set[str] = set()
+    tokens = [0]
+    assert [event["seq"] for event in log] == list(range(1, len(log) + 1))
+    for event in log:
+        if event["kind"] == "lease.granted":
+            assert event["token"] > tokens[-1]
+            tokens.append(event["token"])
+            for gpu in event["gpus"]:
+                assert gpu not in holding, f"{gpu} was granted to {event['lease_id']} while {holding[gpu]} held it"
+                assert gpu not in draining, f"{gpu} was granted before it was clean"
+                holding[gpu] = event["lease_id"]
+        elif event["kind"] == "lease.ended":
+            for gpu in event["gpus"]:
+                assert holding.pop(gpu) == event["lease_id"]
+                draining.add(gpu)
+        elif event["kind"] == "gpu.clean":
+            draining -= set(event["gpus"])
+    assert not holding
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("count", [1, 3])
+def test_all_of_two_hundred_processes_are_served_and_none_twice(tmp_path: Path, count: int) -> None:
+    with daemon(tmp_path, "--simulate", "8") as running:
+        storm = start_storm(running, tmp_path / "storm", count)
+        _, complaints = storm.communicate(timeout=240)
+        assert storm.returncode == 0, f"{complaints}\n{running.story()}"
+        lines = told(tmp_path / "storm")
+        assert sum("got" in line for line in lines) == PROCESSES
+        assert sum("released" in line for line in lines) == PROCESSES
+        check_clients(lines)
+        log = events(running)
+        check_events(log)
+        assert sum(event["kind"] == "lease.granted" for event in log) == PROCESSES
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 40))])
+def test_a_daemon_killed_in_the_storm_loses_nothing_it_said(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    running = DaemonProcess(tmp_path / "d", "--simulate", "8").start()
+    directory = tmp_path / "storm"
+    try:
+        storm = start_storm(running, directory)
+        for kill in range(3):
+            so_far = 10 + 40 * kill + chance.randrange(30)
+            eventually(
+                lambda so_far=so_far: (
+                    sum("got" in line for line in told_safely(directory)) >= so_far or storm.poll() is not None
+                ),
+                120,
+                running.story,
+            )
+            running.kill()
+            running.start()
+        _, complaints = storm.communicate(timeout=240)
+        assert storm.returncode == 0, f"{complaints}\n{running.story()}"
+        lines = told(directory)
+        check_clients(lines)
+        log = events(running)
+        check_events(log)
+        granted = {event["lease_id"]: event for event in log if event["kind"] == "lease.granted"}
+        ended = {event["lease_id"]: event for event in log if event["kind"] == "lease.ended"}
+        for line in lines:
+            if "got" in line:
+                event = granted[line["got"]]
+                assert (event["token"], event["gpus"]) == (line["token"], line["gpus"])
+            if "released" in line:
+                assert ended[line["released"]]["reason"] == "released"
+        assert sum("got" in line for line in lines) == PROCESSES
+    finally:
+        running.stop()
+
+
+def told_safely(directory: Path) -> list[dict[str, Any]]:
+    """`told`, while lines are being written."""
+    found = []
+    for path in directory.glob("*.jsonl"):
+        found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return found

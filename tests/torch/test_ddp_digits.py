@@ -1,0 +1,108 @@
+"""The training example as a user runs it: real ranks, real collectives, a real kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_digits.py"
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GPULEASE_LEASE_ID")
+SIMULATED = "GPU-11111111-1111-1111-1111-111111111111,GPU-22222222-2222-2222-2222-222222222222"
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def environment() -> dict[str, str]:
+    """What a lease on simulated GPUs sets, where no CUDA answers to it."""
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return kept | {"CUDA_VISIBLE_DEVICES": SIMULATED, "GPULEASE_LEASE_ID": "a-lease", "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(ranks: int, *options: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"),
+        *(str(EXAMPLE), *options),
+    ]
+
+
+def finish(command: list[str]) -> str:
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+def views(output: str) -> list[dict[str, Any]]:
+    """The JSON lines of all ranks, in order of rank."""
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda view: int(view["rank"]))
+
+
+def test_two_ranks_learn_the_digits_and_each_prints_its_view() -> None:
+    first, second = views(finish(torchrun(2)))
+
+    assert first["test_accuracy"] >= 0.95
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert (first["local_rank"], second["local_rank"]) == (0, 1)
+    same = {name: first[name] for name in first if name not in ("rank", "local_rank")}
+    assert same == {name: second[name] for name in same}
+    assert first["world_size"] == 2
+    assert first["cuda_visible_devices"] == SIMULATED
+    assert first["lease_id"] == "a-lease"
+    assert first["device"] == "cpu"
+    assert first["test_images"] == 359, "every held-out image is to be counted, and none twice"
+
+
+def test_it_trains_alone_without_a_launcher() -> None:
+    (view,) = views(finish([sys.executable, str(EXAMPLE)]))
+
+    assert view["test_accuracy"] >= 0.95
+    assert (view["rank"], view["world_size"], view["test_images"]) == (0, 1, 359)
+
+
+def test_a_killed_run_resumed_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    options = ("--epochs", "10", "--seed", "3")
+    uninterrupted = views(finish(torchrun(2, *options, "--checkpoint-dir", str(whole))))
+
+    kill_after_epoch(2, torchrun(2, *options, "--checkpoint-dir", str(cut)), tmp_path / "killed.log")
+    reached = torch.load(cut / "checkpoint.pt", weights_only=True)["epoch"]
+    assert 2 <= reached < 10
+    resumed = views(finish(torchrun(2, *options, "--checkpoint-dir", str(cut), "--resume")))
+
+    assert resumed[0]["first_epoch"] == reached + 1
+    assert resumed[0]["test_accuracy"] == uninterrupted[0]["test_accuracy"]
+    for name, weights in torch.load(whole / "checkpoint.pt", weights_only=True)["model"].items():
+        assert torch.equal(weights, torch.load(cut / "checkpoint.pt", weights_only=True)["model"][name]), name
+
+
+def kill_after_epoch(epoch: int, command: list[str], log: Path) -> None:
+    """Start the command, and SIGKILL its ranks once that epoch is in its log."""
+    with log.open("wb") as file:
+        launcher = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 100
+    while f"epoch {epoch} of" not in log.read_text():
+        assert launcher.poll() is None, f"ended before epoch {epoch}: {log.read_text()[-3000:]}"
+        assert time.monotonic() < deadline, f"no epoch {epoch} after 100 s: {log.read_text()[-3000:]}"
+        time.sleep(0.01)
+    for rank in psutil.Process(launcher.pid).children(recursive=True):
+        rank.send_signal(signal.SIGKILL)
+    assert launcher.wait(timeout=60) != 0
+
+
+def test_resume_without_a_directory_is_refused() -> None:
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--resume"], capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert ran.returncode == 2
+    assert "--resume needs --checkpoint-dir" in ran.stderr

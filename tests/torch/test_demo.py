@@ -1,0 +1,98 @@
+"""`make demo`, and that its claim can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from gpulease.model import Event
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpulease_demo", EXAMPLES / "demo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Where the demonstration makes its directory; short, because a Unix socket's path is."""
+    with tempfile.TemporaryDirectory(prefix="gp-") as directory:
+        yield Path(directory)
+
+
+def run(script: Path, *options: str, scratch: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
+    return subprocess.run(
+        [sys.executable, str(script), *options],
+        env=environment | {"TMPDIR": str(scratch), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def history(*lines: str) -> list[Event]:
+    """`a granted 0 1` for lease a and GPUs 0 and 1; a grant's GPUs need not be repeated at its end."""
+    at, events = datetime.now(UTC), []
+    for seq, (lease, verb, *gpus) in enumerate((line.split() for line in lines), start=1):
+        events.append(Event(seq=seq, at=at, kind=f"lease.{verb}", cause="c", lease_id=lease, gpus=tuple(gpus)))
+    return events
+
+
+@pytest.mark.parametrize(
+    ("events", "claims"),
+    [
+        pytest.param(("a granted 0 1", "b granted 2 3"), 0, id="two leases, no GPU in common"),
+        pytest.param(("a granted 0 1", "a ended", "b granted 0 1"), 0, id="one after the other"),
+        pytest.param(("a granted 0 1", "b granted 1 2"), 1, id="one GPU in two leases"),
+        pytest.param(("a granted 0 1", "b granted 0 1"), 2, id="both GPUs in two leases"),
+        pytest.param(("a granted 0", "a ended", "a revived 0", "b granted 0"), 1, id="a revived lease holds again"),
+        pytest.param(("a granted 0", "b queued", "b ended", "c granted 0"), 1, id="another's end frees nothing"),
+    ],
+)
+def test_a_gpu_in_two_leases_is_found_in_the_event_log(demo: ModuleType, events: tuple[str, ...], claims: int) -> None:
+    assert len(demo.overlaps(history(*events))) == claims
+
+
+def test_three_trainings_share_four_gpus(scratch: Path) -> None:
+    ran = run(EXAMPLES / "demo.py", "--simulate", "4", scratch=scratch)
+
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "waits: digits-3" in ran.stdout
+    assert ran.stdout.rstrip().endswith("no GPU was ever in two leases")
+    assert list(scratch.glob("gpulease-demo-*")) == [], "the temporary directory is removed"
+
+
+def test_a_failing_training_fails_it_and_leaves_no_process(tmp_path: Path, scratch: Path) -> None:
+    shutil.copy(EXAMPLES / "demo.py", tmp_path)
+    (tmp_path / "ddp_digits.py").write_text("import sys; sys.exit(3)\n")
+
+    ran = run(tmp_path / "demo.py", "--simulate", "4", scratch=scratch)
+
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "digits-1 failed with exit code" in ran.stdout
+    (left,) = scratch.glob("gpulease-demo-*")
+    assert f"logs included, is in {left}" in ran.stdout
+    assert [process for process in psutil.process_iter(["cmdline"]) if str(left) in str(process.info["cmdline"])] == []

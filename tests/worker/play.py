@@ -1,0 +1,47 @@
+"""A worker's jobs without the worker: orders go in, reports come out, and the supervisors are real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from gpulease.exchange import JobOrder, JobReport, RunState
+from gpulease_worker.jobs import Jobs
+
+DEADLINE_S = 60.0
+
+
+class Worker:
+    """The jobs of one data directory, as a worker has them."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.changed = asyncio.Event()
+        self.jobs = Jobs(data_dir, "http://127.0.0.1:1", self.changed.set)
+        self.jobs.recover()
+
+    async def until(self, orders: Sequence[JobOrder], state: RunState) -> tuple[JobReport, ...]:
+        """Follow the orders until every job is in a state."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                self.changed.clear()
+                self.jobs.reconcile(orders)
+                reports = self.jobs.reports()
+                if len(reports) == len(orders) and all(report.state is state for report in reports):
+                    return reports
+                await self.changed.wait()
+
+    async def end_of(self, job: JobOrder) -> JobReport:
+        (report,) = await self.until([job], RunState.EXITED)
+        return report
+
+
+def play(data_dir: Path, story: Callable[[Worker], Awaitable[None]]) -> None:
+    async def act() -> None:
+        worker = Worker(data_dir)
+        try:
+            await story(worker)
+        finally:
+            worker.jobs.close()
+
+    asyncio.run(act())

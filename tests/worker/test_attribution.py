@@ -1,0 +1,204 @@
+"""Whose a process is: by cgroup, by ancestry, by the marker; and who keeps a draining GPU's device file open."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpulease.model import GpuReading, LeaseState, Process
+from gpulease_worker import attribution, open_files, processes
+from gpulease_worker.holders import Holders, SeenLease
+from gpulease_worker.source import Reading
+from tests.worker.build import GPUS, lease, python, under, until
+
+OPEN = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); print('open', flush=True); time.sleep(600)"
+MAPPED = (
+    "import ctypes, os, sys, time; d = os.open(sys.argv[1], os.O_RDWR); c = ctypes.CDLL(None);"
+    "c.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long];"
+    "c.mmap(None, 4096, 1, 1, d, 0); os.close(d); print('open', flush=True); time.sleep(600)"
+)
+"""Python's own mmap keeps a descriptor open as well."""
+THREAD = (
+    "import ctypes, sys, threading, time; f = open(sys.argv[1]);"
+    "threading.Thread(target=time.sleep, args=(600,)).start(); print('open', flush=True);"
+    "ctypes.CDLL(None).pthread_exit(None)"
+)
+
+
+@contextmanager
+def opening(path: Path, code: str = OPEN, **environment: str) -> Iterator[int]:
+    """A process that has a file open, ended at the close."""
+    environ = {name: value for name, value in os.environ.items() if name != processes.MARKER} | environment
+    command = python("-c", code, str(path))
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"open\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The device file of GPU 0 of a simulated node."""
+    monkeypatch.setenv(attribution.DEVICE_FILES, str(tmp_path / "nvidia"))
+    path = tmp_path / "nvidia0"
+    path.write_bytes(b"\0" * mmap.PAGESIZE)
+    (tmp_path / "nvidia01").touch()
+    return path
+
+
+def reading(*pids: int, **what: object) -> Reading:
+    """A simulated node of one GPU with these processes."""
+    listed = tuple(Process(pid=pid) for pid in pids)
+    gpu = GpuReading(uuid=GPUS[0], node="n", index=0, processes=listed, **what)  # type: ignore[arg-type]
+    return Reading(gpus=(gpu,), simulated=True)
+
+
+def seen(lease_id: str, *, ended: bool = False, **what: object) -> SeenLease:
+    """A lease on that GPU."""
+    state = LeaseState.ENDED if ended else LeaseState.ACTIVE
+    return SeenLease(id=lease_id, state=state, gpus=(GPUS[0],), **what)  # type: ignore[arg-type]
+
+
+def leases_of(found: Reading) -> dict[int, str | None]:
+    return {process.pid: process.lease_id for process in found.gpus[0].processes}
+
+
+def test_the_owner_and_whatever_descends_from_it_belong_to_the_lease() -> None:
+    here, parent = processes.Identity.of(os.getpid()), processes.Identity.of(os.getppid())
+    assert here is not None
+    assert parent is not None
+    with under("", "sh", "-c", "sleep 60 & wait") as child:
+        try:
+            until(lambda: processes.descendants(child.pid), "there is a grandchild")
+            (grandchild,) = processes.descendants(child.pid)
+            pids = (os.getpid(), child.pid, grandchild.pid, 1)
+            found = attribution.complete(reading(*pids), [seen("mine", owner=here)])
+            assert leases_of(found) == {os.getpid(): "mine", child.pid: "mine", grandchild.pid: "mine", 1: None}
+            another = replace(here, start_ticks=here.start_ticks - 1)
+            found = attribution.complete(reading(*pids), [seen("mine", owner=another)])
+            assert set(leases_of(found).values()) == {None}, "another process had the pid when the lease began"
+            os.kill(grandchild.pid, 9)
+        finally:
+            child.kill()
+
+
+def test_a_process_in_a_cgroup_of_the_leases_name_belongs_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cgroup = tmp_path / "cgroup"
+    monkeypatch.setattr(processes, "Path", lambda path: cgroup if path.endswith("/cgroup") else Path(path))
+    for path, expected in [
+        ("/user.slice/gpulease-lease-7f3a.scope", True),
+        ("/lease-7f3a/rank0", True),
+        ("/lease-7f3a1/rank0", False),
+        ("/user.slice", False),
+    ]:
+        cgroup.write_text(f"0::{path}\n")
+        assert processes.cgroup_names(os.getpid(), "lease-7f3a") is expected, path
+
+
+def test_the_marker_of_another_lease_leaves_a_process_a_stranger_on_this_gpu() -> None:
+    mine = f"lease-{os.urandom(4).hex()}"
+    with under("another") as process:
+        try:
+            until(lambda: processes.marker(process.pid) == "another", "it has begun")
+            shown = reading(process.pid).gpus[0].processes[0]
+            found = attribution.complete(
+                Reading(gpus=(replace(reading().gpus[0], processes=(replace(shown, lease_id="another"),)),)),
+                [seen(mine)],
+            )
+            assert leases_of(found) == {process.pid: "another"}
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("code", [OPEN, MAPPED, THREAD], ids=["descriptor", "mapping", "thread of a zombie"])
+def test_who_has_a_file_open_is_found_in_every_way_of_having_it(device: Path, code: str) -> None:
+    with opening(device, code) as pid:
+        found = until(lambda: open_files.openers({str(device)}).by_path, "it is found")
+        assert [one.pid for one in found[str(device)]] == [pid]
+        assert not open_files.openers({str(device.with_name("nvidia01"))}).by_path
+
+
+def test_processes_that_may_not_be_looked_into_are_counted(device: Path) -> None:
+    if os.getuid() != 0:
+        assert open_files.openers({str(device)}).unreadable > 0
+        return
+    code = """if True:
+        import os
+        from gpulease_worker.open_files import openers
+        os.setuid(65534)  # what is root's is closed to any other user
+        print(openers({"/x"}).unreadable)
+    """
+    ran = subprocess.run(python("-c", code), capture_output=True, text=True, check=True, timeout=60)
+    assert int(ran.stdout) > 0
+
+
+def test_only_a_draining_gpu_is_looked_at(device: Path) -> None:
+    with opening(device) as pid:
+        (active,) = attribution.complete(reading(), [seen("mine")]).gpus
+        assert (active.opened_by, active.unreadable_processes) == (None, None)
+        (draining,) = attribution.complete(reading(), [seen("mine", ended=True)]).gpus
+        assert [one.pid for one in draining.opened_by or ()] == [pid]
+        assert draining.opened_by is not None
+        assert draining.opened_by[0].user is not None
+        assert "time.sleep(600)" in (draining.opened_by[0].command or "")
+        (free,) = attribution.complete(reading(), []).gpus
+        assert free.opened_by is None
+
+
+def test_who_had_the_device_open_before_the_lease_keeps_it_from_nobody_unless_it_is_the_leases(device: Path) -> None:
+    with opening(device) as stranger, opening(device, GPULEASE_LEASE_ID="mine") as ours:
+        later = seen("mine", ended=True, since_ticks=processes.ticks_now() + 1000)
+        (gpu,) = attribution.complete(reading(), [later]).gpus
+        assert [(one.pid, one.lease_id) for one in gpu.opened_by or ()] == [(ours, "mine")]
+        earlier = seen("mine", ended=True, since_ticks=0)
+        (gpu,) = attribution.complete(reading(), [earlier]).gpus
+        assert {one.pid: one.lease_id for one in gpu.opened_by or ()} == {stranger: None, ours: "mine"}
+
+
+def test_a_gpu_without_a_minor_number_is_not_said_to_be_closed(device: Path) -> None:
+    with opening(device):
+        found = replace(reading(), simulated=False)
+        (gpu,) = attribution.complete(found, [seen("mine", ended=True)]).gpus
+        assert (gpu.opened_by, gpu.unreadable_processes) == ((), None)
+
+
+def test_an_owner_is_learnt_once_and_survives_the_worker(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        holders = Holders(tmp_path)
+        told = replace(lease("mine", *GPUS), owner_pid=owner.pid)
+        (first,) = holders.see([told])
+        assert first.owner == processes.Identity.of(owner.pid)
+        owner.kill()
+    again = Holders(tmp_path)
+    again.recover()
+    assert again.see([replace(told, state=LeaseState.ENDED)]) == (replace(first, state=LeaseState.ENDED),)
+    again.see([])
+    (anew,) = again.see([told])
+    assert anew.owner is None, "the owner is gone, and its pid is anybody's"
+
+
+def test_the_start_time_that_the_daemon_knows_counts_and_not_who_has_the_pid_now(tmp_path: Path) -> None:
+    here = processes.Identity.of(os.getpid())
+    assert here is not None
+    told = replace(lease("mine", *GPUS), owner_pid=here.pid, owner_start_ticks=here.start_ticks - 1)
+    (known,) = Holders(tmp_path).see([told])
+    assert known.owner == processes.Identity(here.pid, here.start_ticks - 1)
+    assert not attribution.belongs(os.getpid(), known), "the pid is another's now"
+
+
+def test_a_lease_that_is_first_seen_when_it_has_ended_has_no_beginning(tmp_path: Path) -> None:
+    told = replace(lease("mine", *GPUS, state=LeaseState.ENDED), owner_pid=os.getpid())
+    (known,) = Holders(tmp_path).see([told])
+    assert (known.owner, known.since_ticks) == (None, None)

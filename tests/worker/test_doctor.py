@@ -1,0 +1,143 @@
+"""What `gpulease doctor` makes of what it sees, and how it sees it."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.model import ComputeMode, GpuReading
+from gpulease_worker import symptoms
+from gpulease_worker.doctor import CHECKS, INITIAL_PID_NAMESPACE, Facts, Finding, Health, examine
+
+
+def gpu(index: int, **what: Any) -> GpuReading:
+    return GpuReading(uuid=f"GPU-{index}", node="n", index=index, **{"compute_mode": ComputeMode.DEFAULT} | what)
+
+
+WELL = Facts(
+    kernel_driver="580.95.05",
+    library="580.95.05",
+    gpus=(gpu(0), gpu(1)),
+    pid_namespace=INITIAL_PID_NAMESPACE,
+    persistence=(True, True),
+    binding="/site-packages/pynvml.py",
+    socket="/d/gpulease.sock",
+    socket_mode=0o600,
+    socket_opens=True,
+    wall_s=1.8e9,
+    newest_s=1.8e9 - 5,
+    data_dir="/d",
+    free_bytes=50 * 2**30,
+)
+
+
+def found(facts: Facts) -> dict[str, Finding]:
+    return {finding.check: finding for finding in examine(facts)}
+
+
+def test_on_a_host_that_is_well_every_check_is_fine() -> None:
+    assert {finding.health for finding in examine(WELL)} == {Health.FINE}
+    assert len(found(WELL)) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("what", "check", "said", "remedy"),
+    [
+        ({"kernel_driver": None}, "driver", "No NVIDIA driver", "Install it"),
+        ({"library": "580.105.08"}, "driver library", "580.105.08, the loaded driver 580.95.05", "Restart"),
+        ({"library": None, "nvml_problem": "x"}, "driver library", "was not found", "Install"),
+        ({"binding": None}, "pynvml", "not installed", "pip install"),
+        ({"binding": "/s/pynvml/__init__.py"}, "pynvml", "/s/pynvml/__init__.py", "pip uninstall -y pynvml"),
+        ({"nvml_problem": "The probe did not answer within 10 s."}, "NVML", "did not answer", "nvidia-smi"),
+        ({"gpus": (gpu(0), gpu(1, health="xid:79"))}, "NVML", "GPU 1 is xid:79", "pause"),
+        ({"pid_namespace": 4026532999}, "PID namespace", "look free", "--pid=host"),
+        ({"persistence": (True, False)}, "persistence mode", "GPU 1", "nvidia-smi -pm 1"),
+        (
+            {"gpus": tuple(gpu(index, compute_mode=ComputeMode.PROHIBITED) for index in (0, 2))},
+            "compute mode",
+            "never granted",
+            "nvidia-smi -i 0,2 -c DEFAULT",
+        ),
+        ({"socket_mode": 0o666}, "socket", "0666", "chmod 600"),
+        ({"socket_opens": False}, "socket", "does not let this user in", "account"),
+        ({"wall_s": 0.0}, "clock", "before this program", "timedatectl"),
+        ({"newest_s": 1.8e9 + 3600}, "clock", "3600 s in the future", "timedatectl"),
+        ({"daemon_problem": "Not ready: x"}, "daemon", "Not ready: x", "log"),
+        ({"free_bytes": 2**20}, "disk", "0.0 GiB", "Make room"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
+    what: dict[str, Any], check: str, said: str, remedy: str
+) -> None:
+    findings = found(replace(WELL, **what))
+    assert findings[check].health is Health.WRONG
+    assert said in findings[check].sentence
+    assert remedy in findings[check].remedy
+    assert "\n" not in findings[check].sentence + findings[check].remedy
+    others = {finding.health for name, finding in findings.items() if name != check}
+    assert Health.WRONG not in others or check == "driver library", "one cause is told as several"
+
+
+@pytest.mark.parametrize(
+    ("what", "check"),
+    [
+        ({"library": None}, "driver library"),
+        ({"persistence": None}, "persistence mode"),
+        ({"gpus": ()}, "compute mode"),
+        ({"gpus": (gpu(0, compute_mode=None),)}, "compute mode"),
+        ({"pid_namespace": None}, "PID namespace"),
+        ({"socket_mode": None}, "socket"),
+        ({"free_bytes": None}, "disk"),
+    ],
+)
+def test_what_cannot_be_told_is_neither_fine_nor_wrong(what: dict[str, Any], check: str) -> None:
+    assert found(replace(WELL, **what))[check].health is Health.UNKNOWN
+
+
+def test_exclusive_process_is_fine_and_says_what_it_means() -> None:
+    finding = found(replace(WELL, gpus=(gpu(0, compute_mode=ComputeMode.EXCLUSIVE_PROCESS),)))["compute mode"]
+    assert finding.health is Health.FINE
+    assert "one process at a time" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024", "535.183.01"),
+        (
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder)",
+            "580.95.05",
+        ),
+        ("nothing of the kind", None),
+    ],
+)
+def test_the_version_of_the_loaded_driver_is_read(tmp_path: Path, line: str, version: str | None) -> None:
+    (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
+    assert symptoms.kernel_driver(tmp_path / "version") == version
+    assert symptoms.kernel_driver(tmp_path / "absent") is None
+
+
+def test_the_version_of_the_library_is_that_of_the_file_that_its_name_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.580.95.05").touch()
+    (tmp_path / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.580.95.05")
+    assert symptoms.library_version([tmp_path / "nowhere", tmp_path]) == "580.95.05"
+    assert symptoms.library_version([tmp_path / "nowhere"]) is None
+
+
+def test_the_facts_of_this_host_are_gathered_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPULEASE_URL", "http://127.0.0.1:9")
+    (tmp_path / "gpulease.db").touch()
+    os.utime(tmp_path / "gpulease.db", (time.time() + 7200, time.time() + 7200))
+    begun_s = time.monotonic()
+    findings = found(symptoms.gather(tmp_path, deadline_s=5.0))
+    assert time.monotonic() - begun_s < 30
+    assert findings["daemon"].health is Health.WRONG
+    assert "Connection refused" in findings["daemon"].sentence
+    assert findings["clock"].health is Health.WRONG
+    assert findings["disk"].health is not Health.UNKNOWN
+    assert findings["pynvml"].health is Health.FINE

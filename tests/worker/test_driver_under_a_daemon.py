@@ -1,0 +1,180 @@
+"""A daemon whose worker runs on the stand-in for NVML: what each ill of a driver does to the GPUs' states."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon import DaemonProcess, eventually
+from tests.worker.build import python
+from tests.worker.stand_in import (
+    DRIVER_NOT_LOADED,
+    EVERY,
+    GPU_IS_LOST,
+    HANGS,
+    MISMATCH,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    POOR,
+    RESET_REQUIRED,
+    THIRD,
+    WHOLE,
+    Driver,
+)
+
+THREE = (("count", EVERY, 3), ("idle", 0, 1))
+"""Three GPUs on which nothing runs: the poor one is prohibited, the others are free."""
+NVITOP = (
+    "import json; from nvitop import Device; print(json.dumps([{'uuid': one.uuid().lower(), 'name': one.name(), "
+    "'memory_used_bytes': one.memory_used(), 'memory_total_bytes': one.memory_total(), "
+    "'pids': sorted(one.processes())} for one in Device.all()]))"
+)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return Driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.fixture(scope="module")
+def running(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    lists_only = ("count", EVERY, 3), ("gone", 0, 1)
+    driver.says(*lists_only)
+    paces = {"GPULEASE_PROCESSES_S": "0.05", "GPULEASE_HEALTH_S": "0.5", "GPULEASE_POLL_S": "0.2"}
+    place = tmp_path_factory.mktemp("daemon")
+    process = DaemonProcess(place / "d", "--node", "n", environment={**driver.environment, **paces})
+    try:
+        yield process.start()
+    finally:
+        process.stop()
+
+
+def gpus(running: DaemonProcess) -> dict[str, dict[str, Any]]:
+    return {gpu["uuid"]: gpu for gpu in running.call("GET", "/v1/gpus").json["items"]}
+
+
+def states(running: DaemonProcess) -> dict[str, str]:
+    return {uuid: gpu["state"] for uuid, gpu in gpus(running).items()}
+
+
+def ask(running: DaemonProcess, uuid: str) -> int:
+    """The status of a request for this one GPU, now or never; given back at once."""
+    answer = running.call("POST", "/v1/leases?wait_s=10", {"devices": [uuid], "queue": False})
+    if answer.status == 201:
+        running.call("POST", f"/v1/leases/{answer.json['id']}/release", {"token": answer.json["token"]})
+        eventually(lambda: states(running)[uuid] != "draining", 10, lambda: str(gpus(running)))
+    return answer.status
+
+
+@pytest.mark.parametrize(
+    ("matters", "state", "words"),
+    [
+        pytest.param((), "free", "", id="sound"),
+        pytest.param((("idle", 0, 0),), "foreign", "4194305", id="in use by somebody"),
+        pytest.param(
+            (("nvmlDeviceGetComputeRunningProcesses_v3", 0, NO_PERMISSION),), "unhealthy", "processes", id="lists"
+        ),
+        pytest.param((("nvmlDeviceGetHandleByIndex_v2", 0, GPU_IS_LOST),), "unhealthy", "lost", id="lost"),
+        pytest.param((("nvmlDeviceGetHandleByIndex_v2", 0, NO_PERMISSION),), "unhealthy", "unreadable", id="refused"),
+        pytest.param((("nvmlDeviceGetTemperature", 0, RESET_REQUIRED),), "unhealthy", "reset_required", id="reset"),
+        pytest.param((("action", 0, 7),), "unhealthy", "reboot_required", id="reboot"),
+        pytest.param((("remap", 0, 1),), "unhealthy", "row_remap_pending", id="row remap"),
+        pytest.param((("mig", 0, 1),), "unhealthy", "mig", id="MIG"),
+        pytest.param(
+            (("nvmlDeviceGetMemoryInfo", 0, NOT_SUPPORTED), ("nvmlDeviceGetMemoryInfo_v2", 0, NOT_SUPPORTED)),
+            "free",
+            "",
+            id="integrated memory",
+        ),
+    ],
+)
+def test_one_gpus_ill_is_its_state_and_nobody_elses_and_passes_by_itself(
+    running: DaemonProcess, driver: Driver, matters: tuple[tuple[str, int, object], ...], state: str, words: str
+) -> None:
+    driver.says(*THREE, *matters)
+    eventually(lambda: states(running).get(WHOLE.uuid) == state, 10, lambda: str(gpus(running)))
+    if state == "free" and matters:
+        # Otherwise a lease could begin with memory that is known and end with memory that is not.
+        eventually(lambda: gpus(running)[WHOLE.uuid]["memory_used_bytes"] is None, 10, lambda: str(gpus(running)))
+    assert states(running) == {POOR.uuid: "prohibited", WHOLE.uuid: state, THIRD.uuid: "free"}
+    assert words in (gpus(running)[WHOLE.uuid]["reason"] or "")
+    assert ask(running, WHOLE.uuid) == (201 if state == "free" else 409)
+    assert ask(running, THIRD.uuid) == 201
+    driver.says(*THREE)
+    eventually(lambda: states(running)[WHOLE.uuid] == "free", 10, lambda: str(gpus(running)))
+    assert ask(running, WHOLE.uuid) == 201
+
+
+@pytest.mark.parametrize(
+    ("matters", "words"),
+    [
+        pytest.param(("nvmlDeviceGetTemperature", EVERY, DRIVER_NOT_LOADED), "Driver Not Loaded", id="unloaded"),
+        pytest.param(("nvmlDeviceGetTemperature", EVERY, MISMATCH), "changed under the running system", id="upgraded"),
+        pytest.param(("nvmlDeviceGetPowerUsage", 2, HANGS), "nvmlDeviceGetPowerUsage did not answer", id="hung"),
+    ],
+)
+def test_a_driver_that_fails_as_a_whole_makes_every_gpu_unknown_within_two_seconds(
+    running: DaemonProcess, driver: Driver, matters: tuple[str, int, object], words: str
+) -> None:
+    begun = time.monotonic()
+    driver.says(*THREE, matters)
+    eventually(lambda: set(states(running).values()) == {"unknown"}, 2, lambda: str(gpus(running)))
+    assert time.monotonic() - begun < 2
+    assert words in gpus(running)[WHOLE.uuid]["reason"]
+    assert ask(running, THIRD.uuid) == 409
+    driver.says(*THREE)
+    eventually(lambda: states(running)[THIRD.uuid] == "free", 10, lambda: str(gpus(running)))
+    assert ask(running, THIRD.uuid) == 201
+
+
+def test_an_unmodified_nvitop_shows_the_same_gpus_as_gpulease_status(running: DaemonProcess, driver: Driver) -> None:
+    driver.says(("count", EVERY, 3))
+    eventually(lambda: states(running)[WHOLE.uuid] == "foreign", 10, lambda: str(gpus(running)))
+    command = python("-m", "gpulease.cli", "status", "--json")
+    said = subprocess.run(
+        command, env={**driver.environment, "GPULEASE_URL": running.url}, capture_output=True, check=True
+    )
+    ours = {gpu["uuid"].lower(): gpu for gpu in json.loads(said.stdout)["items"]}
+    asked = subprocess.run([sys.executable, "-c", NVITOP], env=driver.environment, capture_output=True, check=True)
+    theirs = json.loads(asked.stdout.splitlines()[-1])
+    assert {one["uuid"] for one in theirs} == set(ours)
+    for one in theirs:
+        mine = ours[one["uuid"]]
+        assert (mine["name"], sorted(process["pid"] for process in mine["processes"])) == (one["name"], one["pids"])
+        if mine["memory_total_bytes"] is not None:  # nvitop then shows the host's memory in its place
+            keys = ("memory_used_bytes", "memory_total_bytes")
+            assert [mine[key] for key in keys] == [one[key] for key in keys]
+    table = subprocess.run(
+        python("-m", "nvitop", "--once", "--ascii"), env=driver.environment, capture_output=True, check=True
+    )
+    assert all(gpu["name"] in table.stdout.decode() for gpu in ours.values())
+
+
+def test_no_grant_rests_on_a_process_list_that_is_repeated(driver: Driver, tmp_path: Path) -> None:
+    three = ("count", EVERY, 3)
+    driver.says(three, ("gone", 0, 1))  # the memory stays the same all the while, so only the lists can tell
+    paces = {"GPULEASE_PROCESSES_S": "60", "GPULEASE_POLL_S": "0.1"}
+    slow = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **paces})
+
+    def is_old() -> bool:
+        seen = datetime.fromisoformat(gpus(slow)[WHOLE.uuid]["observed_at"])
+        return (datetime.now(UTC) - seen).total_seconds() > 1
+
+    try:
+        slow.start()
+        assert ask(slow, WHOLE.uuid) == 201
+        eventually(is_old, 10, lambda: str(gpus(slow)))
+        driver.says(three)
+        assert states(slow)[WHOLE.uuid] == "free", "as far as anybody has looked"
+        assert ask(slow, WHOLE.uuid) == 409, "the lists were read anew for it"
+        assert states(slow)[WHOLE.uuid] == "foreign"
+    finally:
+        slow.stop()

@@ -1,0 +1,154 @@
+"""As whom a job runs, and what it may reach: with the rights of its user and no others."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpulease import log_files
+from gpulease.exchange import JobReport
+from gpulease.model import Launcher
+from gpulease_worker import accounts, entry
+from tests.worker.build import order, python, spec
+from tests.worker.play import Worker, play
+
+STRANGER = 54321
+"""A user whom no database knows."""
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A data directory that every user can pass through, as /var/lib/gpulease is for root."""
+    directory = Path(tempfile.mkdtemp(prefix="gpulease-users-"))
+    directory.chmod(0o711)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def end_of(directory: Path, *command: str, uid: int = STRANGER, **members: object) -> JobReport:
+    found: list[JobReport] = []
+
+    async def story(worker: Worker) -> None:
+        found.append(await worker.end_of(order("j", spec(*command, **members), uid=uid, gid=uid)))
+
+    play(directory, story)
+    return found[0]
+
+
+def log_of(report: JobReport) -> str:
+    assert report.log_directory is not None
+    return log_files.tail(Path(report.log_directory), "launcher.log", size_bytes=10_000)
+
+
+def refused(report: JobReport) -> bool:
+    """What a worker that is not root says to another user's job."""
+    return report.exit_code is None and "Only a worker that is root runs jobs of other users." in str(report.reason)
+
+
+def test_a_job_runs_as_its_user_with_his_groups_umask_and_limits_in_his_own_directory(public: Path) -> None:
+    script = (
+        'id -u; id -g; id -G; umask; ulimit -n; echo "$USER $HOME"; touch here && stat -c "%u %a" here; '
+        "test -r ../order.json && echo LEAK; ls .. 2>/dev/null && echo LISTED; true"
+    )
+    report = end_of(public, "sh", "-c", script, umask=0o027, limits={"nofile": (64, 128)})
+    if not ROOT:
+        assert refused(report)
+        return
+    assert report.reason is None, report
+    assert log_of(report).splitlines() == [
+        *("54321", "54321", "54321", "0027", "64", "54321 /", "54321 640"),
+    ]
+
+
+def test_a_directory_that_its_user_may_not_enter_is_the_reason_although_root_may(public: Path) -> None:
+    closed = public / "closed"
+    closed.mkdir(mode=0o700)
+    report = end_of(public, "true", working_directory=str(closed))
+    if not ROOT:
+        assert refused(report)
+        return
+    assert report.exit_code is None
+    assert report.reason == f"The working directory {closed} cannot be entered by 54321: Permission denied."
+
+
+def test_a_script_that_its_user_may_not_read_is_the_reason(public: Path) -> None:
+    script = public / "train.py"
+    script.write_text("print(1)")
+    script.chmod(0o600)
+    interpreter = public / "python"
+    # An interpreter that every user can start, and that answers as Python would.
+    interpreter.write_text('#!/bin/sh\ncat "$3" > /dev/null 2>&1 || { echo "script Permission denied"; exit 1; }\n')
+    interpreter.chmod(0o755)
+    report = end_of(
+        public, "train.py", launcher=Launcher.FABRIC, interpreter=str(interpreter), working_directory=str(public)
+    )
+    if not ROOT:
+        assert refused(report)
+        return
+    assert report.reason == f"The script 'train.py' cannot be read in {public}: Permission denied."
+
+
+def test_a_link_in_a_users_log_directory_leads_root_nowhere(public: Path) -> None:
+    secret = public / "secret"
+    secret.write_text("root's own")
+    secret.chmod(0o600)
+    # At its end the job puts links where root will look: at its log, at a rank's log, at torchrun's directory.
+    script = (
+        f"cd ../logs && rm -f launcher.log rank-0.log && ln -s {secret} launcher.log && ln -s {secret} rank-0.log "
+        f"&& ln -s {public} torchrun; exit 3"
+    )
+    report = end_of(public, "sh", "-c", script)
+    if not ROOT:
+        assert refused(report)
+        return
+    assert (report.exit_code, report.reason) == (3, "The command exited with code 3.")
+    assert report.log_directory is not None
+    logs = Path(report.log_directory)
+    assert (logs / "launcher.log").is_symlink()
+    assert log_of(report) == ""
+    with pytest.raises(OSError):
+        log_files.open_beneath(logs, "rank-0.log", flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with pytest.raises(OSError):
+        log_files.open_beneath(logs, "torchrun", "secret")
+    with pytest.raises(ValueError, match="not the name of a file"):
+        log_files.open_beneath(logs, "..", "order.json")
+    assert secret.read_text() == "root's own"
+
+
+def test_a_fifo_in_place_of_a_log_makes_nobody_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "launcher.log")
+    assert log_files.tail(tmp_path, "launcher.log", size_bytes=100) == ""
+
+
+@pytest.mark.parametrize(
+    ("uid", "own", "words"),
+    [
+        (1000, 1000, None),
+        (1000, 0, None),
+        (0, STRANGER, "It was submitted by root, and the worker of this node runs as 54321."),
+        (None, 0, "could not tell which user submitted it"),
+        (None, 1000, "could not tell which user submitted it"),
+    ],
+)
+def test_only_root_runs_the_jobs_of_others(uid: int | None, own: int, words: str | None) -> None:
+    said = accounts.refusal(uid, own)
+    assert (said is None) if words is None else (words in str(said))
+
+
+def test_a_limit_over_the_workers_own_is_as_high_as_that_allows() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert entry._lower(-1, hard) == hard
+    assert entry._lower(hard + 5, hard) == hard
+    assert entry._lower(7, -1) == 7
+
+
+def test_a_job_of_the_workers_own_user_needs_no_root(tmp_path: Path) -> None:
+    report = end_of(tmp_path, *python("-c", "import os; print(os.getuid())"), uid=os.geteuid())
+    assert (report.exit_code, log_of(report)) == (0, f"{os.geteuid()}\n")

@@ -1,0 +1,379 @@
+"""The NVML source through the real binding, on a stand-in for the driver's library: one for each generation and ill."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpulease.model import GpuLink, GpuReading, LeaseState
+from gpulease_worker import driver
+from gpulease_worker.occupancy import Probe
+from gpulease_worker.source import Pace, Reading
+from tests.worker.build import lease, under, until
+from tests.worker.stand_in import (
+    DRIVER_NOT_LOADED,
+    EVERY,
+    GIB,
+    GPU_IS_LOST,
+    HANGS,
+    LINKS,
+    MISMATCH,
+    NO_PERMISSION,
+    NOT_SUPPORTED,
+    POOR,
+    RESET_REQUIRED,
+    THIRD,
+    UNKNOWN,
+    WHOLE,
+    Driver,
+    silent,
+)
+
+LISTS = "nvmlDeviceGetComputeRunningProcesses_v3"
+MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (x@y)\nGCC version: gcc 12.2.0\n"
+
+
+def test_a_current_driver_is_read_exactly_in_pci_order_and_what_it_cannot_tell_is_none(tmp_path: Path) -> None:
+    assert Driver(tmp_path).read() == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version="580.95.05")
+
+
+@pytest.mark.parametrize(
+    ("flags", "used_bytes"),
+    [
+        pytest.param(("BEFORE_510",), 4 * GIB, id="before 510: no memory v2, process lists v2"),
+        pytest.param(("BEFORE_510", "LISTS_V1"), 4 * GIB, id="only the first process lists"),
+        pytest.param(("LONG_STRUCT",), 3 * GIB, id="535.43: process lists v3 in a longer struct"),
+    ],
+)
+def test_an_older_driver_is_read_by_the_calls_that_it_has(
+    tmp_path: Path, flags: tuple[str, ...], used_bytes: int
+) -> None:
+    assert Driver(tmp_path, *flags).read().gpus == (POOR, replace(WHOLE, memory_used_bytes=used_bytes))
+
+
+def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3), ("nvmlDeviceGetHandleByIndex_v2", 0, NO_PERMISSION))
+    reading = library.read()
+    assert reading.problem is None
+    assert reading.gpus == (POOR, replace(THIRD, index=1)), "and of the one that cannot be named nothing is said"
+
+
+@pytest.mark.parametrize(
+    ("matters", "expected"),
+    [
+        pytest.param((), WHOLE, id="sound"),
+        pytest.param(
+            ((LISTS, 0, NO_PERMISSION),),
+            replace(WHOLE, health="processes_unknown", processes=()),
+            id="lists that may not be read are not empty",
+        ),
+        pytest.param(
+            ((LISTS, 0, UNKNOWN),),
+            replace(WHOLE, health="processes_unknown", processes=()),
+            id="lists that cannot be read are not empty",
+        ),
+        pytest.param(
+            (("nvmlDeviceGetMemoryInfo", 0, NOT_SUPPORTED), ("nvmlDeviceGetMemoryInfo_v2", 0, NOT_SUPPORTED)),
+            replace(WHOLE, memory_total_bytes=None, memory_used_bytes=None),
+            id="integrated: no memory of its own",
+        ),
+        pytest.param((("mig", 0, 1),), replace(WHOLE, health="mig", mig=True), id="split by MIG"),
+        pytest.param(
+            (("action", 0, 1),),
+            replace(WHOLE, health="reset_required", recovery_action="gpu_reset"),
+            id="wants a reset",
+        ),
+        pytest.param(
+            (("action", 0, 2),),
+            replace(WHOLE, health="reboot_required", recovery_action="node_reboot"),
+            id="wants a reboot",
+        ),
+        pytest.param((("action", 0, 3),), replace(WHOLE, recovery_action="drain_p2p"), id="can be worked on"),
+        pytest.param(
+            (("action", 0, 77),),
+            replace(WHOLE, health="reset_required", recovery_action="action_77"),
+            id="wants something that is not known yet",
+        ),
+        pytest.param((("remap", 0, 1),), replace(WHOLE, health="row_remap_pending"), id="a row waits for a reset"),
+        pytest.param((("remap", 0, 2),), replace(WHOLE, health="row_remap_failed"), id="no spare row is left"),
+        pytest.param(
+            (("nvmlDeviceGetUtilizationRates", 0, RESET_REQUIRED),),
+            silent(WHOLE, "reset_required"),
+            id="any call may say that it wants a reset",
+        ),
+    ],
+)
+def test_what_ails_a_gpu_is_said_in_one_word_and_concerns_it_alone(
+    tmp_path: Path, matters: tuple[tuple[str, int, object], ...], expected: GpuReading
+) -> None:
+    library = Driver(tmp_path)
+    library.says(*matters)
+    assert library.read().gpus == (POOR, expected)
+
+
+def test_a_gpu_that_is_lost_keeps_its_name_and_recovers_without_a_restart(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe() as probe:
+        assert probe.read().gpus == (POOR, WHOLE)
+        library.says(("nvmlDeviceGetHandleByIndex_v2", 0, GPU_IS_LOST))
+        assert probe.read().gpus == (POOR, silent(WHOLE, "lost"))
+        assert probe.read(fresh=False).gpus == (POOR, silent(WHOLE, "lost"))
+        library.says(("nvmlDeviceGetTemperature", 0, GPU_IS_LOST))
+        assert probe.read(fresh=False).gpus == (POOR, silent(WHOLE, "lost")), "whichever call says so"
+        library.says()
+        assert probe.read(fresh=False).gpus == (POOR, WHOLE), "all of it is read anew"
+
+
+def test_a_gpu_that_fell_off_the_bus_is_lost_also_in_the_next_session(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3))
+    with library.probe(Pace(health_s=0.05, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE, THIRD)
+        library.says(("count", EVERY, 3), ("nvmlDeviceGetHandleByIndex_v2", 2, GPU_IS_LOST))
+        assert probe.read().gpus[2] == silent(THIRD, "lost")
+        library.says()
+        until(lambda: probe.read(fresh=False).gpus == (POOR, WHOLE, silent(THIRD, "lost")), "NVML was opened anew")
+        library.says(("count", EVERY, 3))
+        until(lambda: probe.read(fresh=False).gpus == (POOR, WHOLE, THIRD), "it is found again")
+
+
+def test_a_critical_xid_counts_until_the_gpu_has_recovered_and_an_applications_own_does_not(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe(Pace(health_s=0.3, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE)
+        library.says(*(("xid", 0, xid) for xid in (13, 31, 43, 79, 45, 68, 109)))
+        shown = [WHOLE]
+        while shown[-1] == WHOLE:
+            shown.append(probe.read(fresh=False).gpus[1])
+        until(
+            lambda: shown.append(probe.read(fresh=False).gpus[1]) or shown[-1] == WHOLE, "the driver says it is sound"
+        )
+        assert {gpu.health for gpu in shown} == {"ok", "xid:79"}
+        seen = [("xid", 0, xid) for xid in (13, 31, 43, 79, 45, 68, 109, 48)]
+        library.says(*seen, ("action", 0, 1))
+        until(lambda: probe.read().gpus[1].health == "reset_required", "what the driver wants comes first")
+
+
+def test_a_critical_xid_outlasts_the_probe_that_saw_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Driver(tmp_path)
+    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
+        monkeypatch.setenv(name, library.environment[name])
+
+    async def story() -> None:
+        probe = Probe("n", None, 10.0)
+        try:
+            library.says(("xid", 0, 79))
+            while not (first := await probe.read(())).gpus or first.gpus[1].health == "ok":
+                pass
+            await probe._kill()
+            library.says()
+            while not (second := await probe.read(())).gpus:
+                pass
+            assert [reading.gpus[1].health for reading in (first, second)] == ["xid:79", "xid:79"]
+        finally:
+            await probe.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
+def test_between_two_whole_readings_processes_are_repeated_and_that_is_said(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe(Pace(processes_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read(fresh=True).whole
+        library.says(("gone", 0, 1), ("remap", 0, 1), ("nvmlDeviceGetPowerUsage", 0, NOT_SUPPORTED))
+        second = probe.read(fresh=False)
+        assert not second.whole
+        assert second.gpus[1] == replace(WHOLE, power_w=None), "power is read every time"
+        third = probe.read(fresh=True)
+        assert third.whole
+        assert (third.gpus[1].processes, third.gpus[1].health) == ((), "row_remap_pending")
+
+
+def test_processes_are_read_again_when_they_are_due(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe(Pace(processes_s=0.05, call_deadline_s=20)) as probe:
+        probe.read()
+        library.says(("gone", 0, 1))
+        until(lambda: not probe.read(fresh=False).gpus[1].processes, "they are due")
+
+
+def test_who_comes_or_goes_is_seen_by_the_memory_before_the_lists_are_due(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe(Pace(processes_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus[1].processes
+        library.says(("idle", 0, 1))
+        gone = probe.read(fresh=False)
+        assert not gone.gpus[1].processes
+        assert not gone.whole, "only this GPU was read anew"
+        library.says()
+        assert probe.read(fresh=False).gpus[1] == WHOLE
+
+
+def test_memory_in_use_without_a_process_is_somebodys_where_others_are_hidden(tmp_path: Path) -> None:
+    """In a container without the host's PID namespace the driver lists nobody else, and GPUs in use look free."""
+    library = Driver(tmp_path)
+    library.says(("gone", 0, 1))
+    container = ("unshare", *(() if os.geteuid() == 0 else ("--map-root-user",)), "--pid", "--fork", "--kill-child")
+    for within, hidden in (((), False), (container, True)):
+        with library.probe(within=within) as probe:
+            in_use = probe.read().gpus[1]
+            assert (in_use.processes, in_use.hidden_use) == ((), hidden)
+            library.says(("idle", 0, 1))
+            assert not probe.read().gpus[1].hidden_use, "an idle GPU is free in a container as well"
+            library.says(("gone", 0, 1))
+
+
+def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe(Pace(call_deadline_s=0.3)) as probe:
+        probe.read()
+        library.says(("nvmlDeviceGetPowerUsage", 0, HANGS))
+        reading = probe.read()
+        assert reading.over
+        assert reading.problem == (
+            "nvmlDeviceGetPowerUsage did not answer within 0.3 s; the GPU driver hangs. See `dmesg` for Xid lines."
+        )
+        assert probe.process.wait(10) == 3
+
+
+def test_a_process_is_attributed_to_its_lease(tmp_path: Path) -> None:
+    with under("mine") as process:
+        try:
+            until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
+            reading = Driver(tmp_path, f"PID={process.pid}").read()
+        finally:
+            process.kill()
+    seen = reading.gpus[1].processes[0]
+    assert (seen.pid, seen.lease_id, seen.command) == (process.pid, "mine", "sleep 60")
+    assert seen.user is not None
+
+
+@pytest.mark.parametrize("state", [LeaseState.ENDED, LeaseState.ACTIVE])
+def test_who_keeps_the_device_open_is_looked_for_while_its_lease_drains(tmp_path: Path, state: LeaseState) -> None:
+    mine = f"lease-{os.urandom(4).hex()}"
+    device = tmp_path / "nvidia1"
+    device.touch()
+    asked = (lease(mine, POOR.uuid, state=state),)
+    library = Driver(tmp_path)
+    library.environment["GPULEASE_DEVICE_FILES"] = str(tmp_path / "nvidia")
+    with under(mine, "sh", "-c", f"exec 3< {device}; exec sleep 60") as process:
+        try:
+            until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
+            with library.probe() as probe:
+                readings = probe.read(asked), probe.read(asked, fresh=False)
+        finally:
+            process.kill()
+    for reading in readings:
+        openers = reading.gpus[0].opened_by
+        if state is LeaseState.ACTIVE:
+            assert openers is None, "looked for open files although nothing drains"
+        else:
+            assert [(one.pid, one.lease_id) for one in openers or ()] == [(process.pid, mine)]
+        assert reading.gpus[1] == WHOLE
+
+
+def test_gpus_on_one_nvlink_are_linked(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3))
+    links = library.read().links
+    assert GpuLink(first=WHOLE.uuid, second=THIRD.uuid, path="nvlink", peer_to_peer=True) in links
+    assert len(links) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            DRIVER_NOT_LOADED,
+            "NVML does not answer: Driver Not Loaded. Install the NVIDIA driver, or try without GPUs: --simulate 4.",
+        ),
+        (
+            MISMATCH,
+            "The NVIDIA driver was changed under the running system (RM has detected an NVML/RM version mismatch.). "
+            "Reboot, or unload and load the NVIDIA kernel modules.",
+        ),
+    ],
+)
+def test_a_library_that_does_not_start_is_the_problem_until_it_does(tmp_path: Path, code: int, expected: str) -> None:
+    library = Driver(tmp_path)
+    library.says(("nvmlInitWithFlags", EVERY, code))
+    with library.probe() as probe:
+        assert probe.read() == Reading(problem=expected)
+        library.says()
+        assert probe.read().gpus == (POOR, WHOLE)
+
+
+def test_a_driver_that_goes_away_under_the_probe_is_the_problem_until_it_is_back(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    with library.probe() as probe:
+        probe.read()
+        library.says(("nvmlDeviceGetTemperature", 0, 1))
+        assert "NVML does not answer" in (probe.read().problem or "")
+        library.says()
+        assert probe.read(fresh=False) == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version="580.95.05")
+
+
+def test_a_host_without_a_driver_says_what_to_do(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    (tmp_path / "libnvidia-ml.so.1").write_text("no library")
+    assert library.read().problem == (
+        "NVML does not answer: NVML Shared Library Not Found. "
+        "Install the NVIDIA driver, or try without GPUs: --simulate 4."
+    )
+
+
+def test_a_driver_that_is_upgraded_under_a_running_probe_grants_no_more(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.580.95.05")
+    library = Driver(tmp_path, library="libnvidia-ml.so.580.95.05")
+    module = tmp_path / "version"
+    module.write_text(MODULE.format("580.95.05"))
+    prelude = (
+        f"from pathlib import Path; from gpulease_worker import driver; driver.MODULE_VERSION = Path({str(module)!r})"
+    )
+    with library.probe(prelude=prelude) as probe:
+        assert probe.read().gpus == (POOR, WHOLE)
+        Driver(tmp_path, library="libnvidia-ml.so.590.10")
+        (tmp_path / "new").symlink_to("libnvidia-ml.so.590.10")
+        (tmp_path / "new").rename(tmp_path / "libnvidia-ml.so.1")
+        reading = probe.read()
+        assert reading.problem == (
+            "The NVIDIA driver was changed under the running system: the kernel module is 580.95.05, the library "
+            "590.10, so no new program can use CUDA. Reboot, or unload and load the NVIDIA kernel modules."
+        )
+        assert reading.over, "another process would load the new library"
+    module.write_text(MODULE.format("590.10"))
+    library.says(("driver", EVERY, "590.10"))
+    assert library.read(prelude=prelude).gpus == (POOR, WHOLE), "the module was loaded anew"
+
+
+def test_a_binding_that_does_not_fit_the_library_is_the_problem(tmp_path: Path) -> None:
+    prelude = (
+        "import pynvml; from gpulease_worker import nvml; "
+        "nvml.pynvml.nvmlInit = pynvml.throwOnVersionMismatch(lambda: pynvml._nvmlCheckReturn(13))"
+    )
+    problem = Driver(tmp_path).read(prelude=prelude).problem or ""
+    assert problem.startswith("NVML does not answer: nvidia-ml-py does not fit this driver's library: Unversioned")
+
+
+@pytest.mark.parametrize(
+    ("code", "deadline_s", "expected"),
+    [
+        (0, 30.0, None),
+        (DRIVER_NOT_LOADED, 30.0, "Driver Not Loaded"),
+        (HANGS, 1.0, "did not answer within 1 s: the driver hangs"),
+    ],
+)
+def test_whether_a_host_has_gpus_is_found_out_within_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, deadline_s: float, expected: str | None
+) -> None:
+    library = Driver(tmp_path)
+    library.says(("nvmlInitWithFlags", EVERY, code))
+    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
+        monkeypatch.setenv(name, library.environment[name])
+    found = driver.unavailable(deadline_s)
+    assert (found is None) if expected is None else (found is not None and expected in found)

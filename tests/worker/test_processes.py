@@ -1,0 +1,63 @@
+"""Who a process is: a pid alone names nobody, and a zombie is dead."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from gpulease_worker import processes
+from tests.worker.build import living, under, until
+
+
+def test_a_zombie_counts_as_dead() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        identity = processes.Identity.of(process.pid)
+        assert identity is not None
+        assert identity.alive()
+        process.kill()
+        until(lambda: not identity.alive(), "it counts as dead although nobody has reaped it")
+        seen = processes.stat(process.pid)
+        assert seen is not None
+        assert seen.zombie
+        assert processes.Identity.of(process.pid) is None
+
+
+def test_a_signal_does_not_reach_another_process_that_has_the_pid_now() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        identity = processes.Identity.of(process.pid)
+        assert identity is not None
+        earlier = replace(identity, start_ticks=identity.start_ticks - 1)
+        assert not earlier.send(signal.SIGKILL)
+        assert earlier.pidfd() is None
+        assert identity.alive()
+        assert identity.send(signal.SIGKILL)
+        until(lambda: not identity.alive(), "it is dead")
+
+
+def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lease = "lease-reused"
+    ended: list[int] = []
+    with under(lease) as process:
+        try:
+            until(lambda: living(lease), "it is up")
+            marker, stat = processes.marker, processes.stat
+
+            def marker_of_one_that_then_ends(pid: int) -> str | None:
+                found = marker(pid)
+                if pid == process.pid:
+                    ended.append(pid)
+                return found
+
+            def stat_of_whoever_has_the_pid(pid: int) -> processes.Stat | None:
+                seen = stat(pid)
+                return replace(seen, start_ticks=seen.start_ticks + 1) if seen and pid in ended else seen
+
+            monkeypatch.setattr(processes, "marker", marker_of_one_that_then_ends)
+            monkeypatch.setattr(processes, "stat", stat_of_whoever_has_the_pid)
+            assert processes.marked({lease}) == {}
+            assert ended
+        finally:
+            process.kill()

@@ -1,0 +1,380 @@
+"""Jobs through the worst moments of a worker: it dies half-way, its disk is full, it has no file descriptor left."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease.exchange import JobOrder, JobReport, RunState
+from gpulease_worker import processes, records, watch
+from tests.worker.build import furnished, kill, living, number_in, order, python, spec, supervising, under, until
+from tests.worker.play import DEADLINE_S, Worker, play
+
+SLOW = """
+real = records.write
+
+
+def write(directory, name, record):
+    if name == records.START and not record.launcher:
+        (directory / "about-to-start").touch()
+        end = time.monotonic() + 60
+        while not (directory / "go").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+    real(directory, name, record)
+records.write = write
+"""
+"""A supervisor that holds the lock and has not yet written its record: a slow disk, a loaded machine."""
+
+
+def started_here() -> set[processes.Identity]:
+    """What is below this process, but for a daemon that it started for other tests."""
+    found = processes.descendants(os.getpid())
+    daemons = {one for one in found if "gpulease.cli" in (processes.command_of(one.pid) or "")}
+    return found - daemons - {one for daemon in daemons for one in processes.descendants(daemon.pid)}
+
+
+def noting(note: Path, *, ignore: str = "") -> JobOrder:
+    """A job that notes its start and stays, though not for ever should the test fail."""
+    stay = "n=0; while test $n -lt 2000; do n=$((n+1)); sleep 0.02; done"
+    return order("j", spec("sh", "-c", f"trap '{ignore}' TERM; echo $$ >> {note}; {stay}"))
+
+
+def stopped(job: JobOrder, grace_s: float = 1.0) -> JobOrder:
+    return order(job.job_id, job.spec, lease=job.lease_id, stop=True, grace_s=grace_s)
+
+
+def starts(note: Path) -> int:
+    return len(note.read_text().splitlines()) if note.exists() else 0
+
+
+def failing(real: Callable[..., Any], when: Callable[..., bool], times: int, number: int) -> Callable[..., Any]:
+    """A function that fails so many times with an errno where a condition is true of its arguments."""
+    failures: list[int] = []
+
+    def call(*words: Any, **members: Any) -> Any:
+        if len(failures) < times and when(*words, **members):
+            failures.append(number)
+            raise OSError(number, os.strerror(number))
+        return real(*words, **members)
+
+    return call
+
+
+def states(worker: Worker) -> list[RunState]:
+    return [report.state for report in worker.jobs.reports()]
+
+
+async def soon(condition: Callable[[], object], what: str) -> None:
+    """Until a condition is true, with the event loop running."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.01)
+
+
+def test_a_supervisor_that_has_the_lock_and_no_record_yet_keeps_its_job(tmp_path: Path) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+    directory = furnished(tmp_path / "jobs" / "j", job)
+
+    async def story(worker: Worker) -> None:
+        with supervising(directory, SLOW) as first:
+            await soon((directory / "about-to-start").exists, "it has the lock")
+            for _ in range(3):
+                worker.jobs.reconcile([job])
+                assert states(worker) == [RunState.STARTING]
+            (directory / "go").touch()
+            await worker.until([job], RunState.RUNNING)
+            start = records.read(directory, records.START, records.Start)
+            assert start is not None
+            assert start.supervisor.pid == first.pid
+            report = await worker.end_of(stopped(job, 0.1))
+            assert report.reason == "It was stopped on request."
+        assert starts(note) <= 1
+        assert not living(job.lease_id)
+
+    play(tmp_path, story)
+
+
+def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+
+    async def story(worker: Worker) -> None:
+        worker.jobs.reconcile([job])  # starts a supervisor, which has not got as far as the lock
+        (first,) = started_here()
+        os.kill(first.pid, signal.SIGSTOP)
+        directory = tmp_path / "jobs" / "j"
+        with supervising(directory, SLOW) as second:
+            await soon((directory / "about-to-start").exists, "another has the lock")
+            os.kill(first.pid, signal.SIGCONT)
+            await soon(lambda: not first.alive(), "the first finds the lock taken and ends")
+            (directory / "go").touch()
+            await worker.until([job], RunState.RUNNING)
+            kill(until(lambda: number_in(note), "it is up"))
+            report = await worker.end_of(job)
+            assert report.exit_code == 137
+            assert second.wait(60) == 0
+        assert starts(note) == 1
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_started_while_no_worker_looked_is_not_killed(tmp_path: Path) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+
+    async def story(worker: Worker) -> None:
+        worker.jobs.reconcile([job])
+        (supervisor,) = started_here()
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        worker.jobs.close()
+        again = Worker(tmp_path)
+        os.kill(supervisor.pid, signal.SIGCONT)
+        pid = until(lambda: number_in(note), "it is up")
+        await again.until([job], RunState.RUNNING)
+        assert processes.Identity.of(pid) is not None
+        report = await again.end_of(stopped(job, 0.1))
+        assert report.reason == "It was stopped on request."
+        assert starts(note) == 1
+        await asyncio.to_thread(os.waitpid, supervisor.pid, 0)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_job_that_another_is_about_to_start_is_stopped_and_not_left_running(tmp_path: Path, ordered: bool) -> None:
+    job = order("j", spec("sleep", "60"))
+    directory = furnished(tmp_path / "jobs" / "j", job)
+
+    async def story(worker: Worker) -> None:
+        orders = [stopped(job)] if ordered else []
+        with supervising(directory, SLOW) as supervisor:
+            await soon((directory / "about-to-start").exists, "it has the lock")
+            worker.jobs.reconcile(orders)
+            assert states(worker) == [RunState.STARTING]
+            (directory / "go").touch()
+            await soon(lambda: worker.jobs.reconcile(orders) or supervisor.poll() is not None, "it has ended")
+            assert supervisor.wait(60) == 0
+        end = records.read(directory, records.EXIT, records.Exit)
+        assert end is not None
+        # The order comes when its start is recorded: before the launch or after it, and both are right.
+        ends = [(143, "It was stopped on request."), (None, "It was stopped before it started.")]
+        assert (end.exit_code, end.reason) in ends
+        assert not living(job.lease_id)
+
+    play(tmp_path, story)
+
+
+def test_an_end_that_a_worker_recorded_keeps_a_late_supervisor_from_launching(tmp_path: Path) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+    directory = furnished(tmp_path / "jobs" / "j", job)
+
+    async def story(worker: Worker) -> None:
+        report = await worker.end_of(stopped(job))
+        assert report.reason == "It was stopped before it started."
+        with supervising(directory) as late:
+            assert late.wait(60) == 0
+        assert starts(note) == 0
+
+    play(tmp_path, story)
+
+
+def test_an_end_that_is_not_on_disk_keeps_a_late_supervisor_from_launching_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+    directory = furnished(tmp_path / "jobs" / "j", job)
+    full = failing(records.write, lambda _, name, __: name == records.EXIT, 2, errno.ENOSPC)
+    monkeypatch.setattr(records, "write", full)
+
+    async def story(worker: Worker) -> None:
+        worker.jobs.reconcile([stopped(job)])
+        assert states(worker) == [RunState.EXITED]
+        assert not (directory / records.EXIT).exists()
+        with supervising(directory) as late:
+            assert late.wait(60) == 0
+        worker.jobs.reconcile([])
+        assert states(worker) == [RunState.EXITED], "not forgotten as long as it might be launched"
+        worker.jobs.reconcile([])
+        assert states(worker) == []
+        assert (directory / records.EXIT).exists()
+        assert starts(note) == 0
+
+    play(tmp_path, story)
+
+
+def test_a_supervisor_that_cannot_be_watched_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+
+    async def story(worker: Worker) -> None:
+        monkeypatch.setattr(os, "pidfd_open", failing(os.pidfd_open, lambda *_: True, 1, errno.EMFILE))
+        worker.jobs.reconcile([job])
+        assert started_here() == set(), "the one that nobody watches is gone"
+        await worker.until([job], RunState.RUNNING)
+        until(lambda: number_in(note), "it is up")
+        kill(number_in(note))
+        assert (await worker.end_of(job)).exit_code == 137
+        assert starts(note) == 1
+
+    play(tmp_path, story)
+
+
+def test_a_stop_that_could_not_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = noting(tmp_path / "up", ignore=":")
+    full = failing(records.write, lambda _, name, __: name == records.STOP, 1, errno.ENOSPC)
+    monkeypatch.setattr(records, "write", full)
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        until(lambda: number_in(tmp_path / "up"), "it ignores SIGTERM")
+        begun = time.monotonic()
+        worker.jobs.reconcile([stopped(job, 0.1)])
+        assert not (tmp_path / "jobs" / "j" / records.STOP).exists()
+        report = await worker.end_of(stopped(job, 0.1))
+        assert (report.exit_code, report.reason) == (137, "It was stopped on request.")
+        assert time.monotonic() - begun < 20, "after the grace of the order, not the default one of 35 s"
+
+    play(tmp_path, story)
+
+
+def test_a_stop_takes_effect_although_the_disk_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = order("j", spec("sleep", "60"))
+    full = failing(records.write, lambda _, name, __: name == records.STOP, 10**6, errno.ENOSPC)
+    monkeypatch.setattr(records, "write", full)
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        assert (await worker.end_of(stopped(job))).reason == "It was stopped on request."
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_cannot_be_marked_as_forgotten_stops_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, other = order("j", spec("true")), order("other", spec("true"))
+    full = failing(Path.touch, lambda path, *_, **__: path.name == records.FORGOTTEN, 10**6, errno.ENOSPC)
+
+    async def story(worker: Worker) -> None:
+        await worker.end_of(job)
+        monkeypatch.setattr(Path, "touch", full)
+        await worker.end_of(other)
+        again = Worker(tmp_path)
+        assert {report.job_id for report in again.jobs.reports()} == {"j", "other"}
+        again.jobs.reconcile([])
+        assert again.jobs.reports() == ()
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("name", [records.ORDER, records.START])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_job_whose_record_cannot_be_read_for_a_while_is_neither_lost_nor_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ordered: bool
+) -> None:
+    note = tmp_path / "starts"
+    job = noting(note)
+    real = records.read
+
+    def unreadable(directory: Path, asked: str, kind: Any) -> Any:
+        if asked == name:
+            raise ValueError(f"{asked} cannot be read: [Errno 5] Input/output error")
+        return real(directory, asked, kind)
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        pid = until(lambda: number_in(note), "it is up")
+        worker.jobs.close()
+        monkeypatch.setattr(records, "read", unreadable)
+        again = Worker(tmp_path)
+        for _ in range(3):
+            assert states(again) != [RunState.EXITED]
+            assert len(states(again)) == 1, "it is reported all the while"
+            again.jobs.reconcile([job] if ordered else [])
+        if ordered:
+            assert processes.Identity.of(pid) is not None
+        monkeypatch.setattr(records, "read", real)
+        if ordered:
+            await again.until([job], RunState.RUNNING)
+            assert processes.Identity.of(pid) is not None
+        await soon(lambda: again.jobs.reconcile([]) or not again.jobs.reports(), "it is stopped and forgotten")
+        assert not living(job.lease_id)
+        assert starts(note) == 1
+
+    play(tmp_path, story)
+
+
+def test_a_job_whose_record_stays_unreadable_is_given_up_only_without_a_supervisor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "DOUBT_S", 0.0)
+    job = noting(tmp_path / "starts")
+    directory = furnished(tmp_path / "jobs" / "j", job)
+    (directory / records.START).write_text("{")
+    lock = records.lock(directory)
+    assert lock is not None
+
+    async def story(worker: Worker) -> None:
+        with under(job.lease_id) as left:
+            worker.jobs.reconcile([job])
+            assert states(worker) == [RunState.STARTING]
+            assert left.poll() is None
+            os.close(lock)
+            report = await worker.end_of(job)
+            assert left.wait(10) == -signal.SIGKILL
+        assert report.reason is not None
+        assert "start.json cannot be read" in report.reason
+
+    play(tmp_path, story)
+
+
+def test_the_end_of_a_job_is_seen_where_the_parent_ignores_sigchld(tmp_path: Path) -> None:
+    reports: list[JobReport] = []
+
+    async def story(worker: Worker) -> None:
+        reports.append(await worker.end_of(order("j", spec("sh", "-c", "exit 3"))))
+
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        play(tmp_path, story)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert [report.exit_code for report in reports] == [3]
+
+
+def test_a_worker_that_is_told_to_end_does_not_wait_for_what_cannot_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = order("j", spec(*python("-c", "import time; time.sleep(60)")))
+    killing = threading.Event()
+    monkeypatch.setenv("GPULEASE_CGROUPS", "off")  # a cgroup would be killed as one
+    monkeypatch.setattr(processes, "send_all", lambda *_: killing.set())  # it hangs in the kernel
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+        assert start is not None
+        until(lambda: living(job.lease_id), "it is up")
+        kill(start.supervisor.pid)
+        await soon(killing.is_set, "it is being killed")
+
+    play(tmp_path, story)  # ends when the threads have ended
+    told = time.monotonic()
+    assert not (tmp_path / "jobs" / "j" / records.EXIT).exists(), "nobody knows yet how that ends"
+    monkeypatch.undo()
+    left = processes.kill_marked(job.lease_id, 10)
+    assert not left
+    assert time.monotonic() - told < 10

@@ -1,0 +1,303 @@
+"""Jobs with real supervisors and real processes: how they end, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from gpulease.exchange import JobOrder, JobReport, RunState
+from gpulease.model import Launcher
+from gpulease_worker import jobs, processes, records
+from tests.worker.build import free_port, kill, living, number_in, order, python, spec, until
+from tests.worker.play import DEADLINE_S, Worker, play
+
+RANK = """
+import json, os, sys
+import torch, torch.distributed as dist
+print("a line on stderr", file=sys.stderr, flush=True)
+dist.init_process_group("gloo")
+kept = torch.ones(1)
+dist.all_reduce(kept)
+names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "GPULEASE_JOB_ID")
+print(json.dumps({name: os.environ[name] for name in names} | {"sum": kept.item()}), flush=True)
+dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
+"""
+"""Leaves by os._exit because a process that did a gloo collective may abort when the interpreter ends."""
+
+
+def end_of(data_dir: Path, job: JobOrder) -> JobReport:
+    """Run one job to its end."""
+    found: list[JobReport] = []
+
+    async def story(worker: Worker) -> None:
+        found.append(await worker.end_of(job))
+
+    play(data_dir, story)
+    return found[0]
+
+
+def log_of(report: JobReport, name: str) -> str:
+    assert report.log_directory is not None
+    return (Path(report.log_directory) / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "reason"),
+    [
+        ("echo out; echo err >&2", 0, None),
+        ("exit 3", 3, "The command exited with code 3."),
+        ("exit 200", 200, "The command exited with code 200."),
+        ("kill -KILL $$", 137, "The command was ended by SIGKILL."),
+    ],
+)
+def test_a_plain_command_reports_its_exit_code(tmp_path: Path, script: str, code: int, reason: str | None) -> None:
+    report = end_of(tmp_path, order("j", spec("sh", "-c", script)))
+    assert (report.exit_code, report.reason, report.timed_out) == (code, reason, False)
+    assert report.started_at is not None
+    assert report.ended_at is not None
+    assert report.started_at <= report.ended_at
+    if code == 0:
+        assert log_of(report, "launcher.log") == log_of(report, "rank-0.log") == "out\nerr\n"
+
+
+def test_a_program_that_is_no_program_fails_with_that_reason(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF and nothing more")
+    program.chmod(0o755)
+    report = end_of(tmp_path / "d", order("j", spec(str(program))))
+    assert report.exit_code is None
+    assert report.reason is not None
+    assert "could not be started: Exec format error" in report.reason
+
+
+def test_a_job_that_cannot_start_ends_with_the_reason_and_never_starts(tmp_path: Path) -> None:
+    report = end_of(tmp_path, order("j", spec("no-such-program")))
+    assert report.exit_code is None
+    assert report.reason is not None
+    assert "'no-such-program' was not found on PATH" in report.reason
+    start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+    assert start is not None
+    assert start.launcher is None
+
+
+def test_torchrun_ranks_see_the_leased_address_and_have_a_file_each(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    port = free_port()
+    report = end_of(tmp_path / "d", order("j", spec(str(script), "0", launcher=Launcher.TORCHRUN), port=port))
+    assert (report.exit_code, report.reason) == (0, None), log_of(report, "launcher.log")
+    for rank in range(2):
+        first, second = log_of(report, f"rank-{rank}.log").splitlines()
+        assert first == "a line on stderr"
+        seen = json.loads(second)
+        assert seen.pop("CUDA_VISIBLE_DEVICES").count("GPU-") == 2
+        assert seen == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "GPULEASE_JOB_ID": "j",
+            "sum": 2.0,
+        }
+        assert f"[default{rank}]:a line on stderr" in log_of(report, "launcher.log")
+
+
+def test_torchrun_says_which_rank_failed_first(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    job = order("j", spec(str(script), "7", launcher=Launcher.TORCHRUN), port=free_port())
+    report = end_of(tmp_path / "d", job)
+    assert (report.exit_code, report.reason) == (7, "Rank 1 failed first: it exited with code 7.")
+
+
+def test_what_a_job_leaves_behind_is_dead_before_its_end_is_reported(tmp_path: Path) -> None:
+    notes = [tmp_path / "marked", tmp_path / "bare"]
+    # Both leave the session; one also ignores SIGTERM, the other also takes the marker off.
+    script = (
+        f"setsid sh -c 'trap \"\" TERM; echo $$ > {notes[0]}; while :; do sleep 1; done' & "
+        f"env -u GPULEASE_LEASE_ID setsid sh -c 'echo $$ > {notes[1]}; exec sleep 60' & "
+        f"until test -s {notes[0]} -a -s {notes[1]}; do sleep 0.01; done; exit 5"
+    )
+    job = order("j", spec("sh", "-c", script))
+    report = end_of(tmp_path / "d", job)
+    assert report.exit_code == 5
+    assert all(processes.Identity.of(number_in(note)) is None for note in notes)
+    assert not living(job.lease_id)
+
+
+def test_a_job_that_runs_out_of_time_is_stopped_and_says_so(tmp_path: Path) -> None:
+    report = end_of(tmp_path, order("j", spec("sleep", "60", timeout_s=0.3)))
+    assert report.timed_out
+    assert (report.exit_code, report.reason) == (143, "It ran longer than its timeout_s of 0.3 s.")
+
+
+def test_a_stopped_job_may_end_in_its_own_way_within_its_grace(tmp_path: Path) -> None:
+    script = "trap 'echo saved; exit 9' TERM; echo up; while :; do sleep 0.02; done"
+    job = order("j", spec("sh", "-c", script))
+
+    async def story(worker: Worker) -> None:
+        (report,) = await worker.until([job], RunState.RUNNING)
+        until(lambda: log_of(report, "launcher.log"), "the trap is set")
+        stop = order("j", job.spec, lease=job.lease_id, stop=True, grace_s=30.0)
+        report = await worker.end_of(stop)
+        assert (report.exit_code, report.reason) == (9, "It was stopped on request.")
+        assert log_of(report, "launcher.log") == "up\nsaved\n"
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_ignores_the_stop_is_killed_after_the_grace_and_a_second_stop_shortens_it(tmp_path: Path) -> None:
+    job = order("j", spec("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"))
+
+    async def story(worker: Worker) -> None:
+        (report,) = await worker.until([job], RunState.RUNNING)
+        until(lambda: log_of(report, "launcher.log"), "the trap is set")
+        patient = order("j", job.spec, lease=job.lease_id, stop=True, grace_s=3000.0)
+        worker.jobs.reconcile([patient])
+        assert worker.jobs.reports()[0].state is RunState.RUNNING
+        begun = time.monotonic()
+        report = await worker.end_of(order("j", job.spec, lease=job.lease_id, stop=True, grace_s=0.2))
+        assert report.exit_code == 137
+        assert time.monotonic() - begun < 20
+        assert not living(job.lease_id)
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_is_stopped_before_it_started_never_starts(tmp_path: Path) -> None:
+    report = end_of(tmp_path, order("j", spec("true"), stop=True))
+    assert (report.exit_code, report.reason) == (None, "It was stopped before it started.")
+
+
+def test_a_stop_right_after_the_start_is_not_lost(tmp_path: Path) -> None:
+    job = order("j", spec("sleep", "60"))
+
+    async def story(worker: Worker) -> None:
+        worker.jobs.reconcile([job])
+        report = await worker.end_of(order("j", job.spec, lease=job.lease_id, stop=True, grace_s=1.0))
+        stopped = (report.exit_code, report.reason)
+        assert stopped in ((143, "It was stopped on request."), (None, "It was stopped before it started."))
+
+    play(tmp_path, story)
+
+
+def test_a_job_that_is_no_longer_ordered_is_stopped_then_forgotten_and_its_logs_stay(tmp_path: Path) -> None:
+    job = order("j", spec("sh", "-c", "echo up; exec sleep 60"))
+
+    async def story(worker: Worker) -> None:
+        (report,) = await worker.until([job], RunState.RUNNING)
+        until(lambda: log_of(report, "launcher.log"), "it is up")
+        async with asyncio.timeout(DEADLINE_S):
+            while worker.jobs.reports():
+                worker.changed.clear()
+                worker.jobs.reconcile([])
+                if worker.jobs.reports() and worker.jobs.reports()[0].state is not RunState.EXITED:
+                    await worker.changed.wait()
+        assert not living(job.lease_id)
+        assert log_of(report, "launcher.log") == "up\n"
+        again = Worker(tmp_path)
+        assert again.jobs.reports() == ()
+        (known,) = await again.until([job], RunState.EXITED)
+        assert known.exit_code == 143, "asked for again, it is remembered and not run again"
+
+    play(tmp_path, story)
+
+
+def test_only_so_many_forgotten_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "FORGOTTEN_KEPT", 2)
+
+    async def story(worker: Worker) -> None:
+        for number in range(4):
+            await worker.end_of(order(f"j{number}", spec("true")))
+            worker.jobs.reconcile([])
+        kept = lambda: sorted(path.name for path in (tmp_path / "jobs").iterdir())  # noqa: E731
+        until(lambda: kept() == ["j2", "j3"], "the others are removed")
+
+    play(tmp_path, story)
+
+
+def test_jobs_are_found_again_and_not_started_twice(tmp_path: Path) -> None:
+    note = tmp_path / "starts"
+    job = order("j", spec("sh", "-c", f"echo $$ >> {note}; exec sleep 60"))
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        until(lambda: number_in(note), "it is up")
+        worker.jobs.close()
+        again = Worker(tmp_path)
+        (report,) = await again.until([job], RunState.RUNNING)
+        assert report.started_at is not None
+        kill(number_in(note))
+        report = await again.end_of(job)
+        assert report.exit_code == 137
+        assert len(note.read_text().splitlines()) == 1
+
+    play(tmp_path, story)
+
+
+def test_a_job_whose_end_no_worker_saw_is_reported_by_the_next(tmp_path: Path) -> None:
+    job = order("j", spec("sh", "-c", "sleep 0.2; exit 6"))
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        worker.jobs.close()
+        until((tmp_path / "jobs" / "j" / records.EXIT).exists, "the supervisor has recorded the end")
+        again = Worker(tmp_path)
+        (report,) = again.jobs.reports()
+        assert (report.state, report.exit_code) == (RunState.EXITED, 6)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_processes_of_a_dead_supervisor_are_killed(tmp_path: Path, seen: bool) -> None:
+    job = order("j", spec(*python("-c", "import time; time.sleep(60)")))
+
+    async def story(worker: Worker) -> None:
+        await worker.until([job], RunState.RUNNING)
+        start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+        assert start is not None
+        if not seen:
+            worker.jobs.close()
+        until(lambda: living(job.lease_id), "it is up")
+        kill(start.supervisor.pid)
+        if not seen:
+            until(lambda: not start.supervised(), "it is dead")
+            worker = Worker(tmp_path)
+        report = await worker.end_of(job)
+        assert (report.exit_code, report.reason) == (None, "The job's supervisor died; its processes were killed.")
+        assert not living(job.lease_id)
+
+    play(tmp_path, story)
+
+
+def test_a_second_supervisor_of_a_job_does_nothing(tmp_path: Path) -> None:
+    note = tmp_path / "starts"
+    job = order("j", spec("sh", "-c", f"echo x >> {note}"))
+    end_of(tmp_path, job)
+    directory = tmp_path / "jobs" / "j"
+    (directory / records.EXIT).unlink()
+    assert subprocess.run(python("-m", "gpulease_worker.supervisor", str(directory)), check=False).returncode == 0
+    assert note.read_text() == "x\n"
+
+
+@pytest.mark.parametrize("job_id", ["../j", ".hidden", "a/b", ""])
+def test_an_id_that_is_no_plain_name_is_refused(tmp_path: Path, job_id: str) -> None:
+    report = end_of(tmp_path / "d", order(job_id, spec("true"), lease="L"))
+    assert report.exit_code is None
+    assert report.reason is not None
+    assert "is not a plain name" in report.reason
+    assert list((tmp_path / "d" / "jobs").iterdir()) == []
+
+
+def test_the_directory_of_a_job_is_its_owners_alone(tmp_path: Path) -> None:
+    end_of(tmp_path, order("j", spec("true", environment={"SECRET": "x"})))
+    assert (tmp_path / "jobs" / "j").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "jobs" / "j" / records.ORDER).stat().st_mode & 0o777 == 0o600
