@@ -122,27 +122,27 @@ class AsyncTransport:
     async def _attempt(self, attempt: Attempt) -> Answered:
         try:
             async with asyncio.timeout(attempt.limit_s + attempt.connect_s):
-                response = await self._send(attempt)
+                stream = await self._send(attempt)
                 try:
-                    return Answered(response.status_code, response.reason_phrase, await _whole(response))
+                    return stream.answered(await _whole(stream.response))
                 finally:
-                    await response.aclose()
+                    await stream.close()
         except TimeoutError as error:
             raise BrokenOff("its answer did not end in time", late=True) from error
 
     async def _open(self, attempt: Attempt) -> tuple[Answered, _Stream | None]:
-        response = await self._send(attempt)
-        if response.is_success:
-            return Answered(response.status_code, response.reason_phrase), _Stream(response)
+        stream = await self._send(attempt)
+        if stream.response.is_success:
+            return stream.answered(), stream
         try:
             async with asyncio.timeout(self._to.timeout_s):
-                return Answered(response.status_code, response.reason_phrase, await _whole(response)), None
+                return stream.answered(await _whole(stream.response)), None
         except TimeoutError as error:
             raise BrokenOff("its answer did not end in time", late=True) from error
         finally:
-            await response.aclose()
+            await stream.close()
 
-    async def _send(self, attempt: Attempt) -> httpx2.Response:
+    async def _send(self, attempt: Attempt) -> _Stream:
         if attempt.knock and knockable(attempt.address):
             await _knock(attempt.address, attempt.connect_s)
         call, address = attempt.call, attempt.address
@@ -156,7 +156,7 @@ class AsyncTransport:
             timeout=httpx2.Timeout(attempt.limit_s, connect=attempt.connect_s),
         )
         try:
-            return await connection.send(request, stream=True)
+            return _Stream(await connection.send(request, stream=True), connection)
         except (httpx2.RequestError, OSError) as error:
             raise translated(error) from error
         except RuntimeError as error:
@@ -182,11 +182,15 @@ class AsyncTransport:
 
 
 class _Stream:
-    """The body of an answer while it arrives."""
+    """An answer while it arrives."""
 
-    def __init__(self, response: httpx2.Response) -> None:
-        self._response = response
+    def __init__(self, response: httpx2.Response, connection: httpx2.AsyncClient) -> None:
+        self.response = response
+        self._connection = connection
         self._pieces = response.aiter_bytes()
+
+    def answered(self, content: bytes = b"") -> Answered:
+        return Answered(self.response.status_code, self.response.reason_phrase, content)
 
     async def piece(self) -> bytes | None:
         try:
@@ -195,7 +199,9 @@ class _Stream:
             raise translated(error) from error
 
     async def close(self) -> None:
-        await self._response.aclose()
+        await self.response.aclose()
+        if self._connection.is_closed:  # meanwhile, by `close` in another task: it did not see what was in use
+            await self.response.extensions["network_stream"].aclose()
 
 
 async def until_done(future: asyncio.Future[Any]) -> None:

@@ -29,15 +29,13 @@ class Transport:
 
     def __init__(self, destination: Destination) -> None:
         self._to = destination
-        self._pid = os.getpid()
-        self._connections: dict[Address, httpx2.Client] = {}
-        self._inherited: list[dict[Address, httpx2.Client]] = []
+        # By process: a forked child neither uses nor closes its parent's sockets, whose conversations that could end.
+        self._connections: dict[tuple[int, Address], httpx2.Client] = {}
 
     def close(self) -> None:
         """Close every connection; a later call opens new ones."""
-        connections, self._connections = self._connections, {}
-        if self._pid == os.getpid():
-            for connection in connections.values():
+        for key in list(self._connections):
+            if key[0] == os.getpid() and (connection := self._connections.pop(key, None)) is not None:
                 connection.close()
 
     def run(self, steps: Steps[Result]) -> Result:
@@ -94,29 +92,29 @@ class Transport:
 
     def _attempt(self, attempt: Attempt) -> Answered:
         until = time.monotonic() + attempt.limit_s
-        response = self._send(attempt)
+        stream = self._send(attempt)
         try:
-            return Answered(response.status_code, response.reason_phrase, _whole(response, until))
+            return stream.answered(_whole(stream.response, until))
         finally:
-            response.close()
+            stream.close()
 
     def _open(self, attempt: Attempt) -> tuple[Answered, _Stream | _Nothing]:
-        response = self._send(attempt)
-        if response.is_success:
-            return Answered(response.status_code, response.reason_phrase), _Stream(response)
+        stream = self._send(attempt)
+        if stream.response.is_success:
+            return stream.answered(), stream
         try:
-            content = _whole(response, time.monotonic() + self._to.timeout_s)
-            return Answered(response.status_code, response.reason_phrase, content), _Nothing()
+            return stream.answered(_whole(stream.response, time.monotonic() + self._to.timeout_s)), _Nothing()
         finally:
-            response.close()
+            stream.close()
 
-    def _send(self, attempt: Attempt) -> httpx2.Response:
+    def _send(self, attempt: Attempt) -> _Stream:
         if attempt.knock and knockable(attempt.address):
             _knock(attempt.address, attempt.connect_s)
         timeout = httpx2.Timeout(attempt.limit_s, connect=attempt.connect_s)
         connection = self._connection(attempt.address)
+        request = self._request(connection, attempt.address, attempt.call, timeout)
         try:
-            return connection.send(self._request(connection, attempt.address, attempt.call, timeout), stream=True)
+            return _Stream(connection.send(request, stream=True), connection)
         except (httpx2.RequestError, OSError) as error:
             raise translated(error) from error
         except RuntimeError as error:
@@ -137,16 +135,17 @@ class Transport:
         )
 
     def _connection(self, address: Address) -> httpx2.Client:
-        if self._pid != os.getpid():
-            # The parent goes on using its sockets; closing them here could end its conversations.
-            self._inherited.append(self._connections)
-            self._connections, self._pid = {}, os.getpid()
-        if address not in self._connections:
-            # Reading the certificates takes 20 ms, and plain HTTP has none.
-            secure = address.origin.startswith("https:")
-            transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket), verify=secure)
-            self._connections[address] = httpx2.Client(transport=transport, verify=secure, trust_env=not address.local)
-        return self._connections[address]
+        key = (os.getpid(), address)
+        if (found := self._connections.get(key)) is not None:
+            return found
+        # Reading the certificates takes 20 ms, and plain HTTP has none.
+        secure = address.origin.startswith("https:")
+        transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket), verify=secure)
+        made = httpx2.Client(transport=transport, verify=secure, trust_env=not address.local)
+        kept = self._connections.setdefault(key, made)
+        if kept is not made:  # another thread was first
+            made.close()
+        return kept
 
 
 class _Nothing:
@@ -160,11 +159,15 @@ class _Nothing:
 
 
 class _Stream:
-    """The body of an answer while it arrives."""
+    """An answer while it arrives."""
 
-    def __init__(self, response: httpx2.Response) -> None:
-        self._response = response
+    def __init__(self, response: httpx2.Response, connection: httpx2.Client) -> None:
+        self.response = response
+        self._connection = connection
         self._pieces = response.iter_bytes()
+
+    def answered(self, content: bytes = b"") -> Answered:
+        return Answered(self.response.status_code, self.response.reason_phrase, content)
 
     def piece(self) -> bytes | None:
         try:
@@ -173,7 +176,9 @@ class _Stream:
             raise translated(error) from error
 
     def close(self) -> None:
-        self._response.close()
+        self.response.close()
+        if self._connection.is_closed:  # meanwhile, by `close` in another thread: it did not see what was in use
+            self.response.extensions["network_stream"].close()
 
 
 def headers(call: Call[Any], token: str | None) -> dict[str, str]:

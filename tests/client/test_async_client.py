@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -306,3 +306,25 @@ def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: Stand
                 await client.gpus()
 
     within(2, work)
+
+
+def test_a_connection_that_comes_about_while_the_client_is_closed_is_closed_after_its_answer(
+    daemon: StandIn, monkeypatch
+) -> None:
+    sockets: list[Any] = []
+    client = AsyncClient(daemon.url)
+    connect = asyncio.BaseEventLoop.create_connection
+
+    async def connect_and_close(*where: Any, **options: Any) -> Any:
+        connected = await connect(*where, **options)
+        sockets.append(connected[0])
+        await client.close()
+        return connected
+
+    async def work() -> None:
+        monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect_and_close)
+        assert await client.gpus() == ()
+        assert [one.is_closing() for one in sockets] == [True] * len(sockets)
+
+    within(10, work)
+    assert sockets

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 
 from gpulease import (
@@ -111,6 +113,44 @@ def test_a_call_that_meets_a_close_in_another_thread_opens_a_new_connection(daem
 
     monkeypatch.setattr(Transport, "_request", build_and_close)
     assert client.gpus() == ()
+
+
+def test_threads_that_make_the_first_call_at_once_leave_no_connection_open(daemon, monkeypatch) -> None:
+    threads, opened = 8, []
+    gate = threading.Barrier(threads)
+    build = httpx2.Client.__init__
+
+    def build_together(connection: httpx2.Client, **options: object) -> None:
+        gate.wait(20)  # every thread has seen that there is none yet
+        build(connection, **options)  # type: ignore[arg-type]
+        opened.append(connection)
+
+    monkeypatch.setattr(httpx2.Client, "__init__", build_together)
+    with Client(daemon.url) as shared:
+        calls = [threading.Thread(target=shared.gpus) for _ in range(threads)]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join(20)
+        assert daemon.count("/v1/gpus") == threads
+    assert len(opened) == threads
+    assert all(connection.is_closed for connection in opened)
+
+
+def test_a_connection_that_comes_about_while_the_client_is_closed_is_closed_after_its_answer(
+    daemon, client, monkeypatch
+) -> None:
+    sockets = []
+    connect = socket.create_connection
+
+    def connect_and_close(*where: Any, **options: Any) -> socket.socket:
+        sockets.append(connect(*where, **options))
+        client.close()
+        return sockets[-1]
+
+    monkeypatch.setattr(socket, "create_connection", connect_and_close)
+    assert client.gpus() == ()
+    assert [one.fileno() for one in sockets] == [-1]
 
 
 def test_an_answer_of_another_program_is_an_error_that_names_the_address(daemon: StandIn, client: Client) -> None:
