@@ -23,7 +23,7 @@ class Owner:
     def of(cls, pid: int) -> Self | None:
         """The process that has this pid now; None if it is gone or a zombie."""
         seen = stat(pid)
-        return None if seen is None or seen.state in "ZX" else cls(pid, seen.start_ticks)
+        return None if seen is None or seen.dead else cls(pid, seen.start_ticks)
 
     @classmethod
     def this_process(cls) -> Self:
@@ -53,35 +53,51 @@ def sees_itself() -> bool:
         return False
 
 
+def boot_id() -> str:
+    """Changes with every boot of the machine, after which start times mean something else. Empty if unreadable."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
 @cache
 def realm() -> str | None:
     """Where this process's pids and start times count: the boot and the pid namespace. None if it cannot be read.
 
     A pid with its start time names a process only to who is in the same realm.
     """
+    boot = boot_id()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" if boot else None
     return None
 
 
 class Stat(NamedTuple):
-    """The part of /proc/PID/stat that tells one process from another."""
+    """The part of /proc/PID/stat that is used here."""
 
-    state: str
-    """One letter; Z and X are dead."""
+    name: str
+    """Name of its program, at most 15 bytes; it can name itself otherwise."""
+    dead: bool
+    """True when it has ended and only waits to be reaped."""
     parent: int
     """Pid of its parent."""
+    group: int
+    """Its process group."""
     start_ticks: int
     """Start time in clock ticks since boot."""
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """What the file says. Raises ValueError or IndexError when it is not such a file."""
+        # The name is in brackets and may itself contain brackets and spaces: count from the last one.
+        opened, closed = text.index("("), text.rindex(")")
+        words = text[closed + 2 :].split()
+        return cls(text[opened + 1 : closed], words[0] in "ZX", int(words[1]), int(words[2]), int(words[19]))
 
-def stat(pid: int) -> Stat | None:
+
+def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:
     """What /proc says of a process at this moment; None if there is none, or it cannot be read."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return Stat.parse((proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
-    # The name is in brackets and may itself contain brackets and spaces: count from the last one.
-    words = text[text.rindex(")") + 2 :].split()
-    return Stat(words[0], int(words[1]), int(words[19]))

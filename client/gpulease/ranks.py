@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpulease.owner import Owner, sees_itself
+from gpulease.owner import Owner, boot_id, sees_itself, stat
 
 PLACE = (
     "RANK",
@@ -97,8 +97,7 @@ def shared_key(launched_by: Owner, round_: int, proc: Path = Path("/proc")) -> s
     own = _own_environment(proc)
     names = ("TORCHELASTIC_RUN_ID",) if "TORCHELASTIC_RUN_ID" in own else ("MASTER_ADDR", "MASTER_PORT")
     run = [own.get(name) for name in names] + [os.environ.get("CUDA_VISIBLE_DEVICES")]
-    boot = _text(Path("/proc/sys/kernel/random/boot_id"))
-    whole = json.dumps([boot, launched_by.pid, launched_by.start_ticks, run, round_])
+    whole = json.dumps([boot_id(), launched_by.pid, launched_by.start_ticks, run, round_])
     return f"ranks-{hashlib.sha256(whole.encode()).hexdigest()}"
 
 
@@ -111,11 +110,11 @@ def _has_adopted(pid: int, own: Mapping[str, str], proc: Path) -> bool:
 
     Process 1 of a container may well be a launcher; ranks that a script of it has started are in its process group.
     """
-    name, group = _name_and_group(pid, proc)
-    if name in ADOPTERS:
+    parent, this = stat(pid, proc), stat(os.getpid(), proc)
+    if parent is not None and parent.name in ADOPTERS:
         return True
     started = any(variable in own for variable in RUN)
-    return pid == 1 and not started and group != _name_and_group(os.getpid(), proc)[1]
+    return pid == 1 and not started and (parent is None or this is None or parent.group != this.group)
 
 
 def _own_environment(proc: Path) -> Mapping[str, str]:
@@ -130,15 +129,8 @@ def _environment(pid: int, proc: Path) -> dict[str, str]:
 
 
 def _parent(pid: int, proc: Path) -> int:
-    stat = _text(proc / str(pid) / "stat")
-    return int(stat[stat.rindex(")") + 2 :].split()[1]) if ")" in stat else 0
-
-
-def _name_and_group(pid: int, proc: Path) -> tuple[str, str]:
-    stat = _text(proc / str(pid) / "stat")
-    if ")" not in stat:
-        return "", ""
-    return stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 2 :].split()[2]
+    seen = stat(pid, proc)
+    return 0 if seen is None else seen.parent
 
 
 def _text(path: Path) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from gpulease import wire
 from gpulease.exchange import NodeLease
 from gpulease.model import LeaseState, Noun
+from gpulease.owner import boot_id
 from gpulease_worker import processes
 
 FILE = "leases.json"
@@ -63,7 +64,7 @@ class Holders:
         except (OSError, ValueError) as error:
             log.warning("%s cannot be read, so owners of leases are learnt anew: %s", self._path, error)
             return
-        if kept.boot_id == processes.boot_id():
+        if kept.boot_id == boot_id():
             self._seen = {lease.id: lease for lease in kept.leases}
 
     def see(self, leases: Sequence[NodeLease]) -> tuple[SeenLease, ...]:
@@ -85,7 +86,7 @@ class Holders:
         # Not synced: after a crash of the machine start times mean nothing, and a crash of the worker loses nothing.
         temporary = self._path.with_name(f".{FILE}.{os.getpid()}")
         try:
-            kept = Kept(boot_id=processes.boot_id(), leases=tuple(self._seen.values()))
+            kept = Kept(boot_id=boot_id(), leases=tuple(self._seen.values()))
             temporary.write_text(json.dumps(wire.to_json(kept)), encoding="utf-8")
             temporary.rename(self._path)
         except OSError as error:

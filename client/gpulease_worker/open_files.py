@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpulease.owner import stat
 from gpulease_worker import processes
 
 KERNEL_THREADS = 2
@@ -36,11 +37,11 @@ def openers(paths: Collection[str]) -> Openers:
     found = Openers()
     wanted = set(paths)
     for pid in processes.pids():
-        seen = processes.stat(pid)
+        seen = stat(pid)
         if seen is None or pid == os.getpid() or KERNEL_THREADS in (pid, seen.parent):
             continue
         try:
-            has = _open_in(pid, wanted, seen.zombie)
+            has = _open_in(pid, wanted, seen.dead)
         except PermissionError:
             found.unreadable += 1
             continue

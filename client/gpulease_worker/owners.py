@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpulease.exchange import MAX_OWNERS, LeaseOwner, OwnerReport, OwnerState
+from gpulease.owner import Stat
 
 GONE = (FileNotFoundError, ProcessLookupError)
 
@@ -118,13 +119,13 @@ def open_owner(owner: LeaseOwner) -> int | None:
 def start_ticks(pid: int) -> int | None:
     """Start time of a process; None where /proc shows none. Raises CannotWatch when it cannot be read."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except GONE:
         return None
     except OSError as error:
         raise CannotWatch(f"its start time cannot be read: {error.strerror}") from None
     with suppress(ValueError, IndexError):
-        return int(text[text.rindex(b")") + 2 :].split()[19])
+        return Stat.parse(text).start_ticks
     raise CannotWatch("its start time cannot be read from /proc")
 
 

@@ -15,10 +15,11 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from gpulease.owner import Stat, stat
 
 MARKER = "GPULEASE_LEASE_ID"
 """Environment variable that says under which lease a process works."""
@@ -51,7 +52,7 @@ class Identity:
     def of(cls, pid: int) -> Self | None:
         """The process that has this pid now; None if it is gone or a zombie."""
         seen = stat(pid)
-        return None if seen is None or seen.zombie else cls(pid, seen.start_ticks)
+        return None if seen is None or seen.dead else cls(pid, seen.start_ticks)
 
     def alive(self) -> bool:
         """True while it runs; false once it is gone, a zombie, or its pid is another's."""
@@ -82,29 +83,6 @@ class Identity:
         finally:
             os.close(descriptor)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class Stat:
-    """The part of /proc/PID/stat that is used here."""
-
-    zombie: bool
-    """True when it has ended and only waits to be reaped."""
-    parent: int
-    """Pid of its parent."""
-    start_ticks: int
-    """Start time in clock ticks since boot."""
-
-
-def stat(pid: int) -> Stat | None:
-    """State, parent and start time of a process; None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    # The name is in brackets and may itself contain brackets and spaces: count from the last one.
-    words = text[text.rindex(b")") + 2 :].split()
-    return Stat(zombie=words[0] in (b"Z", b"X"), parent=int(words[1]), start_ticks=int(words[19]))
 
 
 def pids() -> Iterator[int]:
@@ -204,7 +182,7 @@ def descendants(root: int) -> set[Identity]:
     while waiting:
         pid = waiting.pop()
         waiting.extend(children.get(pid, ()))
-        if not seen[pid].zombie:
+        if not seen[pid].dead:
             found.add(Identity(pid, seen[pid].start_ticks))
     return found
 
@@ -259,13 +237,6 @@ def sees_the_host() -> bool:
         return os.stat("/proc/self/ns/pid").st_ino == INITIAL_PID_NAMESPACE
     except OSError:
         return False
-
-
-def boot_id() -> str:
-    """Changes with every boot of the machine, after which start times mean something else."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def end_with_parent(number: signal.Signals) -> None:

@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, TypeVar
 from gpulease import wire
 from gpulease.exchange import JobOrder
 from gpulease.model import Noun
+from gpulease.owner import boot_id
 from gpulease_worker import processes
 from gpulease_worker.launch import Plan
 
@@ -71,7 +72,7 @@ class Start(Noun):
 
     def supervised(self) -> bool:
         """True while the supervisor lives."""
-        return self.boot_id == processes.boot_id() and self.supervisor.alive()
+        return self.boot_id == boot_id() and self.supervisor.alive()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

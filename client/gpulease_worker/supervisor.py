@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpulease.log_files import open_beneath
+from gpulease.owner import boot_id, stat
 from gpulease_worker import cgroup, entry, failure, processes, records
 from gpulease_worker.launch import Plan
 from gpulease_worker.log_bound import LogBound
@@ -80,7 +81,7 @@ class Supervisor:
         self._listen()
         self._cgroup = cgroup.make(self._plan.lease_id)
         place = None if self._cgroup is None else str(self._cgroup.path)
-        self._start = records.Start(boot_id=processes.boot_id(), supervisor=_self(), cgroup=place)
+        self._start = records.Start(boot_id=boot_id(), supervisor=_self(), cgroup=place)
         try:
             records.write(self._directory, records.START, self._start)
         except OSError as error:
@@ -95,7 +96,7 @@ class Supervisor:
             self._conclude(f"Its log cannot be written: {error.strerror}.")
             return
         # The launcher may have ended already; as long as nobody has reaped it, its start time can still be read.
-        seen = processes.stat(self._launcher.pid)
+        seen = stat(self._launcher.pid)
         launcher = processes.Identity(self._launcher.pid, seen.start_ticks if seen else 0)
         at = records.now()
         self._start = replace(self._start, launcher=launcher, started_at=at, rank_at=at if self._plan.alone else None)

@@ -12,6 +12,8 @@ from gpulease.owner import Owner
 
 LAUNCHER, SHELL = os.getppid(), 1
 """The launcher must be a living process, for its start time."""
+FURTHER = " 0" * 17
+"""The fields of /proc/PID/stat after the process group."""
 RANK = {"LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 
 
@@ -19,7 +21,7 @@ def tree(proc: Path, *processes: tuple[int, int, dict[str, str]]) -> Path:
     """A /proc of these processes: pid, parent, and the environment that each was started with."""
     for pid, parent, environment in processes:
         (proc / str(pid)).mkdir()
-        (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) S {parent} 0 0")
+        (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) S {parent} 0{FURTHER}")
         entries = "\0".join(f"{name}={value}" for name, value in environment.items())
         (proc / str(pid) / "environ").write_text(entries)
     return proc
@@ -81,8 +83,8 @@ def test_process_1_is_a_launcher_only_of_what_it_has_launched(
 ) -> None:
     """Ranks of two scripts that have ended share this parent, and must not share a lease."""
     proc = tree(tmp_path, (os.getpid(), 1, RANK | own), (1, 0, {}))
-    (proc / str(os.getpid()) / "stat").write_text(f"{os.getpid()} (python) S 1 {group} 0")
-    (proc / "1" / "stat").write_text(f"1 ({name}) S 0 1 0")
+    (proc / str(os.getpid()) / "stat").write_text(f"{os.getpid()} (python) S 1 {group}{FURTHER}")
+    (proc / "1" / "stat").write_text(f"1 ({name}) S 0 1{FURTHER}")
     assert ranks.launcher(proc) == (Owner.of(1) if launches else None)
 
 

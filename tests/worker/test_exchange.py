@@ -31,7 +31,7 @@ from gpulease.exchange import (
     RunState,
 )
 from gpulease.model import LeaseState
-from gpulease.owner import realm
+from gpulease.owner import Owner, realm
 from gpulease_worker import processes, records
 from gpulease_worker.simulation import plausible
 from tests.worker.build import kill, lease, living, number_in, order, python, spec, under, until
@@ -357,7 +357,7 @@ def test_a_second_worker_waits_for_the_first_to_end(daemon: Daemon, host: Host) 
     first = host.worker(poll_s=0.05)
     known = daemon.report(lambda report: True, "the first reports").worker_id
     second = host.worker(poll_s=0.05)
-    until(lambda: processes.stat(second.pid), "it has begun")
+    until(lambda: Owner.of(second.pid), "it has begun")
     first.terminate()
     daemon.report(lambda report: report.worker_id != known, "the second reports")
     assert second.poll() is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,44 +12,18 @@ from pathlib import Path
 import pytest
 
 from gpulease import log_files
-from gpulease.exchange import JobReport
 from gpulease_worker import accounts, failure, jobs, records
 from tests.worker.build import order, python, spec, until
 from tests.worker.play import Worker, play
+from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
 
-STRANGER = 54321
-"""A user whom no database knows."""
-ROOT = os.geteuid() == 0
 CAUSE = "Root Cause (first observed failure):\n"
 
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A data directory that every user can pass through, as /var/lib/gpulease is for root."""
-    directory = Path(tempfile.mkdtemp(prefix="gpulease-hostile-"))
-    directory.chmod(0o711)
-    yield directory
-    subprocess.run(["rm", "-rf", str(directory)], check=True)  # goes down further than shutil's rmtree
-
-
-def end_of(directory: Path, *command: str, uid: int = STRANGER, **members: object) -> JobReport:
-    found: list[JobReport] = []
-
-    async def story(worker: Worker) -> None:
-        found.append(await worker.end_of(order("j", spec(*command, **members), uid=uid, gid=uid)))
-
-    play(directory, story)
-    return found[0]
-
-
-def log_of(report: JobReport) -> str:
-    assert report.log_directory is not None
-    return log_files.tail(Path(report.log_directory), "launcher.log", size_bytes=10_000)
-
-
-def refused(report: JobReport) -> bool:
-    """What a worker that is not root says to another user's job, and all that it does."""
-    return report.exit_code is None and "Only a worker that is root runs jobs of other users." in str(report.reason)
+    with passable() as directory:
+        yield directory
 
 
 def test_a_job_keeps_nothing_of_roots_powers(public: Path) -> None:

@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpulease import log_files
-from gpulease.exchange import JobReport
 from gpulease.model import Launcher
 from gpulease_worker import accounts, entry
-from tests.worker.build import order, python, spec
-from tests.worker.play import Worker, play
-
-STRANGER = 54321
-"""A user whom no database knows."""
-ROOT = os.geteuid() == 0
+from tests.worker.build import python
+from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
 
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A data directory that every user can pass through, as /var/lib/gpulease is for root."""
-    directory = Path(tempfile.mkdtemp(prefix="gpulease-users-"))
-    directory.chmod(0o711)
-    yield directory
-    shutil.rmtree(directory)
-
-
-def end_of(directory: Path, *command: str, uid: int = STRANGER, **members: object) -> JobReport:
-    found: list[JobReport] = []
-
-    async def story(worker: Worker) -> None:
-        found.append(await worker.end_of(order("j", spec(*command, **members), uid=uid, gid=uid)))
-
-    play(directory, story)
-    return found[0]
-
-
-def log_of(report: JobReport) -> str:
-    assert report.log_directory is not None
-    return log_files.tail(Path(report.log_directory), "launcher.log", size_bytes=10_000)
-
-
-def refused(report: JobReport) -> bool:
-    """What a worker that is not root says to another user's job."""
-    return report.exit_code is None and "Only a worker that is root runs jobs of other users." in str(report.reason)
+    with passable() as directory:
+        yield directory
 
 
 def test_a_job_runs_as_its_user_with_his_groups_umask_and_limits_in_his_own_directory(public: Path) -> None:

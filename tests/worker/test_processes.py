@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpulease.owner import Stat, stat
 from gpulease_worker import processes
 from tests.worker.build import living, under, until
 
@@ -19,9 +20,9 @@ def test_a_zombie_counts_as_dead() -> None:
         assert identity.alive()
         process.kill()
         until(lambda: not identity.alive(), "it counts as dead although nobody has reaped it")
-        seen = processes.stat(process.pid)
+        seen = stat(process.pid)
         assert seen is not None
-        assert seen.zombie
+        assert seen.dead
         assert processes.Identity.of(process.pid) is None
 
 
@@ -43,7 +44,7 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
     with under(lease) as process:
         try:
             until(lambda: living(lease), "it is up")
-            marker, stat = processes.marker, processes.stat
+            marker = processes.marker
 
             def marker_of_one_that_then_ends(pid: int) -> str | None:
                 found = marker(pid)
@@ -51,9 +52,9 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
                     ended.append(pid)
                 return found
 
-            def stat_of_whoever_has_the_pid(pid: int) -> processes.Stat | None:
+            def stat_of_whoever_has_the_pid(pid: int) -> Stat | None:
                 seen = stat(pid)
-                return replace(seen, start_ticks=seen.start_ticks + 1) if seen and pid in ended else seen
+                return seen._replace(start_ticks=seen.start_ticks + 1) if seen and pid in ended else seen
 
             monkeypatch.setattr(processes, "marker", marker_of_one_that_then_ends)
             monkeypatch.setattr(processes, "stat", stat_of_whoever_has_the_pid)

@@ -78,7 +78,7 @@ class Peer:
         seen = stat(pid) if self._may_name(pid) else None
         if seen is None or (start_ticks is not None and seen.start_ticks != start_ticks):
             return NamedOwner(self.pid)
-        confirmed = seen.state not in "ZX" and (start_ticks is not None or self._descends_from(pid))
+        confirmed = not seen.dead and (start_ticks is not None or self._descends_from(pid))
         return NamedOwner(pid, LeaseOwner(pid=pid, start_ticks=seen.start_ticks) if confirmed else None)
 
     def _may_name(self, pid: int) -> bool:

@@ -1,0 +1,52 @@
+"""Jobs of another user than the worker's, run whole: in a data directory that he can pass through."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpulease import log_files
+from gpulease.exchange import JobReport
+from tests.worker.build import order, spec
+from tests.worker.play import Worker, play
+
+STRANGER = 54321
+"""A user whom no database knows."""
+ROOT = os.geteuid() == 0
+
+
+@contextmanager
+def passable() -> Iterator[Path]:
+    """A data directory that every user can pass through, as /var/lib/gpulease is for root."""
+    directory = Path(tempfile.mkdtemp(prefix="gpulease-users-"))
+    directory.chmod(0o711)
+    try:
+        yield directory
+    finally:
+        subprocess.run(["rm", "-rf", str(directory)], check=True)  # goes down further than shutil's rmtree
+
+
+def end_of(directory: Path, *command: str, uid: int = STRANGER, **members: object) -> JobReport:
+    """The end of that user's job."""
+    found: list[JobReport] = []
+
+    async def story(worker: Worker) -> None:
+        found.append(await worker.end_of(order("j", spec(*command, **members), uid=uid, gid=uid)))
+
+    play(directory, story)
+    return found[0]
+
+
+def log_of(report: JobReport) -> str:
+    """What the job has printed."""
+    assert report.log_directory is not None
+    return log_files.tail(Path(report.log_directory), "launcher.log", size_bytes=10_000)
+
+
+def refused(report: JobReport) -> bool:
+    """What a worker that is not root says to another user's job, and all that it does."""
+    return report.exit_code is None and "Only a worker that is root runs jobs of other users." in str(report.reason)
