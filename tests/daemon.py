@@ -18,7 +18,7 @@ from typing import Any
 
 from gpulease import Client
 
-START_S = 30.0
+START_S = 60.0
 
 
 class DaemonProcess:

@@ -18,7 +18,7 @@ import httpx2  # noqa: F401 - once, before the processes are forked
 from gpulease import Client
 from gpulease.errors import DaemonUnavailable, Unavailable
 
-WAIT_S = 120.0
+WAIT_S = 360.0
 
 
 def one(url: str, count: int, hold_s: float, log: TextIO) -> None:

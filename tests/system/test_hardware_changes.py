@@ -211,7 +211,7 @@ def broken_promises(grants: list[Grant], hardware: Hardware) -> list[str]:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_no_grant_rests_on_hardware_that_is_no_more(running: DaemonProcess, hardware: Hardware) -> None:
     clients = Clients(running, hardware)
     threads = [threading.Thread(target=clients.one, args=(seed,), kwargs={"queue": seed % 2 == 0}) for seed in range(5)]

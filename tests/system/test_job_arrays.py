@@ -35,7 +35,7 @@ def running(tmp_path: Path) -> Iterator[DaemonProcess]:
 def gpulease(running: DaemonProcess, *words: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"GPULEASE_URL": running.url}
     command = [sys.executable, "-m", "gpulease.cli", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def submit(running: DaemonProcess, array: str, *command: str) -> str:
@@ -51,7 +51,7 @@ def most_at_once(directory: Path, array: str) -> int:
     return max(sum(begun <= at < ended for begun, ended in spans) for at, _ in spans)
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(300)
 def test_twenty_jobs_run_three_at_a_time_and_wait_passes_on_the_code_of_the_one_that_failed(
     running: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -70,7 +70,6 @@ def test_twenty_jobs_run_three_at_a_time_and_wait_passes_on_the_code_of_the_one_
     assert all(f"sweep[{index}]" in line for index, line in enumerate(listed[1:]))
 
 
-@pytest.mark.timeout(60)
 def test_an_array_is_cancelled_whole_and_none_of_it_begins_meanwhile(running: DaemonProcess) -> None:
     array = submit(running, "1-9%2", "sleep", "60")
     path = f"/v1/jobs?array={array}&state="

@@ -37,7 +37,7 @@ def run_page(page: str, place: Path, url: str) -> subprocess.CompletedProcess[st
     clean |= {"GPULEASE_URL": url, "PATH": f"{Path(sys.executable).parent}:{clean['PATH']}", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         ["bash", "-ec", block(page, "bash")],
-        cwd=place, env=clean, capture_output=True, text=True, timeout=110, check=False,
+        cwd=place, env=clean, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def views(printed: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda view: int(view["rank"]))
 
 
-@pytest.mark.timeout(110)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("launcher", "command"),
     [

@@ -81,7 +81,7 @@ def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
         )
     views: list[dict[str, Any]] = []
     try:
-        eventually(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 60, (tmp_path / "errors").read_text)
+        eventually(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 180, (tmp_path / "errors").read_text)
         views = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*")]
         assert [(view["found"], view["again"]) for view in views] == [([0, 1], [0, 1])] * 2
         (lease,) = [lease for lease in leases(running) if lease["id"] not in before]
@@ -94,7 +94,7 @@ def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
             launcher.send_signal(signal.Signals[end])
         if end == "SIGTERM" and launched_by == "lightning":
             go(tmp_path, "")  # it ends after the step that it is in
-        code = launcher.wait(60)
+        code = launcher.wait(120)
         # After a gloo collective torch may abort while the interpreter ends, with all its work done.
         expected = {"exit": code in (0, -signal.SIGABRT), "SIGTERM": True}.get(end, code != 0)
         assert expected, (tmp_path / "errors").read_text()

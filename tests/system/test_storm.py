@@ -74,12 +74,12 @@ def check_events(log: list[dict[str, Any]]) -> None:
     assert not holding
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [1, 3])
 def test_all_of_two_hundred_processes_are_served_and_none_twice(tmp_path: Path, count: int) -> None:
     with daemon(tmp_path, "--simulate", "8") as running:
         storm = start_storm(running, tmp_path / "storm", count)
-        _, complaints = storm.communicate(timeout=240)
+        _, complaints = storm.communicate(timeout=420)
         assert storm.returncode == 0, f"{complaints}\n{running.story()}"
         lines = told(tmp_path / "storm")
         assert sum("got" in line for line in lines) == PROCESSES
@@ -90,7 +90,7 @@ def test_all_of_two_hundred_processes_are_served_and_none_twice(tmp_path: Path, 
         assert sum(event["kind"] == "lease.granted" for event in log) == PROCESSES
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 40))])
 def test_a_daemon_killed_in_the_storm_loses_nothing_it_said(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -104,12 +104,12 @@ def test_a_daemon_killed_in_the_storm_loses_nothing_it_said(tmp_path: Path, seed
                 lambda so_far=so_far: (
                     sum("got" in line for line in told_safely(directory)) >= so_far or storm.poll() is not None
                 ),
-                120,
+                240,
                 running.story,
             )
             running.kill()
             running.start()
-        _, complaints = storm.communicate(timeout=240)
+        _, complaints = storm.communicate(timeout=420)
         assert storm.returncode == 0, f"{complaints}\n{running.story()}"
         lines = told(directory)
         check_clients(lines)
