@@ -365,7 +365,7 @@ def from_json(kind: type[T], value: Any) -> T:
     Raises ValueError when a field is missing or of another shape.
     """
     try:
-        read: T = _reader(kind)(value)
+        read: T = _reader(typing.cast(Any, kind))(value)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a {getattr(kind, '__name__', kind)}: {error}") from error
     return read

@@ -34,8 +34,6 @@ MAX_WAITING = 20_000
 """Happenings that may wait for their turn; beyond that callers get 503."""
 TICK_S = 0.25
 """Time between two looks at what is due."""
-LATEST_TICK_S = 0.75
-"""What is due is looked at when everything that came before has been decided, and after so long in any case."""
 SHUTTING_DOWN = "the daemon is shutting down"
 FAULT = "The daemon has a fault and could not decide on this."
 NOTHING_DONE = "Nothing was done. Ask again."
@@ -76,6 +74,8 @@ class Writer:
         self._arrived: asyncio.Queue[Call] = asyncio.Queue(MAX_WAITING)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._last_tick_s = clock.now().mono_s
+        self._ahead: int | None = None
+        """What has still to be decided of all that had arrived when the next tick was due."""
         self._outage: Outage | None = None
         self._pause_s = FIRST_PAUSE_S
         self._told_to_end = False
@@ -147,10 +147,13 @@ class Writer:
         while len(calls) < MAX_TURN and not self._arrived.empty():
             calls.append(self._arrived.get_nowait())
         since_s = clock.now().mono_s - self._last_tick_s
+        if since_s < TICK_S:
+            return calls
         # A renewal that has arrived is decided before what would expire without it.
-        if since_s >= (TICK_S if self._arrived.empty() else LATEST_TICK_S):
+        self._ahead = self._arrived.qsize() if self._ahead is None else self._ahead - len(calls)
+        if self._ahead <= 0:
             calls.append(Call(Ticked(cause="tick", since_last_s=since_s), None))
-            self._last_tick_s += since_s
+            self._last_tick_s, self._ahead = self._last_tick_s + since_s, None
         return calls
 
     async def _take_turn(self, calls: list[Call]) -> bool:

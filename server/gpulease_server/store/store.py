@@ -83,7 +83,7 @@ class Store:
             draining = select(tables.gpu.c.lease_id).where(tables.gpu.c.draining)
             kept = {row.id for row in [*past, *going_on]}
             late = connection.execute(select(table).where(table.c.id.in_(draining))).all()
-            past = [row for row in late if row.id not in kept] + past
+            past = [*(row for row in late if row.id not in kept), *past]
         return [read(row) for row in [*past, *going_on]]
 
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
