@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from bench.restart import best, fetch, rebuild
+from gpulease.model import Lease, LeaseState
 from gpulease_server.core.ledger import ENDED_KEPT, GpuRecord, Ledger
-from gpulease_server.runtime.outage import twin
+from gpulease_server.runtime.outage import start_anew, twin
+from gpulease_server.store.database import upgrade
 from gpulease_server.store.store import Store
 from tests.core.build import World
 from tests.store.great import ACTIVE, GPUS, great_ledger
-from tests.store.test_store import busy_world
+from tests.store.test_store import busy_world, save
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -59,3 +61,28 @@ def test_a_copy_of_a_ledger_changes_alone() -> None:
     copy.keys.clear()
     assert parts(copy) != before
     assert parts(world.ledger) == before
+
+
+def test_after_a_restart_nothing_is_granted_of_a_node_that_has_not_reported(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    upgrade(url)
+    store = Store(url)
+    before = World().node("a", gpus=2).node("b", gpus=2)
+    save(store, before)
+    world = World(ledger=store.load(), nodes=before.nodes, at_s=before.at_s)
+    store.close()
+    start_anew(world.ledger, world.now)
+
+    def node_of(call: str) -> str | None:
+        lease = world.answers[call]
+        assert isinstance(lease, Lease)
+        current = world.ledger.leases[lease.id].lease
+        return current.gpus[0].node if current.state is LeaseState.ACTIVE else None
+
+    first = world.ask(1)
+    assert node_of(first) is None, "no node has reported"
+    world.report("b")
+    second = world.ask(2)
+    assert (node_of(first), node_of(second)) == ("b", None)
+    world.report("a")
+    assert (node_of(first), node_of(second)) == ("b", "a")

@@ -30,29 +30,32 @@ that they ask again under their Idempotency-Key, which finds what was recorded; 
 what they asked for is forgotten. The outage ends with a commit of its own, the event `ledger.recovered`: a disk that is
 full can still be read. After it every holder has a full `ttl_s`, and waiters look again.
 
-What works meanwhile: `/healthz`; everything that is read from memory; **renewals**. What a holder relies on is that its
-lease is recorded and will last `ttl_s` more; it is, and it will, because the outage ends nobody's lease and gives everybody
-a full `ttl_s` at its end, as a restart does. So a renewal is answered from memory, and recorded with that last commit. Not
-so for a lease that the failed turn may have granted, ended or revived, nor where another daemon may have taken over
-meanwhile: only the lock beside an SQLite file excludes that. What does not work: requests, releases, jobs, anything an
-administrator changes, and the nodes' exchange, whose workers try again every 2 s; their GPUs are `unknown` after
-`silence_s`, and jobs go on.
+What works meanwhile: `/healthz`; everything that is read from memory; **renewals**. What a holder relies on is that
+its lease is recorded and will last `ttl_s` more; it is, and it will, because the outage ends nobody's lease and gives
+everybody a full `ttl_s` at its end, as a restart does. So a renewal is answered from memory, and recorded with that
+last commit. Not so for a lease that the failed turn may have granted, ended or revived, nor where another daemon may
+have taken over meanwhile: only the lock beside an SQLite file excludes that. What does not work: requests, releases,
+jobs, anything an administrator changes, and the nodes' exchange, whose workers try again every 2 s; their GPUs are
+`unknown` after `silence_s`, and jobs go on.
 
 What each failure does
 ----------------------
-| what happens | what the callers are told | what becomes of it |
+| what happens | the callers hear | and then |
 |---|---|---|
 | full disk, I/O error, locked or read-only file | 503; renewals 200 | outage, until a commit succeeds |
-| the commit is recorded, its answer is lost | 503 `outcome: unknown` | the reading shows it; the same key gets the same lease |
-| the file is moved or removed: commits go on to succeed | 503 `outcome: unknown` | seen by its inode after each commit; outage, until it is back |
-| an older copy is put in its place | 503 | refused, lest tokens come twice: the newer one must come back, or a restart accepts the old |
-| the ledger cannot be read | 503 | tried again for ever; the log says it once for each reason |
-| a decision breaks an invariant | 500 for the one alone that the program stumbles over | read again; each happening has a turn of its own |
-| the program stumbles at the commit | the truth: answers if it was recorded, else another turn | read again; the events' `seq` tells |
-| it stumbles after the commit | their answers | read again; never decided again |
-| the program is stopped during a commit | the truth; who was not in it, 503 | the commit is finished first |
-| SIGKILL in an outage | nothing; they ask again | as any restart; answered renewals are covered by the full `ttl_s` |
-| `MAX_WAITING` requests wait already | 503 | a waiter's sign of life is passed over, the next one counts |
-| stopped and continued, or a commit that takes long | late answers | the next tick gives the time back to every holder, after all that had arrived |
-| the wall clock jumps | nothing | only what people read changes; all is measured on the monotonic clock |
+| a commit is recorded, its answer lost | 503 `outcome: unknown` | it is read; the key gets the same lease |
+| the file is moved, and commits go on to succeed | 503 `outcome: unknown` | its inode shows it; until it is back |
+| an older copy is put in its place | 503 | refused until the newer is back, or a restart |
+| the ledger cannot be read | 503 | tried again; logged once for each reason |
+| a decision breaks an invariant | 500 for the guilty one alone | read again; a turn for each happening |
+| the program stumbles at the commit | the truth | read again; `seq` tells if it was recorded |
+| it stumbles after the commit | their answers | read again; nothing is decided twice |
+| it is stopped during a commit | the truth; others 503 | the commit is finished first |
+| SIGKILL in an outage | nothing; they ask again | a restart: a full `ttl_s`, renewed or not |
+| `MAX_WAITING` requests wait already | 503 | a waiter's sign of life is passed over |
+| stopped and continued; a commit takes long | late answers | the next tick gives everybody that time back |
+| the wall clock jumps | nothing | people read another time; nothing is measured by it |
+
+An older copy is refused because tokens would come twice; who restarts the daemon accepts it. A tick comes after all
+that had arrived when it was due, so that a renewal which waited is decided before its lease expires.
 """
