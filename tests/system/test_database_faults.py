@@ -276,6 +276,7 @@ def test_a_database_that_another_program_locks_is_waited_for(tmp_path: Path) -> 
         check(clients)
 
 
+@pytest.mark.soak
 def test_a_database_that_is_moved_away_is_not_written_where_nobody_reads_it(tmp_path: Path) -> None:
     place, away = tmp_path / "db", tmp_path / "away"
     place.mkdir()
@@ -342,6 +343,7 @@ def test_an_older_copy_is_not_taken_for_the_database(tmp_path: Path) -> None:
         assert running.call("POST", f"/v1/leases/{held['id']}/renew", {"token": held["token"]}).status == 200
 
 
+@pytest.mark.soak
 def test_an_outage_fills_no_log(tmp_path: Path) -> None:
     place, away = tmp_path / "db", tmp_path / "away"
     place.mkdir()
