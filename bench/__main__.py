@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import first_call, grants, jobs, metrics, probe
+from bench import first_call, grants, jobs, metrics, probe, restart
 
 if __name__ == "__main__":
     first_call.main()
@@ -10,3 +10,4 @@ if __name__ == "__main__":
     jobs.main()
     probe.main()
     metrics.main()
+    restart.main()

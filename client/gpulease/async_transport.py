@@ -13,7 +13,7 @@ import httpx2
 from gpulease.addresses import Address
 from gpulease.route import Destination
 from gpulease.steps import Answered, Attempt, BrokenOff, Emit, NextPiece, NotReached, Result, Sleep, Steps
-from gpulease.transport import MAX_ANSWER_BYTES, headers, knockable, place_of, reason, translated
+from gpulease.transport import MAX_ANSWER_BYTES, answered, headers, knockable, place_of, reason, translated
 
 
 class AsyncTransport:
@@ -190,7 +190,7 @@ class _Stream:
         self._pieces = response.aiter_bytes()
 
     def answered(self, content: bytes = b"") -> Answered:
-        return Answered(self.response.status_code, self.response.reason_phrase, content)
+        return answered(self.response, content)
 
     async def piece(self) -> bytes | None:
         try:

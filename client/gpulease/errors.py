@@ -126,9 +126,11 @@ class IdempotencyMismatch(GpuleaseError):
 
 
 class Unavailable(GpuleaseError):
-    """The daemon could not record its answer, so nothing was done. Ask again."""
+    """The daemon cannot record its answer now. Nothing was done, unless `outcome` is `unknown`. Ask again."""
 
     code, status, title = "unavailable", 503, "Unavailable"
+    retry_after_s: float | None = None
+    """How long the server wants to be left alone, where it says that."""
 
 
 class DaemonUnavailable(GpuleaseError, RuntimeError):

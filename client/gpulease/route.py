@@ -7,7 +7,8 @@
   standby does; 421 or a redirect). Then the next is asked, round about.
 
 A call is sent a second time only if that is safe: nothing was sent the first time, or the daemon says that it did
-nothing (503 `unavailable`), or the call does the same when it comes twice (`Call.repeatable`).
+nothing (503 `unavailable` without `outcome: unknown`), or the call does the same when it comes twice
+(`Call.repeatable`).
 """
 
 from __future__ import annotations
@@ -186,7 +187,13 @@ def _may_go_on(call: Call[Any]) -> bool:
 
 def _did_nothing(error: Unavailable, call: Call[Any]) -> bool:
     """True when a call that was answered so may be sent again."""
-    return call.repeatable or not error.extra.get("by_proxy")
+    return call.repeatable or not (error.extra.get("by_proxy") or may_have_been_done(error))
+
+
+def may_have_been_done(error: BaseException) -> bool:
+    """True when a call that failed so may have been carried out: its answer was lost, or the daemon does not know."""
+    unknown = isinstance(error, Unavailable) and error.extra.get("outcome") == "unknown"
+    return unknown or isinstance(error, Unanswered)
 
 
 def may_be_sent_again(error: GpuleaseError, call: Call[Any]) -> bool:
@@ -216,13 +223,18 @@ def _refusal(address: Address, answered: Answered) -> GpuleaseError:
     except ValueError:
         document = None
     if isinstance(document, dict) and "code" in document:
-        return from_problem(document)
+        error = from_problem(document)
+        if isinstance(error, Unavailable):
+            error.retry_after_s = answered.retry_after_s
+        return error
     said = f"{address.url} answered {answered.status} {answered.reason} without saying why."
     remedy = "Check that a gpulease daemon listens there."
     if answered.status in ELSEWHERE:
         return Elsewhere(said, remedy=remedy)
     if answered.status in GATEWAY:
-        return Unavailable(said, remedy=remedy, extra={"by_proxy": True})
+        error = Unavailable(said, remedy=remedy, extra={"by_proxy": True})
+        error.retry_after_s = answered.retry_after_s
+        return error
     return GpuleaseError(said, remedy=remedy)
 
 

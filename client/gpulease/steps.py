@@ -66,6 +66,8 @@ class Answered:
     """Its words."""
     content: bytes = b""
     """The body; empty for a streamed one."""
+    retry_after_s: float | None = None
+    """How long the server wants to be left alone, where it says that."""
 
 
 class NotReached(Exception):

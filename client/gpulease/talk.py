@@ -20,7 +20,7 @@ from gpulease.calls import Call
 from gpulease.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost, NotNow, StaleToken, Unavailable
 from gpulease.log_frames import Frame, Frames
 from gpulease.model import Explanation, Job, Lease, LeaseState, Page
-from gpulease.route import Destination, Route, Unanswered, may_be_sent_again
+from gpulease.route import Destination, Route, may_be_sent_again, may_have_been_done
 from gpulease.steps import BrokenOff, Emit, NextPiece, Sleep, Steps
 from gpulease.wire import LeaseRequest, from_json, to_json
 
@@ -42,7 +42,8 @@ MAX_PAGES = 1000
 
 
 class Patience:
-    """Bounds how long one outage is sat out, with pauses that double from 0.05 to 1 s."""
+    """Bounds how long one outage is sat out, with pauses that double from 0.05 to 1 s, and are no shorter than the
+    daemon's `Retry-After`. Where that is longer than what is left, it is asked once more at the very end."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -57,11 +58,15 @@ class Patience:
         """The pause before the next attempt. Raises `error` when the outage has lasted `limit_s`."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
-        if now - self._since + self._pause_s > self.limit_s:
+        left_s = self._since + self.limit_s - now
+        if self._pause_s > left_s:
             raise error
-        sleep = Sleep(self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - spreads load, guards nothing
+        pause_s = self._pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+        if isinstance(error, Unavailable) and error.retry_after_s is not None:
+            # Not all at the same moment, either.
+            pause_s = min(max(pause_s, error.retry_after_s * random.uniform(1.0, 1.25)), left_s)  # noqa: S311
         self._pause_s = min(self._pause_s * 2, 1.0)
-        return sleep
+        return Sleep(pause_s)
 
 
 class Talk:
@@ -82,7 +87,7 @@ class Talk:
             try:
                 return (yield from self.route.ask(call, timeout_s))
             except (DaemonUnavailable, Unavailable) as error:
-                unanswered = error if isinstance(error, Unanswered) else unanswered
+                unanswered = error if may_have_been_done(error) else unanswered
                 if not self.route.found or not may_be_sent_again(error, call):
                     raise
                 pause = patience.pause(unanswered or error)
@@ -206,7 +211,7 @@ class Talk:
         except GeneratorExit:
             raise
         except BaseException as error:
-            if shared or (isinstance(error, GpuleaseError) and not isinstance(error, Unanswered)):
+            if shared or (isinstance(error, GpuleaseError) and not may_have_been_done(error)):
                 raise
             # The daemon may have granted it. The same key gets the same lease, whose id is then known.
             try:

@@ -167,7 +167,7 @@ class _Stream:
         self._pieces = response.iter_bytes()
 
     def answered(self, content: bytes = b"") -> Answered:
-        return Answered(self.response.status_code, self.response.reason_phrase, content)
+        return answered(self.response, content)
 
     def piece(self) -> bytes | None:
         try:
@@ -189,6 +189,13 @@ def headers(call: Call[Any], token: str | None) -> dict[str, str]:
     if call.idempotency_key:
         found["Idempotency-Key"] = call.idempotency_key
     return found
+
+
+def answered(response: httpx2.Response, content: bytes) -> Answered:
+    """What came, without how it came. `Retry-After` counts in its form of whole seconds; a date is passed over."""
+    wanted = response.headers.get("Retry-After", "").strip()
+    retry_after_s = float(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) <= 9 else None
+    return Answered(response.status_code, response.reason_phrase, content, retry_after_s)
 
 
 def translated(error: Exception) -> NotReached | BrokenOff:

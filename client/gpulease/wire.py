@@ -9,6 +9,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from enum import Enum
@@ -364,7 +365,7 @@ def from_json(kind: type[T], value: Any) -> T:
     Raises ValueError when a field is missing or of another shape.
     """
     try:
-        read: T = _read(kind, value)
+        read: T = _reader(typing.cast(Any, kind))(value)
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a {getattr(kind, '__name__', kind)}: {error}") from error
     return read
@@ -376,23 +377,43 @@ def _types(kind: type) -> dict[str, Any]:
     return {item.name: hints[item.name] for item in fields(kind)}
 
 
-def _read(kind: Any, value: Any, item: Any = None) -> Any:
-    """`value` as a `kind`; `item` is what the type variable of a page stands for."""
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@cache
+def _reader(kind: Any, item: Any = None) -> Callable[[Any], Any]:
+    """What makes a `kind` of JSON; `item` is what the type variable of a page stands for. Made once for each type: a
+    daemon reads tens of thousands of nouns when it starts."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, TypeVar):
-        return _read(item, value)
+        return _reader(item)
     if origin in (types.UnionType, typing.Union):
         inner = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None else _read(inner[0], value) if len(inner) == 1 else value
+        one = _reader(inner[0]) if len(inner) == 1 else _as_it_is
+        return one if one is _as_it_is else lambda value: None if value is None else one(value)
     if origin is tuple:
-        return tuple(_read(arguments[0], entry, item) for entry in value)
+        entry = _reader(arguments[0], item)
+        return tuple if entry is _as_it_is else lambda value: tuple(map(entry, value))
     if origin is dict:
-        return {key: _read(arguments[1], entry) for key, entry in value.items()}
+        entry = _reader(arguments[1])
+        return lambda value: {key: entry(found) for key, found in value.items()}
     if is_dataclass(origin or kind):
-        given = {name: hint for name, hint in _types(origin or kind).items() if name in value}
-        return (origin or kind)(**{name: _read(hint, value[name], *arguments[:1]) for name, hint in given.items()})
+        return _noun_reader(origin or kind, *arguments[:1])
     if kind is datetime:
-        return datetime.fromisoformat(value)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    return value
+        return datetime.fromisoformat
+    return kind if isinstance(kind, type) and issubclass(kind, Enum) else _as_it_is
+
+
+def _noun_reader(kind: Any, item: Any = None) -> Callable[[Any], Any]:
+    readers = {name: _reader(hint, item) for name, hint in _types(kind).items()}
+    special = [(name, reader) for name, reader in readers.items() if reader is not _as_it_is]
+
+    def read(value: Any) -> Any:
+        given = {name: value[name] for name in readers if name in value}
+        for name, reader in special:
+            if name in given:
+                given[name] = reader(given[name])
+        return kind(**given)
+
+    return read

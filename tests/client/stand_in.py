@@ -41,7 +41,8 @@ BUSY = Explanation(
 
 
 class StandIn:
-    """Grants leases while `free` is true. `fault` may answer first: None goes on, else `503`, `break`, `hang`."""
+    """Grants leases while `free` is true. `fault` may answer first: None goes on, else `503`, `unknown` (a 503 of what
+    may have been recorded), `break`, `hang`."""
 
     def __init__(self) -> None:
         self.free = True
@@ -51,6 +52,9 @@ class StandIn:
         self.leases: dict[str, dict[str, Any]] = {}
         self.keys: dict[str, str] = {}
         self.seen: list[str] = []
+        self.seen_at_s: list[float] = []
+        self.retry_after: str | None = None
+        """Sent with each 503."""
         self.fault: Callable[[str], str | None] = lambda line: None
         self.changed = threading.Condition()
         self.gpus: list[Gpu] = []
@@ -149,11 +153,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.daemon.seen.append(line)
+        self.daemon.seen_at_s.append(time.monotonic())
         fault = self.daemon.fault(line)
         if fault == "hang":
             time.sleep(2)
-        if fault == "503":
-            self._answer(503, {"code": "unavailable", "detail": "not recorded"})
+        if fault in ("503", "unknown"):
+            outcome = {"outcome": "unknown"} if fault == "unknown" else {}
+            self._answer(503, {"code": "unavailable", "detail": "not recorded", **outcome})
             return
         if fault == "html":
             self._answer(200, "<html>", "text/html")
@@ -233,6 +239,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(text)))
+        if status == 503 and self.daemon.retry_after is not None:
+            self.send_header("Retry-After", self.daemon.retry_after)
         self.end_headers()
         self.wfile.write(text)
 

@@ -9,10 +9,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gpulease.errors import BY_CODE, GpuleaseError, InvalidRequest, MethodNotAllowed, NotFound
+from gpulease.errors import BY_CODE, GpuleaseError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
 from gpulease.wire import to_json
 
 log = logging.getLogger("gpulease.api")
@@ -41,6 +43,8 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(GpuleaseError, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    for kind in (OperationalError, InterfaceError, PoolTimeout):
+        app.add_exception_handler(kind, _no_database)
     app.add_exception_handler(Exception, _unknown)
 
 
@@ -66,6 +70,12 @@ async def _http(request: Request, error: Exception) -> Response:
             MethodNotAllowed(detail, remedy=f"Use {headers.get('allow', 'another method')}."), headers
         )
     return problem_response(InvalidRequest(str(error.detail)), headers)
+
+
+async def _no_database(_: Request, error: Exception) -> Response:
+    """Somebody reads what is in the database alone, and it is away. The writer logs that, once."""
+    reason = getattr(error, "orig", None) or error
+    return problem_response(Unavailable(f"The database cannot be read now: {reason}.", remedy="Ask again."))
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
@@ -112,6 +122,11 @@ PROBLEM_SCHEMA: dict[str, Any] = {
         "code": {"type": "string", "description": "Stable name of the error.", "enum": [*sorted(BY_CODE), "internal"]},
         "detail": {"type": "string", "description": "What is wrong and why."},
         "remedy": {"type": "string", "description": "What to do."},
+        "outcome": {
+            "type": "string",
+            "enum": ["unknown"],
+            "description": "With `unavailable`: what was asked may have been recorded. Without it, nothing was done.",
+        },
         "explanation": {"$ref": "#/components/schemas/Explanation", "description": "Why there are no GPUs."},
     },
 }

@@ -1,0 +1,118 @@
+"""A real store whose commits fail, or succeed and seem to have failed, in the order that a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from gpulease.exchange import NodeReport
+from gpulease.model import Demand, Holder
+from gpulease_server.core.happenings import Key, LeaseAsked, LeaseReleased, LeaseRenewed, NodeReported
+from gpulease_server.core.ledger import Change, Ledger
+from gpulease_server.core.turn import Policy
+from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.store import Store, StoreFailed
+from tests.core.build import gpu
+
+
+class Fate(Enum):
+    """What becomes of a commit."""
+
+    DONE = "done"
+    FAILED = "failed, nothing is written"
+    LOST = "written, but its answer is lost"
+    STUMBLED = "the program stumbles before it writes"
+    STUMBLED_AFTER = "the program stumbles after it has written"
+
+
+class FaultyStore(Store):
+    """The real store. `fates` are taken by one commit each; afterwards all are well. `gate` holds commits up."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.fates: list[Fate] = []
+        self.unreadable = 0
+        """Readings of the ledger that fail."""
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.writes = 0
+        self.loads = 0
+
+    def write(self, changes: list[Change], ledger: Ledger) -> None:  # type: ignore[override]
+        self.writes += 1
+        self.entered.set()
+        assert self.gate.wait(30)
+        fate = self.fates.pop(0) if self.fates else Fate.DONE
+        if fate is Fate.FAILED:
+            raise StoreFailed("the disk is full")
+        if fate is Fate.STUMBLED:
+            raise ZeroDivisionError("before")
+        super().write(changes, ledger)
+        if fate is Fate.LOST:
+            raise StoreFailed("the connection broke")
+        if fate is Fate.STUMBLED_AFTER:
+            raise ZeroDivisionError("after")
+
+    def load(self) -> Ledger:
+        self.loads += 1
+        if self.unreadable:
+            self.unreadable -= 1
+            raise OSError("the database is gone")
+        return super().load()
+
+
+@asynccontextmanager
+async def writing(file: Path) -> AsyncIterator[tuple[Writer, FaultyStore]]:
+    """A running writer on a database whose schema is up to date."""
+    store = FaultyStore(f"sqlite:///{file}")
+    writer = Writer(store, Policy(max_observation_age_s=3600))
+    task = asyncio.create_task(writer.run())
+    try:
+        await recovered(writer)
+        yield writer, store
+    finally:
+        store.gate.set()
+        task.cancel()
+        await asyncio.wait({task})
+        writer.close()
+        store.close()
+
+
+async def recovered(writer: Writer) -> None:
+    """Wait until the writer can decide; the caller bounds the wait."""
+    while writer.problem is not None:  # noqa: ASYNC110 - the writer has no reason to signal this to anybody but a test
+        await asyncio.sleep(0.001)
+
+
+def ask(key: str | None = None, **what: Any) -> LeaseAsked:
+    """A request for one GPU that waits."""
+    return LeaseAsked(
+        cause=ids.make("request"),
+        lease_id=ids.make("lease"),
+        demand=Demand(),
+        holder=Holder(),
+        key=None if key is None else Key(key=key, fingerprint="f"),
+        **{"ttl_s": 60.0, "queue": True, **what},
+    )
+
+
+def renew(lease_id: str, token: int | None) -> LeaseRenewed:
+    return LeaseRenewed(cause=ids.make("request"), lease_id=lease_id, token=token)
+
+
+def release(lease_id: str, token: int | None) -> LeaseReleased:
+    return LeaseReleased(cause=ids.make("request"), lease_id=lease_id, token=token)
+
+
+async def report(writer: Writer, gpus: int = 4) -> None:
+    """The node shows all its GPUs clean, by a reading begun now."""
+    view = NodeReport(worker_id="w", host="a", gpus=tuple(gpu(index) for index in range(gpus)))
+    now_s = clock.now().mono_s
+    await writer.submit(NodeReported(cause=ids.make("report"), node="a", report=view, observed_at_s=now_s))

@@ -1,0 +1,88 @@
+"""A restart with a great ledger is short, and what it reads is what there was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.restart import best, fetch, rebuild
+from gpulease.model import Lease, LeaseState
+from gpulease_server.core.ledger import ENDED_KEPT, GpuRecord, Ledger
+from gpulease_server.runtime.outage import start_anew, twin
+from gpulease_server.store.database import upgrade
+from gpulease_server.store.store import Store
+from tests.core.build import World
+from tests.store.great import ACTIVE, GPUS, great_ledger
+from tests.store.test_store import busy_world, save
+
+pytestmark = pytest.mark.xdist_group("machine")
+
+RATIO = 12.0
+"""Of the plain SELECT of the same rows, at most; bench/README.md has what it is on a quiet machine, and the seconds."""
+
+
+def test_ten_thousand_gpus_are_there_again_within_a_second(tmp_path: Path) -> None:
+    file = tmp_path / "great.db"
+    store = Store(great_ledger(file))
+    try:
+        ledger = store.load()
+        assert len(ledger.gpus) == GPUS
+        assert sum(record.lease.state == "active" for record in ledger.leases.values()) == ACTIVE
+        assert len(ledger.ended) == ENDED_KEPT
+        ends = [ledger.leases[lease_id].lease.ended_at for lease_id in ledger.ended]
+        assert None not in ends
+        assert ends == sorted(ends), "not the oldest first"
+        with store.engine.connect() as connection:
+            newest = connection.exec_driver_sql(
+                f"SELECT id FROM lease WHERE state = 'ended' ORDER BY ended_at DESC, number DESC LIMIT {ENDED_KEPT}"
+            )
+            assert set(ledger.ended) == set(newest.scalars())
+        limit_s, took_s = best(lambda: fetch(file), 3), best(lambda: rebuild(store), 3)
+        assert took_s < RATIO * limit_s, f"{took_s:.2f} s, where the rows alone take {limit_s:.2f} s"
+    finally:
+        store.close()
+
+
+def test_a_copy_of_a_ledger_changes_alone() -> None:
+    def parts(ledger: Ledger) -> dict[str, object]:
+        return {name: repr(value) for name, value in vars(ledger).items()}
+
+    world: World = busy_world()
+    copy, before = twin(world.ledger), parts(world.ledger)
+    assert parts(copy) == before
+    for record in list(copy.leases.values()):
+        copy._put_watch(record, over=True)
+        if (record.number, record.lease.id) in copy.queue:
+            copy.withdraw(record)
+    for gpu in list(copy.gpus.values()):
+        copy.apply(GpuRecord(device=gpu.device))
+    copy.deadlines.clear()
+    copy.keys.clear()
+    assert parts(copy) != before
+    assert parts(world.ledger) == before
+
+
+def test_after_a_restart_nothing_is_granted_of_a_node_that_has_not_reported(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    upgrade(url)
+    store = Store(url)
+    before = World().node("a", gpus=2).node("b", gpus=2)
+    save(store, before)
+    world = World(ledger=store.load(), nodes=before.nodes, at_s=before.at_s)
+    store.close()
+    start_anew(world.ledger, world.now)
+
+    def node_of(call: str) -> str | None:
+        lease = world.answers[call]
+        assert isinstance(lease, Lease)
+        current = world.ledger.leases[lease.id].lease
+        return current.gpus[0].node if current.state is LeaseState.ACTIVE else None
+
+    first = world.ask(1)
+    assert node_of(first) is None, "no node has reported"
+    world.report("b")
+    second = world.ask(2)
+    assert (node_of(first), node_of(second)) == ("b", None)
+    world.report("a")
+    assert (node_of(first), node_of(second)) == ("b", "a")
