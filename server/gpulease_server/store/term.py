@@ -27,7 +27,7 @@ _ROW = tables.writer.c.id == 1
 
 
 class StoreFailed(Unavailable):
-    """A turn could not be committed. Nothing of it was written, unless the commit itself was not answered; read again."""
+    """A turn could not be committed. Nothing of it was written, unless only the answer to the commit is missing."""
 
 
 class Superseded(StoreFailed):
@@ -58,8 +58,10 @@ class Term:
         Raises SQLAlchemyError. Whoever calls this must know that the former writer is gone, or accept that it ends.
         """
         table = tables.writer
-        raised = update(table).where(_ROW).values(
-            term=table.c.term + 1, first_term=table.c.term + 1, name=name[:255], since=func.now()
+        raised = (
+            update(table)
+            .where(_ROW)
+            .values(term=table.c.term + 1, first_term=table.c.term + 1, name=name[:255], since=func.now())
         )
         with self._engine.begin() as connection:
             term: int = connection.execute(raised.returning(table.c.term)).scalar_one()
