@@ -13,6 +13,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,19 @@ class PostgresServer:
         assert self.process is not None
         assert psutil.Process(pid).ppid() == self.process.pid, "not a process of this server"
         os.kill(pid, number)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """All its processes stand still, as on a machine that hangs."""
+        assert self.process is not None
+        server = psutil.Process(self.process.pid)
+        for process in (server, *server.children()):
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in (*server.children(), server):
+                process.resume()
 
     def close(self) -> None:
         """End it and remove its files."""

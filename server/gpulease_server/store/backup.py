@@ -49,6 +49,7 @@ def backup(url: str, file: Path) -> None:
         wrong = examine(f"sqlite:///{partial.absolute()}")
         if wrong:  # besides, the last connection to close has left one file, with no log beside it
             raise BackupFailed(f"The copy is wrong: {wrong[0]}.", remedy="Ask `gpulease db check` about the original.")
+        _move_ahead(partial)
         _sync(partial)
         os.link(partial, file)
         _sync(file.absolute().parent)
@@ -69,6 +70,9 @@ def _copy(url: str, partial: Path) -> None:
             file_of(connection).execute("VACUUM INTO ?", (str(partial.absolute()),))
     finally:
         engine.dispose()
+
+
+def _move_ahead(partial: Path) -> None:
     made = connect(f"sqlite:///{partial.absolute()}")
     try:
         with made.begin() as connection:
