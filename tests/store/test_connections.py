@@ -124,7 +124,7 @@ def test_a_server_that_is_stopped_and_continued_is_used_again(
     ledger = store.load()
     with own_server.stopped():
         monkeypatch.setattr(PatientConnection, "patience_s", 1.0)
-        with pytest.raises(StoreFailed, match="timeout|not answered"):
+        with pytest.raises(StoreFailed, match=r"timeout|not answered"):
             store.write([], ledger)
     monkeypatch.setattr(PatientConnection, "patience_s", 20.0)
     monkeypatch.setattr(dialects, "CONNECT_S", 20)

@@ -146,7 +146,7 @@ def test_a_second_lock_is_refused_and_says_who_has_it(url: str, tmp_path: Path, 
     place = request.getfixturevalue("postgres_url") if url == "postgresql" else f"sqlite:///{tmp_path / 'x.db'}"
     first, second = writer_lock(place), writer_lock(place)
     take(first)
-    with pytest.raises(AlreadyRunning, match="pid [0-9]+") as refused:
+    with pytest.raises(AlreadyRunning, match=r"pid [0-9]+") as refused:
         take(second)
     assert "s3cret" not in str(refused.value)
     first.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, eventually, events
+from tests.daemon import DaemonProcess, daemon, events, eventually
 from tests.databases import PASSWORD, PostgresServer
 
 pytestmark = pytest.mark.xdist_group("machine")
@@ -98,7 +98,6 @@ def test_a_daemon_that_was_stopped_steps_down_when_another_one_has_taken_over(
         kept = first.call("POST", "/v1/leases", {"count": 1, "ttl_s": 600}).json
         first.process.send_signal(signal.SIGSTOP)
         second = DaemonProcess(tmp_path / "second", "--simulate", "2", "--node", "n1")
-        second.output.parent.mkdir()
         second.environment = {"GPULEASE_DATABASE_URL": postgres_url}
         try:
             eventually(lambda: starts(second), WITHIN_S, second.story)
@@ -114,6 +113,7 @@ def test_a_daemon_that_was_stopped_steps_down_when_another_one_has_taken_over(
             assert other["token"] > kept["token"]
             assert other["gpus"][0]["uuid"] != kept["gpus"][0]["uuid"]
         finally:
+            first.process.send_signal(signal.SIGCONT)
             second.stop()
 
 

@@ -19,7 +19,7 @@ SHOWN = 5
 
 
 async def only_known_parameters(request: Request) -> None:
-    """Raise InvalidRequest for a query parameter that the route does not have, naming those that it has; and for NUL."""
+    """Raise InvalidRequest for a query parameter that the route does not have, naming those it has, and for NUL."""
     if "\0" in request.scope["path"] or any(
         "\0" in text for item in request.query_params.multi_items() for text in item
     ):

@@ -90,4 +90,4 @@ def _sync(path: Path) -> None:
 
 
 def _for_libpq(url: str) -> str:
-    return shown(url).replace("postgresql+psycopg:", "postgresql:").replace(":***@", "@")
+    return shown(url).replace(":***@", "@")

@@ -55,7 +55,7 @@ def parsed(url: str) -> URL:
 
 def shown(url: str) -> str:
     """The URL as it may be printed: without a password."""
-    text = parsed(url).render_as_string(hide_password=True)
+    text = parsed(url).render_as_string(hide_password=True).replace("postgresql+psycopg:", "postgresql:")
     return re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", text)
 
 
