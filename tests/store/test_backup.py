@@ -6,6 +6,8 @@ import json
 import sqlite3
 import subprocess
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,8 +60,10 @@ def test_a_backup_has_everything_and_counts_on_from_further_up(sqlite_url: str, 
     assert sorted(path.name for path in tmp_path.iterdir() if "copy" in path.name) == ["copy.db"]
 
 
-def test_a_backup_while_a_writer_writes_is_of_one_moment(sqlite_url: str, tmp_path: Path) -> None:
-    store, world, done = Store(sqlite_url), World().node(gpus=4), threading.Event()
+@contextmanager
+def busy_writer(url: str) -> Iterator[None]:
+    """Leases come and go, each in transactions of its own."""
+    store, world, done = Store(url), World().node(gpus=4), threading.Event()
     save(store, world)
 
     def write() -> None:
@@ -71,12 +75,23 @@ def test_a_backup_while_a_writer_writes_is_of_one_moment(sqlite_url: str, tmp_pa
     writing = threading.Thread(target=write)
     writing.start()
     try:
-        for number in range(10):
-            backup(sqlite_url, tmp_path / f"{number}.db")  # which looks through what it made
+        yield
     finally:
         done.set()
         writing.join(30)
         store.close()
+
+
+def test_a_check_while_a_writer_writes_is_of_one_moment(database_url: str) -> None:
+    with busy_writer(database_url):
+        for _ in range(20):
+            assert [finding for finding in examine(database_url) if "fsync" not in finding] == []
+
+
+def test_a_backup_while_a_writer_writes_is_of_one_moment(sqlite_url: str, tmp_path: Path) -> None:
+    with busy_writer(sqlite_url):
+        for number in range(10):
+            backup(sqlite_url, tmp_path / f"{number}.db")  # which looks through what it made
     seqs = []
     for number in range(10):
         with sqlite3.connect(tmp_path / f"{number}.db") as copy:
