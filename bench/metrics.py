@@ -108,7 +108,7 @@ def main() -> None:
         store = Store(url)
         writer = Writer(store, Policy())
         writer.committed, writer.problem = Ledger(), None
-        recorder = Recorder(store.engine, writer)
+        recorder = Recorder(store, writer)
         node = Node(recorder, writer)
         print(f"\n{GPUS} GPUs held by a job\n\n| what | median us | p99 us |\n|---|---|---|")
         measure(store, recorder, node)
@@ -130,7 +130,7 @@ def measure(store: Store, recorder: Recorder, node: Node) -> None:
     content = recorder.content("lease")
     assert content is not None
     row("copying the series for a write or an answer", timed(lambda: recorder.content("lease"), 300))
-    row("packing and committing the row, in a thread", timed(lambda: metrics.save(store.engine, "lease", content), 100))
+    row("packing and committing the row, in a thread", timed(lambda: metrics.save(store, "lease", content), 100))
     store.write([change for change in node.changes if is_stored(change)], node.ledger)  # type: ignore[arg-type]
     leases = metrics.leases_of(store.engine, "job")
     found = job_metrics("job", leases, {"lease": content}, node.now.at, MAX_BUCKETS)

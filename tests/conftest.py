@@ -1,4 +1,5 @@
-"""With CI=true a test that was skipped is a test that failed, unless it is marked `gpu`.
+"""Databases for tests that need one; and with CI=true a test that was skipped is a test that failed, unless it is
+marked `gpu`.
 
 A skip is how a missing compiler or package turns a suite green that has checked nothing.
 """
@@ -6,9 +7,14 @@ A skip is how a missing compiler or package turns a suite green that has checked
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.databases import PostgresServer
 
 NOTHING_SKIPPED = os.environ.get("CI") == "true"
 
@@ -36,6 +42,50 @@ def pytest_make_collect_report(
         report.outcome = "failed"
         report.longrepr = f"module skipped, which CI=true forbids: {why(report.longrepr)}"
     return report
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server, one for each process of tests. Nobody may stop it; make one of your own for that."""
+    from tests.databases import PostgresServer  # noqa: PLC0415 - only where it is used
+
+    server = PostgresServer()
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def postgres_url(postgres: PostgresServer) -> Iterator[str]:
+    """A fresh database on PostgreSQL with the schema of this version."""
+    url = postgres.database()
+    yield url
+    postgres.drop(url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh database of either kind with the schema of this version: the test runs on both."""
+    if request.param == "postgresql":
+        return str(request.getfixturevalue("postgres_url"))
+    from gpulease_server.store.database import upgrade  # noqa: PLC0415 - needs the server
+
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    upgrade(url)
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database of either kind in which there is nothing yet."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'ledger.db'}"
+        return
+    server = request.getfixturevalue("postgres")
+    url = server.database(empty=True)
+    yield url
+    server.drop(url)
 
 
 def why(longrepr: object) -> str:

@@ -25,7 +25,8 @@ async def keep_worker(
     command += ["--data-dir", str(data_dir), "--with-parent"]
     command += ["--simulate", simulate] if simulate is not None else []
     command += options
-    environment = {name: value for name, value in os.environ.items() if name != "GPULEASE_URL"}
+    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD")  # its own URL, and the daemon's secrets
+    environment = {name: value for name, value in os.environ.items() if name not in kept_back}
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())
     while True:
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease.addresses import default_data_dir, let_through
 from gpulease.errors import GpuleaseError
@@ -27,12 +28,12 @@ from .api.daemon import Daemon
 from .api.peer import PeerProtocol
 from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
 from .local_worker import keep_worker
-from .runtime.lock import OneDaemon
+from .runtime.lock import OneDaemon, take, this_process, writer_lock
 from .runtime.recorder import Recorder
 from .runtime.tickets import Tickets
 from .runtime.writer import Writer
-from .store.database import database_file, upgrade
-from .store.store import Store
+from .store.database import database_file, shown, unusable, upgrade
+from .store.store import Store, Superseded
 
 log = logging.getLogger("gpulease.serve")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -57,7 +58,7 @@ class ServeSettings:
     socket: Path | None = None
     """Unix socket; `gpulease.sock` in the data directory when None."""
     database_url: str | None = None
-    """SQLAlchemy URL; `gpulease.db` in the data directory when None."""
+    """`sqlite:///FILE` or `postgresql://...`; `gpulease.db` in the data directory when None."""
     data_dir: Path | None = None
     """Everything the daemon keeps; a place by user when None."""
     worker: bool = True
@@ -90,20 +91,30 @@ def serve(settings: ServeSettings) -> int:
     url = settings.database_url or f"sqlite:///{data_dir / 'gpulease.db'}"
     with contextlib.ExitStack() as stack:
         stack.enter_context(OneDaemon(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
-        file = database_file(url)
-        lock = file.with_name(f"{file.name}.lock")
-        stack.enter_context(OneDaemon(lock, f"the database {file}", "--database-url"))
+        lock = stack.enter_context(contextlib.closing(writer_lock(url)))
+        take(lock)
         tcp = stack.enter_context(listen_tcp(settings.host, settings.port))
         path = settings.socket or data_dir / "gpulease.sock"
         local = stack.enter_context(listen_unix(path))
         stack.callback(path.unlink, missing_ok=True)
+        store = stack.enter_context(contextlib.closing(Store(url)))
+        lock.keep(store.term.check)
+        take_over(store, url)
+        return _run(settings, data_dir, store, tcp, local, path)
+
+
+def take_over(store: Store, url: str) -> None:
+    """Bring the database, whose lock is held, up to date, and become its writer. Raises `DatabaseUnusable`."""
+    file = database_file(url)
+    if file is not None:
         with contextlib.suppress(OSError):  # if it cannot be made, the next line says why
             file.touch(mode=0o600)
             file.chmod(0o600)  # it holds the environments of jobs
-        upgrade(url)
-        store = Store(url)
-        stack.callback(store.close)
-        return _run(settings, data_dir, store, tcp, local, path)
+    upgrade(url)
+    try:
+        log.info("writes to %s in term %d", shown(url), store.term.take_over(this_process()))
+    except SQLAlchemyError as error:
+        raise unusable(url, error) from error
 
 
 def check_simulation(simulate: str | None) -> None:
@@ -112,11 +123,6 @@ def check_simulation(simulate: str | None) -> None:
         return
     detail = f"--simulate {simulate}: neither a number of GPUs over 0 nor a file."
     raise CannotStart(detail, remedy="Use --simulate 4, or see docs/simulation.md for the file.")
-
-
-def upgrade_database(database_url: str) -> None:
-    """Bring a database's schema up to date. Raises `DatabaseUnusable`."""
-    upgrade(database_url)
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
@@ -184,7 +190,7 @@ def _run(
         monitor_names=MONITOR_NAMES.union(settings.monitor_names),
     )
     writer = Writer(store, policy)
-    recorder = Recorder(store.engine, writer)
+    recorder = Recorder(store, writer)
     recorder.restore()
     host, local_node = socket.gethostname(), node if settings.worker else None
     daemon = Daemon(writer=writer, store=store, tickets=Tickets(), recorder=recorder, host=host, local_node=local_node)
@@ -220,10 +226,17 @@ def _run(
     )
     server = TwoSocketServer(config, daemon, local)
     server.announce = f"gpulease listens on http://{settings.host}:{tcp.getsockname()[1]} and unix://{path}"
+    store.term.on_superseded = server.step_down
+    store.term.check()  # nobody was told of what happened before
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again once it has shut down; by default that would end the process without clean-up.
         signal.signal(number, lambda *_: None)
     server.run(sockets=[tcp])
+    if server.superseded:
+        raise Superseded(
+            "Another daemon has taken over the database, so this one has ended. Nothing that it answered is lost.",
+            remedy="Use the other one; this one can be started again when that has ended.",
+        )
     return 0
 
 
@@ -236,6 +249,11 @@ class TwoSocketServer(uvicorn.Server):
         self.local = local
         self.announce = ""
         self.worker: asyncio.Task[None] | None = None
+        self.superseded = False
+
+    def step_down(self) -> None:
+        """End, because another daemon writes to the database now. From any thread."""
+        self.superseded = self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on both."""

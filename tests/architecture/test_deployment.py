@@ -31,7 +31,10 @@ def parses(arguments: list[str]) -> None:
         command.make_context(command.name, rest, parent=context)
 
 
-@pytest.mark.parametrize("name", list(COMPOSE["services"]))
+OWN = [name for name, service in COMPOSE["services"].items() if service["image"].startswith("gpulease")]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_a_service_runs_a_command_that_exists(name: str) -> None:
     parses(COMPOSE["services"][name]["command"])
 
@@ -49,6 +52,14 @@ def test_daemon_and_worker_share_the_socket() -> None:
     assert worker["command"][worker["command"].index("--url") + 1] == f"unix://{socket}"
     assert daemon["volumes"] == worker["volumes"]
     assert "--no-worker" in daemon["command"]
+
+
+def test_the_database_is_on_loopback_only_and_the_daemon_waits_for_it() -> None:
+    postgres, daemon = COMPOSE["services"]["postgres"], COMPOSE["services"]["daemon"]
+
+    assert all(port.startswith("127.0.0.1:") for port in postgres["ports"])
+    assert postgres["profiles"] == ["postgres"]
+    assert daemon["depends_on"] == {"postgres": {"condition": "service_healthy", "required": False}}
 
 
 def test_the_worker_sees_the_processes_of_the_host_and_its_gpus() -> None:

@@ -40,7 +40,7 @@ class Daemon:
     def restart(self) -> None:
         self.commit()
         self.writer.committed, self.writer.problem = self.world.ledger, None
-        self.recorder = Recorder(self.store.engine, self.writer)
+        self.recorder = Recorder(self.store, self.writer)
         self.recorder.restore()
 
     def commit(self) -> None:

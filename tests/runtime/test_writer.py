@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from gpulease_server.core.ledger import Change, Ledger
 from gpulease_server.core.turn import Policy
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store.database import upgrade
 from gpulease_server.store.store import Store, StoreFailed
 from tests.core.build import gpu
 
@@ -45,13 +43,11 @@ class Gate(Store):
         self.commits += 1
 
 
-def run(tmp_path: Path, body: Callable[[Writer, Gate], Coroutine[Any, Any, None]]) -> None:
+def run(url: str, body: Callable[[Writer, Gate], Coroutine[Any, Any, None]]) -> None:
     """Run a test body beside a writer."""
 
     @asynccontextmanager
     async def writer() -> AsyncIterator[tuple[Writer, Gate]]:
-        url = f"sqlite:///{tmp_path / 'ledger.db'}"
-        upgrade(url)
         store = Gate(url)
         made = Writer(store, Policy(max_observation_age_s=60))
         task = asyncio.create_task(made.run())
@@ -92,7 +88,7 @@ async def report(writer: Writer, gpus: int = 4) -> None:
     await writer.submit(NodeReported(cause=ids.make("report"), node="a", report=view, observed_at_s=now_s))
 
 
-def test_nobody_is_told_before_the_commit(tmp_path: Path) -> None:
+def test_nobody_is_told_before_the_commit(database_url: str) -> None:
     async def body(writer: Writer, store: Gate) -> None:
         await report(writer)
         store.open.clear()
@@ -108,20 +104,20 @@ def test_nobody_is_told_before_the_commit(tmp_path: Path) -> None:
         assert writer.committed.leases[answer.id].lease.token == answer.token
         assert store.lease(answer.id) is not None
 
-    run(tmp_path, body)
+    run(database_url, body)
 
 
-def test_requests_that_arrive_together_share_a_commit(tmp_path: Path) -> None:
+def test_requests_that_arrive_together_share_a_commit(database_url: str) -> None:
     async def body(writer: Writer, store: Gate) -> None:
         await report(writer)
         before = store.commits
         await asyncio.gather(*(writer.submit(ask()) for _ in range(100)))
         assert store.commits - before <= 3
 
-    run(tmp_path, body)
+    run(database_url, body)
 
 
-def test_a_failed_commit_refuses_its_callers_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str) -> None:
     async def body(writer: Writer, store: Gate) -> None:
         await report(writer, gpus=2)
         kept = await writer.submit(ask())
@@ -139,10 +135,10 @@ def test_a_failed_commit_refuses_its_callers_and_loses_nothing(tmp_path: Path) -
         released = await writer.submit(LeaseReleased(cause=ids.make("request"), lease_id=kept.id, token=kept.token))
         assert isinstance(released, Lease)
 
-    run(tmp_path, body)
+    run(database_url, body)
 
 
-def test_a_fault_in_the_core_reaches_nobody_as_a_grant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_core_reaches_nobody_as_a_grant(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(writer: Writer, store: Gate) -> None:
         await report(writer)
         kept = await writer.submit(ask())
@@ -159,10 +155,10 @@ def test_a_fault_in_the_core_reaches_nobody_as_a_grant(tmp_path: Path, monkeypat
         await report(writer)
         assert isinstance(await writer.submit(ask()), Lease)
 
-    run(tmp_path, body)
+    run(database_url, body)
 
 
-def test_a_lease_expires_by_itself(tmp_path: Path) -> None:
+def test_a_lease_expires_by_itself(database_url: str) -> None:
     async def body(writer: Writer, store: Gate) -> None:
         await report(writer)
         begun_s = clock.now().mono_s
@@ -173,4 +169,4 @@ def test_a_lease_expires_by_itself(tmp_path: Path) -> None:
         took_s = clock.now().mono_s - begun_s
         assert 0.5 <= took_s < 1.5, "early, or more than a second late"
 
-    run(tmp_path, body)
+    run(database_url, body)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpulease.cli import administration, doctor, jobs, leases, metrics, run, serve, status
+from gpulease.cli import administration, database, doctor, jobs, leases, metrics, run, serve, status
 from gpulease.cli.groups import HELP, BySubject
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 refused, 2 wrong usage, 3 no daemon answers, 4 the lease was lost; run, wait and "
     "submit --follow pass on the command's own. GPULEASE_URL says where the daemon is. More in docs/cli.md.",
 )
-database = typer.Typer(cls=BySubject, help="The daemon's database.", no_args_is_help=True, rich_markup_mode=None)
+databases = typer.Typer(cls=BySubject, help="The daemon's database.", no_args_is_help=True, rich_markup_mode=None)
 
 nodes = typer.Typer(cls=BySubject, help="The nodes, in and out of use.", no_args_is_help=True, rich_markup_mode=None)
 gpus = typer.Typer(cls=BySubject, help="Single GPUs, in and out of use.", no_args_is_help=True, rich_markup_mode=None)
@@ -57,8 +57,9 @@ for job_command in (jobs.logs, jobs.cancel, jobs.wait, metrics.metrics):
 for lease_command in (leases.acquire, leases.renew, leases.release, leases.explain):
     app.command()(lease_command)
 app.command("leases")(leases.list_leases)
-database.command("upgrade")(serve.upgrade)
-app.add_typer(database, name="db")
+for database_command in (database.upgrade, database.current, database.check, database.backup):
+    databases.command()(database_command)
+app.add_typer(databases, name="db")
 nodes.command("list")(administration.list_nodes)
 for node_command in (administration.drain, administration.resume, administration.pause):
     nodes.command()(node_command)

@@ -1,6 +1,6 @@
-"""`gpulease serve`, `worker` and `db upgrade`, and what `doctor` asks: the commands that need more than the client.
+"""`gpulease serve` and `worker`, and what `doctor` asks: commands that need more than the client.
 
-The only module under `gpulease` that imports the server and the worker, and only when such a command is run.
+Only this module and `database` beside it import the server and the worker, and only when such a command is run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ WorkerDir = Annotated[
     ),
 ]
 DatabaseUrl = Annotated[
-    str | None, typer.Option(help="Database, as an SQLAlchemy URL.", show_default="SQLite in the data directory")
+    str | None,
+    typer.Option(
+        envvar="GPULEASE_DATABASE_URL",
+        help="Database: postgresql://user@host/name, or sqlite:////path. Others see an option's password; the "
+        "variable's, or that of ~/.pgpass, they do not.",
+        show_default="SQLite in the data directory",
+        show_envvar=True,
+    ),
 ]
 Simulate = Annotated[
     str | None, typer.Option(metavar="N|FILE", help="Instead of real GPUs: so many plausible ones, or those of a file.")
@@ -90,7 +97,7 @@ def serve(
     manage_compute_mode: ManageComputeMode = False,
 ) -> int:
     """Run the daemon, and a worker for this host."""
-    with _extra("server"):
+    with extra("server"):
         from gpulease_server.main import ServeSettings  # noqa: PLC0415 - an extra
         from gpulease_server.main import serve as run_daemon  # noqa: PLC0415
     return run_daemon(
@@ -132,7 +139,7 @@ def worker(
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when the parent ends.")] = False,
 ) -> int:
     """Run the worker of this host: it watches the GPUs and launches jobs."""
-    with _extra("worker"):
+    with extra("worker"):
         from gpulease_worker.main import run  # noqa: PLC0415 - an extra
         from gpulease_worker.settings import WorkerSettings  # noqa: PLC0415
         from gpulease_worker.source import Pace  # noqa: PLC0415
@@ -153,16 +160,9 @@ def worker(
     )
 
 
-def upgrade(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> None:
-    """Bring the database to the schema of this version; `serve` does so too when it starts."""
-    with _extra("server"):
-        from gpulease_server.main import upgrade_database  # noqa: PLC0415 - an extra
-    upgrade_database(database_url or f"sqlite:///{(data_dir or default_data_dir()).absolute() / 'gpulease.db'}")
-
-
 def examine_host(data_dir: Path) -> tuple[Finding, ...]:
     """What the checks of `gpulease doctor` find on this host."""
-    with _extra("worker"):
+    with extra("worker"):
         from gpulease_worker import doctor, symptoms  # noqa: PLC0415 - an extra
     return doctor.examine(symptoms.gather(data_dir))
 
@@ -173,7 +173,7 @@ def node_name() -> str:
 
 
 @contextmanager
-def _extra(name: str) -> Iterator[None]:
+def extra(name: str) -> Iterator[None]:
     """Say in one line what to install when an import in the block fails for want of an extra."""
     try:
         yield

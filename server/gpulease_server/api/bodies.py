@@ -6,6 +6,8 @@ FastAPI's own body parameters would turn "2" and true into numbers; pydantic's s
 from __future__ import annotations
 
 import hashlib
+import re
+from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
@@ -34,6 +36,8 @@ KEYED: dict[str, Any] = {
     ]
 }
 """For `openapi_extra` of a route that takes an Idempotency-Key."""
+SUSPECT = re.compile(rb"\\u0000|[0-9]{19}")
+"""What a body must have in it for `require_storable` to look."""
 T = TypeVar("T")
 
 
@@ -51,12 +55,15 @@ class JsonBody(Generic[T]):
         if not raw.strip() and self.empty is not None:
             return self.empty
         try:
-            return self._adapter.validate_json(raw, strict=True)
+            body = self._adapter.validate_json(raw, strict=True)
         except ValidationError as error:
             errors = error.errors(include_url=False, include_context=False)
             if errors[0]["type"] == "json_invalid":
                 raise NotJson(f"The body is not JSON: {errors[0]['msg']}.", remedy="Send a JSON object.") from None
             raise InvalidRequest(sentence(errors), remedy=SEE_OPENAPI) from None
+        if SUSPECT.search(raw):
+            require_storable(asdict(body))  # type: ignore[call-overload]
+        return body
 
     def openapi(self) -> dict[str, Any]:
         """For `openapi_extra` of the route."""
@@ -69,6 +76,21 @@ class JsonBody(Generic[T]):
         schema = self._adapter.json_schema(ref_template="#/components/schemas/{model}")
         definitions: dict[str, Any] = schema.pop("$defs", {})
         return definitions | {self.kind.__name__: schema}
+
+
+def require_storable(value: Any, place: str = "") -> None:
+    """Raise `InvalidRequest` for what a database cannot keep: NUL in a text, an integer of more than 64 bits."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            require_storable(name, place)
+            require_storable(part, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            require_storable(part, place)
+    elif isinstance(value, str) and "\0" in value:
+        raise InvalidRequest(f"{place}: must not contain NUL.", remedy=SEE_OPENAPI)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise InvalidRequest(f"{place}: must be an integer of 64 bits.", remedy=SEE_OPENAPI)
 
 
 async def read(request: Request) -> bytes:

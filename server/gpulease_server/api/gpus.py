@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
-from gpulease.errors import NotFound
+from gpulease.errors import InvalidRequest, NotFound
 from gpulease.exchange import DesiredState, NodeReport
 from gpulease.model import Gpu, Node, Page
 from gpulease.wire import spell_uuid
@@ -72,6 +72,7 @@ async def exchange(name: str, report: Annotated[NodeReport, Depends(REPORT)], da
 
     The answer is held while it would say nothing new, at most `hold_s` seconds.
     """
+    _require_fitting(name, report)
     observed_at_s = daemon.tickets.issued_at_s(name, report.ticket)
     await daemon.writer.submit(
         NodeReported(cause=ids.make("report"), node=name, report=report, observed_at_s=observed_at_s)
@@ -89,6 +90,17 @@ async def exchange(name: str, report: Annotated[NodeReport, Depends(REPORT)], da
             break
         await daemon.writer.topics.wait(f"node:{name}", min(until_s - now_s, slice_s))
     return daemon.tickets.answer(name, replace(desired, fresh=news))
+
+
+def _require_fitting(node: str, report: NodeReport) -> None:
+    """Raise `InvalidRequest` for what no row has room for: one such report would undo the turn of everybody else."""
+    texts = {"name of the node": (node, 255), "host": (report.host, 255), "driver_version": (report.driver_version, 64)}
+    texts |= {f"gpus.{place}.uuid": (reading.uuid, 96) for place, reading in enumerate(report.gpus)}
+    for place, (text, most) in texts.items():
+        if text is not None and len(text) > most:
+            raise InvalidRequest(f"{place}: must be at most {most} characters.")
+    if any(job.exit_code is not None and not -(2**31) <= job.exit_code < 2**31 for job in report.jobs):
+        raise InvalidRequest("jobs: exit_code must be an integer of 32 bits.")
 
 
 def _is_news(daemon: Daemon, node: str, ticket: int | None, desired: DesiredState) -> bool:

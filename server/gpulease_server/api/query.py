@@ -19,7 +19,11 @@ SHOWN = 5
 
 
 async def only_known_parameters(request: Request) -> None:
-    """Raise InvalidRequest for a query parameter that the route does not have, naming those that it has."""
+    """Raise InvalidRequest for a query parameter that the route does not have, naming those it has, and for NUL."""
+    if "\0" in request.scope["path"] or any(
+        "\0" in text for item in request.query_params.multi_items() for text in item
+    ):
+        raise InvalidRequest("The address must not contain NUL.")  # no database would look it up
     route = request.scope.get("route")
     if not request.query_params or not isinstance(route, APIRoute) or not request.url.path.startswith(VERSIONED):
         return

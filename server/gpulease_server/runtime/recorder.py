@@ -32,14 +32,12 @@ import logging
 import struct
 from dataclasses import dataclass, field
 
-from sqlalchemy import Engine
-from sqlalchemy.exc import SQLAlchemyError
-
 from gpulease.exchange import NodeReport
 from gpulease.model import GpuReading, Lease, LeaseState
 
 from ..core.ledger import Instant, Ledger
 from ..store import metrics
+from ..store.store import Store, StoreFailed
 from . import clock
 from .series import FIRST_S, GAP_S, MEASURES, DamagedSeries, Series
 from .writer import Writer
@@ -91,19 +89,19 @@ class Recorder:
     """The histories of every lease of a job that is active. Used from the event loop alone.
 
     Args:
-        engine: The ledger's database.
+        store: The ledger's database.
         writer: Says who holds what.
     """
 
-    def __init__(self, engine: Engine, writer: Writer) -> None:
-        self._engine = engine
+    def __init__(self, store: Store, writer: Writer) -> None:
+        self._store = store
         self._writer = writer
         self._histories: dict[str, History] = {}
         self._problem = ""
 
     def restore(self) -> None:
         """Take up what an earlier daemon kept of leases that are still active. Blocks; before the first report."""
-        kept = metrics.load(self._engine, metrics.live_leases(self._engine))
+        kept = metrics.load(self._store.engine, metrics.live_leases(self._store.engine))
         for lease_id, content in kept.items():
             try:
                 self._histories[lease_id] = History(series=unpacked(content))
@@ -155,10 +153,10 @@ class Recorder:
     async def _save(self, lease_id: str, history: History) -> bool:
         history.told, content = False, packed(history.series)
         try:
-            await asyncio.to_thread(metrics.save, self._engine, lease_id, content)
-        except SQLAlchemyError as error:
+            await asyncio.to_thread(metrics.save, self._store, lease_id, content)
+        except StoreFailed as error:
             history.told = True
-            self._say(f"metrics of jobs cannot be written: {getattr(error, 'orig', None) or error}; trying again")
+            self._say(f"metrics of jobs cannot be written: {error.detail} Trying again.")
             return False
         self._say("")
         return True

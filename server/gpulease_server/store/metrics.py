@@ -10,10 +10,11 @@ import zlib
 from collections.abc import Collection
 
 from sqlalchemy import Engine, select
-from sqlalchemy.dialects.sqlite import insert as upsert
 
 from ..core.ledger import LeaseRecord
 from . import rows, tables
+from .dialects import upsert
+from .store import Store
 
 ATTEMPTS_SHOWN = 1000
 """Leases of one job that are looked at, at most: more than it can have attempts."""
@@ -21,12 +22,11 @@ FAST = 1
 """zlib's level: a quarter to a half of the size, in 4 ms for 8 GPUs; a slower one gains a few per cent."""
 
 
-def save(engine: Engine, lease_id: str, content: bytes) -> None:
-    """Keep the series of one lease in place of what was kept of it. Blocks. Raises SQLAlchemyError."""
-    statement = upsert(tables.job_metrics).values(lease_id=lease_id, series=zlib.compress(content, FAST))
-    changed = {"series": statement.excluded.series}
-    with engine.begin() as connection:
-        connection.execute(statement.on_conflict_do_update(index_elements=["lease_id"], set_=changed))
+def save(store: Store, lease_id: str, content: bytes) -> None:
+    """Keep the series of one lease in place of what was kept of it. Blocks. Raises `StoreFailed`."""
+    row = {"lease_id": lease_id, "series": zlib.compress(content, FAST)}
+    with store.writing() as connection:
+        connection.execute(upsert(connection, tables.job_metrics, "lease_id"), row)
 
 
 def load(engine: Engine, lease_ids: Collection[str]) -> dict[str, bytes]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, select
-from sqlalchemy.dialects.sqlite import insert as upsert
-from sqlalchemy.exc import SQLAlchemyError
 
-from gpulease.errors import Unavailable
 from gpulease.model import Event, JobState, LeaseState
 
 from ..core.ledger import (
@@ -29,21 +27,26 @@ from ..core.ledger import (
 )
 from . import rows, tables
 from .database import connect
+from .dialects import snapshot, upsert
+from .term import StoreFailed, Superseded, Term
+
+__all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
 
 COUNTERS = ("number", "token", "seq")
 LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseState.ENDED)
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
 
 
-class StoreFailed(Unavailable):
-    """A turn could not be committed; nothing of it was written."""
-
-
 class Store:
-    """The ledger's database. Its methods block; the runtime calls them outside the event loop."""
+    """The ledger's database. Its methods block; the runtime calls them outside the event loop.
 
-    def __init__(self, url: str) -> None:
+    Who reads only may do so at any time. Who writes takes over first; a store that did not, at its first write.
+    `on_superseded` is called when another writer has taken over.
+    """
+
+    def __init__(self, url: str, on_superseded: Callable[[], None] = lambda: None) -> None:
         self.engine = connect(url)
+        self.term = Term(self.engine, on_superseded)
 
     def close(self) -> None:
         """Close every connection."""
@@ -51,8 +54,9 @@ class Store:
 
     def load(self) -> Ledger:
         """The ledger as it was last committed, without what only lives in memory (see the package)."""
+        self.term.settle()
         ledger = Ledger()
-        with self.engine.connect() as connection:
+        with snapshot(self.engine) as connection:
             for row in connection.execute(select(tables.node)):
                 ledger.apply(rows.node_record(row))
             for row in connection.execute(select(tables.gpu)):
@@ -86,8 +90,14 @@ class Store:
             past = [*(row for row in late if row.id not in kept), *past]
         return [read(row) for row in [*past, *going_on]]
 
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that commits only while this store is the writer; see `Term.writing` for what it raises."""
+        with self.term.writing() as connection:
+            yield connection
+
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
-        """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`; nothing was written then."""
+        """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError."""
         latest: dict[tuple[Table, str], dict[str, Any] | None] = {}
         events: list[dict[str, Any]] = []
         for change in changes:
@@ -103,14 +113,10 @@ class Store:
                     latest[table, row[_key(table)]] = row
         for name in COUNTERS:
             latest[tables.counter, name] = {"name": name, "value": getattr(ledger, f"next_{name}")}
-        try:
-            with self.engine.begin() as connection:
-                _write(connection, latest)
-                if events:
-                    connection.execute(insert(tables.event), events)
-        except SQLAlchemyError as error:
-            detail = f"The ledger could not be written: {getattr(error, 'orig', None) or error}"
-            raise StoreFailed(detail, remedy="Nothing was done. Ask again.") from error
+        with self.writing() as connection:
+            _write(connection, latest)
+            if events:
+                connection.execute(insert(tables.event), events)
 
     def leases(self, states: Collection[str], after: int | None, limit: int) -> list[LeaseRecord]:
         """Leases in these states (all when empty), newest first, those that arrived before number `after`."""
@@ -172,6 +178,4 @@ def _write(connection: Connection, latest: dict[tuple[Table, str], dict[str, Any
         else:
             kept.setdefault(table, []).append(row)
     for table, table_rows in kept.items():
-        statement = upsert(table)
-        changed = {column.name: statement.excluded[column.name] for column in table.columns if not column.primary_key}
-        connection.execute(statement.on_conflict_do_update(index_elements=[_key(table)], set_=changed), table_rows)
+        connection.execute(upsert(connection, table, _key(table)), table_rows)

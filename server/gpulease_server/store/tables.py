@@ -162,3 +162,14 @@ counter = Table(
     Column("name", String(16), primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
+
+writer = Table(
+    "writer",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("term", BigInteger, nullable=False),
+    Column("first_term", BigInteger, nullable=False),
+    Column("name", String(255), nullable=False),
+    Column("since", UtcDateTime, nullable=False),
+)
+"""One row, of id 1: who may write. `first_term` is the term with which he took over. See `store.term`."""

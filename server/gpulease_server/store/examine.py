@@ -1,0 +1,130 @@
+"""What is wrong with a database: its files, its schema, and whether the ledger in it agrees with itself.
+
+Everything is read in one snapshot, so that a daemon may go on writing meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Connection, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from . import tables
+from .database import (
+    DatabaseUnusable,
+    connect,
+    database_file,
+    differences,
+    newest_revision,
+    revision_of,
+    unusable,
+)
+from .dialects import SQLITE, snapshot, why
+
+SHOWN = 50
+"""Findings of one kind, at most."""
+
+
+def revisions(url: str) -> tuple[str | None, str]:
+    """The revision of the schema, None where there is none yet, and the newest. Raises `DatabaseUnusable`."""
+    require_there(url)
+    engine = connect(url)
+    try:
+        with engine.connect() as connection:
+            return revision_of(connection), newest_revision()
+    except SQLAlchemyError as error:
+        raise unusable(url, error) from error
+    finally:
+        engine.dispose()
+
+
+def require_there(url: str) -> None:
+    """Raise `DatabaseUnusable` if the file is missing, which would otherwise be made."""
+    file = database_file(url)
+    if file is not None and not file.is_file():
+        raise DatabaseUnusable(f"There is no {file}.", remedy="Give the --database-url or --data-dir of the daemon.")
+
+
+def examine(url: str) -> list[str]:
+    """Everything that is wrong, a sentence each; empty if nothing is. Raises `DatabaseUnusable` if it does not open."""
+    found, newest = revisions(url)
+    if found != newest:
+        return [f"the schema is {found or 'empty'}, and this version works with {newest}: gpulease db upgrade"]
+    engine = connect(url)
+    try:
+        with snapshot(engine) as connection:
+            return [*_files(connection), *differences(connection), *_ledger(connection)]
+    except SQLAlchemyError as error:
+        return [f"it cannot be read: {why(error)}"]
+    finally:
+        engine.dispose()
+
+
+def _files(connection: Connection) -> Iterator[str]:
+    if connection.dialect.name == SQLITE:
+        for (line,) in connection.exec_driver_sql(f"PRAGMA integrity_check({SHOWN})"):
+            if line != "ok":
+                yield f"the file is damaged: {line}"
+    elif connection.exec_driver_sql("SHOW fsync").scalar() == "off":
+        yield "the server runs with fsync=off: a power cut loses what it has committed"
+
+
+def _ledger(connection: Connection) -> Iterator[str]:
+    lease, gpu = tables.lease, tables.gpu
+    columns = (lease.c.id, lease.c.state, lease.c.gpus, lease.c.token)
+    live = {row.id: row for row in connection.execute(select(*columns).where(lease.c.state != "ended"))}
+    held: dict[str, list[str]] = {}
+    for row in connection.execute(select(gpu.c.uuid, gpu.c.lease_id, gpu.c.draining, gpu.c.token)):
+        if row.lease_id is not None and not row.draining:
+            held.setdefault(row.lease_id, []).append(row.uuid)
+            holder = live.get(row.lease_id)
+            if holder is None or holder.state != "active":
+                yield f"GPU {row.uuid} is held by lease {row.lease_id}, which is not active"
+            elif holder.token != row.token:
+                yield f"GPU {row.uuid} has token {row.token}, and its lease {row.lease_id} has {holder.token}"
+    yield from _leases(live, held)
+    yield from _numbers(connection)
+    writers = connection.execute(select(func.count()).select_from(tables.writer)).scalar_one()
+    if writers != 1:
+        yield f"the table writer has {writers} rows, and must have one"
+
+
+def _leases(live: dict[str, Any], held: dict[str, list[str]]) -> Iterator[str]:
+    """Active leases and what the GPUs say; no GPU in two of them."""
+    named: Counter[str] = Counter()
+    for lease_id, row in live.items():
+        gpus = sorted(device["uuid"] for device in row.gpus)
+        active = row.state == "active"
+        named.update(gpus if active else [])
+        if active and gpus != sorted(held.get(lease_id, [])):
+            yield f"lease {lease_id} is active on {', '.join(gpus) or 'nothing'}, but holds {_list(held.get(lease_id))}"
+        if active and row.token is None:
+            yield f"lease {lease_id} is active without a token"
+    for uuid, count in named.items():
+        if count > 1:
+            yield f"GPU {uuid} is in {count} active leases"
+
+
+def _numbers(connection: Connection) -> Iterator[str]:
+    """No number is used twice, and none will be."""
+    counters = {row.name: row.value for row in connection.execute(select(tables.counter))}
+    used = {
+        "token": (tables.lease.c.token, tables.gpu.c.token),
+        "number": (tables.lease.c.number, tables.job.c.number),
+        "seq": (tables.event.c.seq,),
+    }
+    for name, columns in used.items():
+        highest = max(connection.execute(select(func.max(column))).scalar() or 0 for column in columns)
+        if highest and counters.get(name, 0) <= highest:
+            yield f"the next {name} would be {counters.get(name, 'missing')}, and {highest} is in use"
+    token = tables.lease.c.token
+    twice = select(token).where(token.is_not(None)).group_by(token).having(func.count() > 1).limit(SHOWN)
+    for value in connection.scalars(twice):
+        yield f"token {value} is in several leases"
+
+
+def _list(uuids: list[str] | None) -> str:
+    return ", ".join(sorted(uuids or ())) or "nothing"

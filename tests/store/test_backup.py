@@ -1,0 +1,205 @@
+"""A backup is complete or absent, and what is wrong with a database is found."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from gpulease_server.store import backup as backup_module
+from gpulease_server.store.backup import AHEAD, BackupFailed, backup
+from gpulease_server.store.database import DatabaseUnusable, connect, migrate
+from gpulease_server.store.examine import examine, revisions
+from gpulease_server.store.store import Store
+from tests.core.build import World
+from tests.databases import PASSWORD, PostgresServer
+from tests.store.test_store import busy_world, lasting, save
+
+NEXT = ("next_number", "next_token", "next_seq")
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    migrate(url, "head")
+    return url
+
+
+def fill(url: str) -> World:
+    store, world = Store(url), busy_world()
+    save(store, world)
+    store.close()
+    return world
+
+
+def run(url: str, *statements: str) -> None:
+    engine = connect(url)
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+    engine.dispose()
+
+
+def test_a_backup_has_everything_and_counts_on_from_further_up(sqlite_url: str, tmp_path: Path) -> None:
+    world, file = fill(sqlite_url), tmp_path / "copy.db"
+    backup(sqlite_url, file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    copy = Store(f"sqlite:///{file}")
+    found, kept = lasting(copy.load()), lasting(world.ledger)
+    copy.close()
+    assert [found.pop(name) for name in NEXT] == [kept.pop(name) + AHEAD for name in NEXT]
+    assert found == kept
+    assert examine(f"sqlite:///{file}") == []
+    assert sorted(path.name for path in tmp_path.iterdir() if "copy" in path.name) == ["copy.db"]
+
+
+@contextmanager
+def busy_writer(url: str) -> Iterator[None]:
+    """Leases come and go, each in transactions of its own."""
+    store, world, done = Store(url), World().node(gpus=4), threading.Event()
+    save(store, world)
+
+    def write() -> None:
+        while not done.is_set():
+            world.release(world.lease(2))
+            world.report()
+            save(store, world)
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    try:
+        yield
+    finally:
+        done.set()
+        writing.join(30)
+        store.close()
+
+
+def test_a_check_while_a_writer_writes_is_of_one_moment(database_url: str) -> None:
+    with busy_writer(database_url):
+        for _ in range(20):
+            assert [finding for finding in examine(database_url) if "fsync" not in finding] == []
+
+
+def test_a_backup_while_a_writer_writes_is_of_one_moment(sqlite_url: str, tmp_path: Path) -> None:
+    with busy_writer(sqlite_url):
+        for number in range(10):
+            backup(sqlite_url, tmp_path / f"{number}.db")  # which looks through what it made
+    seqs = []
+    for number in range(10):
+        with sqlite3.connect(tmp_path / f"{number}.db") as copy:
+            count, last = copy.execute("SELECT count(*), max(seq) FROM event").fetchone()
+        copy.close()
+        assert count == last, "an event is missing"
+        seqs.append(last)
+    assert seqs == sorted(seqs)
+
+
+def test_a_backup_never_writes_over_a_file(sqlite_url: str, tmp_path: Path) -> None:
+    fill(sqlite_url)
+    (tmp_path / "copy.db").write_text("precious")
+    with pytest.raises(BackupFailed, match="already"):
+        backup(sqlite_url, tmp_path / "copy.db")
+    assert (tmp_path / "copy.db").read_text() == "precious"
+
+
+@pytest.mark.parametrize("step", ["_copy", "_sync"])
+def test_a_backup_that_fails_leaves_nothing(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    fill(sqlite_url)
+    (tmp_path / "backups").mkdir()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(backup_module, step, fail)
+    with pytest.raises(BackupFailed, match="No space"):
+        backup(sqlite_url, tmp_path / "backups" / "copy.db")
+    assert list((tmp_path / "backups").iterdir()) == []
+
+
+def test_a_backup_of_a_wrong_ledger_is_refused(sqlite_url: str, tmp_path: Path) -> None:
+    fill(sqlite_url)
+    run(sqlite_url, "UPDATE counter SET value = 1")
+    with pytest.raises(BackupFailed, match="db check"):
+        backup(sqlite_url, tmp_path / "copy.db")
+    assert not (tmp_path / "copy.db").exists()
+
+
+def test_what_is_not_there_is_not_made(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'none.db'}"
+    for call in (lambda: backup(url, tmp_path / "copy.db"), lambda: examine(url), lambda: revisions(url)):
+        with pytest.raises(DatabaseUnusable, match="There is no"):
+            call()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_postgresql_is_backed_up_as_the_refusal_says(
+    postgres: PostgresServer, postgres_url: str, tmp_path: Path
+) -> None:
+    world = fill(postgres_url)
+    with pytest.raises(BackupFailed) as refused:
+        backup(postgres_url, tmp_path / "copy.dump")
+    assert PASSWORD not in str(refused.value.remedy)
+    words = str(refused.value.remedy).split(", and ")[0].replace("'", "").split()
+    copy = postgres.database(empty=True)
+    for command in (words, ["pg_restore", f"--dbname={copy}", str(tmp_path / "copy.dump")]):
+        subprocess.run([str(postgres.binaries / command[0]), *command[1:]], check=True, capture_output=True, timeout=60)
+    store = Store(copy)
+    assert lasting(store.load()) == lasting(world.ledger)
+    store.close()
+    postgres.drop(copy)
+
+
+def test_nothing_is_wrong_with_what_a_writer_has_written(database_url: str) -> None:
+    fill(database_url)
+    assert [finding for finding in examine(database_url) if "fsync" not in finding] == []
+
+
+ACTIVE = "(SELECT max(id) FROM lease WHERE state = 'active')"
+WRONG = {
+    "a GPU is held by nobody's lease": (f"UPDATE lease SET state = 'ended' WHERE id = {ACTIVE}", "is not active"),
+    "an active lease has lost its GPU": (f"UPDATE gpu SET lease_id = NULL WHERE lease_id = {ACTIVE}", "holds nothing"),
+    "the token of a GPU is another": (f"UPDATE gpu SET token = 0 WHERE lease_id = {ACTIVE}", "has token 0"),
+    "the next token is in use": ("UPDATE counter SET value = 1 WHERE name = 'token'", "next token would be 1"),
+    "the next number is missing": ("DELETE FROM counter WHERE name = 'number'", "next number would be missing"),
+    "the next seq is in use": ("UPDATE counter SET value = 2 WHERE name = 'seq'", "next seq would be 2"),
+    "the row of the writer is gone": ("DELETE FROM writer", "0 rows"),
+    "an index is gone": ("DROP INDEX ix_lease_state", "ix_lease_state"),
+    "a column is gone": ("ALTER TABLE job DROP COLUMN uid", "uid"),
+    "the schema is older": ("UPDATE alembic_version SET version_num = '0001'", "0001"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_found(database_url: str, case: str) -> None:
+    statement, said = WRONG[case]
+    fill(database_url)
+    run(database_url, statement)
+    assert [finding for finding in examine(database_url) if said in finding], examine(database_url)
+
+
+def test_a_gpu_in_two_active_leases_is_found(database_url: str) -> None:
+    world = fill(database_url)
+    active = [one.lease for one in world.ledger.leases.values() if one.lease.state == "active"]
+    assert len(active) > 1, "the world has too few leases for this test"
+    gpus = json.dumps([{"uuid": active[0].gpus[0].uuid, "node": "a", "index": 0}])
+    run(database_url, f"UPDATE lease SET gpus = '{gpus}' WHERE id = '{active[1].id}'".replace(":", "\\:"))
+    assert [finding for finding in examine(database_url) if "2 active leases" in finding]
+
+
+def test_a_damaged_file_is_found(sqlite_url: str, tmp_path: Path) -> None:
+    fill(sqlite_url)
+    file = tmp_path / "ledger.db"
+    content = bytearray(file.read_bytes())
+    content[4096 * 3 : 4096 * 6] = b"\xaa" * 4096 * 3
+    file.write_bytes(content)
+    assert examine(sqlite_url)
