@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak wheel clean cc
+.PHONY: help setup demo test check bench soak wheel clean cc faketime
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for and given back
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) cc ## run all tests
+test: $(STAMP) cc faketime ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak' $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types, import rule, migration drift
@@ -44,7 +44,7 @@ check: $(STAMP) ## lint, format, types, import rule, migration drift
 bench: $(STAMP) cc ## measure; results and what they are compared with are in bench/README.md
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
-soak: $(STAMP) cc ## the long rounds that try to break the promises
+soak: $(STAMP) cc faketime ## the long rounds that try to break the promises
 	$(BIN)/python -m pytest -n 2 -m soak --timeout 3600 $(PYTEST_ARGS)
 
 wheel: $(STAMP) ## build dist/*.whl
@@ -60,4 +60,13 @@ cc:
 			apt-get update -qq && apt-get install -y -qq gcc g++ libc6-dev >/dev/null; \
 		else \
 			echo "No C and C++ compiler: tests against stand-ins, and of deepspeed, will fail. Install gcc and g++." >&2; \
+		fi; }
+
+# Tests let the wall clock of a real daemon jump.
+faketime:
+	@ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && apt-get install -y -qq faketime >/dev/null; \
+		else \
+			echo "No libfaketime: tests of clock jumps will fail. Install the package faketime." >&2; \
 		fi; }

@@ -394,7 +394,7 @@ class Obstacle(Noun):
     index: int
     """Its index on the node."""
     code: str
-    """The GPU's state, or `claimed` (an earlier request waits for it), `unread` (looked free, but no fresh reading
+    """The GPU's state, or `claimed` (held for an earlier request), `unread` (looked free, but no fresh reading
     came), `too_little_memory`, `other_model`, `other_node`, `not_listed`."""
     sentence: str
     """The same for people, naming pid, user and lease where there are any."""
@@ -418,6 +418,14 @@ class Explanation(Noun):
     """The answer for people."""
     position: int | None = None
     """Place in the queue; null unless queued."""
+    passed: int | None = None
+    """How often a younger request was granted a GPU that this one could use; null unless queued."""
+    passed_s: float | None = None
+    """Seconds since the first time; null if it was not passed."""
+    held: tuple[str, ...] = ()
+    """UUIDs of free GPUs that are held for it: no younger request gets them."""
+    behind: tuple[str, ...] = ()
+    """Earlier leases for which free GPUs are held that this one could use."""
     obstacles: tuple[Obstacle, ...] = ()
     """For each GPU of the daemon that cannot be granted to this request, why."""
 

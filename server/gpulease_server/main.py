@@ -75,6 +75,10 @@ class ServeSettings:
     """Have that worker end what users leave on a GPU after their lease."""
     manage_compute_mode: bool = False
     """Have that worker set EXCLUSIVE_PROCESS on a GPU for the time of a lease."""
+    max_bypass: int = 10
+    """How often a waiting request may be passed before GPUs are held for it, see `core.bypass`."""
+    max_bypass_s: float = 300.0
+    """For how long from the first time on it may be passed."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -188,6 +192,8 @@ def _run(
     policy = Policy(
         desktop_names=DESKTOP_NAMES.union(settings.desktop_names),
         monitor_names=MONITOR_NAMES.union(settings.monitor_names),
+        max_bypass=settings.max_bypass,
+        max_bypass_s=settings.max_bypass_s,
     )
     writer = Writer(store, policy)
     recorder = Recorder(store, writer)

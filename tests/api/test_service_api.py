@@ -135,7 +135,7 @@ def test_a_daemon_ends_at_once_although_clients_wait(tmp_path: Path) -> None:
 
 
 def test_leases_outlive_a_restart(tmp_path: Path) -> None:
-    with daemon(tmp_path, "--simulate", "2") as running:
+    with daemon(tmp_path, "--simulate", "2", "--max-bypass", "0") as running:
         kept = running.call("POST", "/v1/leases", {"count": 1}).json
         waiting = running.call("POST", "/v1/leases", {"count": 2}).json
         running.stop()

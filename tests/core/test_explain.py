@@ -10,6 +10,7 @@ import pytest
 from gpulease.errors import NeverFits, NotNow
 from gpulease.model import ComputeMode, Explanation, Lease, NodeMode, Obstacle, Selection
 from gpulease_server.core.explain import explain
+from gpulease_server.core.turn import Policy
 
 from .build import GIB, World, gpu, uuid
 
@@ -118,7 +119,8 @@ def test_a_renewal_moves_the_time_until_which_a_gpu_is_held() -> None:
 
 
 def test_who_waits_is_told_his_place_and_what_his_elders_claim() -> None:
-    world = World().node(gpus=[gpu(0), gpu(1, pids=(7,))])
+    world = World(policy=Policy(max_bypass=0)).node(gpus=2)
+    world.lease(selection=Selection.LISTED, indices=(1,))
     elder, younger = world.lease(2), world.lease(1)
     assert explained(world, elder.id).position == 1
     explanation = explained(world, younger.id)

@@ -199,11 +199,11 @@ def test_a_gang_is_never_split_over_nodes_and_fills_the_fuller_node_first() -> N
     assert {device.node for device in world.lease(2).gpus} == {"b"}
     assert {device.node for device in world.lease(3).gpus} == {"a"}
     assert world.lease(2).state is LeaseState.QUEUED
-    assert {device.node for device in world.lease(1, selection=Selection.AUTO, node="a").gpus} == set()
+    assert {device.node for device in world.lease(1, selection=Selection.AUTO, node="a").gpus} == {"a"}
 
 
 def test_first_come_first_served() -> None:
-    world = World().node(gpus=4)
+    world = World(policy=Policy(max_bypass=0)).node(gpus=4)
     held = world.lease(3)
     big, small = world.lease(2), world.lease(1)
     assert (big.position, small.position) == (1, 2)
@@ -513,6 +513,20 @@ def test_a_key_outlives_a_jump_of_the_wall_clock() -> None:
     world.wall_jump_s = 48 * 3600.0
     world.pass_time(1)
     assert world.lease(key=Key(key="k", fingerprint="f")).id == first.id
+
+
+def test_a_key_from_before_a_restart_is_forgotten_too_after_its_lifetime_and_not_sooner() -> None:
+    world = World(policy=Policy(key_lifetime_s=5)).node()
+    key = Key(key="k", fingerprint="f")
+    first = world.lease(key=key)
+    world.release(first)
+    world.ledger.keys_since.clear()  # what a new process reads from the database is only the key
+    world.at_s = 1.0
+    world.wall_jump_s = 3600.0
+    world.pass_time(4)
+    assert world.lease(key=key).id == first.id
+    world.pass_time(2)
+    assert world.lease(key=key).id != first.id, "remembered for ever"
 
 
 def test_what_can_run_now_is_granted_although_the_queue_is_full() -> None:

@@ -68,6 +68,24 @@ ManageComputeMode = Annotated[
 ]
 
 
+MaxBypass = Annotated[
+    int,
+    typer.Option(
+        envvar="GPULEASE_MAX_BYPASS",
+        min=0,
+        help="How often younger requests may pass one that waits, before GPUs are held for it; 0 is strict order.",
+    ),
+]
+MaxBypassSeconds = Annotated[
+    float,
+    typer.Option(
+        envvar="GPULEASE_MAX_BYPASS_S",
+        min=0,
+        help="For how long from the first time on they may; 0 is strict order. Seconds.",
+    ),
+]
+
+
 def _seconds(name: str, text: str, most: float) -> Any:
     """An option of so many seconds, over 0; also read from GPULEASE_<NAME>_S, which reaches the worker of `serve`."""
     variable = f"GPULEASE_{name.replace('-', '_').upper()}_S"
@@ -95,6 +113,8 @@ def serve(
     ] = None,
     kill_leftovers: KillLeftovers = False,
     manage_compute_mode: ManageComputeMode = False,
+    max_bypass: MaxBypass = 10,
+    max_bypass_s: MaxBypassSeconds = 300.0,
 ) -> int:
     """Run the daemon, and a worker for this host."""
     with extra("server"):
@@ -114,6 +134,8 @@ def serve(
             monitor_names=tuple(monitor_name or ()),
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,
+            max_bypass=max_bypass,
+            max_bypass_s=max_bypass_s,
         )
     )
 

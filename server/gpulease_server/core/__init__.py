@@ -64,8 +64,8 @@ What must always hold
 2. A lease has all the GPUs it asked for or none, all on one node.
 3. Tokens rise with every grant. The token last granted on a GPU is remembered by the GPU, which is what tells whether a
    late renewal may revive.
-4. The queue is in order of arrival. A request that cannot be granted claims every GPU that could serve it, so that none
-   is handed past it; a younger request can be granted only what no elder can use.
+4. The queue is in order of arrival. A request that can be granted may pass one that cannot, often enough and long
+   enough and no more; then free GPUs are held for the elder. See `core.bypass`.
 5. Ports on one node are held by at most one lease that is active or drains.
 
 What each failure does

@@ -10,7 +10,7 @@ from collections import Counter
 
 from gpulease.model import Job, JobState
 
-from .ledger import LeaseRecord, Ledger
+from .ledger import Instant, LeaseRecord, Ledger
 
 
 def under_way(ledger: Ledger) -> Counter[str]:
@@ -26,6 +26,12 @@ def at_limit(ledger: Ledger, record: LeaseRecord, running: Counter[str]) -> Job 
     if known is None or known.job.array_id is None or known.job.array_at_most is None:
         return None
     return known.job if running[known.job.array_id] >= known.job.array_at_most else None
+
+
+def takes_part(ledger: Ledger, record: LeaseRecord, now: Instant, running: Counter[str]) -> bool:
+    """True when a queued lease may begin: it does not pause before a retry, and its array is below its limit."""
+    pauses = ledger.not_before.get(record.lease.id, now.mono_s) > now.mono_s
+    return not pauses and at_limit(ledger, record, running) is None
 
 
 def array_of(ledger: Ledger, record: LeaseRecord) -> str | None:

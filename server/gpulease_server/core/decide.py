@@ -75,6 +75,11 @@ def _notice_silence(turn: Turn) -> None:
 
 
 def _forget_keys(turn: Turn) -> None:
+    if len(turn.ledger.keys_since) < len(turn.ledger.keys):
+        # Those of an earlier process, whose age only the wall clock could tell. All are older than those of this one.
+        known = turn.ledger.keys_since
+        earlier = dict.fromkeys((key for key in turn.ledger.keys if key not in known), turn.now.mono_s)
+        turn.ledger.keys_since = earlier | known
     oldest_s = turn.now.mono_s - turn.policy.key_lifetime_s
     surplus = len(turn.ledger.keys) - turn.policy.max_keys
     for number, (key, since_s) in enumerate(list(itertools.islice(turn.ledger.keys_since.items(), 1000))):

@@ -17,6 +17,7 @@ from gpulease.model import (
 )
 
 from .array import at_limit, under_way
+from .bypass import Claims, claims_before, nodes_to_hold
 from .gpu import is_cordoned, mode_of, node_problem, occupants, reading_of, state_of, strangers
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger
 from .modes import mode_notes
@@ -46,13 +47,12 @@ def explain(
     now: Instant,
     policy: Policy,
     *,
-    elders: dict[str, str] | None = None,
+    claims: Claims | None = None,
     stays: bool = True,
 ) -> Explanation:
     """The answer to "why does this wait", or to "why did it end".
 
-    `elders`: the earlier lease that waits for a GPU, by UUID, where that is known already; `stays` is false for a
-    request that is refused.
+    `claims`: what is kept for elders, where that is known already; `stays` is false for a request that is refused.
     """
     lease = record.lease
     if lease.state is LeaseState.ENDED:
@@ -68,7 +68,9 @@ def explain(
             f" number {ledger.position(record)} in the queue."
         )
         return Explanation(verdict="not_now", sentence=sentence, position=ledger.position(record))
-    elders = _claimed_by_elders(ledger, record) if elders is None else elders
+    claims = claims_before(ledger, record, now, policy) if claims is None else claims
+    held = claims.held_for(record)
+    elders = {uuid: lease_id for uuid, lease_id in claims.by_uuid.items() if lease_id != lease.id}
     placed = place(ledger, lease.demand, elders.keys(), now, policy)
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
     found = (obstacle(ledger, lease.demand, gpu, elders, unread, now, policy) for gpu in ledger.gpus.values())
@@ -82,8 +84,37 @@ def explain(
     in_the_way = [item for item in obstacles if item.code not in NEVER]
     details = " ".join(item.sentence for item in in_the_way[:16]) or "No node has reported its GPUs yet."
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
-    sentence = f"Not now: asked for {asked}{queued}. {details}{notes}"
-    return Explanation(verdict="not_now", sentence=sentence, position=position, obstacles=obstacles)
+    times, since_s = ledger.passed.get(lease.id, (0, now.mono_s))
+    passed = passed_words(ledger, times, now.mono_s - since_s, held, policy) if stays else ""
+    sentence = f"Not now: asked for {asked}{queued}.{passed} {details}{notes}"
+    return Explanation(
+        verdict="not_now",
+        sentence=sentence,
+        position=position,
+        passed=times if stays else None,
+        passed_s=now.mono_s - since_s if times and stays else None,
+        held=held,
+        behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
+        obstacles=obstacles,
+    )
+
+
+def passed_words(ledger: Ledger, times: int, for_s: float, held: tuple[str, ...], policy: Policy) -> str:
+    """How often younger requests went first, and what is held for the elder now; empty when neither is so."""
+    went = f" Younger requests have passed it {_times(times)}, the first {for_s:.0f} s ago." if times else ""
+    if held:
+        indices: dict[str, list[int]] = {}
+        for gpu in (ledger.gpus[uuid].device for uuid in held):
+            indices.setdefault(gpu.node, []).append(gpu.index)
+        places = ", ".join(f"{describe(sorted(found))} of {node}" for node, found in sorted(indices.items()))
+        return f"{went} Held for it: {places}."
+    if times and not nodes_to_hold(times, for_s, policy):
+        return f"{went} After {_times(policy.max_bypass)} or {policy.max_bypass_s:g} s GPUs are held for it."
+    return went
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def obstacle(
@@ -97,7 +128,7 @@ def obstacle(
 ) -> Obstacle | None:
     """Why this GPU is not granted to this demand; None when nothing is wrong with it and there are just too few such.
 
-    `elders`: the lease that waits for a GPU, by UUID; `unread`: the GPUs that only a fresh reading is missing of.
+    `elders`: the lease that a GPU is held for, by UUID; `unread`: the GPUs that only a fresh reading is missing of.
     """
     name = f"GPU {gpu.device.index} of {gpu.device.node}"
     code = mismatch(demand, gpu)
@@ -113,7 +144,7 @@ def obstacle(
         return _obstacle(gpu, "too_little_memory", f"{name} has too little free memory.")
     elder = elders.get(gpu.device.uuid)
     if elder is not None:
-        found = _obstacle(gpu, "claimed", f"{name} is waited for by the earlier {elder}.")
+        found = _obstacle(gpu, "claimed", f"{name} is held for the earlier {_who(ledger, elder)}.")
         return replace(found, lease_id=elder, holder=ledger.leases[elder].lease.holder)
     if gpu.device.uuid in unread:
         return _obstacle(gpu, "unread", f"{name} looked free, and a fresh reading of it is awaited.")
@@ -197,24 +228,6 @@ def describe(indices: list[int]) -> str:
 
 def _gpus(count: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def _claimed_by_elders(ledger: Ledger, record: LeaseRecord) -> dict[str, str]:
-    claimed: dict[str, str] = {}
-    seen: set[Demand] = set()
-    running = under_way(ledger)
-    for elder in ledger.queued():
-        if elder.number >= record.number:
-            break
-        if len(claimed) == len(ledger.gpus):
-            break
-        if elder.lease.demand in seen or at_limit(ledger, elder, running) is not None:
-            continue
-        seen.add(elder.lease.demand)
-        for gpus in candidates(ledger, elder.lease.demand).values():
-            for gpu in gpus:
-                claimed.setdefault(gpu.device.uuid, elder.lease.id)
-    return claimed
 
 
 def _who(ledger: Ledger, lease_id: str | None) -> str:

@@ -166,6 +166,17 @@ class NotBefore:
     at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Waiting requests that younger ones have passed, see `core.bypass`. In memory only: after a restart it is counted
+    again."""
+
+    times: tuple[tuple[str, int], ...]
+    """(lease id, how often)."""
+    at_s: float
+    """When, on the monotonic clock."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
     """An Idempotency-Key and what was made for it."""
@@ -194,6 +205,7 @@ Change = (
     | GpuGone
     | Deadline
     | NotBefore
+    | Passed
     | KeyRecord
     | KeyForgotten
     | Event
@@ -222,6 +234,10 @@ class Ledger:
     """When each key became known to this process; in memory only, so that a jump of the wall clock forgets none."""
     not_before: dict[str, float] = field(default_factory=dict)
     """By lease id: when a queued lease begins to take part in the queue."""
+    passed: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By id of a queued lease: how often a younger request has passed it, and when the first one did."""
+    recalled: bool = False
+    """True once `passed` also has what happened before this process."""
     live_jobs: dict[str, JobRecord] = field(default_factory=dict)
     """Jobs that are not final."""
     ended: dict[str, None] = field(default_factory=dict)
@@ -254,6 +270,8 @@ class Ledger:
                 self._put_deadline(change)
             case NotBefore():
                 self.not_before[change.lease_id] = change.at_s
+            case Passed():
+                self._put_passed(change)
             case KeyRecord():
                 self.keys[change.key] = change
             case KeyForgotten():
@@ -266,6 +284,11 @@ class Ledger:
         self.gpus[record.device.uuid] = record
         if not record.draining:
             self.draining_since.pop(record.device.uuid, None)
+
+    def _put_passed(self, passed: Passed) -> None:
+        for lease_id, times in passed.times:
+            before, since_s = self.passed.get(lease_id, (0, passed.at_s))
+            self.passed[lease_id] = (before + times, since_s)
 
     def _put_deadline(self, deadline: Deadline) -> None:
         if deadline.at_s is None:
@@ -288,6 +311,7 @@ class Ledger:
         self._put_watch(record)
         if lease.state is not LeaseState.QUEUED:
             self.not_before.pop(lease.id, None)
+            self.passed.pop(lease.id, None)
         self.ended.pop(lease.id, None)
         if lease.state is LeaseState.ENDED:
             self.ended[lease.id] = None

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gpulease.errors import NeverFits, NotNow, OverQuota
-from gpulease.model import Demand, JobState
+from gpulease.model import JobState
 
-from .array import array_of, at_limit, under_way
+from .array import array_of, takes_part, under_way
+from .bypass import Claims, Elders, recall
 from .explain import explain, is_never
 from .lease import grant
 from .ledger import GpuRecord, JobRecord, LeaseRecord
@@ -22,51 +23,47 @@ from .view import lease_view
 def settle(turn: Turn) -> None:
     """Go through the queue once, eldest first. Closes every turn.
 
-    A request that cannot be granted claims all GPUs that could serve it: a younger one gets only what no elder can use,
-    so none is passed over for ever. One that lacks only a fresh reading claims the GPUs it is about to get.
+    A request that fits may pass one that does not, within the bounds of `core.bypass`; what is held for an elder no
+    younger one gets. One that lacks only a fresh reading keeps the GPUs that it is about to get.
     """
-    claimed: dict[str, str] = {}
-    hopeless: set[Demand] = set()
+    recall(turn)
     latest_s = turn.now.mono_s - turn.policy.reading_deadline_s
     overdue = {node for node, since_s in turn.wanted.items() if since_s < latest_s}
+    claims = Claims(turn.ledger, turn.now, turn.policy, overdue)
+    elders = Elders(turn, claims)
     undecided = len(turn.pending)
     running = under_way(turn.ledger)
     for record in _taking_part(turn, running):
-        if not undecided and len(claimed) >= len(turn.ledger.gpus):
-            break
-        pending = turn.pending.get(record.lease.id)
-        if pending is None and record.lease.demand in hopeless:
+        pending, demand = turn.pending.get(record.lease.id), record.lease.demand
+        if pending is None and not claims.open:
+            if not undecided:
+                break
+            continue
+        if pending is None and elders.knows(demand):
+            elders.add(record)
             continue
         undecided -= pending is not None
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
         hopeful = pending is not None and pending.since_s >= latest_s
-        demand = record.lease.demand
-        match place(turn.ledger, demand, claimed.keys(), turn.now, turn.policy, overdue, hopeful=hopeful):
+        match place(turn.ledger, demand, claims.by_uuid.keys(), turn.now, turn.policy, overdue, hopeful=hopeful):
             case Placed(gpus):
                 _granted(turn, record, gpus, turn.pending.pop(record.lease.id, None))
                 running[array_of(turn.ledger, record) or ""] += 1
+                claims.granted(gpus)
+                elders.passed_by(gpus)
             case NeedsReading(node, gpus):
                 turn.want_reading(node)
                 waited_enough = pending is not None and pending.since_s < latest_s
-                if not waited_enough or _must_wait(turn, record, turn.pending.pop(record.lease.id), claimed):
-                    _claim(claimed, record, gpus)
+                if not waited_enough or _must_wait(turn, record, turn.pending.pop(record.lease.id), claims):
+                    claims.keep(record, gpus)
             case Blocked(candidates):
-                if pending is None or _must_wait(turn, record, turn.pending.pop(record.lease.id), claimed):
-                    _claim(claimed, record, candidates)
-                    hopeless.add(record.lease.demand)
+                if pending is None or _must_wait(turn, record, turn.pending.pop(record.lease.id), claims):
+                    elders.add(record, candidates)
 
 
 def _taking_part(turn: Turn, running: Counter[str]) -> Iterator[LeaseRecord]:
     """Who waits and may begin, eldest first. `running` is looked at anew for each, as grants change it."""
-    for record in list(turn.ledger.queued()):
-        pauses = turn.ledger.not_before.get(record.lease.id, turn.now.mono_s) > turn.now.mono_s
-        if not pauses and at_limit(turn.ledger, record, running) is None:
-            yield record
-
-
-def _claim(claimed: dict[str, str], record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
-    for gpu in gpus:
-        claimed.setdefault(gpu.device.uuid, record.lease.id)
+    return (record for record in list(turn.ledger.queued()) if takes_part(turn.ledger, record, turn.now, running))
 
 
 def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: Pending | None) -> None:
@@ -85,7 +82,7 @@ def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pendi
         _tell(turn, record, pending)
 
 
-def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claimed: dict[str, str]) -> bool:
+def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claims: Claims) -> bool:
     """Give the verdict on a new request that cannot be granted. True when it stays in the queue."""
     never = is_never(turn.ledger, record.lease.demand)
     if pending.queue and not never and len(turn.ledger.queue) - len(turn.pending) > turn.policy.max_queued:
@@ -95,7 +92,7 @@ def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claimed: dict[
             turn.answer(call, OverQuota(detail, remedy="Ask again later."))
         return False
     if never or not pending.queue:
-        explanation = explain(turn.ledger, record, turn.now, turn.policy, elders=claimed, stays=False)
+        explanation = explain(turn.ledger, record, turn.now, turn.policy, claims=claims, stays=False)
         turn.ledger.withdraw(record)
         kind, remedy = (
             (NeverFits, "Ask for fewer or other GPUs; gpulease status shows those there are.")

@@ -55,6 +55,10 @@ class Policy:
     """Programs that keep device files open only to watch."""
     retry_pause_s: tuple[float, float] = (2.0, 300.0)
     """Pause before the first retry of a job that has failed, and the longest; it doubles from one to the next."""
+    max_bypass: int = 10
+    """How often a waiting request may be passed by younger ones before GPUs are held for it; 0: never."""
+    max_bypass_s: float = 300.0
+    """For how long from the first time on it may be passed; 0: not at all."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
     max_ttl_s: float = 30 * 24 * 3600.0

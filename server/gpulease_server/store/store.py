@@ -23,6 +23,7 @@ from ..core.ledger import (
     Ledger,
     NodeRecord,
     NotBefore,
+    Passed,
     Sighting,
 )
 from . import rows, tables
@@ -162,7 +163,7 @@ class Store:
 
 def is_stored(change: Change) -> bool:
     """False for what only lives in memory: a turn of only such changes needs no commit."""
-    return not isinstance(change, (Sighting, Deadline, NotBefore))
+    return not isinstance(change, (Sighting, Deadline, NotBefore, Passed))
 
 
 def _key(table: Table) -> str:
