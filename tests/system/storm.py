@@ -41,7 +41,13 @@ def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
         say(got=lease.id, token=lease.token, gpus=[gpu.uuid for gpu in lease.gpus])
         time.sleep(hold_s)
         say(releasing=lease.id)
-        lease.release()
+        while True:
+            try:
+                lease.release()
+                break
+            except (DaemonUnavailable, Unavailable):  # a further call tries again
+                if time.monotonic() > until_s:
+                    raise
         say(released=lease.id, token=lease.token)
 
 
