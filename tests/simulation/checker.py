@@ -7,7 +7,7 @@ answer came. `what` says which kind of line it is:
     clock     wall_s                            from at_s on the daemon's wall clock shows wall_s + (now - at_s)
     started                                     a daemon was started
     asked     key, count, status, lease|code    POST /v1/leases under an Idempotency-Key
-    shown     lease_id, status, lease|code, waited, state
+    shown     lease_id, status, lease|code, waited, state (of the lease before), trusted_from (null: not to be trusted)
     renewed   lease_id, token, status, lease|code
     released  lease_id, token, status, lease|code
     event     event                             somebody who follows the log saw it
@@ -42,10 +42,13 @@ class Seen:
     log: list[Line]
     lines: list[Line]
     of: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
+    end_s: float = 0.0
+    """When the last thing was seen."""
 
     def __post_init__(self) -> None:
         for line in self.lines:
             self.of[line["what"]].append(line)
+        self.end_s = max((line["at_s"] for line in self.lines if line["at_s"] is not None), default=0.0)
 
     def events(self, *kinds: str) -> Iterator[Line]:
         """Events of these kinds, in order."""
@@ -62,7 +65,7 @@ class Seen:
         """When an event was decided, on the monotonic clock: several moments if the wall clock was set back."""
         wall_s = datetime.datetime.fromisoformat(event["at"]).timestamp()
         clocks = sorted(self.of["clock"], key=lambda line: line["at_s"])
-        ends = [line["at_s"] for line in clocks[1:]] + [NEVER]
+        ends = [line["at_s"] for line in clocks[1:]] + [self.end_s]
         found = [
             (line["at_s"] + wall_s - line["wall_s"], line["at_s"], until_s)
             for line, until_s in zip(clocks, ends, strict=True)
@@ -266,10 +269,10 @@ def trusted_by_one(seen: Seen) -> Iterator[str]:
     for line in seen.of["released"]:
         let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["sent_s"])
     for line, lease in seen.answers():
-        if lease["state"] != "active" or line["what"] == "shown":
+        begun_s = first_asked[line["key"]] if line["what"] == "asked" else line.get("trusted_from", line["sent_s"])
+        if lease["state"] != "active" or begun_s is None:
             continue
         leases[lease["id"]] = lease
-        begun_s = first_asked[line["key"]] if line["what"] == "asked" else line["sent_s"]
         until_s = begun_s + lease["ttl_s"]
         if line["at_s"] < until_s:
             holds[lease["id"]].append((line["at_s"], until_s))
