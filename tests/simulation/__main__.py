@@ -1,4 +1,4 @@
-"""`python -m tests.simulation SEED [--steps N]`: run one seed and say what the checker found."""
+"""`python -m tests.simulation SEED [--steps N] [--mutation NAME]`: run one seed and say what the checker found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from .mutations import MUTATIONS, mutated
 from .world import Outcome, World
 
 RAM = Path("/dev/shm")
@@ -24,10 +25,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("seed", type=int)
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--mutation", choices=MUTATIONS, help="put this fault into the daemon")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
-    outcome = simulate(asked.seed, asked.steps)
+    with mutated(asked.mutation):
+        outcome = simulate(asked.seed, asked.steps)
     if asked.trace:
         asked.trace.write_text("\n".join(outcome.trace) + "\n")
     print(f"seed {asked.seed}: {len(outcome.trace)} steps, {len(outcome.log)} events, {outcome.digest[:16]}", end="")

@@ -95,7 +95,7 @@ class PlayedClient:
             except NoAnswer:
                 await asyncio.sleep(self.world.chance.uniform(0.01, 0.2))
                 continue
-            waited = {"lease_id": lease["id"], "waited": True, "state": "queued", "trusted_from": queued_s}
+            waited = {"lease_id": lease["id"], "waited": True, "trusted_from": queued_s}
             self._told("shown", sent_s, status, told, **waited)
             if status != 200:
                 await asyncio.sleep(0.1)
@@ -111,8 +111,9 @@ class PlayedClient:
         world, chance = self.world, self.world.chance
         until_s = world.now_s + chance.expovariate(0.6)
         trusted_until_s = trusted_from + lease["ttl_s"]
-        pids = [(gpu, world.gpu_node(gpu).start_process(gpu, lease["id"])) for gpu in self._uuids(lease, 0.8)]
         temper = chance.choice(("good", "good", "good", "sleepy", "dies", "wrong"))
+        uses = self._uuids(lease, 0.2 if temper == "sleepy" else 0.8)
+        pids = [(gpu, world.gpu_node(gpu).start_process(gpu, lease["id"])) for gpu in uses]
         while world.now_s < until_s:
             await asyncio.sleep(min(lease["ttl_s"] / 3, max(until_s - world.now_s, 0.0)) + 0.001)
             if temper == "dies" and world.happens(0.3):

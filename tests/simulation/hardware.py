@@ -33,6 +33,10 @@ class PlayedGpu:
     mode: ComputeMode = ComputeMode.DEFAULT
     present: bool = True
 
+    def memory(self, pid: int) -> int:
+        """What a process uses; every second one so little that only the list of processes tells of it."""
+        return GIB if pid % 2 else GIB // 16
+
     @property
     def clean(self) -> bool:
         """Nothing speaks against granting it."""
@@ -46,11 +50,13 @@ class PlayedGpu:
             index=self.index,
             name="NVIDIA H100",
             memory_total_bytes=80 * GIB,
-            memory_used_bytes=len(self.processes) * GIB,
+            memory_used_bytes=sum(map(self.memory, self.processes)),
             utilization_ratio=0.0,
             compute_mode=self.mode,
             health=self.health,
-            processes=tuple(Process(pid=pid, lease_id=lease, memory_bytes=GIB) for pid, lease in self.processes.items()),
+            processes=tuple(
+                Process(pid=pid, lease_id=lease, memory_bytes=self.memory(pid)) for pid, lease in self.processes.items()
+            ),
             opened_by=(),
             unreadable_processes=0,
         )
