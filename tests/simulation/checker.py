@@ -177,8 +177,10 @@ def told_is_kept(seen: Seen) -> Iterator[str]:
             yield f"{lease['id']} was told to be {lease['state']} at {line['at_s']}, and was never queued"
         if lease["state"] == "ended" and (lease["id"], lease["end_reason"]) not in ended:
             yield f"{lease['id']} was told to have ended ({lease['end_reason']}) at {line['at_s']}, and has not"
-        if line["what"] == "released" and lease["state"] != "ended":
-            yield f"the release of {lease['id']} was answered with {lease['state']} at {line['at_s']}"
+    for line in seen.of["released"]:
+        over = {(line["lease_id"], "released"), (line["lease_id"], "cancelled")}
+        if line.get("status") == 200 and not over & ended:
+            yield f"the release of {line['lease_id']} was confirmed at {line['at_s']}, and it has not ended so"
 
 
 def known_is_found(seen: Seen) -> Iterator[str]:

@@ -208,7 +208,9 @@ async def follow_events(world: World) -> None:
     while not world.over:
         await asyncio.sleep(world.chance.uniform(0.1, 0.4))
         try:
-            status, page = await world.network.call("follower", "GET", f"/v1/events?after={last}&limit=200", twice=False)
+            status, page = await world.network.call(
+                "follower", "GET", f"/v1/events?after={last}&limit=200", twice=False
+            )
         except NoAnswer:
             continue
         for event in page["items"] if status == 200 else ():

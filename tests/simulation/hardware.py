@@ -138,7 +138,9 @@ class PlayedNode:
             if not self.world.calm:
                 change = chance.choice(CHANGES)
                 self.world.step(f"{self.name} suffers {change}")
-                self.world.spawn(getattr(self, f"_{change}")(chance.choice(list(self.gpus.values())), chance.uniform(0.2, 6.0)))
+                self.world.spawn(
+                    getattr(self, f"_{change}")(chance.choice(list(self.gpus.values())), chance.uniform(0.2, 6.0))
+                )
 
     async def _foreign(self, gpu: PlayedGpu, lasts_s: float) -> None:
         pid = self.start_process(gpu.uuid, None)

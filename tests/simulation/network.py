@@ -74,9 +74,7 @@ class Network:
         slow = self.world.happens(0.03)
         await asyncio.sleep(self.world.chance.uniform(0.05, 1.5) if slow else self.world.chance.uniform(0.0002, 0.01))
 
-    async def _serve(
-        self, method: str, path: str, body: Any, key: str | None, gone: asyncio.Event
-    ) -> tuple[int, Any]:
+    async def _serve(self, method: str, path: str, body: Any, key: str | None, gone: asyncio.Event) -> tuple[int, Any]:
         raw = b"" if body is None else json.dumps(body).encode()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         if key is not None:

@@ -296,4 +296,3 @@ class World:
         with self._in_place(), contextlib.closing(self.loop):
             log = self.loop.run_until_complete(self._live())
         return Outcome(self.trace, log, self.lines, check(log, self.lines, 0.002))
-
