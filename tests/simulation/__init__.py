@@ -4,7 +4,7 @@ What is real: the FastAPI application with its bodies, keys and long polls; `Wri
 `core.decide` and `settle`; `Store` on an SQLite file. What is played: the event loop's clock (`loop.py`: time passes
 only from timer to timer, and nobody sleeps), the threads of the store (they run at a moment that the seed chooses, so
 that a crash can come before a commit, after it, and before its answer), the network, the worker with its hardware, and
-the clients. Not in here: uvicorn, sockets, signals, SQLite's own recovery; `tests/system/test_crash_rounds.py` has them.
+clients. Not in here: uvicorn, sockets, signals, SQLite's own recovery: `tests/system/test_crash_rounds.py` has them.
 
 A step is a line of the trace: a message sent, delivered, lost or answered, a commit, a crash, a jump of the wall clock,
 something that happens to the hardware. The same seed gives the same trace; a test compares the hashes.

@@ -116,7 +116,8 @@ def drained_first(seen: Seen) -> Iterator[str]:
             if event["kind"] == "lease.ended":
                 draining[gpu] = event["lease_id"]
             elif event["kind"] == "lease.granted" and gpu in draining:
-                yield f"seq {event['seq']}: {gpu} is granted to {event['lease_id']} before it is clean of {draining[gpu]}"
+                lease = event["lease_id"]
+                yield f"seq {event['seq']}: {gpu} is granted to {lease} before it is clean of {draining[gpu]}"
             else:
                 draining.pop(gpu, None)
 
@@ -184,7 +185,7 @@ def told_is_kept(seen: Seen) -> Iterator[str]:
 
 
 def known_is_found(seen: Seen) -> Iterator[str]:
-    """A lease that was told of is found again, its own token is never wrong, and `lease_lost` is said only of the ended."""
+    """A lease that was told of is found again, its own token is never wrong, and only what has ended is lost."""
     told: dict[str, float] = {}
     tokens = {}
     for line, lease in seen.answers():
@@ -266,33 +267,29 @@ def _first_asked(seen: Seen) -> dict[str, float]:
 
 def trusted_by_one(seen: Seen) -> Iterator[str]:
     """By the clients' own clocks: while one may trust that it holds a GPU, no other may."""
-    holds: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    leases: dict[str, Line] = {}
-    let_go: dict[str, float] = {}
-    first_asked = _first_asked(seen)
-    for line in seen.of["released"]:
-        let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["sent_s"])
-    for line, lease in seen.answers():
-        begun_s = first_asked[line["key"]] if line["what"] == "asked" else line.get("trusted_from", line["sent_s"])
-        if lease["state"] != "active" or begun_s is None:
-            continue
-        leases[lease["id"]] = lease
-        until_s = begun_s + lease["ttl_s"]
-        if line["at_s"] < until_s:
-            holds[lease["id"]].append((line["at_s"], until_s))
     on: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
-    for lease_id, spans in holds.items():
-        for since_s, until_s in spans:
-            end_s = min(until_s, let_go.get(lease_id, NEVER))
-            if since_s < end_s:
-                for gpu in leases[lease_id]["gpus"]:
-                    on[gpu["uuid"]].append((since_s, end_s, lease_id))
+    for since_s, until_s, lease in _trusts(seen):
+        for gpu in lease["gpus"]:
+            on[gpu["uuid"]].append((since_s, until_s, lease["id"]))
     for gpu, held in on.items():
         last: tuple[float, float, str] = (0.0, 0.0, "")
         for since_s, end_s, lease_id in sorted(held):
             if since_s < last[1] and lease_id != last[2]:
                 yield f"{gpu}: {lease_id} trusts from {since_s:.3f}, and {last[2]} until {last[1]:.3f}"
             last = max(last, (since_s, end_s, lease_id), key=lambda span: span[1])
+
+
+def _trusts(seen: Seen) -> Iterator[tuple[float, float, Line]]:
+    """From when until when a client may trust which lease: until `ttl_s` after it asked, or until it gives back."""
+    first_asked, let_go = _first_asked(seen), dict[str, float]()
+    for line in seen.of["released"]:
+        let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["sent_s"])
+    for line, lease in seen.answers():
+        begun_s = first_asked[line["key"]] if line["what"] == "asked" else line.get("trusted_from", line["sent_s"])
+        if lease["state"] == "active" and begun_s is not None:
+            until_s = min(begun_s + lease["ttl_s"], let_go.get(lease["id"], NEVER))
+            if line["at_s"] < until_s:
+                yield line["at_s"], until_s, lease
 
 
 def looked_at_first(seen: Seen) -> Iterator[str]:

@@ -33,7 +33,7 @@ class PlayedClient:
         chance = self.world.chance
         body = {
             "count": chance.choice((1, 1, 1, 2, 2, 3, 4)),
-            "ttl_s": chance.choice((1.0, 2.0, 5.0, 20.0)),
+            "ttl_s": chance.choice((1.0, 3.0, 6.0, 20.0)),
             "queue": chance.random() < 0.9,
             "label": key,
         }
@@ -88,7 +88,7 @@ class PlayedClient:
                 await self._release(lease)
                 return None, queued_s
             sent_s = self.world.now_s
-            wait_s = min(lease["ttl_s"] / 3, 2.0)
+            wait_s = min(lease["ttl_s"] / 3, 5.0)
             path = f"/v1/leases/{lease['id']}?wait_s={wait_s:.3f}&wait_while=queued"
             try:
                 status, told = await self.world.network.call(self.name, "GET", path, patience_s=wait_s + 2, twice=False)
@@ -111,15 +111,15 @@ class PlayedClient:
         world, chance = self.world, self.world.chance
         until_s = world.now_s + chance.expovariate(0.6)
         trusted_until_s = trusted_from + lease["ttl_s"]
-        temper = chance.choice(("good", "good", "good", "sleepy", "dies", "wrong"))
+        temper = chance.choice(("good", "good", "good", "sleepy", "sleepy", "dies", "wrong"))
         uses = self._uuids(lease, 0.2 if temper == "sleepy" else 0.8)
         pids = [(gpu, world.gpu_node(gpu).start_process(gpu, lease["id"])) for gpu in uses]
         while world.now_s < until_s:
             await asyncio.sleep(min(lease["ttl_s"] / 3, max(until_s - world.now_s, 0.0)) + 0.001)
             if temper == "dies" and world.happens(0.3):
                 break
-            if temper == "sleepy" and world.happens(0.3):
-                await asyncio.sleep(lease["ttl_s"] * chance.uniform(0.5, 2.0))
+            if temper == "sleepy" and world.happens(0.5):
+                await asyncio.sleep(lease["ttl_s"] + chance.uniform(-0.5, 4.0))
             token = lease["token"] + (1 if temper == "wrong" and world.happens(0.3) else 0)
             sent_s = world.now_s
             status = await self._act("renew", lease, token)
@@ -193,7 +193,7 @@ class Administrator:
         for node in self.world.nodes.values():
             for path in (f"/v1/nodes/{node.name}/resume", *(f"/v1/gpus/{uuid}/uncordon" for uuid in node.gpus)):
                 while await self._say(path) not in (200, 404):
-                    await asyncio.sleep(0.1)
+                    self.world.step("admin tries again")
 
     async def _say(self, path: str, body: Line | None = None) -> int:
         try:
@@ -206,7 +206,7 @@ async def follow_events(world: World) -> None:
     """Read the event log as it grows, and write down when each event was first shown."""
     last = 0
     while not world.over:
-        await asyncio.sleep(world.chance.uniform(0.1, 0.4))
+        await asyncio.sleep(world.chance.uniform(0.3, 0.9))
         try:
             status, page = await world.network.call(
                 "follower", "GET", f"/v1/events?after={last}&limit=200", twice=False

@@ -87,10 +87,9 @@ class PlayedNode:
     async def run(self) -> None:
         """The worker, as often as it is started again."""
         while True:
-            while self.down:
-                await asyncio.sleep(0.1)
             self._restarted.clear()
-            await self._work(f"{self.name}-worker-{next(self._starts)}")
+            if not self.down:
+                await self._work(f"{self.name}-worker-{next(self._starts)}")
             await asyncio.sleep(self.world.chance.uniform(0.05, 0.5))
 
     async def _work(self, worker: str) -> None:
@@ -123,23 +122,27 @@ class PlayedNode:
 
     async def _read(self, begun_s: float) -> tuple[GpuReading, ...]:
         """One reading: somewhere between its begin and its end the hardware is looked at."""
-        await asyncio.sleep(self.world.chance.uniform(0.0, 0.02))
+        await asyncio.sleep(self._reading_s())
         readings = tuple(gpu.reading() for gpu in self.gpus.values() if gpu.present)
         free = [gpu.uuid for gpu in self.gpus.values() if gpu.clean]
-        await asyncio.sleep(self.world.chance.uniform(0.0, 0.02))
+        await asyncio.sleep(self._reading_s())
         self.world.see("reading", node=self.name, begun_s=begun_s, free=free)
         return readings
+
+    def _reading_s(self) -> float:
+        """Half of what a reading takes; some take long, and the world goes on meanwhile."""
+        return self.world.chance.uniform(0.0, 0.2 if self.world.happens(0.1) else 0.01)
 
     async def suffer(self) -> None:
         """Things that happen to hardware and workers, until everything is calm."""
         chance = self.world.chance
         while not self.world.calm:
-            await asyncio.sleep(chance.expovariate(0.8))
+            await asyncio.sleep(chance.expovariate(0.4))
             if not self.world.calm:
                 change = chance.choice(CHANGES)
                 self.world.step(f"{self.name} suffers {change}")
                 self.world.spawn(
-                    getattr(self, f"_{change}")(chance.choice(list(self.gpus.values())), chance.uniform(0.2, 6.0))
+                    getattr(self, f"_{change}")(chance.choice(list(self.gpus.values())), chance.uniform(0.2, 5.0))
                 )
 
     async def _foreign(self, gpu: PlayedGpu, lasts_s: float) -> None:

@@ -95,6 +95,7 @@ class PlayedDaemon:
     """One life of the daemon, as `main.py` puts it together."""
 
     def __init__(self, world: World) -> None:
+        self._loop = world.loop
         self.store = PlayedStore(world.url, world)
         writer = Writer(self.store, world.policy)
         recorder = Recorder(self.store.engine, writer)
@@ -106,7 +107,7 @@ class PlayedDaemon:
 
     def spawn(self, body: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Something that dies with the daemon."""
-        task = asyncio.get_running_loop().create_task(body)
+        task = self._loop.create_task(body)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
@@ -121,7 +122,7 @@ class PlayedDaemon:
 class World:
     """All of it. `seed` decides everything that happens; the run ends after `steps` of it."""
 
-    def __init__(self, seed: int, steps: int, directory: Path, *, clients: int = 12) -> None:
+    def __init__(self, seed: int, steps: int, directory: Path, *, clients: int = 8) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = f"sqlite:///{directory / 'ledger.db'}"
@@ -138,6 +139,7 @@ class World:
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in (("a", 4), ("b", 2))}
         self.clients = [PlayedClient(self, f"c{number}") for number in range(clients)]
         self.app: FastAPI = create_app(None)  # type: ignore[arg-type]
+        self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._ids = itertools.count(1)
 
@@ -155,6 +157,7 @@ class World:
         self.trace.append(f"{self.now_s:.6f} {what}")
         if len(self.trace) == self.steps:
             self.calm = True
+            self._calmed.set()
 
     def see(self, what: str, **more: Any) -> None:
         """Somebody outside has seen something."""
@@ -225,24 +228,35 @@ class World:
             if self.daemon is None:
                 self.start()
 
-    async def _live(self) -> list[dict[str, Any]]:
+    def begin(self) -> None:
+        """The first daemon, on a fresh database."""
+        upgrade(self.url)
         self.set_clock(0.0)
         self.start()
+
+    async def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        await asyncio.sleep(seconds)
+
+    async def _live(self) -> list[dict[str, Any]]:
         background = [node.run() for node in self.nodes.values()]
         background += [node.suffer() for node in self.nodes.values()]
         for body in (*background, self._operate(), self._keep_up(), follow_events(self)):
             self.spawn(body)
-        served = [self.spawn(client.run()) for client in self.clients]
-        admin = self.spawn(Administrator(self).run())
-        while not self.calm:
-            await asyncio.sleep(1.0)
+        waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in self.clients}
+        waiting.add(self.spawn(Administrator(self).run()))
+        await self._calmed.wait()
         until_s, most = self.now_s + CALM_S, 2 * len(self.trace) + 10_000
-        while not all(task.done() for task in (*served, admin)) and self.now_s < until_s and len(self.trace) < most:
-            await asyncio.sleep(1.0)
+        while waiting and self.now_s < until_s and len(self.trace) < most:
+            _, waiting = await asyncio.wait(waiting, timeout=1.0)
         self.see("over")
         self.over = True
         self.kill("at the end")
         self.start()
+        return await self.finish()
+
+    async def finish(self) -> list[dict[str, Any]]:
+        """The whole event log, as the last daemon has it; then all of it ends."""
         log = await self._pages("/v1/events?limit=1000&after=", lambda page: page["items"] and page["items"][-1]["seq"])
         for lease in await self._pages("/v1/leases?limit=1000&cursor=", lambda page: page["next"], "999999999"):
             self.see("listed", lease=lease)
@@ -255,14 +269,14 @@ class World:
     async def _pages(self, path: str, go_on: Callable[[Any], Any], at: Any = 0) -> list[dict[str, Any]]:
         """All items of a list, straight from the daemon."""
         found: list[dict[str, Any]] = []
-        while at or not found:
+        while at is not None:
             _, page = await request(self.app, "GET", f"{path}{at}", [(b"host", b"localhost")], b"", asyncio.Event())
             found += page["items"]
-            at = go_on(page)
+            at = go_on(page) or None
         return found
 
     @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def in_place(self) -> Iterator[None]:
         """Clock, ids and threads of the daemon are the world's for as long as this lasts."""
 
         class PlayedDatetime(datetime):
@@ -291,8 +305,7 @@ class World:
 
     def run(self) -> Outcome:
         """Let it happen, and have it judged."""
-        upgrade(self.url)
-        asyncio.set_event_loop(None)
-        with self._in_place(), contextlib.closing(self.loop):
+        with self.in_place(), contextlib.closing(self.loop):
+            self.begin()
             log = self.loop.run_until_complete(self._live())
         return Outcome(self.trace, log, self.lines, check(log, self.lines, 0.002))

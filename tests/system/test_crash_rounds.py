@@ -1,7 +1,7 @@
 """A daemon that is killed again and again under load: nothing that it has said is lost, and everybody is served.
 
 The clients write down what they were told (`crash_clients.py`), and the checker of the simulation judges by that and by
-the event log. `storm.py` and `test_storm.py` beside it are about many processes at one moment; this is about many crashes.
+the event log. `test_storm.py` is about many processes at one moment; this is about many crashes.
 """
 
 from __future__ import annotations
