@@ -32,8 +32,8 @@ class PlayedClient:
     async def _one(self, key: str) -> None:
         chance = self.world.chance
         body = {
-            "count": chance.choice((1, 1, 1, 2, 2, 3, 4)),
-            "ttl_s": chance.choice((1.0, 3.0, 6.0, 20.0)),
+            "count": chance.choice((1, 1, 1, 1, 2, 2, 3, 4)),
+            "ttl_s": chance.choice((1.5, 3.0, 6.0, 12.0)),
             "queue": chance.random() < 0.9,
             "label": key,
         }
@@ -83,7 +83,7 @@ class PlayedClient:
             if self.world.happens(0.01):
                 self._give_up(key)
                 return None, queued_s
-            if self.world.happens(0.03):
+            if self.world.happens(0.015):
                 self._give_up(key)
                 await self._release(lease)
                 return None, queued_s
@@ -180,16 +180,17 @@ class Administrator:
         self.world = world
 
     async def run(self) -> None:
-        """Until everything is calm; then all is put back into use."""
+        """Out of use for a while, one thing after the other, until everything is calm; then all is put back."""
         chance = self.world.chance
         while not self.world.calm:
-            await asyncio.sleep(chance.expovariate(0.4))
+            await asyncio.sleep(chance.expovariate(0.3))
             node = chance.choice(list(self.world.nodes.values()))
-            verb = chance.choice(("cordon", "uncordon", "uncordon", "drain", "resume", "resume", "resume", "pause"))
-            if verb in ("cordon", "uncordon"):
-                await self._say(f"/v1/gpus/{chance.choice(list(node.gpus))}/{verb}")
-            else:
-                await self._say(f"/v1/nodes/{node.name}/{verb}", {"force": True} if verb == "pause" else None)
+            uuid = chance.choice(list(node.gpus))
+            out, back = chance.choice((("cordon", "uncordon"), ("drain", "resume"), ("pause", "resume")))
+            place = f"/v1/gpus/{uuid}" if out == "cordon" else f"/v1/nodes/{node.name}"
+            await self._say(f"{place}/{out}", {"force": True} if out == "pause" else None)
+            await asyncio.sleep(chance.uniform(0.1, 2.0))
+            await self._say(f"{place}/{back}")
         for node in self.world.nodes.values():
             for path in (f"/v1/nodes/{node.name}/resume", *(f"/v1/gpus/{uuid}/uncordon" for uuid in node.gpus)):
                 while await self._say(path) not in (200, 404):

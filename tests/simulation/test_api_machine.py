@@ -173,7 +173,7 @@ class ApiMachine(RuleBasedStateMachine):
 
 
 class TestApiMachine(ApiMachine.TestCase):  # type: ignore[misc, valid-type, name-defined]
-    settings = settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    settings = settings(max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.soak
