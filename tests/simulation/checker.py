@@ -250,9 +250,11 @@ def not_early(seen: Seen) -> Iterator[str]:
     for event in seen.events("lease.ended"):
         if event["reason"] not in ("expired", "holder_died") or event["lease_id"] not in ttl:
             continue
-        at_s = min(max(seen.moments(event), default=NEVER), first_seen.get(event["seq"], NEVER))
-        signs = [begun_s for begun_s, heard_s in [*lives[event["lease_id"]], *starts] if heard_s <= at_s]
-        early_s = max(signs, default=0.0) + ttl[event["lease_id"]] - at_s
+        shown_s = first_seen.get(event["seq"], NEVER)
+        early_s = NEVER
+        for at_s in [at_s for at_s in seen.moments(event) if at_s <= shown_s] or [shown_s]:
+            signs = [begun_s for begun_s, heard_s in [*lives[event["lease_id"]], *starts] if heard_s <= at_s]
+            early_s = min(early_s, max(signs, default=0.0) + ttl[event["lease_id"]] - at_s)
         if early_s > seen.tolerance_s:
             yield f"seq {event['seq']}: {event['lease_id']} ended as {event['reason']}, {early_s:.3f} s early"
 

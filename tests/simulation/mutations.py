@@ -1,18 +1,21 @@
 """Faults that were put into the daemon by hand, to see whether they are caught. `tests/RECORD.md` says by what.
 
 Each is a function that gives what to patch: (target, replacement). A mutation is the code of the daemon with one
-promise left out, never a fault that no programmer would make.
+promise left out, never a fault that no programmer would make. `python -m tests.simulation.mutations NAME serve ...` is the
+`gpulease` program with that fault in it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from gpulease.cli import main
 from gpulease.model import Event, LeaseState, Liveness
 from gpulease_server.core import decide as deciding
 from gpulease_server.core import gpu, lease, queue
@@ -249,3 +252,8 @@ def mutated(name: str | None) -> Iterator[None]:
             if target == f"{CORE}.lease.end":
                 stack.enter_context(mock.patch(f"{CORE}.owners.end", replacement))
         yield
+
+
+if __name__ == "__main__":
+    with mutated(sys.argv.pop(1)):
+        sys.exit(main())

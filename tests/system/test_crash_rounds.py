@@ -26,12 +26,24 @@ pytestmark = pytest.mark.xdist_group("machine")
 CLIENTS = 32
 
 
+class FaultyDaemon(DaemonProcess):
+    """One with a fault of `tests/simulation/mutations.py`, or with none."""
+
+    fault: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        whole = super().command
+        return whole if self.fault is None else [whole[0], "-m", "tests.simulation.mutations", self.fault, *whole[3:]]
+
+
 class Rounds:
     """A daemon, clients, and one who kills the daemon at instants that a seed decides."""
 
-    def __init__(self, directory: Path, seed: int, *options: str) -> None:
+    def __init__(self, directory: Path, seed: int, fault: str | None) -> None:
         self.chance = random.Random(seed)
-        self.running = DaemonProcess(directory / "d", "--no-worker", *options)
+        self.running = FaultyDaemon(directory / "d", "--no-worker")
+        self.running.fault = fault
         self.directory = directory / "clients"
         self.directory.mkdir()
         self.lines: list[dict[str, Any]] = []
@@ -88,9 +100,9 @@ def worker(running: DaemonProcess, directory: Path) -> Iterator[None]:
         process.wait(30)
 
 
-def crash_rounds(directory: Path, seed: int, rounds: int, *options: str) -> Rounds:
+def crash_rounds(directory: Path, seed: int, rounds: int, fault: str | None = None) -> Rounds:
     """So many crashes under load, then calm until every client has had what it asked for."""
-    state = Rounds(directory, seed, *options)
+    state = Rounds(directory, seed, fault)
     state.start()
     command = [
         sys.executable,
@@ -123,7 +135,7 @@ def told(state: Rounds, what: str) -> int:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("seed", "rounds"), [(1, 12), *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 8))]
+    ("seed", "rounds"), [(1, 10), *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 8))]
 )
 def test_nothing_that_was_said_is_lost_by_crashes(tmp_path: Path, seed: int, rounds: int) -> None:
     state = crash_rounds(tmp_path, seed, rounds)
@@ -136,3 +148,15 @@ def test_nothing_that_was_said_is_lost_by_crashes(tmp_path: Path, seed: int, rou
         assert unanswered >= rounds // 2, "the crashes hit nobody"
     finally:
         state.running.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["reply_before_commit", "lose_keys", "skip_draining"])
+def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
+    with pytest.raises(AssertionError):
+        state = crash_rounds(tmp_path, 1, 30, fault)
+        try:
+            assert state.judge() == []
+        finally:
+            state.running.stop()
