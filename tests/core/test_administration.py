@@ -191,3 +191,4 @@ def test_a_cordon_outlives_the_gpu_being_taken_out_while_it_drains() -> None:
     world.node(gpus=[gpu(1)])
     world.node(gpus=2)
     assert world.state(0) is GpuState.CORDONED
+    assert kinds(world)[-1] == "gpu.gone", "the log must say why it need not be seen clean any more"

@@ -91,12 +91,9 @@ def free_clean(turn: Turn, sighting: Sighting) -> None:
         gpu, reading = turn.ledger.gpus[uuid], sighting.readings.get(uuid)
         if gpu.device.node != sighting.node or sighting.observed_at_s <= since_s:
             continue
-        if reading is None and gpu.cordoned:
-            turn.put(replace(gpu, lease_id=None, draining=False))
-            continue
         if reading is None:
             turn.event("gpu.gone", node=sighting.node, gpus=(uuid,), lease_id=gpu.lease_id)
-            turn.put(GpuGone(uuid))
+            turn.put(replace(gpu, lease_id=None, draining=False) if gpu.cordoned else GpuGone(uuid))
             continue
         remains, watch = remains_of(gpu, reading, turn.policy), sighting.watches[uuid]
         retained = _is_retained(watch, sighting.observed_at_s, turn.policy)

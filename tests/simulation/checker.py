@@ -1,0 +1,377 @@
+"""Judges a run by what can be seen from outside. Imports nothing of the product.
+
+It reads the event log, as `GET /v1/events` gives it, and lines that were written down by whoever saw something. All
+lines carry `at_s`, when it was seen, on one monotonic clock; a call also has `sent_s`, and `at_s` is null where no
+answer came. `what` says which kind of line it is:
+
+    clock     wall_s                            from at_s on the daemon's wall clock shows wall_s + (now - at_s)
+    started                                     a daemon was started
+    asked     key, count, status, lease|code    POST /v1/leases under an Idempotency-Key
+    shown     lease_id, status, lease|code, waited, trusted_from (null: not to be trusted)
+    renewed   lease_id, token, status, lease|code
+    released  lease_id, token, status, lease|code
+    event     event                             somebody who follows the log saw it
+    reading   node, begun_s, free               a node sent a reading, begun at begun_s, that shows these GPUs clean
+    listed    lease                             GET /v1/leases had it in the end; its label is its key
+    gave_up   key                               the client died or no longer wants it
+    over                                        the run has ended, and everybody had time to be served
+
+`RULES` names each rule with the promise of the design that it guards. A rule returns sentences; none means kept.
+"""
+
+from __future__ import annotations
+
+import bisect
+import datetime
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Line = dict[str, Any]
+TOLERANCE_S = 0.06
+"""How far a daemon's wall clock may be off the one it was read from: it follows at 0.05 s."""
+MAX_AGE_S = 0.5
+"""Promise 3: no grant rests on an older reading."""
+NEVER = float("inf")
+
+
+@dataclass
+class Seen:
+    """Everything that is known from outside, sorted by kind."""
+
+    log: list[Line]
+    lines: list[Line]
+    tolerance_s: float = TOLERANCE_S
+    of: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
+    end_s: float = 0.0
+    """When the last thing was seen."""
+
+    def __post_init__(self) -> None:
+        for line in self.lines:
+            self.of[line["what"]].append(line)
+        self.end_s = max((line["at_s"] for line in self.lines if line["at_s"] is not None), default=0.0)
+
+    def events(self, *kinds: str) -> Iterator[Line]:
+        """Events of these kinds, in order."""
+        return (event for event in self.log if event["kind"] in kinds)
+
+    def answers(self) -> Iterator[tuple[Line, Line]]:
+        """Every lease that a client was shown, with the line of the call."""
+        for kind in ("asked", "shown", "renewed", "released"):
+            for line in self.of[kind]:
+                if line["at_s"] is not None and line.get("lease") is not None:
+                    yield line, line["lease"]
+
+    def moments(self, event: Line) -> list[float]:
+        """When an event was decided, on the monotonic clock: several moments if the wall clock was set back."""
+        wall_s = datetime.datetime.fromisoformat(event["at"]).timestamp()
+        clocks = sorted(self.of["clock"], key=lambda line: line["at_s"])
+        ends = [line["at_s"] for line in clocks[1:]] + [self.end_s]
+        found = [
+            (line["at_s"] + wall_s - line["wall_s"], line["at_s"], until_s)
+            for line, until_s in zip(clocks, ends, strict=True)
+        ]
+        slack_s = self.tolerance_s
+        return [at_s for at_s, since_s, until_s in found if since_s - slack_s <= at_s <= until_s + slack_s]
+
+
+def check(log: Iterable[Line], lines: Iterable[Line], tolerance_s: float = TOLERANCE_S) -> list[str]:
+    """Every broken promise, one sentence each, with the rule's name."""
+    seen = Seen(list(log), list(lines), tolerance_s)
+    return [f"{name}: {sentence}" for name, rule in RULES.items() for sentence in rule(seen)]
+
+
+def numbered_without_gap(seen: Seen) -> Iterator[str]:
+    for place, event in enumerate(seen.log, 1):
+        if event["seq"] != place:
+            yield f"event {place} of the log has seq {event['seq']}"
+            return
+
+
+def shown_events_stay(seen: Seen) -> Iterator[str]:
+    log = {event["seq"]: event for event in seen.log}
+    for line in seen.of["event"]:
+        if log.get(line["event"]["seq"]) != line["event"]:
+            yield f"{line['event']} was shown at {line['at_s']}, and the log says {log.get(line['event']['seq'])}"
+
+
+def one_holder(seen: Seen) -> Iterator[str]:
+    holding: dict[str, str] = {}
+    for event in seen.events("lease.granted", "lease.revived", "lease.ended"):
+        lease = event["lease_id"]
+        for gpu in event["gpus"]:
+            if event["kind"] != "lease.ended":
+                if holding.get(gpu, lease) != lease:
+                    yield f"seq {event['seq']}: {gpu} goes to {lease} while {holding[gpu]} holds it"
+                holding[gpu] = lease
+            elif holding.get(gpu) == lease:
+                del holding[gpu]
+
+
+def drained_first(seen: Seen) -> Iterator[str]:
+    draining: dict[str, str] = {}
+    for event in seen.events("lease.granted", "lease.revived", "lease.ended", "gpu.clean", "gpu.gone"):
+        for gpu in event["gpus"]:
+            if event["kind"] == "lease.ended":
+                draining[gpu] = event["lease_id"]
+            elif event["kind"] == "lease.granted" and gpu in draining:
+                lease = event["lease_id"]
+                yield f"seq {event['seq']}: {gpu} is granted to {lease} before it is clean of {draining[gpu]}"
+            else:
+                draining.pop(gpu, None)
+
+
+def lives_in_order(seen: Seen) -> Iterator[str]:
+    after = {
+        "lease.queued": ("",),
+        "lease.granted": ("", "lease.queued"),
+        "lease.revived": ("lease.ended",),
+        "lease.ended": ("lease.queued", "lease.granted", "lease.revived"),
+    }
+    last: dict[str, str] = {}
+    for event in seen.events(*after):
+        before = last.get(event["lease_id"], "")
+        if before not in after[event["kind"]]:
+            yield f"seq {event['seq']}: {event['kind']} of {event['lease_id']} after {before or 'nothing'}"
+        last[event["lease_id"]] = event["kind"]
+
+
+def granted_whole(seen: Seen) -> Iterator[str]:
+    wanted = {lease["id"]: lease["demand"]["count"] for _, lease in seen.answers()}
+    for event in seen.events("lease.granted"):
+        gpus, count = event["gpus"], wanted.get(event["lease_id"], len(event["gpus"]))
+        if not gpus or len(set(gpus)) != len(gpus) or len(gpus) != count:
+            yield f"seq {event['seq']}: {event['lease_id']} asked for {count} GPUs and got {gpus}"
+    for line, lease in seen.answers():
+        if lease["state"] == "active" and (
+            len({gpu["uuid"] for gpu in lease["gpus"]}) != lease["demand"]["count"]
+            or len({gpu["node"] for gpu in lease["gpus"]}) != 1
+        ):
+            yield f"{lease['id']} was shown at {line['at_s']} with {[gpu['uuid'] for gpu in lease['gpus']]}"
+
+
+def tokens_rise(seen: Seen) -> Iterator[str]:
+    last, mine = 0, {}
+    for event in seen.events("lease.granted"):
+        if event["token"] <= last:
+            yield f"seq {event['seq']}: token {event['token']} after {last}"
+        last = max(last, event["token"])
+        mine[event["lease_id"]] = event["token"]
+    for event in seen.events("lease.revived", "lease.ended"):
+        if event["token"] != mine.get(event["lease_id"]):
+            yield f"seq {event['seq']}: {event['kind']} of {event['lease_id']} with token {event['token']}"
+
+
+def told_is_kept(seen: Seen) -> Iterator[str]:
+    """Grants, queued requests, releases and cancellations that a client was told of are in the log as it was told."""
+    granted = {event["lease_id"]: event for event in seen.events("lease.granted")}
+    queued = {event["lease_id"] for event in seen.events("lease.queued")}
+    ended = {(event["lease_id"], event["reason"]) for event in seen.events("lease.ended")}
+    for line, lease in seen.answers():
+        event = granted.get(lease["id"])
+        if lease["token"] is not None:
+            uuids = [gpu["uuid"] for gpu in lease["gpus"]]
+            if event is None or (event["token"], sorted(event["gpus"])) != (lease["token"], sorted(uuids)):
+                yield f"{lease['id']} with token {lease['token']} and {uuids} was told at {line['at_s']}; log: {event}"
+        elif lease["id"] not in queued:
+            yield f"{lease['id']} was told to be {lease['state']} at {line['at_s']}, and was never queued"
+        if lease["state"] == "ended" and (lease["id"], lease["end_reason"]) not in ended:
+            yield f"{lease['id']} was told to have ended ({lease['end_reason']}) at {line['at_s']}, and has not"
+    for line in seen.of["released"]:
+        over = {(line["lease_id"], "released"), (line["lease_id"], "cancelled")}
+        if line.get("status") == 200 and not over & ended:
+            yield f"the release of {line['lease_id']} was confirmed at {line['at_s']}, and it has not ended so"
+
+
+def known_is_found(seen: Seen) -> Iterator[str]:
+    """A lease that was told of is found again, its own token is never wrong, and only what has ended is lost."""
+    told: dict[str, float] = {}
+    tokens = {}
+    for line, lease in seen.answers():
+        told[lease["id"]] = min(told.get(lease["id"], NEVER), line["at_s"])
+        if lease["token"] is not None:
+            tokens[lease["id"]] = lease["token"]
+    ended = {event["lease_id"] for event in seen.events("lease.ended")}
+    for kind in ("shown", "renewed", "released"):
+        for line in seen.of[kind]:
+            lease, code = line["lease_id"], line.get("code")
+            if code == "not_found" and told.get(lease, NEVER) < line["sent_s"]:
+                yield f"{lease} was not found at {line['at_s']}, and was told of at {told[lease]}"
+            if code == "stale_token" and line.get("token") is not None and line.get("token") == tokens.get(lease):
+                yield f"token {line['token']} of {lease} was refused as stale at {line['at_s']}"
+            if code == "lease_lost" and lease not in ended:
+                yield f"{lease} was called lost at {line['at_s']}, and has never ended"
+
+
+def released_stays(seen: Seen) -> Iterator[str]:
+    """Nothing that a client was told to have released or cancelled lives again."""
+    over = {line["lease_id"] for line in seen.of["released"] if line["at_s"] is not None and line["status"] == 200}
+    gone: set[str] = set()
+    for event in seen.events("lease.ended", "lease.granted", "lease.revived"):
+        if event["kind"] == "lease.ended":
+            if event["lease_id"] in over and event["reason"] in ("released", "cancelled"):
+                gone.add(event["lease_id"])
+        elif event["lease_id"] in gone:
+            yield f"seq {event['seq']}: {event['kind']} of {event['lease_id']}, whose release was confirmed"
+
+
+def one_key_one_lease(seen: Seen) -> Iterator[str]:
+    """One Idempotency-Key makes at most one lease, also where the answer was lost."""
+    made: dict[str, str] = {}
+    for line in seen.of["asked"]:
+        if line["at_s"] is not None and line.get("lease") is not None:
+            first = made.setdefault(line["key"], line["lease"]["id"])
+            if first != line["lease"]["id"]:
+                yield f"key {line['key']} was answered with {first}, and with {line['lease']['id']} at {line['at_s']}"
+    for line in seen.of["listed"]:
+        key, found = line["lease"]["holder"]["label"], line["lease"]["id"]
+        if key and made.setdefault(key, found) != found:
+            yield f"key {key} made {made[key]}, and {found} too"
+
+
+def not_early(seen: Seen) -> Iterator[str]:
+    """Nothing expires before `ttl_s` after the last sign of life that was answered, or after the daemon's start."""
+    lives: dict[str, list[tuple[float, float]]] = defaultdict(list)  # (begun, known to have been heard)
+    ttl: dict[str, float] = {}
+    first_asked = _first_asked(seen)
+    for line, lease in seen.answers():
+        ttl[lease["id"]] = lease["ttl_s"]
+        waits = line["what"] == "shown" and line.get("waited") and lease["state"] == "queued"
+        if line["what"] == "renewed" or waits:
+            lives[lease["id"]].append((line["sent_s"], line["at_s"]))
+        elif line["what"] == "asked":
+            lives[lease["id"]].append((first_asked[line["key"]], line["at_s"]))
+    for event in seen.events("lease.granted"):
+        moment = min(seen.moments(event), default=0.0)
+        lives[event["lease_id"]].append((moment, moment))
+    starts = [(line["at_s"], line["at_s"]) for line in seen.of["started"]]
+    first_seen = {line["event"]["seq"]: line["at_s"] for line in reversed(seen.of["event"])}
+    for event in seen.events("lease.ended"):
+        if event["reason"] not in ("expired", "holder_died") or event["lease_id"] not in ttl:
+            continue
+        shown_s = first_seen.get(event["seq"], NEVER)
+        early_s = NEVER
+        for at_s in [at_s for at_s in seen.moments(event) if at_s <= shown_s] or [shown_s]:
+            signs = [begun_s for begun_s, heard_s in [*lives[event["lease_id"]], *starts] if heard_s <= at_s]
+            early_s = min(early_s, max(signs, default=0.0) + ttl[event["lease_id"]] - at_s)
+        if early_s > seen.tolerance_s:
+            yield f"seq {event['seq']}: {event['lease_id']} ended as {event['reason']}, {early_s:.3f} s early"
+
+
+def _first_asked(seen: Seen) -> dict[str, float]:
+    """When each key was first sent: what was made for it may be as old as that, whichever answer tells of it."""
+    first: dict[str, float] = {}
+    for line in seen.of["asked"]:
+        first[line["key"]] = min(first.get(line["key"], NEVER), line["sent_s"])
+    return first
+
+
+def trusted_by_one(seen: Seen) -> Iterator[str]:
+    """By the clients' own clocks: while one may trust that it holds a GPU, no other may."""
+    on: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+    for since_s, until_s, lease in _trusts(seen):
+        for gpu in lease["gpus"]:
+            on[gpu["uuid"]].append((since_s, until_s, lease["id"]))
+    for gpu, held in on.items():
+        last: tuple[float, float, str] = (0.0, 0.0, "")
+        for since_s, end_s, lease_id in sorted(held):
+            if since_s < last[1] and lease_id != last[2]:
+                yield f"{gpu}: {lease_id} trusts from {since_s:.3f}, and {last[2]} until {last[1]:.3f}"
+            last = max(last, (since_s, end_s, lease_id), key=lambda span: span[1])
+
+
+def _trusts(seen: Seen) -> Iterator[tuple[float, float, Line]]:
+    """From when until when a client may trust which lease: until `ttl_s` after it asked, or until it gives back."""
+    first_asked, let_go = _first_asked(seen), dict[str, float]()
+    for line in seen.of["released"]:
+        let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["sent_s"])
+    for line, lease in seen.answers():
+        begun_s = first_asked[line["key"]] if line["what"] == "asked" else line.get("trusted_from", line["sent_s"])
+        if lease["state"] == "active" and begun_s is not None:
+            until_s = min(begun_s + lease["ttl_s"], let_go.get(lease["id"], NEVER))
+            if line["at_s"] < until_s:
+                yield line["at_s"], until_s, lease
+
+
+def looked_at_first(seen: Seen) -> Iterator[str]:
+    """Each granted GPU was shown clean by a reading begun at most 0.5 s before, and after the end of its last lease."""
+    if not seen.of["reading"]:
+        return
+    clean: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for line in sorted(seen.of["reading"], key=lambda line: line["begun_s"]):
+        for gpu in line["free"]:
+            clean[gpu].append((line["begun_s"], line["at_s"]))
+    ended: dict[str, list[float]] = {}
+    for event in seen.events("lease.granted", "lease.ended"):
+        moments = seen.moments(event)
+        if event["kind"] == "lease.ended":
+            ended |= dict.fromkeys(event["gpus"], moments)
+            continue
+        for gpu in event["gpus"]:
+            since_s = min(ended.get(gpu, [0.0]), default=0.0)
+            if not any(_clean_at(clean[gpu], at_s, since_s, seen.tolerance_s) for at_s in moments):
+                yield f"seq {event['seq']}: {gpu} is granted to {event['lease_id']}, and nobody had just seen it clean"
+
+
+def _clean_at(clean: list[tuple[float, float]], at_s: float, since_s: float, slack_s: float) -> bool:
+    """True when one of the readings (begun, sent), in order, was begun late enough and sent by then."""
+    first = bisect.bisect_left(clean, (max(at_s - MAX_AGE_S, since_s) - slack_s, 0.0))
+    last = bisect.bisect_right(clean, (at_s + slack_s, NEVER))
+    return any(sent_s <= at_s + slack_s for _, sent_s in clean[first:last])
+
+
+def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:
+    """No grant on a cordoned GPU, nor on a node that is drained, paused or unknown."""
+    cordoned: set[str] = set()
+    modes: dict[str, str] = {}
+    unknown: set[str] = set()
+    for event in seen.log:
+        kind = event["kind"]
+        if kind == "gpu.cordoned":
+            cordoned |= set(event["gpus"])
+        elif kind == "gpu.uncordoned":
+            cordoned -= set(event["gpus"])
+        elif kind in ("node.drained", "node.paused", "node.resumed"):
+            modes[event["node"]] = kind
+        elif kind in ("node.unknown", "node.ready"):
+            (unknown.add if kind == "node.unknown" else unknown.discard)(event["node"])
+        elif kind == "lease.granted":
+            if cordoned & set(event["gpus"]):
+                yield f"seq {event['seq']}: {event['lease_id']} is given a cordoned GPU of {event['gpus']}"
+            if modes.get(event["node"], "node.resumed") != "node.resumed" or event["node"] in unknown:
+                yield f"seq {event['seq']}: {event['lease_id']} is granted on {event['node']}, which is out of use"
+
+
+def all_are_served(seen: Seen) -> Iterator[str]:
+    """Once everything is calm, everybody who still wants GPUs has had them."""
+    if not seen.of["over"]:
+        return
+    made = {line["key"]: line["lease"]["id"] for line in seen.of["asked"] if line.get("lease")}
+    refused = {line["key"] for line in seen.of["asked"] if line.get("final")}
+    given_up = {line["key"] for line in seen.of["gave_up"]}
+    granted = {event["lease_id"] for event in seen.events("lease.granted")}
+    for key in dict.fromkeys(line["key"] for line in seen.of["asked"]):
+        if key not in refused | given_up and made.get(key) not in granted:
+            yield f"key {key} ({made.get(key)}) was never served"
+
+
+RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
+    "seq without gap or repeat": numbered_without_gap,
+    "what readers were shown stays (6)": shown_events_stay,
+    "a GPU has one holder (1)": one_holder,
+    "a GPU drains before it is granted again (5)": drained_first,
+    "queued, granted, ended, in that order": lives_in_order,
+    "all or none (2)": granted_whole,
+    "tokens rise and are never used twice": tokens_rise,
+    "what was told is kept (6)": told_is_kept,
+    "what was told of is found again (6)": known_is_found,
+    "what was released stays released (6)": released_stays,
+    "one key, one lease": one_key_one_lease,
+    "nothing ends early (7)": not_early,
+    "two holders never trust at once (1, 7)": trusted_by_one,
+    "nothing is granted unseen (3, 4, 5)": looked_at_first,
+    "out of use is out of use (4)": out_of_use_is_left_alone,
+    "all are served in the end (8)": all_are_served,
+}
+"""Each rule by what it says, with the number of the promise."""

@@ -1,0 +1,219 @@
+"""Those who ask: holders of every temper, an administrator, and somebody who follows the event log."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from .network import NoAnswer
+
+if TYPE_CHECKING:
+    from .world import World
+
+Line = dict[str, Any]
+
+
+class PlayedClient:
+    """Asks for GPUs again and again, and writes down what it was told."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+
+    async def run(self) -> None:
+        """One request after the other, until everything is calm."""
+        for number in itertools.count(1):
+            await asyncio.sleep(self.world.chance.uniform(0.0, 1.0))
+            if self.world.calm:
+                return
+            await self._one(f"{self.name}-{number}")
+
+    async def _one(self, key: str) -> None:
+        chance = self.world.chance
+        body = {
+            "count": chance.choice((1, 1, 1, 1, 2, 2, 3, 4)),
+            "ttl_s": chance.choice((1.5, 3.0, 6.0, 12.0)),
+            "queue": chance.random() < 0.9,
+            "label": key,
+        }
+        begun_s = self.world.now_s
+        lease = await self._ask(key, body)
+        if lease is not None and lease["state"] == "queued":
+            lease, begun_s = await self._wait(key, lease, begun_s)
+        if lease is None:
+            return
+        if lease["state"] == "active":
+            await self._hold(lease, begun_s)
+        elif lease["token"] is None:
+            self.world.see("gave_up", key=key)
+
+    async def _ask(self, key: str, body: Line) -> Line | None:
+        while True:
+            sent_s = self.world.now_s
+            try:
+                status, told = await self.world.network.call(self.name, "POST", "/v1/leases", body, key=key)
+            except NoAnswer:
+                self.world.lines.append({"what": "asked", "key": key, "sent_s": sent_s, "at_s": None})
+                if self.world.happens(0.02):
+                    return self._give_up(key)
+                await asyncio.sleep(self.world.chance.uniform(0.01, 0.3))
+                continue
+            line = self._told("asked", sent_s, status, told, key=key)
+            if status in (201, 202):
+                return told  # type: ignore[no-any-return]
+            if status not in (500, 503):
+                line["final"] = True
+                return None
+            await asyncio.sleep(self.world.chance.uniform(0.05, 0.5))
+
+    def _give_up(self, key: str) -> None:
+        self.world.step(f"{self.name} gives up {key}")
+        self.world.see("gave_up", key=key)
+
+    def _told(self, what: str, sent_s: float, status: int, told: Line, **more: Any) -> Line:
+        line = {"what": what, "sent_s": sent_s, "at_s": self.world.now_s, "status": status, **more}
+        line |= {"lease": told} if status < 300 else {"code": told["code"]}
+        self.world.lines.append(line)
+        return line
+
+    async def _wait(self, key: str, lease: Line, queued_s: float) -> tuple[Line | None, float]:
+        """The lease once it is granted or has ended, and when the last call was sent that found it queued."""
+        while lease["state"] == "queued":
+            if self.world.happens(0.01):
+                self._give_up(key)
+                return None, queued_s
+            if self.world.happens(0.015):
+                self._give_up(key)
+                await self._release(lease)
+                return None, queued_s
+            sent_s = self.world.now_s
+            wait_s = min(lease["ttl_s"] / 3, 5.0)
+            path = f"/v1/leases/{lease['id']}?wait_s={wait_s:.3f}&wait_while=queued"
+            try:
+                status, told = await self.world.network.call(self.name, "GET", path, patience_s=wait_s + 2, twice=False)
+            except NoAnswer:
+                await asyncio.sleep(self.world.chance.uniform(0.01, 0.2))
+                continue
+            waited = {"lease_id": lease["id"], "waited": True, "trusted_from": queued_s}
+            self._told("shown", sent_s, status, told, **waited)
+            if status != 200:
+                await asyncio.sleep(0.1)
+                continue
+            lease = told
+            if lease["state"] == "queued":
+                queued_s = sent_s
+                await asyncio.sleep(0.01)
+        return lease, queued_s
+
+    async def _hold(self, lease: Line, trusted_from: float) -> None:
+        """Use the GPUs, renew, give back; or forget some of it."""
+        world, chance = self.world, self.world.chance
+        until_s = world.now_s + chance.expovariate(0.6)
+        trusted_until_s = trusted_from + lease["ttl_s"]
+        temper = chance.choice(("good", "good", "good", "sleepy", "sleepy", "dies", "wrong"))
+        uses = self._uuids(lease, 0.2 if temper == "sleepy" else 0.8)
+        pids = [(gpu, world.gpu_node(gpu).start_process(gpu, lease["id"])) for gpu in uses]
+        while world.now_s < until_s:
+            await asyncio.sleep(min(lease["ttl_s"] / 3, max(until_s - world.now_s, 0.0)) + 0.001)
+            if temper == "dies" and world.happens(0.3):
+                break
+            if temper == "sleepy" and world.happens(0.5):
+                await asyncio.sleep(lease["ttl_s"] + chance.uniform(-0.5, 4.0))
+            token = lease["token"] + (1 if temper == "wrong" and world.happens(0.3) else 0)
+            sent_s = world.now_s
+            status = await self._act("renew", lease, token)
+            if status == 200:
+                trusted_until_s = sent_s + lease["ttl_s"]
+            lost = status in (404, 410) or (temper != "sleepy" and world.now_s >= trusted_until_s)
+            if lost:
+                temper = "dies"
+                break
+        lag_s = chance.choice((0.0, 0.0, chance.uniform(0.0, 3.0)))
+        if lag_s:
+            world.spawn(self._end(pids, lag_s))
+        else:
+            await self._end(pids, 0.0)
+        if temper != "dies":
+            await self._release(lease)
+
+    def _uuids(self, lease: Line, share: float) -> list[str]:
+        return [gpu["uuid"] for gpu in lease["gpus"]] if self.world.happens(share) or self.world.calm else []
+
+    async def _end(self, pids: list[tuple[str, int]], lag_s: float) -> None:
+        await asyncio.sleep(lag_s)
+        for gpu, pid in pids:
+            self.world.gpu_node(gpu).gpus[gpu].processes.pop(pid, None)
+
+    async def _act(self, verb: str, lease: Line, token: int | None) -> int:
+        """Renew or release once; the status, 0 when no answer came."""
+        sent_s, what = self.world.now_s, {"renew": "renewed", "release": "released"}[verb]
+        known = {"lease_id": lease["id"], "token": token}
+        try:
+            path = f"/v1/leases/{lease['id']}/{verb}"
+            status, told = await self.world.network.call(self.name, "POST", path, {"token": token})
+        except NoAnswer:
+            self.world.lines.append({"what": what, "sent_s": sent_s, "at_s": None, **known})
+            return 0
+        self._told(what, sent_s, status, told, **known)
+        return status
+
+    async def _release(self, lease: Line) -> None:
+        """Give back until the daemon has said so. A request that was granted in the meantime has a token by now."""
+        token = lease["token"]
+        while (status := await self._act("release", lease, token)) in (0, 412, 500, 503):
+            await asyncio.sleep(self.world.chance.uniform(0.02, 0.3))
+            if status == 412:
+                sent_s = self.world.now_s
+                try:
+                    status, told = await self.world.network.call(self.name, "GET", f"/v1/leases/{lease['id']}")
+                except NoAnswer:
+                    continue
+                self._told("shown", sent_s, status, told, lease_id=lease["id"], trusted_from=None)
+                token = told.get("token", token)
+
+
+class Administrator:
+    """Takes GPUs and nodes out of use and puts them back."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def run(self) -> None:
+        """Out of use for a while, one thing after the other, until everything is calm; then all is put back."""
+        chance = self.world.chance
+        while not self.world.calm:
+            await asyncio.sleep(chance.expovariate(0.3))
+            node = chance.choice(list(self.world.nodes.values()))
+            uuid = chance.choice(list(node.gpus))
+            out, back = chance.choice((("cordon", "uncordon"), ("drain", "resume"), ("pause", "resume")))
+            place = f"/v1/gpus/{uuid}" if out == "cordon" else f"/v1/nodes/{node.name}"
+            await self._say(f"{place}/{out}", {"force": True} if out == "pause" else None)
+            await asyncio.sleep(chance.uniform(0.1, 2.0))
+            await self._say(f"{place}/{back}")
+        for node in self.world.nodes.values():
+            for path in (f"/v1/nodes/{node.name}/resume", *(f"/v1/gpus/{uuid}/uncordon" for uuid in node.gpus)):
+                while await self._say(path) not in (200, 404):
+                    self.world.step("admin tries again")
+
+    async def _say(self, path: str, body: Line | None = None) -> int:
+        try:
+            return (await self.world.network.call("admin", "POST", path, body, twice=False))[0]
+        except NoAnswer:
+            return 0
+
+
+async def follow_events(world: World) -> None:
+    """Read the event log as it grows, and write down when each event was first shown."""
+    last = 0
+    while not world.over:
+        await asyncio.sleep(world.chance.uniform(0.3, 0.9))
+        try:
+            status, page = await world.network.call(
+                "follower", "GET", f"/v1/events?after={last}&limit=200", twice=False
+            )
+        except NoAnswer:
+            continue
+        for event in page["items"] if status == 200 else ():
+            world.see("event", event=event)
+            last = event["seq"]

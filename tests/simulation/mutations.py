@@ -1,0 +1,259 @@
+"""Faults that were put into the daemon by hand, to see whether they are caught. `tests/RECORD.md` says by what.
+
+Each is a function that gives what to patch: (target, replacement). A mutation is the code of the daemon with one
+promise left out, never a fault that no programmer would make. `python -m tests.simulation.mutations NAME serve ...` is the
+`gpulease` program with that fault in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from gpulease.cli import main
+from gpulease.model import Event, LeaseState, Liveness
+from gpulease_server.core import decide as deciding
+from gpulease_server.core import gpu, lease, queue
+from gpulease_server.core.ledger import Deadline, Instant, KeyRecord, LeaseRecord, Ledger
+from gpulease_server.core.placement import Placed, place
+from gpulease_server.core.turn import Turn
+from gpulease_server.runtime import clock, writer
+from gpulease_server.store.store import Store, is_stored
+
+CORE, RUNTIME = "gpulease_server.core", "gpulease_server.runtime"
+Patches = list[tuple[str, Any]]
+
+
+def reply_before_commit() -> Patches:
+    """The answer is given first, and the commit comes after it."""
+
+    async def take_turn(self: writer.Writer, calls: list[writer.Call]) -> None:
+        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self.wanted)
+        for call in calls:
+            if call.future is not None:
+                self._callers[call.happening.cause] = call.future
+            deciding.decide(turn, call.happening)
+        queue.settle(turn)
+        for cause, answer in turn.answers:
+            self._answer(cause, answer)
+        await asyncio.sleep(0)
+        stored = [change for change in turn.changes if is_stored(change)]
+        if stored:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._thread, self.store.write, stored, self._ledger)
+        for change in turn.changes:
+            self.committed.apply(change)
+        self.topics.changed(writer._topics(turn.changes))
+        self.topics.changed(f"node:{node}" for node in self.wanted)
+
+    return [(f"{RUNTIME}.writer.Writer._take_turn", take_turn)]
+
+
+def lose_keys() -> Patches:
+    """Idempotency-Keys are not stored."""
+    return [(f"{RUNTIME}.writer.is_stored", lambda change: is_stored(change) and not isinstance(change, KeyRecord))]
+
+
+def lose_releases() -> Patches:
+    """The row of a lease that was released is not written; its event is."""
+    write = Store.write
+
+    def without(self: Store, changes: list[Any], ledger: Ledger) -> None:
+        write(self, [one for one in changes if not _is_release(one)], ledger)
+
+    def _is_release(change: Any) -> bool:
+        return isinstance(change, LeaseRecord) and change.lease.end_reason == "released"
+
+    return [("gpulease_server.store.store.Store.write", without)]
+
+
+def token_from_the_living() -> Patches:
+    """After a restart tokens go on from the greatest of the active leases."""
+    load = Store.load
+
+    def forgetful(self: Store) -> Ledger:
+        ledger = load(self)
+        live = [one.lease.token or 0 for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
+        ledger.next_token = max(live, default=0) + 1
+        return ledger
+
+    return [("gpulease_server.store.store.Store.load", forgetful)]
+
+
+def skip_draining() -> Patches:
+    """A GPU is free the moment its lease ends."""
+    end = lease.end
+
+    def at_once(turn: Turn, record: LeaseRecord, why: Any) -> None:
+        end(turn, record, why)
+        for held in turn.ledger.held_by(record.lease):
+            turn.put(replace(held, lease_id=None, draining=False))
+
+    return [(f"{CORE}.lease.end", at_once)]
+
+
+def clean_by_an_old_reading() -> Patches:
+    """A draining GPU is freed by any reading, also by one begun before the end of its lease."""
+    end = lease.end
+
+    def long_ago(turn: Turn, record: LeaseRecord, why: Any) -> None:
+        end(turn, record, why)
+        for held in turn.ledger.held_by(record.lease):
+            turn.ledger.draining_since[held.device.uuid] = float("-inf")
+
+    return [(f"{CORE}.lease.end", long_ago)]
+
+
+def clean_with_leftovers() -> Patches:
+    """Processes that the lease left behind do not keep a GPU from being clean, nor from being free."""
+
+    def nobody(reading: Any) -> tuple[Any, ...]:
+        return tuple(one for one in gpu_occupants(reading) if one.lease_id is None)
+
+    gpu_occupants = gpu.occupants
+    return [(f"{CORE}.remains.occupants", nobody), (f"{CORE}.gpu.occupants", nobody)]
+
+
+def any_reading_will_do() -> Patches:
+    """No age is too great for a reading."""
+
+    def fresh(sighting: Any, now: Instant, policy: Any) -> bool:
+        return sighting is not None and sighting.problem is None
+
+    return [(f"{CORE}.placement.is_fresh", fresh)]
+
+
+def ignore_strangers() -> Patches:
+    """A foreign process does not keep a GPU from being granted."""
+    return [(f"{CORE}.gpu.occupants", lambda reading: ())]
+
+
+def ignore_cordons() -> Patches:
+    """A cordon is written down and not obeyed."""
+    return [(f"{CORE}.gpu.is_cordoned", lambda *_: False)]
+
+
+def half_a_gang() -> Patches:
+    """Where fewer GPUs are free than were asked for, those are granted."""
+
+    def fewer(*where: Any, **how: Any) -> Any:
+        placed = place(*where, **how)
+        if isinstance(placed, Placed) or where[1].count < 2:
+            return placed
+        less = place(where[0], replace(where[1], count=where[1].count - 1), *where[2:], **how)
+        return less if isinstance(less, Placed) else placed
+
+    return [(f"{CORE}.queue.place", fewer)]
+
+
+def revive_over_another() -> Patches:
+    """A late renewal revives without a look at whose the GPUs are by now."""
+    return [(f"{CORE}.lease._can_revive", lambda turn, old: all(d.uuid in turn.ledger.gpus for d in old.gpus))]
+
+
+def short_after_restart() -> Patches:
+    """After a restart a lease has half of its ttl_s."""
+
+    def half(ledger: Ledger, now: Instant) -> None:
+        whole(ledger, now)
+        for lease_id in list(ledger.deadlines):
+            ledger.apply(Deadline(lease_id, now.mono_s + ledger.leases[lease_id].lease.ttl_s / 2))
+
+    whole = writer.start_anew
+    return [(f"{RUNTIME}.writer.start_anew", half)]
+
+
+def measure_by_the_wall() -> Patches:
+    """Deadlines are measured by the wall clock."""
+    honest = clock._Clocks.now
+
+    def by_wall(self: Any) -> Instant:
+        now = honest(self)
+        return Instant(at=now.at, mono_s=now.at.timestamp())
+
+    return [(f"{RUNTIME}.clock._Clocks.now", by_wall)]
+
+
+def forget_renewals() -> Patches:
+    """Renewals are answered and move no deadline."""
+    live_on = lease.live_on
+
+    def only_first(turn: Turn, renewed: Any) -> None:
+        if renewed.id not in turn.ledger.deadlines or renewed.liveness is Liveness.JOB:
+            live_on(turn, renewed)
+
+    return [(f"{CORE}.lease.live_on", only_first)]
+
+
+def show_before_commit() -> Patches:
+    """The events of a turn are shown before it is committed."""
+    read, write, load = Store.events, Store.write, Store.load
+    ahead: list[Event] = []
+
+    def noted(change: Any) -> bool:
+        if isinstance(change, Event):
+            ahead.append(change)
+        return is_stored(change)
+
+    def written(self: Store, changes: list[Any], ledger: Ledger) -> None:
+        ahead.clear()
+        write(self, changes, ledger)
+
+    def loaded(self: Store) -> Ledger:
+        ahead.clear()
+        return load(self)
+
+    def early(self: Store, after: int, limit: int) -> list[Event]:
+        return [*read(self, after, limit), *(one for one in ahead if one.seq > after)]
+
+    store = "gpulease_server.store.store.Store"
+    return [
+        (f"{store}.write", written),
+        (f"{store}.load", loaded),
+        (f"{store}.events", early),
+        (f"{RUNTIME}.writer.is_stored", noted),
+    ]
+
+
+MUTATIONS: dict[str, Callable[[], Patches]] = {
+    made.__name__: made
+    for made in (
+        reply_before_commit,
+        lose_keys,
+        lose_releases,
+        token_from_the_living,
+        skip_draining,
+        clean_by_an_old_reading,
+        clean_with_leftovers,
+        any_reading_will_do,
+        ignore_strangers,
+        ignore_cordons,
+        half_a_gang,
+        revive_over_another,
+        short_after_restart,
+        measure_by_the_wall,
+        forget_renewals,
+        show_before_commit,
+    )
+}
+
+
+@contextlib.contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    """The daemon with this fault, for as long as it lasts; the sound one for None."""
+    with contextlib.ExitStack() as stack:
+        for target, replacement in MUTATIONS[name]() if name else ():
+            stack.enter_context(mock.patch(target, replacement))
+            if target == f"{CORE}.lease.end":
+                stack.enter_context(mock.patch(f"{CORE}.owners.end", replacement))
+        yield
+
+
+if __name__ == "__main__":
+    with mutated(sys.argv.pop(1)):
+        sys.exit(main())

@@ -1,0 +1,124 @@
+"""The application without sockets: a request is a coroutine, and what lies between client and daemon is played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+
+if TYPE_CHECKING:
+    from .world import World
+
+
+class NoAnswer(Exception):
+    """The client knows nothing: the request or the answer was lost, or the daemon is not there."""
+
+
+class Network:
+    """Carries requests to the daemon: late, twice, or not at all, as the world's chance has it."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def call(
+        self,
+        who: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        key: str | None = None,
+        patience_s: float = 3.0,
+        twice: bool = True,
+    ) -> tuple[int, Any]:
+        """Status and JSON of the answer. Raises `NoAnswer`."""
+        world = self.world
+        world.step(f"{who} > {method} {path}")
+        await self._travel()
+        if world.happens(0.03):
+            world.step(f"{who} | request lost")
+            await asyncio.sleep(world.chance.uniform(0.05, patience_s))
+            raise NoAnswer
+        if world.daemon is None:
+            raise NoAnswer
+        gone = asyncio.Event()
+        serving = world.daemon.spawn(self._serve(method, path, body, key, gone))
+        if twice and world.happens(0.03):
+            world.spawn(self._again(method, path, body, key))
+        await asyncio.wait({serving}, timeout=patience_s)
+        gone.set()
+        if not serving.done() or serving.cancelled():
+            world.step(f"{who} | no answer")
+            raise NoAnswer
+        status, content = serving.result()
+        world.step(f"{who} < {status}")
+        await self._travel()
+        if world.happens(0.04):
+            world.step(f"{who} | answer lost")
+            await asyncio.sleep(world.chance.uniform(0.05, patience_s))
+            raise NoAnswer
+        return status, content
+
+    async def _again(self, method: str, path: str, body: Any, key: str | None) -> None:
+        """The same request once more, later, by somebody on the way; nobody waits for its answer."""
+        await asyncio.sleep(self.world.chance.choice((0.05, 0.5, 5.0)) * self.world.chance.random())
+        if self.world.daemon is not None:
+            self.world.step(f"again > {method} {path}")
+            gone = asyncio.Event()
+            gone.set()
+            self.world.daemon.spawn(self._serve(method, path, body, key, gone))
+
+    async def _travel(self) -> None:
+        slow = self.world.happens(0.03)
+        await asyncio.sleep(self.world.chance.uniform(0.05, 1.5) if slow else self.world.chance.uniform(0.0002, 0.01))
+
+    async def _serve(self, method: str, path: str, body: Any, key: str | None, gone: asyncio.Event) -> tuple[int, Any]:
+        raw = b"" if body is None else json.dumps(body).encode()
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        if key is not None:
+            headers.append((b"idempotency-key", key.encode()))
+        return await request(self.world.app, method, path, headers, raw, gone)
+
+
+async def request(
+    app: FastAPI, method: str, path: str, headers: list[tuple[bytes, bytes]], raw: bytes, gone: asyncio.Event
+) -> tuple[int, Any]:
+    """One request by the ASGI protocol. `gone` is set when the client hangs up."""
+    path, _, query = path.partition("?")
+    sent, status, parts = False, 0, []
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        else:
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8750),
+        "state": {},
+    }
+    await app(scope, receive, send)  # type: ignore[arg-type]
+    content = b"".join(parts)
+    return status, json.loads(content) if content else None

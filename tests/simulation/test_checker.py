@@ -1,0 +1,259 @@
+"""The checker finds what it is there for: a good log passes, and for each rule a log that is bad in that alone."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .checker import RULES, check
+
+Line = dict[str, Any]
+NOON_S = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC).timestamp()
+
+
+def at(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(NOON_S + seconds, datetime.UTC).isoformat()
+
+
+def event(kind: str, at_s: float, **what: Any) -> Line:
+    return {"seq": 0, "at": at(at_s), "kind": kind, "lease_id": None, "node": "a", "gpus": [], "token": None} | {
+        "reason": None,
+        **what,
+    }
+
+
+def lease(name: str, state: str = "active", token: int | None = 1, *gpus: str, **what: Any) -> Line:
+    shown = [{"uuid": gpu, "node": "a"} for gpu in gpus]
+    return {"id": name, "state": state, "token": token, "gpus": shown, "ttl_s": 5.0, "end_reason": None} | {
+        "demand": {"count": what.pop("count", len(gpus) or 1)},
+        **what,
+    }
+
+
+def numbered(log: list[Line]) -> list[Line]:
+    return [one | {"seq": seq} for seq, one in enumerate(log, 1)]
+
+
+class Run:
+    """Lease A holds g1 and g2, is renewed and released; then B, which has waited, gets g1."""
+
+    def __init__(self) -> None:
+        self.log = numbered(
+            [
+                event("node.ready", 0.5),
+                event("lease.granted", 1.0, lease_id="A", gpus=["g1", "g2"], token=1),
+                event("lease.queued", 2.0, lease_id="B"),
+                event("lease.ended", 4.0, lease_id="A", gpus=["g1", "g2"], token=1, reason="released"),
+                event("gpu.clean", 4.1, lease_id="A", gpus=["g1"]),
+                event("gpu.clean", 4.1, lease_id="A", gpus=["g2"]),
+                event("lease.granted", 4.1, lease_id="B", gpus=["g1"], token=2),
+                event("lease.ended", 9.2, lease_id="B", gpus=["g1"], token=2, reason="expired"),
+            ]
+        )
+        released = lease("A", "ended", 1, "g1", "g2", end_reason="released")
+        self.lines: list[Line] = [
+            {"what": "clock", "at_s": 0.0, "wall_s": NOON_S},
+            {"what": "started", "at_s": 0.0},
+            {"what": "reading", "node": "a", "begun_s": 0.8, "at_s": 0.9, "free": ["g1", "g2"]},
+            {"what": "asked", "key": "a", "sent_s": 0.9, "at_s": None},
+            {"what": "asked", "key": "a", "sent_s": 1.2, "at_s": 1.3, "status": 201}
+            | {"lease": lease("A", "active", 1, "g1", "g2")},
+            {"what": "asked", "key": "b", "sent_s": 1.9, "at_s": 2.1, "status": 202}
+            | {"lease": lease("B", "queued", None)},
+            {"what": "renewed", "lease_id": "A", "token": 1, "sent_s": 3.0, "at_s": 3.1, "status": 200}
+            | {"lease": lease("A", "active", 1, "g1", "g2")},
+            {"what": "released", "lease_id": "A", "token": 1, "sent_s": 3.9, "at_s": 4.2, "status": 200}
+            | {"lease": released},
+            {"what": "reading", "node": "a", "begun_s": 4.05, "at_s": 4.08, "free": ["g1", "g2"]},
+            {"what": "shown", "lease_id": "B", "sent_s": 2.2, "at_s": 4.3, "status": 200, "waited": True}
+            | {"lease": lease("B", "active", 2, "g1")},
+            {"what": "event", "at_s": 5.0, "event": self.log[1]},
+            {"what": "over", "at_s": 20.0},
+        ]
+
+    def find(self, **what: Any) -> Line:
+        """The one event or line with these values."""
+        (found,) = (one for one in [*self.log, *self.lines] if what.items() <= one.items())
+        return found
+
+    def renumber(self) -> None:
+        self.log[:] = numbered(self.log)
+
+
+def judge(run: Run) -> set[str]:
+    return {sentence.partition(": ")[0] for sentence in check(run.log, run.lines)}
+
+
+def gap(run: Run) -> None:
+    run.log[-1]["seq"] += 1
+
+
+def event_undone(run: Run) -> None:
+    run.lines.append({"what": "event", "at_s": 9.0, "event": event("gpu.clean", 8.0, gpus=["g1"]) | {"seq": 9}})
+
+
+def two_holders(run: Run) -> None:
+    run.log.insert(7, event("lease.granted", 4.15, lease_id="C", gpus=["g1"], token=3))
+    run.renumber()
+
+
+def not_drained(run: Run) -> None:
+    run.log.remove(run.find(kind="gpu.clean", gpus=["g1"]))
+    run.renumber()
+
+
+def granted_twice(run: Run) -> None:
+    run.log.append(event("lease.granted", 4.15, lease_id="B", gpus=["g2"], token=3))
+    run.renumber()
+
+
+def half_a_gang(run: Run) -> None:
+    run.find(kind="lease.granted", lease_id="A")["gpus"] = ["g1"]
+
+
+def token_again(run: Run) -> None:
+    run.find(kind="lease.granted", lease_id="B")["token"] = 1
+
+
+def grant_lost(run: Run) -> None:
+    run.log.remove(run.find(kind="lease.granted", lease_id="A"))
+    run.renumber()
+
+
+def release_lost(run: Run) -> None:
+    run.find(kind="lease.ended", lease_id="A")["reason"] = "expired"
+
+
+def lease_not_found(run: Run) -> None:
+    run.lines.append({"what": "renewed", "lease_id": "A", "token": 1, "sent_s": 3.5, "at_s": 3.6, "status": 404})
+    run.lines[-1]["code"] = "not_found"
+
+
+def right_token_refused(run: Run) -> None:
+    run.lines.append({"what": "renewed", "lease_id": "A", "token": 1, "sent_s": 3.5, "at_s": 3.6, "status": 412})
+    run.lines[-1]["code"] = "stale_token"
+
+
+def released_revives(run: Run) -> None:
+    run.log.append(event("lease.revived", 4.12, lease_id="A", gpus=["g2"], token=1))
+    run.renumber()
+
+
+def key_lost(run: Run) -> None:
+    again = {"what": "asked", "key": "b", "sent_s": 2.5, "at_s": 2.6, "status": 202}
+    run.lines.append(again | {"lease": lease("C", "queued", None)})
+    run.log.append(event("lease.queued", 2.5, lease_id="C"))
+    run.renumber()
+
+
+def lease_of_nobody(run: Run) -> None:
+    run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": "X", "holder": {"label": "a"}}})
+
+
+def early(run: Run) -> None:
+    run.find(kind="lease.ended", lease_id="B")["at"] = at(8.9)
+
+
+def early_after_a_start(run: Run) -> None:
+    run.lines.append({"what": "started", "at_s": 6.0})
+
+
+def early_by_the_wall_clock(run: Run) -> None:
+    run.lines.append({"what": "clock", "at_s": 5.0, "wall_s": NOON_S + 3605.0})
+    run.find(kind="lease.ended", lease_id="B")["at"] = at(3606.0)
+
+
+def two_trust(run: Run) -> None:
+    shared = {"what": "renewed", "lease_id": "C", "token": 3, "sent_s": 3.5, "at_s": 3.6, "status": 200}
+    run.lines.append(shared | {"lease": lease("C", "active", 3, "g2")})
+
+
+def old_reading(run: Run) -> None:
+    run.find(what="reading", at_s=0.9)["begun_s"] = 0.3
+
+
+def reading_before_the_end(run: Run) -> None:
+    run.find(what="reading", at_s=4.08)["begun_s"] = 3.9
+
+
+def occupied(run: Run) -> None:
+    run.find(what="reading", at_s=4.08)["free"] = ["g2"]
+
+
+def cordoned(run: Run) -> None:
+    run.log.insert(1, event("gpu.cordoned", 0.6, gpus=["g2"]))
+    run.renumber()
+
+
+def drained_node(run: Run) -> None:
+    run.log.insert(1, event("node.drained", 0.6))
+    run.renumber()
+
+
+def unknown_node(run: Run) -> None:
+    run.log.insert(1, event("node.unknown", 0.6))
+    run.renumber()
+
+
+def never_served(run: Run) -> None:
+    run.lines.append({"what": "asked", "key": "c", "sent_s": 2.5, "at_s": None})
+
+
+BAD: list[tuple[str, Callable[[Run], None]]] = [
+    ("seq without gap or repeat", gap),
+    ("what readers were shown stays (6)", event_undone),
+    ("a GPU has one holder (1)", two_holders),
+    ("a GPU drains before it is granted again (5)", not_drained),
+    ("queued, granted, ended, in that order", granted_twice),
+    ("all or none (2)", half_a_gang),
+    ("tokens rise and are never used twice", token_again),
+    ("what was told is kept (6)", grant_lost),
+    ("what was told is kept (6)", release_lost),
+    ("what was told of is found again (6)", lease_not_found),
+    ("what was told of is found again (6)", right_token_refused),
+    ("what was released stays released (6)", released_revives),
+    ("one key, one lease", key_lost),
+    ("one key, one lease", lease_of_nobody),
+    ("nothing ends early (7)", early),
+    ("nothing ends early (7)", early_after_a_start),
+    ("nothing ends early (7)", early_by_the_wall_clock),
+    ("two holders never trust at once (1, 7)", two_trust),
+    ("nothing is granted unseen (3, 4, 5)", old_reading),
+    ("nothing is granted unseen (3, 4, 5)", reading_before_the_end),
+    ("nothing is granted unseen (3, 4, 5)", occupied),
+    ("out of use is out of use (4)", cordoned),
+    ("out of use is out of use (4)", drained_node),
+    ("out of use is out of use (4)", unknown_node),
+    ("all are served in the end (8)", never_served),
+]
+
+
+def test_a_good_log_passes() -> None:
+    run = Run()
+
+    assert check(run.log, run.lines) == []
+
+
+def test_the_wall_clock_may_be_set_without_harm() -> None:
+    run = Run()
+    run.lines.append({"what": "clock", "at_s": 6.0, "wall_s": NOON_S - 3594.0})
+    run.find(kind="lease.ended", lease_id="B")["at"] = at(-3590.8)
+
+    assert check(run.log, run.lines) == []
+
+
+@pytest.mark.parametrize(("rule", "spoil"), BAD, ids=[spoil.__name__ for _, spoil in BAD])
+def test_a_bad_log_is_caught(rule: str, spoil: Callable[[Run], None]) -> None:
+    run = Run()
+    run.log, run.lines = copy.deepcopy((run.log, run.lines))
+    spoil(run)
+
+    assert rule in judge(run), check(run.log, run.lines)
+
+
+def test_each_rule_has_a_log_that_breaks_it() -> None:
+    assert {rule for rule, _ in BAD} == set(RULES)

@@ -1,0 +1,311 @@
+"""The simulated installation: one daemon at a time, its nodes and clients, its faults, and what was seen of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta, tzinfo
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from fastapi import FastAPI
+
+from gpulease_server.api.app import create_app
+from gpulease_server.api.daemon import Daemon
+from gpulease_server.core.ledger import Change, Ledger
+from gpulease_server.core.turn import Policy
+from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime.recorder import Recorder
+from gpulease_server.runtime.tickets import Tickets
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.database import upgrade
+from gpulease_server.store.store import Store, StoreFailed
+
+from .checker import check
+from .clients import Administrator, PlayedClient, follow_events
+from .hardware import PlayedNode
+from .loop import START_S, PlayedLoop
+from .network import Network, request
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+ENDED_KEPT = 30
+"""Ended leases in memory: few, so that what is known from the database only comes into play."""
+CALM_S = 200.0
+"""How long everybody has to be served once nothing fails any more."""
+
+
+class Killed(Exception):
+    """The daemon was killed inside a commit."""
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    trace: list[str]
+    log: list[dict[str, Any]]
+    lines: list[dict[str, Any]]
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def digest(self) -> str:
+        """Of everything that happened, in order."""
+        return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()
+
+    def count(self, part: str) -> int:
+        """How many steps say this."""
+        return sum(part in step for step in self.trace)
+
+
+class PlayedStore(Store):
+    """The real store, on a disk that is slow, full, or lies about a commit; and killed together with its daemon."""
+
+    def __init__(self, url: str, world: World) -> None:
+        super().__init__(url)
+        self.world = world
+
+    def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
+        """Commit a turn, if nothing comes between."""
+        world = self.world
+        if world.happens(0.004):
+            world.step("commit fails")
+            raise StoreFailed("the disk is full")
+        if world.happens(0.01):
+            world.kill("before the commit")
+            raise Killed
+        super().write(changes, ledger)
+        world.step("commit")
+        if world.happens(0.01):
+            world.kill("after the commit")
+            raise Killed
+        if world.happens(0.003):
+            world.step("commit is said to have failed")
+            raise StoreFailed("the connection was lost during COMMIT")
+
+
+class PlayedDaemon:
+    """One life of the daemon, as `main.py` puts it together."""
+
+    def __init__(self, world: World) -> None:
+        self._loop = world.loop
+        self.store = PlayedStore(world.url, world)
+        writer = Writer(self.store, world.policy)
+        recorder = Recorder(self.store.engine, writer)
+        recorder.restore()
+        self.parts = Daemon(writer=writer, store=self.store, tickets=Tickets(), recorder=recorder, host="here")
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.spawn(writer.run())
+        self.spawn(recorder.run())
+
+    def spawn(self, body: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Something that dies with the daemon."""
+        task = self._loop.create_task(body)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def kill(self) -> None:
+        """SIGKILL: nothing that is under way goes on. What was committed is there."""
+        for task in self._tasks:
+            task.cancel()
+        self.store.close()
+
+
+class World:
+    """All of it. `seed` decides everything that happens; the run ends after `steps` of it."""
+
+    def __init__(self, seed: int, steps: int, directory: Path, *, clients: int = 8) -> None:
+        self.chance = random.Random(seed)
+        self.steps = steps
+        self.url = f"sqlite:///{directory / 'ledger.db'}"
+        self.policy = Policy()
+        self.trace: list[str] = []
+        self.lines: list[dict[str, Any]] = []
+        self.calm = False
+        self.over = False
+        self.daemon: PlayedDaemon | None = None
+        self.jump_s = 0.0
+        self.slow_until_s = 0.0
+        self.loop = PlayedLoop(self._thread_delays)
+        self.network = Network(self)
+        self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in (("a", 4), ("b", 2))}
+        self.clients = [PlayedClient(self, f"c{number}") for number in range(clients)]
+        self.app: FastAPI = create_app(None)  # type: ignore[arg-type]
+        self._calmed = asyncio.Event()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._ids = itertools.count(1)
+
+    @property
+    def now_s(self) -> float:
+        """The monotonic clock of everybody."""
+        return self.loop.time()
+
+    def happens(self, share: float) -> bool:
+        """True with this probability; never once everything is calm."""
+        return self.chance.random() < share and not self.calm
+
+    def step(self, what: str) -> None:
+        """Something has happened."""
+        self.trace.append(f"{self.now_s:.6f} {what}")
+        if len(self.trace) == self.steps:
+            self.calm = True
+            self._calmed.set()
+
+    def see(self, what: str, **more: Any) -> None:
+        """Somebody outside has seen something."""
+        self.lines.append({"what": what, "at_s": self.now_s, **more})
+
+    def spawn(self, body: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Something that goes on beside everything else."""
+        task = self.loop.create_task(body)
+        self._tasks[task] = None
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.loop.call_exception_handler({"message": "a part of the simulation failed", "exception": error})
+            raise error
+
+    def gpu_node(self, uuid: str) -> PlayedNode:
+        """The node that has this GPU."""
+        return next(node for node in self.nodes.values() if uuid in node.gpus)
+
+    def _thread_delays(self) -> tuple[float, float]:
+        wait_s = max(self.slow_until_s - self.now_s, 0.0)
+        return wait_s + self.chance.uniform(0.0005, 0.01), self.chance.uniform(0.0001, 0.005)
+
+    def start(self) -> None:
+        """Start a daemon on what the one before has committed."""
+        clock.now = clock._Clocks().now
+        self.daemon = PlayedDaemon(self)
+        self.app.state.daemon = self.daemon.parts
+        self.step("daemon starts")
+        self.see("started")
+
+    def kill(self, where: str) -> None:
+        """Kill the daemon now."""
+        if self.daemon is not None:
+            self.step(f"daemon killed {where}")
+            self.daemon.kill()
+            self.daemon = None
+
+    def set_clock(self, jump_s: float) -> None:
+        """Somebody sets the wall clock."""
+        self.jump_s = jump_s
+        self.step(f"wall clock {jump_s:+.3f}")
+        self.see("clock", wall_s=self.wall().timestamp())
+
+    def wall(self, zone: tzinfo | None = UTC) -> datetime:
+        """What the wall clock shows."""
+        return (NOON + timedelta(seconds=self.now_s - START_S + self.jump_s)).astimezone(zone)
+
+    async def _operate(self) -> None:
+        """Kill the daemon now and then, hold it up, set the clock, and start it again whenever it is down."""
+        while not self.calm:
+            await asyncio.sleep(self.chance.expovariate(0.5))
+            what = self.chance.choice(("kill", "stall", "clock", "nothing", "nothing"))
+            if what == "kill":
+                self.kill("at a random instant")
+            elif what == "stall":
+                self.slow_until_s = self.now_s + self.chance.uniform(0.5, 4.0)
+                self.step("the disk stalls")
+            elif what == "clock":
+                self.set_clock(self.chance.choice((-3600.0, 3600.0, 0.0, self.chance.randrange(-10, 10) / 2)))
+
+    async def _keep_up(self) -> None:
+        while not self.over:
+            await asyncio.sleep(self.chance.uniform(0.05, 0.6))
+            if self.daemon is None:
+                self.start()
+
+    def begin(self) -> None:
+        """The first daemon, on a fresh database."""
+        upgrade(self.url)
+        self.set_clock(0.0)
+        self.start()
+
+    async def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        await asyncio.sleep(seconds)
+
+    async def _live(self) -> list[dict[str, Any]]:
+        background = [node.run() for node in self.nodes.values()]
+        background += [node.suffer() for node in self.nodes.values()]
+        for body in (*background, self._operate(), self._keep_up(), follow_events(self)):
+            self.spawn(body)
+        waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in self.clients}
+        waiting.add(self.spawn(Administrator(self).run()))
+        await self._calmed.wait()
+        until_s, most = self.now_s + CALM_S, 2 * len(self.trace) + 10_000
+        while waiting and self.now_s < until_s and len(self.trace) < most:
+            _, waiting = await asyncio.wait(waiting, timeout=1.0)
+        self.see("over")
+        self.over = True
+        self.kill("at the end")
+        self.start()
+        return await self.finish()
+
+    async def finish(self) -> list[dict[str, Any]]:
+        """The whole event log, as the last daemon has it; then all of it ends."""
+        log = await self._pages("/v1/events?limit=1000&after=", lambda page: page["items"] and page["items"][-1]["seq"])
+        for lease in await self._pages("/v1/leases?limit=1000&cursor=", lambda page: page["next"], "999999999"):
+            self.see("listed", lease=lease)
+        self.kill("for good")
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.sleep(1.0)
+        return log
+
+    async def _pages(self, path: str, go_on: Callable[[Any], Any], at: Any = 0) -> list[dict[str, Any]]:
+        """All items of a list, straight from the daemon."""
+        found: list[dict[str, Any]] = []
+        while at is not None:
+            _, page = await request(self.app, "GET", f"{path}{at}", [(b"host", b"localhost")], b"", asyncio.Event())
+            found += page["items"]
+            at = go_on(page) or None
+        return found
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Clock, ids and threads of the daemon are the world's for as long as this lasts."""
+
+        class PlayedDatetime(datetime):
+            @classmethod
+            def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+                return self.wall(tz)
+
+        async def inline(func: Any, *args: Any, **more: Any) -> Any:
+            return func(*args, **more)
+
+        with contextlib.ExitStack() as stack:
+            for target, name, value in (
+                (clock, "time", SimpleNamespace(monotonic=lambda: self.now_s)),
+                (clock, "datetime", PlayedDatetime),
+                (clock, "now", clock.now),
+                (ids, "make", lambda kind: f"{kind}-{next(self._ids):06d}"),
+                (ids, "first_ticket", lambda: self.chance.randrange(2**48)),
+            ):
+                stack.enter_context(mock.patch.object(target, name, value))
+            stack.enter_context(mock.patch("fastapi.dependencies.utils.run_in_threadpool", inline))
+            stack.enter_context(mock.patch("gpulease_server.core.ledger.ENDED_KEPT", ENDED_KEPT))
+            stack.enter_context(mock.patch("gpulease_server.store.store.ENDED_KEPT", ENDED_KEPT))
+            logging.disable(logging.CRITICAL)
+            stack.callback(logging.disable, logging.NOTSET)
+            yield
+
+    def run(self) -> Outcome:
+        """Let it happen, and have it judged."""
+        with self.in_place(), contextlib.closing(self.loop):
+            self.begin()
+            log = self.loop.run_until_complete(self._live())
+        return Outcome(self.trace, log, self.lines, check(log, self.lines, 0.002))

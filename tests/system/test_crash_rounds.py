@@ -1,0 +1,162 @@
+"""A daemon that is killed again and again under load: nothing that it has said is lost, and everybody is served.
+
+The clients write down what they were told (`crash_clients.py`), and the checker of the simulation judges by that and by
+the event log. `test_storm.py` is about many processes at one moment; this is about many crashes.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon import DaemonProcess, events
+from tests.simulation.checker import check
+
+pytestmark = pytest.mark.xdist_group("machine")
+
+CLIENTS = 32
+
+
+class FaultyDaemon(DaemonProcess):
+    """One with a fault of `tests/simulation/mutations.py`, or with none."""
+
+    fault: str | None = None
+
+    @property
+    def command(self) -> list[str]:
+        whole = super().command
+        return whole if self.fault is None else [whole[0], "-m", "tests.simulation.mutations", self.fault, *whole[3:]]
+
+
+class Rounds:
+    """A daemon, clients, and one who kills the daemon at instants that a seed decides."""
+
+    def __init__(self, directory: Path, seed: int, fault: str | None) -> None:
+        self.chance = random.Random(seed)
+        self.running = FaultyDaemon(directory / "d", "--no-worker")
+        self.running.fault = fault
+        self.directory = directory / "clients"
+        self.directory.mkdir()
+        self.lines: list[dict[str, Any]] = []
+        self.see("clock", wall_s=time.time())
+
+    def see(self, what: str, **more: Any) -> None:
+        """Write down what was seen from here."""
+        self.lines.append({"what": what, "at_s": time.monotonic(), **more})
+
+    def start(self, *, ready: bool = True) -> None:
+        """Start the daemon; it begins to count no sooner than this."""
+        self.see("started")
+        self.running.start(ready=ready)
+
+    def crash(self) -> None:
+        """Let it work for a moment, kill it, start it; now and then before it is ready."""
+        time.sleep(self.chance.uniform(0.0, 0.3))
+        self.follow()
+        time.sleep(self.chance.uniform(0.0, 0.05))
+        self.running.kill()
+        self.start(ready=self.chance.random() < 0.75)
+
+    def follow(self) -> None:
+        """Read what the event log has beyond the last one seen; it must be there in the end."""
+        last = max((line["event"]["seq"] for line in self.lines if line["what"] == "event"), default=0)
+        answer = self.running.call("GET", f"/v1/events?limit=1000&after={last}")
+        for event in answer.json["items"] if answer.status == 200 else ():
+            self.see("event", event=event)
+
+    def judge(self) -> list[str]:
+        """What the checker says of everything that was seen, once the clients are through."""
+        for path in sorted(self.directory.glob("*.jsonl")):
+            self.lines += [json.loads(line) for line in path.read_text().splitlines()]
+        cursor: str | None = "999999999"
+        while cursor is not None:
+            page = self.running.call("GET", f"/v1/leases?limit=1000&cursor={cursor}").json
+            for lease in page["items"]:
+                self.see("listed", lease=lease)
+            cursor = page["next"]
+        self.see("over")
+        return check(events(self.running), self.lines)
+
+
+@contextmanager
+def worker(running: DaemonProcess, directory: Path) -> Iterator[None]:
+    """A worker with eight GPUs that goes on while daemons come and go."""
+    command = [sys.executable, "-m", "gpulease.cli", "worker", "--url", running.url, "--node", "n", "--simulate", "8"]
+    with (directory / "worker.log").open("ab") as output:
+        process = subprocess.Popen([*command, "--data-dir", str(directory / "w")], stdout=output, stderr=output)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def crash_rounds(directory: Path, seed: int, rounds: int, fault: str | None = None) -> Rounds:
+    """So many crashes under load, then calm until every client has had what it asked for."""
+    state = Rounds(directory, seed, fault)
+    state.start()
+    command = [
+        sys.executable,
+        "-m",
+        "tests.system.crash_clients",
+        state.running.url,
+        str(CLIENTS),
+        str(state.directory),
+    ]
+    with worker(state.running, directory):
+        clients = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            for _ in range(rounds):
+                state.crash()
+                if clients.poll() is not None:
+                    break
+            (state.directory / "stop").touch()
+            _, complaints = clients.communicate(timeout=240)
+            assert clients.returncode == 0, f"{complaints}\n{state.running.story()}"
+        finally:
+            clients.kill()
+            clients.communicate()
+    return state
+
+
+def told(state: Rounds, what: str) -> int:
+    """How many such calls were answered with success."""
+    return sum(line["what"] == what and line.get("status") in (200, 201, 202) for line in state.lines)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(1, 10), *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 8))]
+)
+def test_nothing_that_was_said_is_lost_by_crashes(tmp_path: Path, seed: int, rounds: int) -> None:
+    state = crash_rounds(tmp_path, seed, rounds)
+    try:
+        assert state.judge() == []
+        assert told(state, "asked") >= rounds, "too little happened to show anything"
+        assert told(state, "released") >= rounds
+        assert told(state, "renewed") >= rounds
+        unanswered = sum(line["at_s"] is None for line in state.lines)
+        assert unanswered >= rounds // 2, "the crashes hit nobody"
+    finally:
+        state.running.stop()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["reply_before_commit", "lose_keys", "skip_draining"])
+def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
+    with pytest.raises(AssertionError):
+        state = crash_rounds(tmp_path, 1, 30, fault)
+        try:
+            assert state.judge() == []
+        finally:
+            state.running.stop()
