@@ -154,9 +154,8 @@ def test_nothing_that_was_said_is_lost_by_crashes(tmp_path: Path, seed: int, rou
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", ["reply_before_commit", "lose_keys", "skip_draining"])
 def test_a_fault_is_caught(tmp_path: Path, fault: str) -> None:
-    with pytest.raises(AssertionError):
-        state = crash_rounds(tmp_path, 1, 30, fault)
-        try:
-            assert state.judge() == []
-        finally:
-            state.running.stop()
+    state = crash_rounds(tmp_path, 1, 30, fault)
+    try:
+        assert state.judge() != []
+    finally:
+        state.running.stop()
