@@ -1,8 +1,8 @@
 """Faults that were put into the daemon by hand, to see whether they are caught. `tests/RECORD.md` says by what.
 
 Each is a function that gives what to patch: (target, replacement). A mutation is the code of the daemon with one
-promise left out, never a fault that no programmer would make. `python -m tests.simulation.mutations NAME serve ...` is the
-`gpulease` program with that fault in it.
+promise left out, never a fault that no programmer would make. `python -m tests.simulation.mutations NAME serve ...` is
+the `gpulease` program with that fault in it.
 """
 
 from __future__ import annotations
