@@ -99,12 +99,14 @@ class CrashClient:
         while lease["state"] == "queued":
             sent_s = time.monotonic()
             got = self._http("GET", f"/v1/leases/{lease['id']}?wait_s=2&wait_while=queued")
-            if got is None or got[0] != 200:
+            if got is None or got[0] == 503:
                 time.sleep(0.05)
                 continue
+            told = {"lease": got[1]} if got[0] == 200 else {"code": got[1]["code"]}
+            self.say("shown", sent_s, status=got[0], lease_id=lease["id"], waited=True, trusted_from=None, **told)
+            if got[0] != 200:
+                raise AssertionError(f"{key} was told of {lease['id']}, and then {got}")
             lease = got[1]
-            known = {"lease_id": lease["id"], "waited": True, "trusted_from": None}
-            self.say("shown", sent_s, status=200, lease=lease, **known)
         if lease["state"] != "active":
             raise AssertionError(f"{key} waited all the time and was ended: {lease}")
         known = {"lease_id": lease["id"], "token": lease["token"]}
