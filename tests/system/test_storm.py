@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,9 @@ pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or meas
 PROCESSES = 200
 
 
-def start_storm(running: DaemonProcess, directory: Path, count: int = 1) -> subprocess.Popen[str]:
+@contextmanager
+def storm_over(running: DaemonProcess, directory: Path, count: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """The processes, all of which are gone afterwards, whatever has failed."""
     directory.mkdir()
     command = [
         sys.executable,
@@ -30,7 +36,12 @@ def start_storm(running: DaemonProcess, directory: Path, count: int = 1) -> subp
         "0.05",
         str(directory),
     ]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as storm:
+        try:
+            yield storm
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(storm.pid, signal.SIGKILL)
 
 
 def told(directory: Path) -> list[dict[str, Any]]:
@@ -77,8 +88,10 @@ def check_events(log: list[dict[str, Any]]) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", [1, 3])
 def test_all_of_two_hundred_processes_are_served_and_none_twice(tmp_path: Path, count: int) -> None:
-    with daemon(tmp_path, "--simulate", "8") as running:
-        storm = start_storm(running, tmp_path / "storm", count)
+    with (
+        daemon(tmp_path, "--simulate", "8") as running,
+        storm_over(running, tmp_path / "storm", count) as storm,
+    ):
         _, complaints = storm.communicate(timeout=420)
         assert storm.returncode == 0, f"{complaints}\n{running.story()}"
         lines = told(tmp_path / "storm")
@@ -97,20 +110,20 @@ def test_a_daemon_killed_in_the_storm_loses_nothing_it_said(tmp_path: Path, seed
     running = DaemonProcess(tmp_path / "d", "--simulate", "8").start()
     directory = tmp_path / "storm"
     try:
-        storm = start_storm(running, directory)
-        for kill in range(3):
-            so_far = 10 + 40 * kill + chance.randrange(30)
-            eventually(
-                lambda so_far=so_far: (
-                    sum("got" in line for line in told_safely(directory)) >= so_far or storm.poll() is not None
-                ),
-                240,
-                running.story,
-            )
-            running.kill()
-            running.start()
-        _, complaints = storm.communicate(timeout=420)
-        assert storm.returncode == 0, f"{complaints}\n{running.story()}"
+        with storm_over(running, directory) as storm:
+            for kill in range(3):
+                so_far = 10 + 40 * kill + chance.randrange(30)
+                eventually(
+                    lambda so_far=so_far: (
+                        sum("got" in line for line in told_safely(directory)) >= so_far or storm.poll() is not None
+                    ),
+                    240,
+                    running.story,
+                )
+                running.kill()
+                running.start()
+            _, complaints = storm.communicate(timeout=420)
+            assert storm.returncode == 0, f"{complaints}\n{running.story()}"
         lines = told(directory)
         check_clients(lines)
         log = events(running)
