@@ -98,7 +98,7 @@ class PlayedDaemon:
         self._loop = world.loop
         self.store = PlayedStore(world.url, world)
         writer = Writer(self.store, world.policy)
-        recorder = Recorder(self.store.engine, writer)
+        recorder = Recorder(self.store, writer)
         recorder.restore()
         self.parts = Daemon(writer=writer, store=self.store, tickets=Tickets(), recorder=recorder, host="here")
         self._tasks: dict[asyncio.Task[Any], None] = {}

@@ -40,9 +40,9 @@ class FaultyDaemon(DaemonProcess):
 class Rounds:
     """A daemon, clients, and one who kills the daemon at instants that a seed decides."""
 
-    def __init__(self, directory: Path, seed: int, fault: str | None) -> None:
+    def __init__(self, directory: Path, seed: int, fault: str | None, url: str | None) -> None:
         self.chance = random.Random(seed)
-        self.running = FaultyDaemon(directory / "d", "--no-worker")
+        self.running = FaultyDaemon(directory / "d", "--no-worker", *(("--database-url", url) if url else ()))
         self.running.fault = fault
         self.directory = directory / "clients"
         self.directory.mkdir()
@@ -101,9 +101,14 @@ def worker(running: DaemonProcess, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def crash_rounds(directory: Path, seed: int, rounds: int, fault: str | None = None) -> Iterator[Rounds]:
-    """So many crashes under load, then calm until every client has had what it asked for. The daemon ends with it."""
-    state = Rounds(directory, seed, fault)
+def crash_rounds(
+    directory: Path, seed: int, rounds: int, fault: str | None = None, url: str | None = None
+) -> Iterator[Rounds]:
+    """So many crashes under load, then calm until every client has had what it asked for. The daemon ends with it.
+
+    `url` is its database; a file of its own when null.
+    """
+    state = Rounds(directory, seed, fault, url)
     try:
         state.start()
         _crash_under_load(state, directory, rounds)
@@ -147,12 +152,28 @@ def told(state: Rounds, what: str) -> int:
 )
 def test_nothing_that_was_said_is_lost_by_crashes(tmp_path: Path, seed: int, rounds: int) -> None:
     with crash_rounds(tmp_path, seed, rounds) as state:
-        assert state.judge() == []
-        assert told(state, "asked") >= rounds, "too little happened to show anything"
-        assert told(state, "released") >= rounds
-        assert told(state, "renewed") >= rounds
-        unanswered = sum(line["at_s"] is None for line in state.lines)
-        assert unanswered >= rounds // 2, "the crashes hit nobody"
+        must_have_kept_its_word(state, rounds)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("seed", "rounds"), [(1, 4), *(pytest.param(seed, 50, marks=pytest.mark.soak) for seed in range(2, 4))]
+)
+def test_nothing_that_was_said_is_lost_by_crashes_on_postgresql(
+    tmp_path: Path, postgres_url: str, seed: int, rounds: int
+) -> None:
+    with crash_rounds(tmp_path, seed, rounds, url=postgres_url) as state:
+        must_have_kept_its_word(state, rounds)
+
+
+def must_have_kept_its_word(state: Rounds, rounds: int) -> None:
+    """The checker finds nothing, and enough has happened for that to mean something."""
+    assert state.judge() == []
+    assert told(state, "asked") >= rounds, "too little happened to show anything"
+    assert told(state, "released") >= rounds
+    assert told(state, "renewed") >= rounds
+    unanswered = sum(line["at_s"] is None for line in state.lines)
+    assert unanswered >= rounds // 2, "the crashes hit nobody"
 
 
 @pytest.mark.soak
