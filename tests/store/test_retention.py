@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import delete, insert, select, update
+from sqlalchemy.event import listen
 
 from gpulease.model import JobState
 from gpulease_server.core.ledger import GpuRecord
 from gpulease_server.store import tables
+from gpulease_server.store.database import upgrade
+from gpulease_server.store.dialects import file_of
 from gpulease_server.store.examine import examine
 from gpulease_server.store.retention import STAYS, Batch, Keep, Pass, bounds, remove
 from gpulease_server.store.rows import to_row
@@ -235,3 +240,28 @@ def test_a_batch_is_small(store: Store) -> None:
         remove(store, batch)
         sizes.append(batch.rows)
     assert sizes == [500, 500, 300]
+
+
+def test_what_is_to_go_is_found_without_sorting_all_there_is(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    upgrade(url)
+    store = Store(url)
+    put(store, (ended_lease(number, NOW) for number in range(2 * STAYS)))
+    put(store, (job(FIRST + number, NOW) for number in range(2 * STAYS)))
+    plans: dict[str, list[str]] = {}
+
+    def explain(connection: Any, _cursor: Any, statement: str, values: Any, *_: object) -> None:
+        if statement.startswith(("SELECT", "DELETE")):
+            steps = file_of(connection).execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            plans[statement] = [step[-1] for step in steps if "SUBQUERY" not in step[-1]]
+
+    listen(store.engine, "before_cursor_execute", explain)
+    prune(store, Keep(ended=STAYS), NOW)
+    store.close()
+    assert len(plans) > 10
+    for statement, steps in plans.items():
+        told = f"{statement}: {steps}"
+        assert not any("TEMP B-TREE" in step for step in steps), told
+        walks = [step for step in steps if step.startswith("SCAN") and "COVERING" not in step and "gpu" not in step]
+        assert walks == [] or "ORDER BY event.seq" in statement, told
+        assert not any("ix_lease_state" in step for step in steps), told

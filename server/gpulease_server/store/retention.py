@@ -29,11 +29,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, Select, Table, and_, delete, exists, func, or_, select, update
 
-from gpulease.model import LeaseState
-
 from ..core.ledger import ENDED_KEPT
 from . import tables
-from .store import LIVE_JOBS, Store
+from .store import LIVE_JOBS, LIVE_LEASES, Store
 
 BATCH = 500
 """Leases, jobs or events in one transaction, at most."""
@@ -205,12 +203,17 @@ class Pass:
         return Batch(kind="metrics", ids=found, rows=len(found)) if found else None
 
 
+def _has_ended(lease: Table) -> ColumnElement[bool]:
+    """Not as `state = 'ended'`: SQLite would take the index of that, and walk through all that has ended."""
+    return lease.c.state.not_in(LIVE_LEASES)
+
+
 def _dispensable(lease: Table) -> ColumnElement[bool]:
     """True for a lease that has ended, and will not be revived."""
     gpu = tables.gpu
     draining = select(gpu.c.lease_id).where(gpu.c.lease_id.is_not(None))
     return and_(
-        lease.c.state == LeaseState.ENDED.value,
+        _has_ended(lease),
         lease.c.id.not_in(draining),
         func.coalesce(lease.c.token, -1).not_in(select(gpu.c.token)),
     )
@@ -219,7 +222,7 @@ def _dispensable(lease: Table) -> ColumnElement[bool]:
 def remove(store: Store, batch: Batch) -> None:
     """Delete a batch, all or nothing. Blocks. Raises `StoreFailed` or `Superseded`."""
     lease, job, kept = tables.lease, tables.job, tables.job_metrics
-    ended = lease.c.state == LeaseState.ENDED.value
+    ended = _has_ended(lease)
     with store.writing() as connection:
         match batch.kind:
             case "job":
