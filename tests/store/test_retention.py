@@ -81,6 +81,17 @@ def test_of_each_no_more_than_so_many_are_kept_and_those_are_the_newest(store: S
     assert count(store)["lease"] <= STAYS + 2 + STAYS, "more than those and what the newest jobs have"
 
 
+def test_jobs_go_when_their_leases_are_too_many(store: Store) -> None:
+    at = [NOW - DAY + timedelta(seconds=number) for number in range(STAYS + 100)]
+    put(store, (job(10 * number, one) for number, one in enumerate(at)))
+    for attempt in (1, 2):
+        leases = (ended_lease(10 * number + attempt, one, f"job-{10 * number:016x}") for number, one in enumerate(at))
+        put(store, leases)
+    prune(store, Keep(ended=STAYS + 500), now=None)
+    assert count(store)["job"] == STAYS
+    assert count(store)["lease"] == 2 * STAYS
+
+
 def test_many_that_ended_in_one_moment_are_bounded_too(store: Store) -> None:
     put(store, (ended_lease(FIRST + number, NOW) for number in range(2 * STAYS)))
     prune(store, Keep(ended=STAYS + 5), now=None)
@@ -93,6 +104,7 @@ def test_the_newest_stay_however_old_they_are(store: Store) -> None:
     left = count(store)
     assert left["event"] == left["job"] == STAYS
     assert len(store.load().ended) == STAYS
+    assert left["lease"] >= STAYS + STAYS // 2, "those of the newest jobs, and the newest of no job"
 
 
 def test_a_job_goes_with_the_leases_of_its_attempts_and_their_metrics(store: Store) -> None:
@@ -149,7 +161,7 @@ def test_a_lease_that_drains_or_might_revive_stays(store: Store) -> None:
     put(store, [drains, last, gone, drains_of_job, record])
     (device,) = MODEL.lease.gpus
     gpus = [
-        GpuRecord(device=device, lease_id=drains.lease.id, draining=True, token=1),
+        GpuRecord(device=device, lease_id=drains.lease.id, draining=True),
         GpuRecord(device=replace(device, uuid="GPU-1"), token=2),
         GpuRecord(device=replace(device, uuid="GPU-2"), lease_id=drains_of_job.lease.id, draining=True, token=5),
     ]
@@ -167,6 +179,7 @@ def test_a_request_that_was_never_granted_goes_like_any_other(store: Store) -> N
     put(store, [ended_lease(1, NOW - 99 * DAY)])
     with store.writing() as connection:
         connection.execute(update(tables.lease).where(tables.lease.c.number == 1).values(token=None))
+    store.write([GpuRecord(device=MODEL.lease.gpus[0])], store.load())
     assert prune(store, MONTH) == {"lease": 1}
 
 
@@ -200,6 +213,22 @@ def test_events_stay_a_suffix_though_the_wall_clock_went_back(store: Store) -> N
     assert prune(store, MONTH) == {"event": 1}
     found, pruned_seq = store.history(0, 2)
     assert ([one.seq for one in found], pruned_seq) == ([FIRST + 1, FIRST + 2], FIRST)
+
+
+def test_a_page_and_up_to_where_events_are_gone_are_of_one_moment(store: Store) -> None:
+    put(store, (event(FIRST + number, NOW) for number in range(2 * STAYS)))
+    other = Store(store.engine.url.render_as_string(hide_password=False))
+
+    def prune_meanwhile(_connection: Any, _cursor: Any, statement: str, *_: object) -> None:
+        if "FROM event" in statement:
+            prune(other, Keep(events=STAYS), now=None)
+
+    listen(store.engine, "after_cursor_execute", prune_meanwhile)
+    found, pruned_seq = store.history(FIRST, 2)
+    assert ([one.seq for one in found], pruned_seq) == ([FIRST + 1, FIRST + 2], 0)
+    found, pruned_seq = store.history(FIRST, 2)
+    assert ([one.seq for one in found], pruned_seq) == ([FIRST + STAYS, FIRST + STAYS + 1], FIRST + STAYS - 1)
+    other.close()
 
 
 def test_a_seq_is_not_used_again_though_every_event_is_gone(store: Store) -> None:
