@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpulease.devices import find_usable_cuda_devices, reserved_leases
     from gpulease.errors import (
         DaemonUnavailable,
+        EventsPruned,
         GpuleaseError,
         IdempotencyMismatch,
         InUse,
@@ -79,6 +80,7 @@ __all__ = [
     "Device",
     "EndReason",
     "Event",
+    "EventsPruned",
     "Explanation",
     "GPUExecutor",
     "Gpu",

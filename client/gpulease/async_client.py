@@ -122,7 +122,10 @@ class AsyncClient:
         return await self.send(calls.front_page())
 
     async def events(self, after: int = 0, limit: int | None = None) -> AsyncIterator[Event]:
-        """Events with a `seq` over `after`, oldest first, up to the newest there is; fetched page by page."""
+        """Events with a `seq` over `after`, oldest first, up to the newest there is; fetched page by page.
+
+        After 0 they begin with the oldest that is kept. Raises EventsPruned when some after another `seq` are gone.
+        """
         while items := (await self.send(calls.events(after, limit))).items:
             for event in items:
                 yield event

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 from urllib.parse import quote
 
+from gpulease.history import EventPage
 from gpulease.metrics import JobMetrics
-from gpulease.model import Event, Explanation, Gpu, Job, Lease, LeaseState, Node, Page
+from gpulease.model import Explanation, Gpu, Job, Lease, LeaseState, Node, Page
 from gpulease.wire import CancelRequest, JobRequest, LeaseRequest, PauseRequest, from_json, to_json
 
 Answer = TypeVar("Answer")
@@ -185,12 +186,12 @@ def job_metrics_csv(job_id: str, points: int | None = None) -> Call[str]:
     return Call(method="GET", path=_metrics_path(job_id), query=query, read=str, text=True)
 
 
-def events(after: int = 0, limit: int | None = None) -> Call[Page[Event]]:
-    """`GET /v1/events`: what was recorded after `seq` number `after`, oldest first."""
+def events(after: int = 0, limit: int | None = None) -> Call[EventPage]:
+    """`GET /v1/events`: what was recorded after `seq` number `after`, oldest first; after 0, all that is kept."""
     query = [("after", str(after))]
     if limit is not None:
         query.append(("limit", str(limit)))
-    return Call(method="GET", path="/v1/events", query=tuple(query), read=_reader(Page[Event]))
+    return Call(method="GET", path="/v1/events", query=tuple(query), read=_reader(EventPage))
 
 
 def ready() -> Call[Mapping[str, Any]]:

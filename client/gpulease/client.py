@@ -124,7 +124,10 @@ class Client:
         return self.send(calls.front_page())
 
     def events(self, after: int = 0, limit: int | None = None) -> Iterator[Event]:
-        """Events with a `seq` over `after`, oldest first, up to the newest there is; fetched page by page."""
+        """Events with a `seq` over `after`, oldest first, up to the newest there is; fetched page by page.
+
+        After 0 they begin with the oldest that is kept. Raises EventsPruned when some after another `seq` are gone.
+        """
         while items := self.send(calls.events(after, limit)).items:
             yield from items
             after = items[-1].seq

@@ -6,8 +6,8 @@ GpuleaseError
 ├── NeverFits (ValueError)         ├── StaleToken           ├── IdempotencyMismatch
 ├── NotNow (RuntimeError)          ├── NotAuthenticated     ├── Unavailable
 ├── NotFound                       ├── NotAllowed           ├── DaemonUnavailable (RuntimeError)
-├── InUse                          └── TooLarge             ├── UnknownOrdinals (RuntimeError)
-└── MethodNotAllowed                                        └── MaskLatched (RuntimeError)
+├── InUse                          ├── TooLarge             ├── UnknownOrdinals (RuntimeError)
+└── MethodNotAllowed               └── EventsPruned         └── MaskLatched (RuntimeError)
 ```
 
 The server answers an error as `application/problem+json` with its `code`; the client raises the class of that code.
@@ -95,6 +95,17 @@ class LeaseLost(GpuleaseError):
     code, status, title = "lease_lost", 410, "Lease lost"
 
 
+class EventsPruned(GpuleaseError):
+    """Events after the `seq` that was asked for are no longer kept. Go on after `pruned_seq`, and know of the gap."""
+
+    code, status, title = "events_pruned", 410, "Events pruned"
+
+    @property
+    def pruned_seq(self) -> int:
+        """The last `seq` that is gone: `events(after=pruned_seq)` has all that is kept."""
+        return int(self.extra.get("pruned_seq", 0))
+
+
 class StaleToken(GpuleaseError):
     """The token is not that of the lease's grant. Only its holder can act on a lease."""
 
@@ -163,6 +174,7 @@ BY_CODE: dict[str, type[GpuleaseError]] = {
         NotFound,
         MethodNotAllowed,
         LeaseLost,
+        EventsPruned,
         StaleToken,
         NotAuthenticated,
         NotAllowed,

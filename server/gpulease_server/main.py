@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
 from .local_worker import keep_worker
 from .runtime.lock import OneDaemon, take, this_process, writer_lock
 from .runtime.recorder import Recorder
+from .runtime.retention import Pruner
 from .runtime.tickets import Tickets
 from .runtime.writer import Writer
 from .store.database import database_file, shown, unusable, upgrade
+from .store.retention import Keep
 from .store.store import Store, Superseded
 
 log = logging.getLogger("gpulease.serve")
@@ -79,6 +81,8 @@ class ServeSettings:
     """How often a waiting request may be passed before GPUs are held for it, see `core.bypass`."""
     max_bypass_s: float = 300.0
     """For how long from the first time on it may be passed."""
+    keep: Keep = field(default_factory=Keep)
+    """What is kept of what is over."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -194,16 +198,18 @@ def _run(
         monitor_names=MONITOR_NAMES.union(settings.monitor_names),
         max_bypass=settings.max_bypass,
         max_bypass_s=settings.max_bypass_s,
+        node_lifetime_s=settings.keep.age_s,
     )
     writer = Writer(store, policy)
     recorder = Recorder(store, writer)
     recorder.restore()
+    pruner = Pruner(store, writer, settings.keep)
     host, local_node = socket.gethostname(), node if settings.worker else None
     daemon = Daemon(writer=writer, store=store, tickets=Tickets(), recorder=recorder, host=host, local_node=local_node)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(writer.run()), asyncio.create_task(recorder.run())]
+        tasks = [asyncio.create_task(part.run()) for part in (writer, recorder, pruner)]
         if settings.worker:
             keeping = keep_worker(path, data_dir / "worker", node, settings.simulate, _worker_options(settings))
             server.worker = asyncio.create_task(keeping)

@@ -84,6 +84,22 @@ MaxBypassSeconds = Annotated[
         help="For how long from the first time on they may; 0 is strict order. Seconds.",
     ),
 ]
+KeepDays = Annotated[
+    float,
+    typer.Option(
+        envvar="GPULEASE_KEEP_DAYS",
+        min=1,
+        max=36_500,
+        help="How long ended leases and jobs, events, and nodes that are gone are kept. Days.",
+    ),
+]
+KeepEnded = Annotated[
+    int,
+    typer.Option(envvar="GPULEASE_KEEP_ENDED", min=1000, help="How many ended leases and jobs are kept, at most."),
+]
+KeepEvents = Annotated[
+    int, typer.Option(envvar="GPULEASE_KEEP_EVENTS", min=1000, help="How many events are kept, at most.")
+]
 
 
 def _seconds(name: str, text: str, most: float) -> Any:
@@ -115,11 +131,15 @@ def serve(
     manage_compute_mode: ManageComputeMode = False,
     max_bypass: MaxBypass = 10,
     max_bypass_s: MaxBypassSeconds = 300.0,
+    keep_days: KeepDays = 90.0,
+    keep_ended: KeepEnded = 200_000,
+    keep_events: KeepEvents = 1_000_000,
 ) -> int:
     """Run the daemon, and a worker for this host."""
     with extra("server"):
         from gpulease_server.main import ServeSettings  # noqa: PLC0415 - an extra
         from gpulease_server.main import serve as run_daemon  # noqa: PLC0415
+        from gpulease_server.store.retention import Keep  # noqa: PLC0415
     return run_daemon(
         ServeSettings(
             host=host,
@@ -136,6 +156,7 @@ def serve(
             manage_compute_mode=manage_compute_mode,
             max_bypass=max_bypass,
             max_bypass_s=max_bypass_s,
+            keep=Keep(age_s=keep_days * 24 * 3600.0, ended=keep_ended, events=keep_events),
         )
     )
 

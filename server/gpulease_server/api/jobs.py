@@ -18,7 +18,7 @@ from ..core.ledger import JobRecord
 from ..runtime import ids
 from .bodies import KEYED, JsonBody, idempotency_key
 from .daemon import Daemon, TheDaemon, ThePeer
-from .problems import documented
+from .problems import PERHAPS_PRUNED, documented
 from .waiting import Cursor, Limit, WaitSeconds, hold, number_of
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -147,5 +147,5 @@ def _members(asked: JobRequest) -> tuple[ArrayMember, tuple[ArrayMember, ...], s
 async def _find(daemon: Daemon, job_id: str) -> JobRecord:
     record = daemon.ledger.jobs.get(job_id) or await asyncio.to_thread(daemon.store.job, job_id)
     if record is None:
-        raise NotFound(f"There is no job {job_id}.", remedy="gpulease jobs shows those there are.")
+        raise NotFound(f"There is no job {job_id}.", remedy=PERHAPS_PRUNED.format("jobs"))
     return record

@@ -20,7 +20,7 @@ from ..core.view import lease_view
 from ..runtime import ids
 from .bodies import KEYED, JsonBody, idempotency_key
 from .daemon import Daemon, TheDaemon, ThePeer
-from .problems import documented
+from .problems import PERHAPS_PRUNED, documented
 from .waiting import SLICE_S, Cursor, Limit, WaitSeconds, hold, number_of
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
@@ -159,7 +159,7 @@ async def _act(daemon: Daemon, happening: LeaseRenewed | LeaseReleased) -> Lease
 async def _find(daemon: Daemon, lease_id: str) -> LeaseRecord:
     record = daemon.ledger.leases.get(lease_id) or await asyncio.to_thread(daemon.store.lease, lease_id)
     if record is None:
-        raise NotFound(f"There is no lease {lease_id}.", remedy="gpulease leases shows those there are.")
+        raise NotFound(f"There is no lease {lease_id}.", remedy=PERHAPS_PRUNED.format("leases"))
     return record
 
 

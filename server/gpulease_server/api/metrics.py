@@ -21,7 +21,7 @@ from ..runtime.recorder import unpacked
 from ..runtime.series import MEASURES, DamagedSeries, Series
 from ..store import metrics
 from .daemon import Daemon, TheDaemon
-from .problems import documented
+from .problems import PERHAPS_PRUNED, documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 log = logging.getLogger("gpulease.metrics")
@@ -64,7 +64,7 @@ async def show(
     """
     leases = await asyncio.to_thread(metrics.leases_of, daemon.store.engine, job_id)
     if not leases:
-        raise NotFound(f"There is no job {job_id}.", remedy="gpulease jobs shows those there are.")
+        raise NotFound(f"There is no job {job_id}.", remedy=PERHAPS_PRUNED.format("jobs"))
     as_csv = format is Format.CSV or (format is None and "text/csv" in accept)
     granted = [record for record in leases if record.lease.granted_at is not None]
     live = {record.lease.id: daemon.recorder.content(record.lease.id) for record in granted}

@@ -20,6 +20,8 @@ from gpulease.wire import to_json
 log = logging.getLogger("gpulease.api")
 
 SEE_OPENAPI = "/openapi.json describes every field."
+PERHAPS_PRUNED = "It may have ended long ago: what is old is pruned. gpulease {} shows those there are."
+"""What to say of an id that is not known; whether there ever was such a one, nobody knows any more."""
 MEDIA_TYPE = "application/problem+json"
 
 
@@ -127,6 +129,7 @@ PROBLEM_SCHEMA: dict[str, Any] = {
             "enum": ["unknown"],
             "description": "With `unavailable`: what was asked may have been recorded. Without it, nothing was done.",
         },
+        "pruned_seq": {"type": "integer", "description": "With `events_pruned`: the last `seq` that is gone."},
         "explanation": {"$ref": "#/components/schemas/Explanation", "description": "Why there are no GPUs."},
     },
 }

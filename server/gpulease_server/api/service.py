@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from gpulease.errors import Unavailable
-from gpulease.model import Event, Page
+from gpulease.errors import EventsPruned, Unavailable
+from gpulease.history import EventPage
 from gpulease.table import render
 
 from ..core.gpu import node_problem
@@ -21,15 +21,25 @@ from .waiting import Limit
 router = APIRouter()
 
 
-@router.get("/v1/events", tags=["events"])
+@router.get("/v1/events", tags=["events"], responses=documented("events_pruned"))
 async def list_events(
     daemon: TheDaemon,
-    after: Annotated[int, Query(ge=0, lt=2**63, description="Only events with a greater `seq`.")] = 0,
+    after: Annotated[
+        int, Query(ge=0, lt=2**63, description="Only events with a greater `seq`; 0: from the oldest that is kept.")
+    ] = 0,
     limit: Limit = 100,
-) -> Page[Event]:
-    """What was recorded, oldest first. Go on with `after` = the last `seq`."""
-    found = await asyncio.to_thread(daemon.store.events, after, limit)
-    return Page(items=tuple(found), next=str(found[-1].seq) if len(found) == limit else None)
+) -> EventPage:
+    """What was recorded, oldest first. Go on with `after` = the last `seq`. When events between that and the next one
+    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is."""
+    found, pruned_seq = await asyncio.to_thread(daemon.store.history, after, limit)
+    if 0 < after < pruned_seq:
+        raise EventsPruned(
+            f"Events {after + 1} to {pruned_seq} are no longer kept.",
+            remedy=f"Go on with after={pruned_seq}, and look at leases, jobs and GPUs for what they are now.",
+            extra={"pruned_seq": pruned_seq},
+        )
+    following = str(found[-1].seq) if len(found) == limit else None
+    return EventPage(items=tuple(found), next=following, pruned_seq=pruned_seq)
 
 
 @router.get("/healthz", tags=["service"])

@@ -25,7 +25,7 @@ from .happenings import (
 from .job import on_cancelled, on_submitted
 from .lease import expire, on_asked, on_released, on_renewed, on_waiter_seen
 from .ledger import Deadline, KeyForgotten
-from .node import on_reported
+from .node import forget_nodes, on_reported
 from .turn import Turn
 
 
@@ -62,6 +62,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
             turn.put(Deadline(lease_id, at_s + ticked.since_last_s))
     expire(turn)
     _notice_silence(turn)
+    forget_nodes(turn)
     _forget_keys(turn)
 
 

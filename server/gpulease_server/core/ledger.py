@@ -97,6 +97,8 @@ class NodeRecord:
     simulated: bool = False
     mode: NodeMode = NodeMode.ACTIVE
     """What an administrator has made of it."""
+    seen_at: datetime | None = None
+    """When it last reported, to the day; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,13 @@ class GpuGone:
     """A GPU that nobody holds and its node shows no more."""
 
     uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGone:
+    """A node that has reported nothing for very long, and that nothing refers to."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,7 @@ Change = (
     | NodeRecord
     | Sighting
     | GpuGone
+    | NodeGone
     | Deadline
     | NotBefore
     | Passed
@@ -250,7 +260,7 @@ class Ledger:
     next_token: int = 1
     next_seq: int = 1
 
-    def apply(self, change: Change) -> None:  # noqa: C901
+    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912 - one case for each
         """Make one change."""
         match change:
             case LeaseRecord():
@@ -266,6 +276,9 @@ class Ledger:
             case GpuGone():
                 self.gpus.pop(change.uuid, None)
                 self.draining_since.pop(change.uuid, None)
+            case NodeGone():
+                self.nodes.pop(change.name, None)
+                self.sightings.pop(change.name, None)
             case Deadline():
                 self._put_deadline(change)
             case NotBefore():

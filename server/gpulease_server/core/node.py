@@ -12,11 +12,14 @@ from .administration import while_paused
 from .gpu import is_fresh, mode_of, node_problem, tell_apart
 from .happenings import NodeReported
 from .job import on_job_reports
-from .ledger import GpuGone, GpuRecord, LeaseRecord, Ledger, NodeRecord, Sighting
+from .ledger import GpuGone, GpuRecord, LeaseRecord, Ledger, NodeGone, NodeRecord, Sighting
 from .owners import on_owner_reports
 from .remains import free_clean
 from .turn import Turn
 from .watch import watch
+
+SEEN_S = 24 * 3600.0
+"""How often it is recorded that a node is still there."""
 
 
 def on_reported(turn: Turn, reported: NodeReported) -> None:
@@ -67,16 +70,45 @@ def on_reported(turn: Turn, reported: NodeReported) -> None:
 
 
 def _put_node(turn: Turn, reported: NodeReported) -> None:
-    report = reported.report
+    report, known = reported.report, turn.ledger.nodes.get(reported.node)
+    seen_at = None if known is None else known.seen_at
+    if seen_at is None or abs((turn.now.at - seen_at).total_seconds()) > SEEN_S:
+        seen_at = turn.now.at
     node = NodeRecord(
         name=reported.node,
         host=report.host,
         driver_version=report.driver_version,
         simulated=report.simulated,
         mode=mode_of(turn.ledger, reported.node),
+        seen_at=seen_at,
     )
-    if turn.ledger.nodes.get(reported.node) != node:
+    if known != node:
         turn.put(node)
+
+
+def forget_nodes(turn: Turn) -> None:
+    """Forget nodes that have reported nothing for `node_lifetime_s`, with their GPUs: hosts whose names do not come
+    back, such as containers. One that an administrator has taken out of use stays, as does one that is referred to;
+    should a forgotten one come back, it is a new one."""
+    oldest_s, now = turn.policy.node_lifetime_s, turn.now
+    for node in list(turn.ledger.nodes.values()):
+        seen = turn.ledger.sightings.get(node.name)
+        if seen is not None and now.mono_s - seen.reported_at_s < oldest_s:
+            continue
+        if node.seen_at is None:
+            turn.put(replace(node, seen_at=now.at))  # of an earlier version: its time begins now
+        elif (now.at - node.seen_at).total_seconds() > oldest_s + SEEN_S and not _referred_to(turn.ledger, node):
+            for gpu in [gpu for gpu in turn.ledger.gpus.values() if gpu.device.node == node.name]:
+                turn.put(GpuGone(gpu.device.uuid))
+            turn.put(NodeGone(node.name))
+            turn.event("node.forgotten", node=node.name)
+
+
+def _referred_to(ledger: Ledger, node: NodeRecord) -> bool:
+    if node.mode is not NodeMode.ACTIVE or ledger.watched.get(node.name):
+        return True
+    gpus = (gpu for gpu in ledger.gpus.values() if gpu.device.node == node.name)
+    return any(gpu.lease_id is not None or gpu.cordoned for gpu in gpus)
 
 
 def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading]) -> None:

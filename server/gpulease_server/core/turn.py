@@ -63,6 +63,8 @@ class Policy:
     """Requests that may wait at once."""
     max_ttl_s: float = 30 * 24 * 3600.0
     """The longest `ttl_s` that may be asked for."""
+    node_lifetime_s: float = 90 * 24 * 3600.0
+    """A node that has reported nothing for so long, and that nothing refers to, is forgotten."""
     key_lifetime_s: float = 24 * 3600.0
     """How long an Idempotency-Key is remembered."""
     max_keys: int = 100_000

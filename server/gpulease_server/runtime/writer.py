@@ -105,6 +105,10 @@ class Writer:
             with contextlib.suppress(Unavailable):
                 self._put(Call(happening, None))
 
+    async def between_turns(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """What `work` returns, done in the thread that commits, while no turn is. It has to be short: a turn waits."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
     def _put(self, call: Call) -> None:
         try:
             self._arrived.put_nowait(call)

@@ -14,7 +14,8 @@ What must always hold:
 2. A GPU's row names its one holder; no second row can.
 3. `lease.token` and `event.seq` are unique in the database too, so that a broken writer cannot commit.
 
-4. There is one writer: every transaction proves its term, see `term`.
+4. What is pruned goes with all that belongs to it, and events only from the oldest end, see `retention`.
+5. There is one writer: every transaction proves its term, see `term`.
 
 What each failure does
 ----------------------
@@ -25,5 +26,6 @@ What each failure does
 - The server is stopped or cut off: given up after `patience.PATIENCE_S`, and as a transaction that fails.
 - A migration fails, or the process dies in it: the schema is as it was.
 - A database of a newer schema is refused at start.
+- Killed while it prunes: whole batches are gone.
 - A second daemon is kept out by a lock (see `runtime.lock`).
 """

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, exists, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from . import tables
@@ -87,9 +87,11 @@ def _ledger(connection: Connection) -> Iterator[str]:
                 yield f"GPU {row.uuid} has token {row.token}, and its lease {row.lease_id} has {holder.token}"
     yield from _leases(live, held)
     yield from _numbers(connection)
-    writers = connection.execute(select(func.count()).select_from(tables.writer)).scalar_one()
-    if writers != 1:
-        yield f"the table writer has {writers} rows, and must have one"
+    yield from _pruned(connection)
+    for table in (tables.writer, tables.pruned):
+        found = connection.execute(select(func.count()).select_from(table)).scalar_one()
+        if found != 1:
+            yield f"the table {table.name} has {found} rows, and must have one"
 
 
 def _leases(live: dict[str, Any], held: dict[str, list[str]]) -> Iterator[str]:
@@ -114,7 +116,7 @@ def _numbers(connection: Connection) -> Iterator[str]:
     used = {
         "token": (tables.lease.c.token, tables.gpu.c.token),
         "number": (tables.lease.c.number, tables.job.c.number),
-        "seq": (tables.event.c.seq,),
+        "seq": (tables.event.c.seq, tables.pruned.c.seq),
     }
     for name, columns in used.items():
         highest = max(connection.execute(select(func.max(column))).scalar() or 0 for column in columns)
@@ -124,6 +126,22 @@ def _numbers(connection: Connection) -> Iterator[str]:
     twice = select(token).where(token.is_not(None)).group_by(token).having(func.count() > 1).limit(SHOWN)
     for value in connection.scalars(twice):
         yield f"token {value} is in several leases"
+
+
+def _pruned(connection: Connection) -> Iterator[str]:
+    """What was pruned is gone whole, and no more than that."""
+    lease, job, seq = tables.lease, tables.job, tables.event.c.seq
+    lone = select(lease.c.id, lease.c.job_id).where(
+        lease.c.job_id.is_not(None), ~exists().where(job.c.id == lease.c.job_id)
+    )
+    for row in connection.execute(lone.limit(SHOWN)):
+        yield f"lease {row.id} is of job {row.job_id}, which is not there"
+    bare = select(job.c.id, job.c.lease_id).where(~exists().where(lease.c.id == job.c.lease_id))
+    for row in connection.execute(bare.limit(SHOWN)):
+        yield f"job {row.id} has lease {row.lease_id}, which is not there"
+    gone = connection.execute(select(func.max(tables.pruned.c.seq))).scalar() or 0
+    for value in connection.scalars(select(seq).where(seq <= gone).order_by(seq).limit(1)):
+        yield f"events are said to be pruned up to {gone}, and {value} is there"
 
 
 def _list(uuids: list[str] | None) -> str:

@@ -21,6 +21,7 @@ from ..core.ledger import (
     KeyRecord,
     LeaseRecord,
     Ledger,
+    NodeGone,
     NodeRecord,
     NotBefore,
     Passed,
@@ -107,6 +108,8 @@ class Store:
                     events.append(rows.to_row(change)[1])
                 case GpuGone(key):
                     latest[tables.gpu, key] = None
+                case NodeGone(key):
+                    latest[tables.node, key] = None
                 case KeyForgotten(key):
                     latest[tables.idempotency_key, key] = None
                 case LeaseRecord() | JobRecord() | GpuRecord() | NodeRecord() | KeyRecord():
@@ -141,9 +144,17 @@ class Store:
 
     def events(self, after: int, limit: int) -> list[Event]:
         """Events with a `seq` over `after`, oldest first."""
+        return self.history(after, limit)[0]
+
+    def history(self, after: int, limit: int) -> tuple[list[Event], int]:
+        """Events with a `seq` over `after`, oldest first, and the `seq` up to which events are pruned.
+
+        Both of one moment: else what is pruned between the two readings would be missed in silence.
+        """
         query = select(tables.event).where(tables.event.c.seq > after).order_by(tables.event.c.seq).limit(limit)
-        with self.engine.connect() as connection:
-            return [rows.event_noun(row) for row in connection.execute(query)]
+        with snapshot(self.engine) as connection:
+            found = [rows.event_noun(row) for row in connection.execute(query)]
+            return found, connection.execute(select(tables.pruned.c.seq)).scalar() or 0
 
     def _page(
         self, table: Table, states: Collection[str], after: int | None, limit: int, *where: ColumnElement[bool]

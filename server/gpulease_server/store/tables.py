@@ -54,7 +54,7 @@ lease = Table(
     metadata,
     Column("id", String(64), primary_key=True),
     Column("number", BigInteger, nullable=False, unique=True),
-    Column("state", String(16), nullable=False, index=True),
+    Column("state", String(16), nullable=False),
     Column("end_reason", String(16)),
     Column("holder", JSON, nullable=False),
     Column("demand", JSON, nullable=False),
@@ -74,6 +74,8 @@ lease = Table(
     Column("granted_at", UtcDateTime),
     Column("renewed_at", UtcDateTime),
     Column("ended_at", UtcDateTime),
+    Index("ix_lease_state", "state", "number"),
+    Index("ix_lease_ended_at", "ended_at", "number"),
 )
 
 job = Table(
@@ -82,7 +84,7 @@ job = Table(
     Column("id", String(64), primary_key=True),
     Column("number", BigInteger, nullable=False, unique=True),
     Column("name", Text, nullable=False),
-    Column("state", String(16), nullable=False, index=True),
+    Column("state", String(16), nullable=False),
     Column("reason", Text),
     Column("lease_id", String(64), nullable=False),
     Column("spec", JSON, nullable=False),
@@ -100,6 +102,8 @@ job = Table(
     Column("created_at", UtcDateTime, nullable=False),
     Column("started_at", UtcDateTime),
     Column("ended_at", UtcDateTime),
+    Index("ix_job_state", "state", "number"),
+    Index("ix_job_ended_at", "ended_at", "number"),
 )
 
 job_metrics = Table(
@@ -129,6 +133,7 @@ node = Table(
     Column("driver_version", String(64)),
     Column("simulated", Boolean, nullable=False),
     Column("mode", String(16), nullable=False, server_default="active"),
+    Column("seen_at", UtcDateTime),
 )
 
 event = Table(
@@ -146,6 +151,14 @@ event = Table(
     Column("reason", Text),
     Index("ix_event_lease_id", "lease_id"),
 )
+
+pruned = Table(
+    "pruned",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("seq", BigInteger, nullable=False),
+)
+"""One row, of id 1: no event up to this `seq` is kept any more. See `store.retention`."""
 
 idempotency_key = Table(
     "idempotency_key",
