@@ -16,7 +16,7 @@ from gpulease.metrics import JobMetrics
 from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
 from gpulease.owner import Owner
 from gpulease.route import Destination
-from gpulease.talk import BRIEFLY_S, Talk, lease_request, several
+from gpulease.talk import Talk, lease_request, several
 from gpulease.wire import JobRequest, LeaseRequest
 
 Answer = TypeVar("Answer")
@@ -69,7 +69,7 @@ class AsyncClient:
         await self.close()
 
     async def send(
-        self, call: calls.Call[Answer], *, patience_s: float = BRIEFLY_S, timeout_s: float | None = None
+        self, call: calls.Call[Answer], *, patience_s: float | None = None, timeout_s: float | None = None
     ) -> Answer:
         """The answer to any call; the other methods are short for this."""
         return await self._transport.run(self._talk.send(call, patience_s, timeout_s))

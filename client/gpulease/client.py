@@ -14,7 +14,7 @@ from gpulease.metrics import JobMetrics
 from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
 from gpulease.owner import Owner
 from gpulease.route import Destination
-from gpulease.talk import BRIEFLY_S, Talk, lease_request, several
+from gpulease.talk import Talk, lease_request, several
 from gpulease.transport import Transport
 from gpulease.wire import JobRequest, LeaseRequest
 
@@ -71,7 +71,7 @@ class Client:
         self.close()
 
     def send(
-        self, call: calls.Call[Answer], *, patience_s: float = BRIEFLY_S, timeout_s: float | None = None
+        self, call: calls.Call[Answer], *, patience_s: float | None = None, timeout_s: float | None = None
     ) -> Answer:
         """The answer to any call; the other methods are short for this."""
         return self._transport.run(self._talk.send(call, patience_s, timeout_s))

@@ -188,8 +188,10 @@ def test_one_that_hangs_leaves_time_for_the_next(gpus: Ask, daemon: StandIn, oth
 
 def test_when_all_are_standbys_the_answer_names_them(gpus: Ask, daemon: StandIn, other: StandIn) -> None:
     daemon.fault = other.fault = lambda line: "503"
-    with pytest.raises(Unavailable, match=f"{daemon.url}.*{other.url}"):
+    with pytest.raises(Unavailable) as raised:
         gpus([daemon.url, other.url])
+    assert daemon.url in raised.value.detail
+    assert other.url in raised.value.detail
 
 
 @pytest.mark.parametrize("stops", [False, True])

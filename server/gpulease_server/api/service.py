@@ -61,4 +61,5 @@ async def front_page(daemon: TheDaemon) -> str:
     ]
     jobs = [record.job for record in ledger.live_jobs.values()]
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
-    return render(gpus, leases, jobs, now.at, nodes)
+    copy = daemon.standing.copy
+    return (f"{daemon.writer.problem}\n\n" if copy else "") + render(gpus, leases, jobs, now.at, nodes)
