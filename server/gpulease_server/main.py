@@ -137,6 +137,7 @@ def take_over(store: Store, url: str) -> None:
             file.chmod(0o600)  # it holds the environments of jobs
     upgrade(url)
     try:
+        store.term.evict()
         log.info("writes to %s in term %d", shown(url), store.term.take_over(this_process()))
     except SQLAlchemyError as error:
         raise unusable(url, error) from error

@@ -68,7 +68,7 @@ def test_every_connection_has_its_bounds(postgres_url: str) -> None:
     with engine.connect() as connection:
         found = [connection.execute(text(f"SHOW {name}")).scalar() for name in names]
     engine.dispose()
-    assert found == ["5s", "10s", "3s", "on", "UTC"]
+    assert found == ["5s", "10s", "5s", "on", "UTC"]
 
 
 def test_a_commit_that_the_server_would_not_sync_is_synced_all_the_same(postgres: PostgresServer) -> None:

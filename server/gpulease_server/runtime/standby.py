@@ -12,7 +12,7 @@ has a full `ttl_s` from then on, and nothing is granted before each node has rep
 | what happens | what follows |
 |---|---|
 | the writer ends | the server ends its session, and the next try takes the lock |
-| the writer is stopped or cut off | the same after `lock.SESSION_S`; a transaction that it has open ends, too |
+| the writer is stopped or cut off | the same after `lock.SESSION_S`; a transaction that it has open is ended |
 | it goes on while this one takes over | its transactions lack the term from `Term.take_over` on |
 | several stand by | one has the lock; the others hear its name at the next try |
 | the database is away | tries and readings fail, and go on; the copy stays, with its time |

@@ -20,10 +20,8 @@ BUSY_S = 10
 """How long SQLite waits for another process's transaction."""
 CONNECT_S = 5
 """How long PostgreSQL may take to answer a connection."""
-LOCK_MS, STATEMENT_MS, IDLE_IN_TRANSACTION_MS = 5_000, 10_000, 3_000
-"""How long PostgreSQL lets a statement wait for a lock and run, and a transaction wait for its next statement.
-The last is as long as the lock's session lasts (`runtime.lock.SESSION_S`): a writer that was stopped in the middle
-of a transaction holds up its successor no longer than by its lock."""
+LOCK_MS, STATEMENT_MS, IDLE_IN_TRANSACTION_MS = 5_000, 10_000, 5_000
+"""How long PostgreSQL lets a statement wait for a lock and run, and a transaction wait for its next statement."""
 POOL = {"pool_size": 10, "max_overflow": 10, "pool_timeout": 10, "pool_recycle": 1800, "pool_pre_ping": True}
 """Connections are tried before use: after a restart of the server nobody is handed one that is dead."""
 KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
