@@ -109,6 +109,12 @@ class AsyncClient:
         """The GPU, granted to nobody from now on; or with `cordoned` false, in use again. Raises NotFound."""
         return await self.send(calls.cordon_gpu(uuid, cordoned))
 
+    @property
+    def as_of(self) -> str | None:
+        """When the last answer was true (ISO 8601), where the daemon could not say that it still is: it stands by, or
+        has lost its lock. Else null."""
+        return self._talk.route.as_of
+
     async def ready(self) -> Mapping[str, Any]:
         """What `/readyz` says. Raises Unavailable while the daemon cannot grant."""
         return await self.send(calls.ready())

@@ -15,6 +15,7 @@ import pytest
 from gpulease import Client
 from tests.daemon import DaemonProcess, events, eventually
 from tests.failover import WITHIN_S, Load, Pair, check, pair
+from tests.system.test_databases import gpulease
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
 
@@ -167,5 +168,48 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
             assert both.lease_by_id(lease["id"]).id == lease["id"]
             with both.lease(count=1) as other:
                 assert other.token > lease["token"]
+        for word, said in (("status", "this is a copy as of "), ("doctor", "It stands by; the writer is pid ")):
+            ran = gpulease(word, GPULEASE_URL=standby.url)
+            assert said in ran.stdout + ran.stderr, ran
         with Client(standby.url) as only:
+            assert only.as_of is None
             assert only.lease_by_id(lease["id"]).token == lease["token"]
+            assert only.as_of is not None
+
+
+def test_a_standby_is_the_writer_where_there_is_none_and_needs_postgresql(tmp_path: Path, postgres_url: str) -> None:
+    alone = DaemonProcess(
+        tmp_path / "alone", "--no-worker", "--standby", environment={"GPULEASE_DATABASE_URL": postgres_url}
+    )
+    try:
+        alone.start()
+        assert alone.call("GET", "/v1/leases").status == 200
+    finally:
+        assert alone.stop() == 0
+    refused = gpulease("serve", "--standby", "--port", "0", "--data-dir", str(tmp_path / "sqlite"))
+    assert refused.returncode == 1
+    assert "needs PostgreSQL" in refused.stderr
+    assert "--database-url postgresql://" in refused.stderr
+
+
+def test_the_worker_of_a_stopped_daemon_follows_to_its_peer(tmp_path: Path, postgres_url: str) -> None:
+    environment = {"GPULEASE_DATABASE_URL": postgres_url}
+    second = DaemonProcess(tmp_path / "second", "--no-worker", "--standby", environment=environment)
+    own = ("--simulate", "2", "--node", "n1", "--standby", "--peer", second.url)
+    first = DaemonProcess(tmp_path / "first", *own, environment=environment)
+    try:
+        first.start()
+        second.start(ready=False)
+        assert stands_by(second)
+        assert first.process is not None
+        first.process.send_signal(signal.SIGSTOP)
+        eventually(lambda: second.answers("/readyz"), WITHIN_S, second.story)
+        asked = second.call("POST", "/v1/leases?wait_s=60", {"count": 2, "ttl_s": 600})
+        assert asked.json["state"] == "active", asked.content
+        first.process.send_signal(signal.SIGCONT)
+        assert first.process.wait(WITHIN_S) == 1
+    finally:
+        for daemon in (first, second):
+            if daemon.process is not None and daemon.process.poll() is None:
+                daemon.process.send_signal(signal.SIGCONT)
+                daemon.stop()

@@ -45,7 +45,8 @@ class OnlyCurrent:
     async def _from_copy(self, copy: Copy, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in READING or _waits(scope) or copy.as_of is None:
             detail = f"This daemon stands by and only answers what is read; the writer is {copy.writer}."
-            error = Unavailable(detail, remedy="Ask that one, or give your client the addresses of both.")
+            remedy = "Ask that one, or give your client the addresses of both."
+            error = Unavailable(detail, remedy=remedy, extra={"writer": copy.writer})
             error.retry_after_s = 0.0
             await problem_response(error, {STANDBY: copy.writer})(scope, receive, send)
             return

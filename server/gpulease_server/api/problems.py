@@ -128,6 +128,7 @@ PROBLEM_SCHEMA: dict[str, Any] = {
             "enum": ["unknown"],
             "description": "With `unavailable`: what was asked may have been recorded. Without it, nothing was done.",
         },
+        "writer": {"type": "string", "description": "With `unavailable`: this daemon stands by for that one."},
         "explanation": {"$ref": "#/components/schemas/Explanation", "description": "Why there are no GPUs."},
     },
 }

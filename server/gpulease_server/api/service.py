@@ -41,7 +41,9 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", tags=["service"], responses=documented("unavailable"))
 async def readyz(daemon: TheDaemon) -> Any:
     """The daemon can grant: its ledger is read, and its own host's worker has reported."""
-    problem = daemon.writer.problem
+    problem, copy = daemon.writer.problem, daemon.standing.copy
+    if copy is not None:
+        raise Unavailable(f"Not ready: {problem}", remedy="Ask that one.", extra={"writer": copy.writer})
     if problem is None and daemon.local_node is not None:
         problem = node_problem(daemon.ledger, daemon.local_node, daemon.now(), daemon.policy)
     if problem is not None:
