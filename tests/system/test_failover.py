@@ -32,7 +32,9 @@ def takes_over(two: Pair, load: Load, fault: Callable[[], object]) -> float:
     eventually(lambda: two.standby.answers("/readyz"), WITHIN_S, two.story)
     two.swap()
     load.everybody_goes_on(two.story)
-    return load.seen.gap_s(since_s, time.monotonic())
+    gap_s = load.seen.gap_s(since_s, time.monotonic())
+    print(f"nobody was answered for {gap_s:.2f} s", flush=True)
+    return gap_s
 
 
 def told(gaps: list[float], rounds: int) -> None:
