@@ -16,7 +16,7 @@ from gpulease.metrics import JobMetrics
 from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
 from gpulease.owner import Owner
 from gpulease.route import Destination
-from gpulease.talk import BRIEFLY_S, Talk, lease_request, several
+from gpulease.talk import Talk, lease_request, several
 from gpulease.wire import JobRequest, LeaseRequest
 
 Answer = TypeVar("Answer")
@@ -69,7 +69,7 @@ class AsyncClient:
         await self.close()
 
     async def send(
-        self, call: calls.Call[Answer], *, patience_s: float = BRIEFLY_S, timeout_s: float | None = None
+        self, call: calls.Call[Answer], *, patience_s: float | None = None, timeout_s: float | None = None
     ) -> Answer:
         """The answer to any call; the other methods are short for this."""
         return await self._transport.run(self._talk.send(call, patience_s, timeout_s))
@@ -108,6 +108,12 @@ class AsyncClient:
     async def cordon_gpu(self, uuid: str, cordoned: bool = True) -> Gpu:
         """The GPU, granted to nobody from now on; or with `cordoned` false, in use again. Raises NotFound."""
         return await self.send(calls.cordon_gpu(uuid, cordoned))
+
+    @property
+    def as_of(self) -> str | None:
+        """When the last answer was true (ISO 8601), where the daemon could not say that it still is: it stands by, or
+        has lost its lock. Else null."""
+        return self._talk.route.as_of
 
     async def ready(self) -> Mapping[str, Any]:
         """What `/readyz` says. Raises Unavailable while the daemon cannot grant."""

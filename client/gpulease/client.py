@@ -14,7 +14,7 @@ from gpulease.metrics import JobMetrics
 from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
 from gpulease.owner import Owner
 from gpulease.route import Destination
-from gpulease.talk import BRIEFLY_S, Talk, lease_request, several
+from gpulease.talk import Talk, lease_request, several
 from gpulease.transport import Transport
 from gpulease.wire import JobRequest, LeaseRequest
 
@@ -71,7 +71,7 @@ class Client:
         self.close()
 
     def send(
-        self, call: calls.Call[Answer], *, patience_s: float = BRIEFLY_S, timeout_s: float | None = None
+        self, call: calls.Call[Answer], *, patience_s: float | None = None, timeout_s: float | None = None
     ) -> Answer:
         """The answer to any call; the other methods are short for this."""
         return self._transport.run(self._talk.send(call, patience_s, timeout_s))
@@ -110,6 +110,12 @@ class Client:
     def cordon_gpu(self, uuid: str, cordoned: bool = True) -> Gpu:
         """The GPU, granted to nobody from now on; or with `cordoned` false, in use again. Raises NotFound."""
         return self.send(calls.cordon_gpu(uuid, cordoned))
+
+    @property
+    def as_of(self) -> str | None:
+        """When the last answer was true (ISO 8601), where the daemon could not say that it still is: it stands by, or
+        has lost its lock. Else null."""
+        return self._talk.route.as_of
 
     def ready(self) -> Mapping[str, Any]:
         """What `/readyz` says. Raises Unavailable while the daemon cannot grant."""

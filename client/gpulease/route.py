@@ -4,7 +4,9 @@
   The first that answers is the one; from then on no other is asked.
 - Addresses that were *given* (`Client([a, b])`, GPULEASE_URL=a,b) are ways to one service. The one that answered is
   kept until it fails: refuses the connection, breaks off, or says that it does not serve (503 `unavailable`, as a
-  standby does; 421 or a redirect). Then the next is asked, round about.
+  standby does; 421 or a redirect). Then the next is asked, round about. One that was asked and said nothing in time is
+  left alone for a while, as long as any other answers. What a standby reads out from its copy (`Answered.as_of`) is
+  the answer only if no other address has one.
 
 A call is sent a second time only if that is safe: nothing was sent the first time, or the daemon says that it did
 nothing (503 `unavailable` without `outcome: unknown`), or the call does the same when it comes twice
@@ -32,6 +34,14 @@ CONNECT_S = 1.0
 """How long to wait for one connection, at most."""
 CONNECT_ALL_S = 1.5
 """How long all addresses together may take to show that nobody is there."""
+LATE_S = 2.0
+"""How long one of several addresses may take to answer, beyond what the call asks the daemon to hold: a daemon that is
+stopped still accepts what is sent to it, and another one has taken over after about 3.5 s."""
+AVOID_S = 4.0
+"""How long one that was late is not asked while another one answers at all."""
+HOLD_S, HOLD_OF_SEVERAL_S = 25.0, 2.0
+"""How long one long poll lasts at most: below what proxies and load balancers cut off; with several addresses, short
+enough to notice in time that the daemon is stopped."""
 ELSEWHERE = {301, 302, 303, 307, 308, 421}
 """Statuses by which a server says that somebody else serves this."""
 GATEWAY = {502, 503, 504}
@@ -79,6 +89,10 @@ class Route:
         self._to = destination
         self._start = 0
         self._in_doubt = True
+        self._avoided: dict[Address, float] = {}
+        self._heard = 0
+        self.as_of: str | None = None
+        """When the last answer was true, if it may be out of date."""
         self.found = False
         """True once anybody has answered, or may have."""
 
@@ -87,31 +101,56 @@ class Route:
         """The one that answered last, or that is tried first."""
         return self._to.addresses[self._start]
 
+    @property
+    def hold_s(self) -> float:
+        """How long one long poll lasts, at most."""
+        return HOLD_S if self.alone else HOLD_OF_SEVERAL_S
+
     def ask(self, call: Call[Answer], timeout_s: float | None = None) -> Steps[Answer]:
         """The answer, by one round through the addresses.
 
         Raises what the daemon answers; Unanswered; DaemonUnavailable when nothing was sent.
         """
+        self.as_of = None
+        copies: list[tuple[Address, Answered]] = []
+        try:
+            return (yield from self._ask(call, timeout_s, copies))
+        except (DaemonUnavailable, Unavailable):
+            if not copies:
+                raise
+            self.found = True
+            address, newest = max(copies, key=lambda copy: str(copy[1].as_of))
+            self.as_of = newest.as_of
+            return _read(address, call, newest)
+
+    def _ask(
+        self, call: Call[Answer], timeout_s: float | None, copies: list[tuple[Address, Answered]]
+    ) -> Steps[Answer]:
         refused: list[str] = []
         failure: GpuleaseError | None = None
         for attempt in self._round(call, self._to.timeout_s if timeout_s is None else timeout_s):
             try:
                 answered = yield attempt
+                if answered.as_of is not None and not self.alone and answered.status < 500:
+                    self._heard += 1
+                    copies.append((attempt.address, answered))
+                    continue
+                self.as_of = answered.as_of
                 answer = _read(attempt.address, call, answered)
             except NotReached as error:
                 self._in_doubt = True
                 refused.append(f"{attempt.address.url} ({error})")
             except BrokenOff as error:
-                self._failed(attempt.address)
+                self._failed(attempt.address, error.late)
                 failure = _unanswered(attempt, error)
                 refused.append(f"{attempt.address.url} ({error})")
-                if self._alone or not _may_go_on(call):
+                if self.alone or not _may_go_on(call):
                     raise failure from error
             except Unavailable as error:
                 self._answered(attempt.address)
                 refused.append(f"{attempt.address.url} ({error.detail})")
                 failure = failure if isinstance(failure, Unanswered) else error
-                if self._alone or not (isinstance(error, Elsewhere) or _did_nothing(error, call)):
+                if self.alone or not (isinstance(error, Elsewhere) or _did_nothing(error, call)):
                     raise
             except GpuleaseError:
                 self._answered(attempt.address)
@@ -145,7 +184,8 @@ class Route:
         self._failed(self.address)
 
     @property
-    def _alone(self) -> bool:
+    def alone(self) -> bool:
+        """True when there is no other address to ask."""
         return len(self._to.addresses) == 1 or not self._to.interchangeable
 
     def _round(self, call: Call[Any], limit_s: float, stream: bool = False) -> Iterator[Attempt]:
@@ -153,10 +193,15 @@ class Route:
         places = self._to.addresses[self._start :] + self._to.addresses[: self._start]
         if self.found and not self._to.interchangeable:
             places = places[:1]
+        heard, now_s = self._heard, time.monotonic()
+        avoided = {place for place in places if not self.alone and self._avoided.get(place, now_s) > now_s}
+        places = (*(place for place in places if place not in avoided), *avoided)
         left_s = CONNECT_ALL_S
-        if not self._alone and not stream and _may_go_on(call):
-            limit_s /= len(places)  # one that hangs must leave time for the next
+        if not self.alone and not stream and call.repeatable:
+            limit_s = min(limit_s / len(places), LATE_S)  # one that hangs must leave time for the next
         for index, address in enumerate(places):
+            if address in avoided and self._heard > heard:
+                return
             connect_s = min(CONNECT_S, max(left_s, 0.05) / (len(places) - index), limit_s)
             begun = time.monotonic()
             yield Attempt(address, call, limit_s + call.hold_s, connect_s, self._in_doubt, stream)
@@ -164,12 +209,16 @@ class Route:
 
     def _answered(self, address: Address) -> None:
         self._start, self.found, self._in_doubt = self._to.addresses.index(address), True, False
+        self._avoided.pop(address, None)
+        self._heard += 1
 
-    def _failed(self, address: Address) -> None:
+    def _failed(self, address: Address, late: bool = False) -> None:
         """A daemon was there and may have done what was asked."""
+        if late:
+            self._avoided[address] = time.monotonic() + AVOID_S
         self.found = self._in_doubt = True
         index = self._to.addresses.index(address)
-        self._start = index if self._alone else (index + 1) % len(self._to.addresses)
+        self._start = index if self.alone else (index + 1) % len(self._to.addresses)
 
     def _verdict(self, failure: GpuleaseError | None, refused: Sequence[str]) -> GpuleaseError:
         if failure is None:

@@ -68,6 +68,8 @@ class Answered:
     """The body; empty for a streamed one."""
     retry_after_s: float | None = None
     """How long the server wants to be left alone, where it says that."""
+    as_of: str | None = None
+    """When the answer was true, where the daemon cannot say that it still is: it stands by, or has lost its lock."""
 
 
 class NotReached(Exception):

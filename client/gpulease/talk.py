@@ -29,10 +29,9 @@ LOG = logging.getLogger("gpulease")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 
-HOLD_S = 25.0
-"""How long one long poll lasts at most: below what proxies and load balancers cut off."""
-BRIEFLY_S = 1.0
-"""How long an outage is sat out by calls that wait for nothing and hold nothing."""
+BRIEFLY_S, TAKEOVER_S = 1.0, 10.0
+"""How long an outage is sat out by calls that wait for nothing and hold nothing; with several addresses, until another
+daemon has taken over."""
 TAKE_BACK_S = 3.0
 """How long each call may take by which a request is taken back: somebody has pressed Ctrl-C and waits."""
 SILENCE_S = 300.0
@@ -75,14 +74,18 @@ class Talk:
     def __init__(self, destination: Destination, retry_s: float) -> None:
         self.route = Route(destination)
         self._retry_s = retry_s
+        self._briefly_s = BRIEFLY_S if self.route.alone else TAKEOVER_S
 
-    def send(self, call: Call[Answer], patience_s: float = BRIEFLY_S, timeout_s: float | None = None) -> Steps[Answer]:
-        """The answer to `call`. An outage of at most `patience_s` is sat out once the daemon has been reached.
+    def send(
+        self, call: Call[Answer], patience_s: float | None = None, timeout_s: float | None = None
+    ) -> Steps[Answer]:
+        """The answer to `call`. An outage of at most `patience_s` is sat out once the daemon has been reached; null is
+        a brief one, or a takeover where there are several addresses.
 
         Raises the `GpuleaseError` that the daemon answers; DaemonUnavailable when nothing answers, as Unanswered if the
         call may have been carried out.
         """
-        patience, unanswered = Patience(patience_s), None
+        patience, unanswered = Patience(self._briefly_s if patience_s is None else patience_s), None
         while True:
             try:
                 return (yield from self.route.ask(call, timeout_s))
@@ -199,7 +202,7 @@ class Talk:
     def _granted_now(self, request: LeaseRequest, key: str, shared: bool) -> Steps[tuple[Lease, float]]:
         sent_at = time.monotonic()
         try:
-            return (yield from self._asked(calls.request_lease(request, key), BRIEFLY_S, shared)), sent_at
+            return (yield from self._asked(calls.request_lease(request, key), self._briefly_s, shared)), sent_at
         except NotNow as error:
             raise _not_now(error.extra.get("explanation"), 0, error) from error
 
@@ -273,11 +276,11 @@ class Talk:
         patience = Patience(self._retry_s)
         while not settled(noun):
             begun = time.monotonic()
-            left_s = HOLD_S if deadline is None else deadline - begun
+            left_s = self.route.hold_s if deadline is None else deadline - begun
             if left_s <= 0:
                 break
             try:
-                noun = yield from self.route.ask(poll(min(HOLD_S, left_s), noun))
+                noun = yield from self.route.ask(poll(min(self.route.hold_s, left_s), noun))
             except (DaemonUnavailable, Unavailable) as error:
                 pause = patience.pause(error)
             else:

@@ -195,7 +195,8 @@ def answered(response: httpx2.Response, content: bytes) -> Answered:
     """What came, without how it came. `Retry-After` counts in its form of whole seconds; a date is passed over."""
     wanted = response.headers.get("Retry-After", "").strip()
     retry_after_s = float(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) <= 9 else None
-    return Answered(response.status_code, response.reason_phrase, content, retry_after_s)
+    as_of = response.headers.get("Gpulease-As-Of")
+    return Answered(response.status_code, response.reason_phrase, content, retry_after_s, as_of)
 
 
 def translated(error: Exception) -> NotReached | BrokenOff:

@@ -70,6 +70,8 @@ class Facts:
     """Why the daemon cannot be reached or cannot grant; None when it can."""
     daemon_remedy: str = ""
     """What to do about that."""
+    stands_by_for: str | None = None
+    """Who is the writer, where the daemon stands by."""
     data_dir: str = ""
     """The daemon's data directory."""
     free_bytes: int | None = None
@@ -194,6 +196,8 @@ def daemon(facts: Facts) -> Finding:
     """Does the daemon answer, and can it grant?"""
     if facts.daemon_problem is not None:
         return _wrong("daemon", facts.daemon_problem, facts.daemon_remedy or "Look at the daemon's log.")
+    if facts.stands_by_for is not None:
+        return _fine("daemon", f"It stands by; the writer is {facts.stands_by_for}.")
     return _fine("daemon", "It answers and can grant.")
 
 

@@ -21,6 +21,7 @@ from gpulease.model import ComputeMode, LeaseState
 from gpulease.owner import realm
 from gpulease_worker import ports
 from gpulease_worker.compute_modes import ComputeModes
+from gpulease_worker.daemons import Daemons
 from gpulease_worker.holders import Holders
 from gpulease_worker.jobs import Jobs
 from gpulease_worker.leftovers import Leftovers
@@ -32,13 +33,10 @@ from gpulease_worker.tasks import cancel
 
 DRAIN_HOLD_S = (0.05, 0.25)
 """Shortest and longest time between two readings while a lease drains: a clean GPU is free after the first of them."""
-BACK_OFF_S = (0.1, 2.0)
-"""First and longest pause while the daemon does not answer."""
-ANSWER_S = 10.0
-"""How long an answer may take over the time that the daemon may hold it."""
+BACK_OFF_S, BACK_OFF_OF_SEVERAL_S = (0.1, 2.0), (0.1, 0.4)
+"""First and longest pause while the daemon does not answer; the others where another one may take over."""
 MIN_IN_FLIGHT_S = 0.02
 """A request has so long before news of a job or owner takes its place: a stream of news cannot starve the answers."""
-UNIX = "unix://"
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +48,7 @@ class Exchange:
         self._settings = settings
         self._changed = asyncio.Event()
         self._probe = self._new_probe()
-        self._jobs = Jobs(settings.data_dir.absolute(), settings.url, self._changed.set, settings.log_bytes)
+        self._jobs = Jobs(settings.data_dir.absolute(), ",".join(settings.urls), self._changed.set, settings.log_bytes)
         self._holders = Holders(settings.data_dir.absolute())
         self._owners = Owners(self._changed.set)
         self._leftovers = Leftovers(settings.kill_leftovers, settings.leftover_grace_s)
@@ -70,34 +68,35 @@ class Exchange:
         self._jobs.recover()
         self._holders.recover()
         self._modes.recover()
-        back_off_s = BACK_OFF_S[0]
+        first_s, longest_s = BACK_OFF_S if len(self._settings.urls) == 1 else BACK_OFF_OF_SEVERAL_S
+        back_off_s = first_s
         try:
-            async with open_client(self._settings.url) as client:
+            async with Daemons(self._settings.urls) as daemons:
                 while True:
-                    answered = await self._turn(client)
+                    answered = await self._turn(daemons)
                     if answered:
-                        back_off_s = BACK_OFF_S[0]
+                        back_off_s = first_s
                     else:
                         await asyncio.sleep(back_off_s)
-                        back_off_s = min(back_off_s * 2, BACK_OFF_S[1])
+                        back_off_s = min(back_off_s * 2, longest_s)
         finally:
             self._jobs.close()
             self._owners.close()
             await self._leftovers.close()
             await self._probe.close()
 
-    async def _turn(self, client: httpx2.AsyncClient) -> bool:
+    async def _turn(self, daemons: Daemons) -> bool:
         """One reading and its report. False when the daemon did not answer as it should."""
         report = await self._report()
         # From here on, news of a job is news that this report does not have.
-        sending = asyncio.create_task(self._send(client, report))
+        sending = asyncio.create_task(self._send(daemons, report))
         try:
             await self._answer_or_news(sending)
             if not sending.done():
                 return True
             self._desired = await sending
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            self._say(f"no exchange with {self._settings.url}: {str(error) or type(error).__name__}; trying again")
+            self._say(f"no exchange with {daemons.shown}: {str(error) or type(error).__name__}; trying again")
             return False
         finally:
             await cancel(sending)
@@ -173,14 +172,9 @@ class Exchange:
     def _hold_s(self) -> float:
         return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s
 
-    async def _send(self, client: httpx2.AsyncClient, report: NodeReport) -> DesiredState:
-        answer = await client.post(
-            f"/v1/nodes/{quote(self._settings.node, safe='')}/exchange",
-            json=wire.to_json(report),
-            timeout=report.hold_s + ANSWER_S,
-        )
-        if answer.status_code != httpx2.codes.OK:
-            raise ValueError(f"the daemon answered {answer.status_code}: {answer.text[:300]}")
+    async def _send(self, daemons: Daemons, report: NodeReport) -> DesiredState:
+        path = f"/v1/nodes/{quote(self._settings.node, safe='')}/exchange"
+        answer = await daemons.post(path, wire.to_json(report), report.hold_s)
         return wire.from_json(DesiredState, answer.json())
 
     def _pace_draining(self, desired: DesiredState) -> None:
@@ -197,13 +191,5 @@ class Exchange:
         if trouble and trouble != self._trouble:
             log.warning(trouble)
         elif self._trouble and not trouble:
-            log.info("the daemon at %s answers again", self._settings.url)
+            log.info("the daemon answers again")
         self._trouble = trouble
-
-
-def open_client(url: str) -> httpx2.AsyncClient:
-    """A client for `http://HOST:PORT` or `unix:///PATH`. Proxies of the environment do not concern it."""
-    if url.startswith(UNIX):
-        transport = httpx2.AsyncHTTPTransport(uds=url.removeprefix(UNIX))
-        return httpx2.AsyncClient(transport=transport, base_url="http://gpulease", trust_env=False)
-    return httpx2.AsyncClient(base_url=url, trust_env=False)

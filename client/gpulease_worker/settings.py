@@ -13,8 +13,9 @@ from gpulease_worker.source import Pace
 class WorkerSettings:
     """What a worker is told at its start."""
 
-    url: str
-    """The daemon: `http://HOST:PORT` or `unix:///path/to/gpulease.sock`."""
+    urls: tuple[str, ...]
+    """Where the daemon is, `http://HOST:PORT` or `unix:///path/to/gpulease.sock`; several where one takes over from
+    another."""
     node: str
     """Name of this node, unique at the daemon."""
     data_dir: Path

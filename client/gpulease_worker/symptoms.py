@@ -36,7 +36,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
     """What can be seen of this host, of the daemon on this data directory, and of the daemon that clients would use."""
     reading = read_nvml(deadline_s)
     path = data_dir / SOCKET_NAME
-    daemon_problem, daemon_remedy = _daemon_problem()
+    daemon_problem, daemon_remedy, stands_by_for = _daemon_problem()
     return Facts(
         kernel_driver=kernel_driver(KERNEL_DRIVER),
         library=library_version(_library_places()),
@@ -52,6 +52,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
         newest_s=_newest(data_dir),
         daemon_problem=daemon_problem,
         daemon_remedy=daemon_remedy,
+        stands_by_for=stands_by_for,
         data_dir=str(data_dir),
         free_bytes=shutil.disk_usage(data_dir).free if data_dir.is_dir() else None,
     )
@@ -110,14 +111,17 @@ def _binding() -> str | None:
     return None if found is None else found.origin or "a directory without __init__.py"
 
 
-def _daemon_problem() -> tuple[str | None, str]:
+def _daemon_problem() -> tuple[str | None, str, str | None]:
+    """Why it cannot grant, what to do, and for whom it stands by."""
     try:
         with Client(timeout_s=5.0) as client:
             client.ready()
     except GpuleaseError as error:
+        if "writer" in error.extra:
+            return None, "", str(error.extra["writer"])
         remedy = error.remedy if error.remedy != "Ask again." else "gpulease node list says which node, and why."
-        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL."
-    return None, ""
+        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL.", None
+    return None, "", None
 
 
 def _opens(path: Path) -> bool:

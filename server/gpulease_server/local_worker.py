@@ -18,10 +18,13 @@ STOP_S = 10.0
 
 
 async def keep_worker(
-    socket: Path, data_dir: Path, node: str, simulate: str | None, options: tuple[str, ...] = ()
+    addresses: tuple[str, ...], data_dir: Path, node: str, simulate: str | None, options: tuple[str, ...] = ()
 ) -> None:
-    """Run `gpulease worker` until cancelled; start it again when it ends. Jobs do not notice."""
-    command = [sys.executable, "-P", "-m", "gpulease.cli", "worker", "--url", f"unix://{socket}", "--node", node]
+    """Run `gpulease worker` until cancelled; start it again when it ends. Jobs do not notice.
+
+    It reports to the first of `addresses`, this daemon, and to the others while that one does not serve.
+    """
+    command = [sys.executable, "-P", "-m", "gpulease.cli", "worker", "--url", ",".join(addresses), "--node", node]
     command += ["--data-dir", str(data_dir), "--with-parent"]
     command += ["--simulate", simulate] if simulate is not None else []
     command += options

@@ -28,9 +28,11 @@ from .api.daemon import Daemon
 from .api.peer import PeerProtocol
 from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
 from .local_worker import keep_worker
-from .runtime.lock import OneDaemon, take, this_process, writer_lock
+from .runtime.lock import OneDaemon, WriterLock, take, this_process, writer_lock
 from .runtime.recorder import Recorder
 from .runtime.retention import Pruner
+from .runtime.standby import Standby
+from .runtime.standing import Standing
 from .runtime.tickets import Tickets
 from .runtime.writer import Writer
 from .store.database import database_file, shown, unusable, upgrade
@@ -77,6 +79,10 @@ class ServeSettings:
     """Have that worker end what users leave on a GPU after their lease."""
     manage_compute_mode: bool = False
     """Have that worker set EXCLUSIVE_PROCESS on a GPU for the time of a lease."""
+    standby: bool = False
+    """Stand by while another daemon is the writer of the database, and take over when it is gone."""
+    peers: tuple[str, ...] = ()
+    """Addresses of the other daemons on this database, to which that worker reports while this one does not serve."""
     max_bypass: int = 10
     """How often a waiting request may be passed before GPUs are held for it, see `core.bypass`."""
     max_bypass_s: float = 300.0
@@ -100,15 +106,30 @@ def serve(settings: ServeSettings) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(OneDaemon(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
         lock = stack.enter_context(contextlib.closing(writer_lock(url)))
-        take(lock)
+        holder = None
+        if settings.standby:
+            holder = _stand_by(lock, url)
+        else:
+            take(lock)
         tcp = stack.enter_context(listen_tcp(settings.host, settings.port))
         path = settings.socket or data_dir / "gpulease.sock"
         local = stack.enter_context(listen_unix(path))
         stack.callback(path.unlink, missing_ok=True)
         store = stack.enter_context(contextlib.closing(Store(url)))
-        lock.keep(store.term.check)
-        take_over(store, url)
-        return _run(settings, data_dir, store, tcp, local, path)
+        if holder is None:
+            lock.keep(store.term.check)
+            take_over(store, url)
+        return _Serving(settings, data_dir, url, store, lock).run(holder, tcp, local, path)
+
+
+def _stand_by(lock: WriterLock, url: str) -> str | None:
+    """Who has the lock; None if this daemon has now. Raises `CannotStart` where nobody can stand by."""
+    if database_file(url) is not None:
+        raise CannotStart(
+            "--standby needs PostgreSQL: SQLite's database is in the directory of one daemon.",
+            remedy="Give --database-url postgresql://..., see docs/databases.md.",
+        )
+    return lock.try_take()
 
 
 def take_over(store: Store, url: str) -> None:
@@ -120,6 +141,7 @@ def take_over(store: Store, url: str) -> None:
             file.chmod(0o600)  # it holds the environments of jobs
     upgrade(url)
     try:
+        store.term.evict()
         log.info("writes to %s in term %d", shown(url), store.term.take_over(this_process()))
     except SQLAlchemyError as error:
         raise unusable(url, error) from error
@@ -189,41 +211,108 @@ def _worker_options(settings: ServeSettings) -> tuple[str, ...]:
     return tuple(option for option, wanted in chosen.items() if wanted)
 
 
-def _run(
-    settings: ServeSettings, data_dir: Path, store: Store, tcp: socket.socket, local: socket.socket, path: Path
-) -> int:
-    node = node_name(settings.node)
-    policy = Policy(
-        desktop_names=DESKTOP_NAMES.union(settings.desktop_names),
-        monitor_names=MONITOR_NAMES.union(settings.monitor_names),
-        max_bypass=settings.max_bypass,
-        max_bypass_s=settings.max_bypass_s,
-        node_lifetime_s=settings.keep.age_s,
-    )
-    writer = Writer(store, policy)
-    recorder = Recorder(store, writer)
-    recorder.restore()
-    pruner = Pruner(store, writer, settings.keep)
-    host, local_node = socket.gethostname(), node if settings.worker else None
-    daemon = Daemon(writer=writer, store=store, tickets=Tickets(), recorder=recorder, host=host, local_node=local_node)
+class _Serving:
+    """What runs between the start of a daemon and its end."""
+
+    def __init__(self, settings: ServeSettings, data_dir: Path, url: str, store: Store, lock: WriterLock) -> None:
+        self.settings = settings
+        self.data_dir = data_dir
+        self.url = url
+        self.node = node_name(settings.node)
+        policy = Policy(
+            desktop_names=DESKTOP_NAMES.union(settings.desktop_names),
+            monitor_names=MONITOR_NAMES.union(settings.monitor_names),
+            max_bypass=settings.max_bypass,
+            max_bypass_s=settings.max_bypass_s,
+            node_lifetime_s=settings.keep.age_s,
+        )
+        self.writer = Writer(store, policy)
+        self.recorder = Recorder(store, self.writer)
+        self.pruner = Pruner(store, self.writer, settings.keep)
+        self.standing = Standing(lock)
+        self.standby = Standby(lock, store, self.writer, self.standing, self._take_over)
+        self.daemon = Daemon(
+            writer=self.writer,
+            store=store,
+            tickets=Tickets(),
+            recorder=self.recorder,
+            host=socket.gethostname(),
+            local_node=self.node if settings.worker else None,
+            standing=self.standing,
+        )
+
+    def run(self, holder: str | None, tcp: socket.socket, local: socket.socket, path: Path) -> int:
+        """Serve until told to end; stand by first, while `holder` has the lock."""
+        term = self.daemon.store.term
+        if holder is None:
+            self.recorder.restore()
+        else:
+            self.standby.begin(holder)
+        server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan)), self.daemon, local)
+        self.server, self.addresses = server, (f"unix://{path}", *self.settings.peers)
+        server.announce = f"gpulease listens on http://{self.settings.host}:{tcp.getsockname()[1]} and unix://{path}"
+        term.on_superseded = self._step_down
+        term.check()  # nobody was told of what happened before
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # uvicorn raises the signal again once it has shut down; by default that ends the process without clean-up.
+            signal.signal(number, lambda *_: None)
+        server.run(sockets=[tcp])
+        if server.failure is not None:
+            raise server.failure
+        return 0
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(part.run()) for part in (writer, recorder, pruner)]
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        settings = self.settings
+        parts = (self._write(), self.recorder.run(), self.pruner.run())
+        tasks = [asyncio.create_task(part) for part in parts]
         if settings.worker:
-            keeping = keep_worker(path, data_dir / "worker", node, settings.simulate, _worker_options(settings))
-            server.worker = asyncio.create_task(keeping)
-            tasks.append(server.worker)
+            place = self.data_dir / "worker"
+            keeping = keep_worker(self.addresses, place, self.node, settings.simulate, _worker_options(settings))
+            self.server.worker = asyncio.create_task(keeping)
+            tasks.append(self.server.worker)
         yield
         for task in reversed(tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await recorder.save(daemon.now().mono_s, everything=True)
-        writer.close()
+        await self.recorder.save(self.daemon.now().mono_s, everything=True)
+        self.writer.close()
 
-    config = uvicorn.Config(
-        create_app(daemon, lifespan),
+    async def _write(self) -> None:
+        """Be the writer, after standing by where that is to be done first."""
+        leaving = None
+        if self.standing.copy is not None:
+            try:
+                await self.standby.run()
+            except GpuleaseError as error:
+                self.server.end(error)
+                return
+            leaving = asyncio.create_task(self.standby.leave())
+        try:
+            await self.writer.run()
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+
+    def _take_over(self) -> None:
+        take_over(self.daemon.store, self.url)
+        self.recorder.restore()
+
+    def _step_down(self) -> None:
+        """End, because another daemon is the writer now. From any thread."""
+        self.standing.superseded = True
+        self.server.end(
+            Superseded(
+                "Another daemon has taken over the database, so this one has ended. Nothing that it answered is lost.",
+                remedy="Use the other one; this one can be started again with --standby, or when that has ended.",
+            )
+        )
+
+
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
         http=PeerProtocol,
         loop="uvloop",
         ws="none",
@@ -236,20 +325,6 @@ def _run(
         timeout_keep_alive=75,
         backlog=2048,
     )
-    server = TwoSocketServer(config, daemon, local)
-    server.announce = f"gpulease listens on http://{settings.host}:{tcp.getsockname()[1]} and unix://{path}"
-    store.term.on_superseded = server.step_down
-    store.term.check()  # nobody was told of what happened before
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises the signal again once it has shut down; by default that would end the process without clean-up.
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[tcp])
-    if server.superseded:
-        raise Superseded(
-            "Another daemon has taken over the database, so this one has ended. Nothing that it answered is lost.",
-            remedy="Use the other one; this one can be started again when that has ended.",
-        )
-    return 0
 
 
 class TwoSocketServer(uvicorn.Server):
@@ -261,11 +336,11 @@ class TwoSocketServer(uvicorn.Server):
         self.local = local
         self.announce = ""
         self.worker: asyncio.Task[None] | None = None
-        self.superseded = False
+        self.failure: GpuleaseError | None = None
 
-    def step_down(self) -> None:
-        """End, because another daemon writes to the database now. From any thread."""
-        self.superseded = self.should_exit = True
+    def end(self, failure: GpuleaseError) -> None:
+        """End because of a failure. From any thread."""
+        self.failure, self.should_exit = failure, True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on both."""

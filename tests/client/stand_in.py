@@ -55,6 +55,8 @@ class StandIn:
         self.seen_at_s: list[float] = []
         self.retry_after: str | None = None
         """Sent with each 503."""
+        self.as_of: str | None = None
+        """What a standby says of its copy."""
         self.fault: Callable[[str], str | None] = lambda line: None
         self.changed = threading.Condition()
         self.gpus: list[Gpu] = []
@@ -241,6 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(text)))
         if status == 503 and self.daemon.retry_after is not None:
             self.send_header("Retry-After", self.daemon.retry_after)
+        if self.daemon.as_of is not None:
+            self.send_header("Gpulease-As-Of", self.daemon.as_of)
         self.end_headers()
         self.wfile.write(text)
 

@@ -15,6 +15,7 @@ import pytest
 from gpulease import AsyncClient, Client, DaemonUnavailable, InvalidRequest, LeaseRequest, Unavailable, calls
 from gpulease.addresses import candidates
 from gpulease.calls import Call
+from gpulease.errors import NotFound, NotNow
 
 from .stand_in import StandIn
 
@@ -186,10 +187,46 @@ def test_one_that_hangs_leaves_time_for_the_next(gpus: Ask, daemon: StandIn, oth
     assert len(other.seen) == 1
 
 
+def test_one_that_says_nothing_in_time_is_left_alone_while_another_answers(
+    gpus: Ask, daemon: StandIn, other: StandIn
+) -> None:
+    """As a daemon that is stopped, while the standby takes over."""
+    daemon.fault = lambda line: "hang"
+    other.fault = lambda line: "503" if len(other.seen) < 4 else None
+    assert gpus([daemon.url, other.url], timeout_s=0.5) == ()
+    assert (len(daemon.seen), len(other.seen)) == (1, 4)
+
+
+def test_a_copy_is_returned_where_no_other_address_answers(daemon: StandIn, other: StandIn) -> None:
+    daemon.as_of = "2026-01-01T00:00:00.000Z"
+    with Client([daemon.url, other.url]) as client:
+        client.gpus()
+        assert (len(daemon.seen), len(other.seen), client.as_of) == (1, 1, None)
+        other.stop()
+        client.gpus()
+        assert client.as_of == daemon.as_of
+        with pytest.raises(NotFound):
+            client.lease_by_id("nobody's")
+    with Client(daemon.url) as client:
+        client.gpus()
+        assert client.as_of == daemon.as_of
+
+
+def test_long_polls_are_short_where_another_daemon_may_take_over(daemon: StandIn, other: StandIn) -> None:
+    daemon.free = False
+    with Client([daemon.url, other.url]) as client, pytest.raises(NotNow):
+        client.lease(count=1, wait_s=5.0)
+    held = [float(line.partition("wait_s=")[2].partition("&")[0]) for line in daemon.seen if "wait_while" in line]
+    assert held
+    assert max(held) <= 2.0
+
+
 def test_when_all_are_standbys_the_answer_names_them(gpus: Ask, daemon: StandIn, other: StandIn) -> None:
     daemon.fault = other.fault = lambda line: "503"
-    with pytest.raises(Unavailable, match=f"{daemon.url}.*{other.url}"):
+    with pytest.raises(Unavailable) as raised:
         gpus([daemon.url, other.url])
+    assert daemon.url in raised.value.detail
+    assert other.url in raised.value.detail
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -87,6 +87,30 @@ def test_a_successor_waits_for_a_transaction_under_way_and_reads_what_it_wrote(p
     second.close()
 
 
+def test_a_successor_is_not_kept_out_by_one_that_was_stopped_while_it_sent_a_statement(postgres_url: str) -> None:
+    """The server waits for the rest of the message, and none of its time-outs counts meanwhile."""
+    stopped = psycopg.connect(postgres_url, autocommit=True)
+    successor = Store(postgres_url)
+    try:
+        wire = stopped.pgconn
+        wire.enter_pipeline_mode()
+        wire.send_query_params(b"BEGIN", None)
+        wire.send_query_params(b"UPDATE writer SET term = term", None)
+        wire.send_flush_request()
+        wire.flush()
+        with successor.engine.connect() as connection:
+            has_it = text("SELECT count(*) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax")
+            eventually(lambda: connection.execute(has_it).scalar_one() == 1, WITHIN_S)
+        with pytest.raises(OperationalError, match="lock timeout"):
+            successor.term.take_over("too polite")
+        successor.term.evict()
+        assert successor.term.take_over("second") == 1
+        successor.term.evict()  # there is nobody
+    finally:
+        successor.close()
+        stopped.close()
+
+
 def waits_for_a_lock(store: Store) -> bool:
     with store.engine.connect() as connection:
         return bool(connection.execute(text("SELECT count(*) FROM pg_locks WHERE NOT granted")).scalar())

@@ -41,7 +41,7 @@ GPU = plausible(2, "n")[0].uuid
 RUN = (
     "import sys; from pathlib import Path; from gpulease_worker.main import run; "
     "from gpulease_worker.settings import WorkerSettings as W; "
-    "sys.exit(run(W(url=sys.argv[1], node='n', data_dir=Path(sys.argv[2]), simulate='2', "
+    "sys.exit(run(W(urls=(sys.argv[1],), node='n', data_dir=Path(sys.argv[2]), simulate='2', "
     "with_parent=sys.argv[3] == 'with', poll_s=float(sys.argv[4]))))"
 )
 

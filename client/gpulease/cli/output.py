@@ -52,6 +52,16 @@ def text(table: str) -> None:
     Console(highlight=False, soft_wrap=True).print(coloured, end="")
 
 
+def copied(as_of: str | None) -> None:
+    """Say on stderr that what was shown may be out of date, if it may: it was true at `as_of`."""
+    if as_of is not None:
+        print(
+            f"gpulease: this is a copy as of {as_of}, without readings of the GPUs: the daemon stands by, or"
+            " cannot reach its database. Do: gpulease doctor",
+            file=sys.stderr,
+        )
+
+
 def complain(what: str, why: str, remedy: str) -> None:
     """Print an error: one line each of what, why and what to do."""
     lines = (f"gpulease: {what}", f"  why: {why}", f"  do:  {remedy}")

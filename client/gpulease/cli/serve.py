@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpulease.addresses import DEFAULT_URL, default_data_dir
+from gpulease.addresses import DEFAULT_URL, candidates, default_data_dir
 from gpulease.cli import output
 
 if TYPE_CHECKING:
@@ -68,6 +68,23 @@ ManageComputeMode = Annotated[
 ]
 
 
+Standby = Annotated[
+    bool,
+    typer.Option(
+        "--standby",
+        envvar="GPULEASE_STANDBY",
+        help="Stand by while another daemon writes to the database, and take over when it is gone; PostgreSQL only.",
+    ),
+]
+Peer = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        envvar="GPULEASE_PEERS",
+        help="Another daemon on the same database, for this host's worker to report to while this one does not serve; "
+        "repeatable.",
+    ),
+]
 MaxBypass = Annotated[
     int,
     typer.Option(
@@ -129,6 +146,8 @@ def serve(
     ] = None,
     kill_leftovers: KillLeftovers = False,
     manage_compute_mode: ManageComputeMode = False,
+    standby: Standby = False,
+    peer: Peer = None,
     max_bypass: MaxBypass = 10,
     max_bypass_s: MaxBypassSeconds = 300.0,
     keep_days: KeepDays = 90.0,
@@ -154,6 +173,8 @@ def serve(
             monitor_names=tuple(monitor_name or ()),
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,
+            standby=standby,
+            peers=tuple(address.url for address in candidates(peer)) if peer else (),
             max_bypass=max_bypass,
             max_bypass_s=max_bypass_s,
             keep=Keep(age_s=keep_days * 24 * 3600.0, ended=keep_ended, events=keep_events),
@@ -162,7 +183,10 @@ def serve(
 
 
 def worker(
-    url: Annotated[str, typer.Option(help="Where the daemon listens.")] = DEFAULT_URL,
+    url: Annotated[
+        str,
+        typer.Option(envvar="GPULEASE_URL", help="Where the daemon listens; several of one service with commas."),
+    ] = DEFAULT_URL,
     node: NodeName = None,
     data_dir: WorkerDir = None,
     simulate: Simulate = None,
@@ -188,7 +212,7 @@ def worker(
         from gpulease_worker.source import Pace  # noqa: PLC0415
     return run(
         WorkerSettings(
-            url=url,
+            urls=tuple(address.url for address in candidates(url)),
             node=node or node_name(),
             data_dir=data_dir or default_data_dir() / "worker",
             simulate=simulate,

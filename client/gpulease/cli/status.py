@@ -34,9 +34,11 @@ def status(
     with Client() as client:
         if json:
             output.nouns(client.gpus())
+            output.copied(client.as_of)
             return
         if not watch:
             output.text(_table(client))
+            output.copied(client.as_of)
             return
         try:
             while True:
@@ -44,6 +46,7 @@ def status(
                 sys.stdout.write(CLEAR if sys.stdout.isatty() else "")
                 output.text(table)
                 sys.stdout.flush()
+                output.copied(client.as_of)
                 time.sleep(LOOK_S)
         except KeyboardInterrupt:
             return

@@ -18,6 +18,7 @@ from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
 from . import administration, gpus, jobs, leases, logs, metrics, reference, service
+from .current import OnlyCurrent
 from .daemon import Daemon
 from .problems import PROBLEM_SCHEMA, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
@@ -40,6 +41,7 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     for part in (gpus, administration, leases, jobs, logs, metrics, service, reference):
         app.include_router(part.router, dependencies=[Depends(only_known_parameters)])
     install(app)
+    app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
     _complete_openapi(app)
     return app

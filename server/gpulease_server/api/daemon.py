@@ -12,6 +12,7 @@ from ..core.ledger import Instant, Ledger
 from ..core.turn import Policy
 from ..runtime import clock
 from ..runtime.recorder import Recorder
+from ..runtime.standing import Standing
 from ..runtime.tickets import Tickets
 from ..runtime.writer import Writer
 from ..store.store import Store
@@ -30,6 +31,8 @@ class Daemon:
     """Name of this host."""
     local_node: str | None = None
     """Node of the worker that the daemon supervises; `/readyz` waits for its first report."""
+    standing: Standing = field(default_factory=Standing)
+    """Whether it is the writer of its database, and whether it may say so."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the daemon begins to shut down; every long poll ends then."""
 

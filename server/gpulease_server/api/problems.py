@@ -36,7 +36,8 @@ def problem_response(error: GpuleaseError, headers: dict[str, str] | None = None
     body = {key: to_json(value) if is_dataclass(value) else value for key, value in error.problem().items()}
     headers = dict(headers or {})
     if error.status in (429, 503):
-        headers.setdefault("Retry-After", "1")
+        wanted_s = error.retry_after_s if isinstance(error, Unavailable) else None
+        headers.setdefault("Retry-After", "1" if wanted_s is None else f"{wanted_s:.0f}")
     return Response(json.dumps(body), error.status, headers, MEDIA_TYPE)
 
 
@@ -130,6 +131,7 @@ PROBLEM_SCHEMA: dict[str, Any] = {
             "description": "With `unavailable`: what was asked may have been recorded. Without it, nothing was done.",
         },
         "pruned_seq": {"type": "integer", "description": "With `events_pruned`: the last `seq` that is gone."},
+        "writer": {"type": "string", "description": "With `unavailable`: this daemon stands by for that one."},
         "explanation": {"$ref": "#/components/schemas/Explanation", "description": "Why there are no GPUs."},
     },
 }

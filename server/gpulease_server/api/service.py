@@ -51,7 +51,9 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", tags=["service"], responses=documented("unavailable"))
 async def readyz(daemon: TheDaemon) -> Any:
     """The daemon can grant: its ledger is read, and its own host's worker has reported."""
-    problem = daemon.writer.problem
+    problem, copy = daemon.writer.problem, daemon.standing.copy
+    if copy is not None:
+        raise Unavailable(f"Not ready: {problem}", remedy="Ask that one.", extra={"writer": copy.writer})
     if problem is None and daemon.local_node is not None:
         problem = node_problem(daemon.ledger, daemon.local_node, daemon.now(), daemon.policy)
     if problem is not None:
@@ -71,4 +73,5 @@ async def front_page(daemon: TheDaemon) -> str:
     ]
     jobs = [record.job for record in ledger.live_jobs.values()]
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
-    return render(gpus, leases, jobs, now.at, nodes)
+    copy = daemon.standing.copy
+    return (f"{daemon.writer.problem}\n\n" if copy else "") + render(gpus, leases, jobs, now.at, nodes)

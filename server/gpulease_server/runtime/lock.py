@@ -33,6 +33,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gpulease.errors import GpuleaseError
 
 from ..store.database import connect, database_file, shown, unusable
+from . import clock
 
 log = logging.getLogger("gpulease.lock")
 
@@ -41,6 +42,7 @@ PING_S = 0.5
 SESSION_S = 3.0
 """How long PostgreSQL waits for one before it ends the session, and so the longest a holder that is stopped is waited
 for; a daemon under load is later than `PING_S`, but not by so much."""
+NEVER_S = float("-inf")
 KEY = 0x67707565_61736500
 """Of the advisory lock; within one database, so that each has its own."""
 
@@ -101,6 +103,10 @@ class OneDaemon:
     def keep(self, check: Callable[[], None]) -> None:
         """It cannot be lost: nothing to do."""
 
+    def confirmed(self) -> bool:
+        """True while it is held."""
+        return self._file is not None
+
     def close(self) -> None:
         """Let go of it."""
         if self._file is not None:
@@ -134,6 +140,9 @@ class WriterLock(Protocol):
     def keep(self, check: Callable[[], None]) -> None:
         """From now on, hold on to it; `check` is called, in another thread, whenever it may have been somebody else's
         for a while."""
+
+    def confirmed(self) -> bool:
+        """True while nobody else can have it: what was read from memory is then not out of date."""
 
     def close(self) -> None:
         """Let go of it."""
@@ -174,11 +183,16 @@ class AdvisoryLock:
         self._session: Connection | None = None
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._until_s = NEVER_S
 
     def try_take(self) -> str | None:
         """Take it: None when it was taken, else who has it. Raises `DatabaseUnusable`."""
+        begun_s = clock.now().mono_s
         try:
-            return self._try_take()
+            holder = self._try_take()
+            if holder is None:
+                self._until_s = begun_s + SESSION_S
+            return holder
         except SQLAlchemyError as error:
             self._drop()
             raise unusable(self._url, error) from error
@@ -203,25 +217,36 @@ class AdvisoryLock:
         self._thread = threading.Thread(target=self._keep, args=(check,), name="lock", daemon=True)
         self._thread.start()
 
+    def confirmed(self) -> bool:
+        """True while the server cannot have ended the session of a holder from which it heard: `SESSION_S` from the
+        moment at which the last sign of life was begun. A server that restarts, or an administrator, may end it
+        earlier; then this is wrong until the next sign of life, `PING_S` at most."""
+        return clock.now().mono_s < self._until_s
+
     def _keep(self, check: Callable[[], None]) -> None:
-        held = True
-        while not self._closing.wait(PING_S):
+        held, pause_s = True, PING_S
+        while not self._closing.wait(pause_s):
+            pause_s, begun_s = PING_S, clock.now().mono_s
             try:
                 if held and self._session is not None:
                     self._session.execute(text("SELECT 1"))
+                    self._until_s = begun_s + SESSION_S
                     continue
                 check()
                 held = self._try_take() is None
                 if held:
                     check()
+                    self._until_s = begun_s + SESSION_S
                     log.warning("the lock on %s is held again", self.what)
             except SQLAlchemyError as error:
                 if held:
                     log.warning("the lock on %s was lost: %s; taking it again", self.what, unusable(self._url, error))
-                held = False
+                    pause_s = 0.0  # who took it is to be known soon: readers wait for that
+                held, self._until_s = False, NEVER_S
                 self._drop()
             except GpuleaseError as error:  # superseded: whoever is told of it ends this daemon
                 log.error("%s", error.detail)
+                self._until_s = NEVER_S
                 self._drop()
                 return
 

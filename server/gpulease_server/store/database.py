@@ -36,6 +36,10 @@ class DatabaseUnusable(GpuleaseError):
     code, title = "database_unusable", "Database unusable"
 
 
+class SchemaNewer(DatabaseUnusable):
+    """A newer version of gpulease wrote this database."""
+
+
 def parsed(url: str) -> URL:
     """The URL of a database that can be used. Raises `DatabaseUnusable`, without telling a password."""
     try:
@@ -153,7 +157,7 @@ def _refuse_newer(script: ScriptDirectory, current: str | None) -> None:
     try:
         script.get_revision(current)
     except CommandError as error:
-        raise DatabaseUnusable(
+        raise SchemaNewer(
             f"The database has schema {current}, which this version of gpulease does not know.",
             remedy="Start the newer version that wrote it, or restore a backup.",
         ) from error

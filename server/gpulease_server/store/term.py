@@ -12,18 +12,24 @@ reads again: that waits for a transaction under way, and leaves one that is stil
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import Connection, Engine, func, select, update
+from sqlalchemy import Connection, Engine, func, select, text, update
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gpulease.errors import Unavailable
 
 from . import tables
-from .dialects import why
+from .dialects import POSTGRESQL, why
+
+log = logging.getLogger("gpulease.store")
 
 _ROW = tables.writer.c.id == 1
+_EVICT = text(  # xmax is the transaction that has the row locked
+    "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax WHERE w.id = 1"
+)
 
 
 class StoreFailed(Unavailable):
@@ -68,6 +74,20 @@ class Term:
         self.number = self._first = term
         self._doubtful = False
         return term
+
+    def evict(self) -> None:
+        """End the session in which a former writer has a transaction open, so that `take_over` does not wait for it.
+
+        For whoever has the lock. A writer that was stopped in the middle of sending a statement keeps its row locks for
+        as long as it is stopped: none of the server's time-outs counts while it waits for the rest of a message.
+        Raises SQLAlchemyError.
+        """
+        if self._engine.dialect.name != POSTGRESQL:
+            return
+        with self._engine.begin() as connection:
+            ended = connection.execute(_EVICT).all()
+        if ended:
+            log.warning("ended %d sessions of the former writer, with a transaction open", len(ended))
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:

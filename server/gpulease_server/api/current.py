@@ -1,0 +1,101 @@
+"""Answers that may be out of date: refused, or marked as such.
+
+- A daemon that stands by answers what only reads, from its copy. `Gpulease-Standby` names the writer, and
+  `Gpulease-As-Of` says when the copy was read. It refuses all else with 503 `unavailable`, by which clients know to ask
+  the next address; so also a long poll, because waiting keeps a request in the queue alive, and only at the writer.
+- A writer answers when its lock is confirmed *after* the answer was made, because it may have been stopped at any
+  instant. Where it cannot be, it answers what only reads with `Gpulease-As-Of`; where somebody else took over, nothing.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from urllib.parse import parse_qs
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gpulease.errors import Unavailable
+
+from ..runtime.standing import Copy, Standing, Verdict
+from .problems import problem_response
+
+AS_OF, STANDBY = "Gpulease-As-Of", "Gpulease-Standby"
+OWN_PATHS = frozenset({"/healthz", "/readyz", "/metrics", "/openapi.json", "/docs"})
+"""What a daemon says of itself."""
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+class OnlyCurrent:
+    """Lets nobody take what may be out of date for what is."""
+
+    def __init__(self, app: ASGIApp, standing: Standing) -> None:
+        self.app = app
+        self.standing = standing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] != "http" or scope["path"] in OWN_PATHS:
+            await self.app(scope, receive, send)
+        elif (copy := self.standing.copy) is not None:
+            await self._from_copy(copy, scope, receive, send)
+        else:
+            await self._from_writer(scope, receive, send)
+
+    async def _from_copy(self, copy: Copy, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in READING or _waits(scope) or copy.as_of is None:
+            detail = f"This daemon stands by and only answers what is read; the writer is {copy.writer}."
+            remedy = "Ask that one, or give your client the addresses of both."
+            error = Unavailable(detail, remedy=remedy, extra={"writer": copy.writer})
+            error.retry_after_s = 0.0
+            await problem_response(error, {STANDBY: copy.writer})(scope, receive, send)
+            return
+        as_of = copy.as_of
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _mark(message, as_of)
+                MutableHeaders(scope=message)[STANDBY] = copy.writer
+            await send(message)
+
+        await self.app(scope, receive, marked)
+
+    async def _from_writer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused = False
+
+        async def judged(message: Message) -> None:
+            nonlocal refused
+            if refused:
+                return
+            begins = message["type"] == "http.response.start" and message["status"] < 500
+            if begins and self.standing.verdict() is not Verdict.CURRENT:
+                as_of = self.standing.confirmed_at
+                verdict = await self.standing.settled()
+                reads = scope["method"] in READING
+                if verdict is Verdict.SUPERSEDED or (verdict is Verdict.DOUBTFUL and not reads):
+                    refused = True
+                    await problem_response(_refusal(verdict, reads))(scope, receive, send)
+                    return
+                if verdict is Verdict.DOUBTFUL:
+                    _mark(message, as_of)
+            await send(message)
+
+        await self.app(scope, receive, judged)
+
+
+def _refusal(verdict: Verdict, reads: bool) -> Unavailable:
+    taken = verdict is Verdict.SUPERSEDED
+    detail = "Another daemon has taken over." if taken else "It is not known whether another daemon has taken over."
+    error = Unavailable(detail, remedy="Ask again, there or here.", extra={} if reads else {"outcome": "unknown"})
+    error.retry_after_s = 0.0
+    return error
+
+
+def _mark(message: Message, as_of: datetime) -> None:
+    MutableHeaders(scope=message)[AS_OF] = as_of.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _waits(scope: Scope) -> bool:
+    """True for a long poll."""
+    wanted = parse_qs(scope["query_string"].decode("latin-1")).get("wait_s", ["0"])
+    return bool(wanted[-1].strip("0."))
