@@ -195,5 +195,5 @@ def check(log: list[dict[str, Any]], load: Load) -> None:
         assert (granted[lease_id]["token"], tuple(granted[lease_id]["gpus"])) == (token, gpus)
     lost = [event for event in log if event["kind"] == "lease.lost"]
     assert not lost, lost
-    starts = [event for event in log if event["kind"] == "job.started"]
-    assert len(starts) <= 1, "the job was started again"
+    starts = [event for event in log if event["kind"] == "job.starting"]
+    assert len(starts) == 1, "the job was started again"

@@ -32,7 +32,7 @@ TWICE = {"cordon_gpu": {"cordoned": False}}
 
 def endpoints() -> set[str]:
     """`METHOD /path` of every operation in the application's OpenAPI document."""
-    document = create_app(SimpleNamespace()).openapi()  # type: ignore[arg-type]
+    document = create_app(SimpleNamespace(standing=None)).openapi()  # type: ignore[arg-type]
     return {f"{verb.upper()} {path}" for path, verbs in document["paths"].items() for verb in verbs} - WORKERS_OWN
 
 
