@@ -24,6 +24,7 @@ from gpulease_server.core.ledger import Change, Ledger
 from gpulease_server.core.turn import Policy
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.recorder import Recorder
+from gpulease_server.runtime.standing import Standing
 from gpulease_server.runtime.tickets import Tickets
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
@@ -138,7 +139,7 @@ class World:
         self.network = Network(self)
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in (("a", 4), ("b", 2))}
         self.clients = [PlayedClient(self, f"c{number}") for number in range(clients)]
-        self.app: FastAPI = create_app(None)  # type: ignore[arg-type]
+        self.app: FastAPI = create_app(SimpleNamespace(standing=Standing()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._ids = itertools.count(1)
