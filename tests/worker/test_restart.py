@@ -35,11 +35,19 @@ records.write = write
 """A supervisor that holds the lock and has not yet written its record: a slow disk, a loaded machine."""
 
 
-def started_here() -> set[processes.Identity]:
-    """What is below this process, but for a daemon that it started for other tests."""
-    found = processes.descendants(os.getpid())
-    daemons = {one for one in found if "gpulease.cli" in (processes.command_of(one.pid) or "")}
-    return found - daemons - {one for daemon in daemons for one in processes.descendants(daemon.pid)}
+@pytest.fixture
+def started_here() -> Callable[[], set[processes.Identity]]:
+    """What the test has started: not the daemons and servers that are there for other tests, nor what those start."""
+    before = processes.descendants(os.getpid())
+
+    def others() -> set[processes.Identity]:
+        return before | {below for one in before for below in processes.descendants(one.pid)}
+
+    def since() -> set[processes.Identity]:
+        earlier = others()
+        return processes.descendants(os.getpid()) - earlier - others()
+
+    return since
 
 
 def noting(note: Path, *, ignore: str = "") -> JobOrder:
@@ -105,7 +113,7 @@ def test_a_supervisor_that_has_the_lock_and_no_record_yet_keeps_its_job(tmp_path
     play(tmp_path, story)
 
 
-def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path) -> None:
+def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path, started_here) -> None:
     note = tmp_path / "starts"
     job = noting(note)
 
@@ -129,7 +137,7 @@ def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_a_job_that_started_while_no_worker_looked_is_not_killed(tmp_path: Path) -> None:
+def test_a_job_that_started_while_no_worker_looked_is_not_killed(tmp_path: Path, started_here) -> None:
     note = tmp_path / "starts"
     job = noting(note)
 
@@ -215,7 +223,9 @@ def test_an_end_that_is_not_on_disk_keeps_a_late_supervisor_from_launching_too(
     play(tmp_path, story)
 
 
-def test_a_supervisor_that_cannot_be_watched_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_supervisor_that_cannot_be_watched_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started_here
+) -> None:
     note = tmp_path / "starts"
     job = noting(note)
 
