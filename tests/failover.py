@@ -25,9 +25,13 @@ WITHIN_S = 90.0
 class Pair:
     """A writer and a standby; `swap` tells them apart after a takeover."""
 
-    def __init__(self, directory: Path, url: str) -> None:
-        environment = {"GPULEASE_DATABASE_URL": url, "GPULEASE_STANDBY": "1"}
-        self.daemons = [DaemonProcess(directory / name, "--no-worker", environment=environment) for name in "ab"]
+    def __init__(self, directory: Path, *urls: str) -> None:
+        self.daemons = [
+            DaemonProcess(
+                directory / name, "--no-worker", environment={"GPULEASE_DATABASE_URL": url, "GPULEASE_STANDBY": "1"}
+            )
+            for name, url in zip("ab", urls, strict=True)
+        ]
         self.worker: subprocess.Popen[bytes] | None = None
         self._directory = directory
 
@@ -71,9 +75,9 @@ class Pair:
 
 
 @contextmanager
-def pair(directory: Path, url: str) -> Iterator[Pair]:
-    """Both started, with a worker whose GPUs can be granted."""
-    made = Pair(directory, url)
+def pair(directory: Path, url: str, *, first: str | None = None) -> Iterator[Pair]:
+    """Both started, with a worker whose GPUs can be granted. `first` is the first writer's URL, where that differs."""
+    made = Pair(directory, first or url, url)
     try:
         made.writer.start()
         made.standby.start(ready=False)

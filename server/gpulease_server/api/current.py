@@ -87,7 +87,8 @@ def _refusal(verdict: Verdict, reads: bool) -> Unavailable:
     taken = verdict is Verdict.SUPERSEDED
     detail = "Another daemon has taken over." if taken else "It is not known whether another daemon has taken over."
     error = Unavailable(detail, remedy="Ask again, there or here.", extra={} if reads else {"outcome": "unknown"})
-    error.retry_after_s = 0.0
+    if taken:
+        error.retry_after_s = 0.0  # somebody else serves; else who knows one address would ask in a loop
     return error
 
 

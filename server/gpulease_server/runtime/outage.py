@@ -8,6 +8,8 @@ from dataclasses import fields, replace
 from datetime import datetime
 from typing import Any
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from gpulease.errors import GpuleaseError
 from gpulease.model import Event, LeaseState, Liveness
 
@@ -15,6 +17,7 @@ from ..core.decide import decide
 from ..core.happenings import LeaseRenewed
 from ..core.ledger import Change, Deadline, Instant, LeaseRecord, Ledger
 from ..core.turn import Answer, Policy, Turn
+from ..store.dialects import why
 from ..store.store import StoreFailed
 from . import clock
 
@@ -93,11 +96,12 @@ class Outage:
         return changes
 
     def say(self, error: Exception) -> None:
-        """Keep why it goes on, and log it when that is news."""
-        self.reason = error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be read: {error}"
+        """Keep why it goes on, and log it when that is news; with its traceback where the fault is in this program."""
+        self.reason = error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be read: {why(error)}"
         if self.reason != self._said:
             self._said = self.reason
-            log.error("still nothing can be recorded: %s", self.reason)
+            ours = not isinstance(error, (StoreFailed, SQLAlchemyError, OSError))
+            log.error("still nothing can be recorded: %s", self.reason, exc_info=error if ours else None)
 
     def over(self) -> None:
         """Log that it is over."""
