@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak wheel clean cc faketime
+.PHONY: help setup demo test check bench soak wheel clean packages
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for and given back
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) cc faketime ## run all tests
+test: $(STAMP) packages ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak' $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types, import rule, migration drift
@@ -41,10 +41,10 @@ check: $(STAMP) ## lint, format, types, import rule, migration drift
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 0 tests/store -k drift
 
-bench: $(STAMP) cc ## measure; results and what they are compared with are in bench/README.md
+bench: $(STAMP) packages ## measure; results and what they are compared with are in bench/README.md
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
-soak: $(STAMP) cc faketime ## the long rounds that try to break the promises
+soak: $(STAMP) packages ## the long rounds that try to break the promises
 	$(BIN)/python -m pytest -n 2 -m soak --timeout 3600 $(PYTEST_ARGS)
 
 wheel: $(STAMP) ## build dist/*.whl
@@ -53,20 +53,5 @@ wheel: $(STAMP) ## build dist/*.whl
 clean: ## remove .venv and everything built or cached
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# Tests build stand-ins for the NVML and CUDA libraries, and deepspeed one of its own parts: in C and in C++.
-cc:
-	@{ command -v cc && command -v c++; } >/dev/null || { \
-		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			apt-get update -qq && apt-get install -y -qq gcc g++ libc6-dev >/dev/null; \
-		else \
-			echo "No C and C++ compiler: tests against stand-ins, and of deepspeed, will fail. Install gcc and g++." >&2; \
-		fi; }
-
-# Tests let the wall clock of a real daemon jump.
-faketime:
-	@ls /usr/lib/*/faketime/libfaketimeMT.so.1 >/dev/null 2>&1 || { \
-		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			apt-get update -qq && apt-get install -y -qq faketime >/dev/null; \
-		else \
-			echo "No libfaketime: tests of clock jumps will fail. Install the package faketime." >&2; \
-		fi; }
+packages:
+	@bash tests/packages.sh

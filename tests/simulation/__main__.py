@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from .mutations import MUTATIONS, mutated
@@ -14,10 +16,17 @@ from .world import Outcome, World
 RAM = Path("/dev/shm")
 
 
-def simulate(seed: int, steps: int = 10_000) -> Outcome:
-    """One run, on a database in memory where there is a place for it: what a power cut leaves is not played here."""
+@contextlib.contextmanager
+def fresh_sqlite() -> Iterator[str]:
+    """The URL of an empty database, in memory where that can be: what a power cut leaves is not played here."""
     with tempfile.TemporaryDirectory(dir=RAM if RAM.is_dir() else None) as directory:
-        return World(seed, steps, Path(directory)).run()
+        yield f"sqlite:///{Path(directory) / 'ledger.db'}"
+
+
+def simulate(seed: int, steps: int = 10_000, url: str | None = None) -> Outcome:
+    """One run, on this empty database or on one of its own."""
+    with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
+        return World(seed, steps, place).run()
 
 
 def main() -> int:

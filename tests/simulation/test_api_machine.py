@@ -7,16 +7,26 @@ order of the calls is what is searched, and a failing one is made short.
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 
-from .__main__ import RAM
+from tests.databases import PostgresServer
+
+from .__main__ import fresh_sqlite
 from .checker import check
 from .world import World
 
@@ -28,12 +38,12 @@ class ApiMachine(RuleBasedStateMachine):
     """Two nodes of four and two GPUs. The model: what the last answer about each lease was."""
 
     held = Bundle("held")
+    fresh_database = staticmethod(fresh_sqlite)
 
     def __init__(self) -> None:
         super().__init__()
         self._stack = contextlib.ExitStack()
-        directory = self._stack.enter_context(tempfile.TemporaryDirectory(dir=RAM if RAM.is_dir() else None))
-        self.world = World(0, 10**9, Path(directory), clients=0)
+        self.world = World(0, 10**9, self._stack.enter_context(self.fresh_database()), clients=0)
         self.world.calm = True
         self._stack.callback(self.world.loop.close)
         self._stack.enter_context(self.world.in_place())
@@ -172,13 +182,44 @@ class ApiMachine(RuleBasedStateMachine):
         assert not {lease["id"] for lease in page["items"]} & self.over.keys(), "what was released is held again"
 
 
-class TestApiMachine(ApiMachine.TestCase):  # type: ignore[misc, valid-type, name-defined]
-    settings = settings(max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+class ApiMachineOnPostgresql(ApiMachine):
+    """The same with a database of its own on a PostgreSQL server."""
+
+
+@pytest.fixture
+def on_postgresql(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the machine databases of this server."""
+
+    @contextlib.contextmanager
+    def fresh() -> Iterator[str]:
+        url = postgres.database()
+        yield url
+        postgres.drop(url)
+
+    monkeypatch.setattr(ApiMachineOnPostgresql, "fresh_database", staticmethod(fresh))
+
+
+QUICK = settings(max_examples=10, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(QUICK, max_examples=500, stateful_step_count=60)
+
+
+def test_the_api_keeps_its_promises() -> None:
+    run_state_machine_as_test(ApiMachine, settings=QUICK)
+
+
+@pytest.mark.usefixtures("on_postgresql")
+def test_the_api_keeps_its_promises_on_postgresql() -> None:
+    run_state_machine_as_test(ApiMachineOnPostgresql, settings=settings(QUICK, max_examples=5))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3000)
-class TestApiMachineForLong(ApiMachine.TestCase):  # type: ignore[misc, valid-type, name-defined]
-    settings = settings(
-        max_examples=500, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+def test_the_api_keeps_its_promises_for_long() -> None:
+    run_state_machine_as_test(ApiMachine, settings=LONG)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.usefixtures("on_postgresql")
+def test_the_api_keeps_its_promises_for_long_on_postgresql() -> None:
+    run_state_machine_as_test(ApiMachineOnPostgresql, settings=settings(LONG, max_examples=100))

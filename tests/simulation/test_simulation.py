@@ -23,6 +23,13 @@ def test_every_promise_is_kept(seed: int) -> None:
     assert kinds >= {"lease.granted", "lease.queued", "lease.ended", "gpu.clean", "node.ready", "node.unknown"}
 
 
+def test_every_promise_is_kept_on_postgresql(postgres_url: str) -> None:
+    outcome = simulate(4, steps=2500, url=postgres_url)
+
+    assert outcome.complaints == []
+    assert {part for part, least in ENOUGH.items() if outcome.count(part) < least} == set()
+
+
 def test_the_same_seed_gives_the_same_run() -> None:
     first, second = simulate(7, steps=600), simulate(7, steps=600)
 
@@ -51,3 +58,10 @@ def test_every_promise_is_kept_for_long(seed: int) -> None:
     outcome = simulate(seed)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(1300, 1320))
+def test_every_promise_is_kept_for_long_on_postgresql(postgres_url: str, seed: int) -> None:
+    assert simulate(seed, url=postgres_url).complaints == []

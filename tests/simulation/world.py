@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta, tzinfo
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -121,12 +120,12 @@ class PlayedDaemon:
 
 
 class World:
-    """All of it. `seed` decides everything that happens; the run ends after `steps` of it."""
+    """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it."""
 
-    def __init__(self, seed: int, steps: int, directory: Path, *, clients: int = 8) -> None:
+    def __init__(self, seed: int, steps: int, url: str, *, clients: int = 8) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
-        self.url = f"sqlite:///{directory / 'ledger.db'}"
+        self.url = url
         self.policy = Policy()
         self.trace: list[str] = []
         self.lines: list[dict[str, Any]] = []
@@ -142,6 +141,7 @@ class World:
         self.app: FastAPI = create_app(SimpleNamespace(standing=Standing()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._stores: list[PlayedStore] = []
         self._ids = itertools.count(1)
 
     @property
@@ -189,6 +189,7 @@ class World:
         """Start a daemon on what the one before has committed."""
         clock.now = clock._Clocks().now
         self.daemon = PlayedDaemon(self)
+        self._stores.append(self.daemon.store)
         self.app.state.daemon = self.daemon.parts
         self.step("daemon starts")
         self.see("started")
@@ -303,6 +304,8 @@ class World:
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
             yield
+        for store in self._stores:  # what was under way in a daemon that was killed may have connected once more
+            store.close()
 
     def run(self) -> Outcome:
         """Let it happen, and have it judged."""

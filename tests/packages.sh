@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What the tests need of the system. Installs what is missing where it may, else says what to install.
+set -euo pipefail
+
+# A command on PATH or a file (with *), the Debian package that has it, and what it is for.
+needed="
+cc                                         gcc libc6-dev  stand-ins for the NVML and CUDA libraries
+c++                                        g++            a part that deepspeed builds for itself
+ip                                         iproute2       cutting the network to a database
+/usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon
+"
+
+missing=() told=()
+while read -r what rest; do
+    [ -n "$what" ] || continue
+    packages=${rest%%  *} purpose=${rest##*  }
+    case $what in
+        /*) compgen -G "$what" >/dev/null && continue ;;
+        *) command -v "$what" >/dev/null && continue ;;
+    esac
+    read -ra words <<<"$packages"
+    missing+=("${words[@]}")
+    told+=("$packages: $purpose")
+done <<<"$needed"
+
+[ ${#missing[@]} -gt 0 ] || exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+else
+    echo "Some tests will fail. On Debian and Ubuntu: apt-get install ${missing[*]}" >&2
+    printf '  %s\n' "${told[@]}" >&2
+fi
