@@ -7,7 +7,6 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 from gpulease.exchange import NodeReport
@@ -69,9 +68,9 @@ class FaultyStore(Store):
 
 
 @asynccontextmanager
-async def writing(file: Path) -> AsyncIterator[tuple[Writer, FaultyStore]]:
+async def writing(url: str) -> AsyncIterator[tuple[Writer, FaultyStore]]:
     """A running writer on a database whose schema is up to date."""
-    store = FaultyStore(f"sqlite:///{file}")
+    store = FaultyStore(url)
     writer = Writer(store, Policy(max_observation_age_s=3600))
     task = asyncio.create_task(writer.run())
     try:

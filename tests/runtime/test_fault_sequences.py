@@ -102,7 +102,7 @@ def check(told: Told, writer: Writer, store: FaultyStore) -> None:
 @given(steps=STEPS)
 def test_whatever_fails_callers_database_and_memory_agree(empty: Path, steps: list[tuple[list, list[Fate]]]) -> None:
     async def play(file: Path) -> None:
-        async with asyncio.timeout(60), writing(file) as (writer, store):
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
             told = Told()
             for requests, fates in steps:
                 await recovered(writer)

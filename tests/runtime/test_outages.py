@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> Callable[[Body], None]:
     upgrade(f"sqlite:///{file}")
 
     async def main(body: Body) -> None:
-        async with asyncio.timeout(60), writing(file) as (writer, store):
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
             await body(writer, store)
 
     return lambda body: asyncio.run(main(body))
@@ -293,7 +293,7 @@ def test_a_writer_that_is_stopped_during_a_commit_tells_the_truth(tmp_path: Path
     upgrade(f"sqlite:///{file}")
 
     async def main() -> None:
-        async with asyncio.timeout(60), writing(file) as (writer, store):
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
             await report(writer)
             store.gate.clear()
             store.entered.clear()
@@ -321,7 +321,7 @@ def test_a_writer_that_is_stopped_in_an_outage_ends(tmp_path: Path) -> None:
     upgrade(f"sqlite:///{file}")
 
     async def main() -> None:
-        async with asyncio.timeout(60), writing(file) as (writer, store):
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
             await report(writer)
             store.fates, store.unreadable = [Fate.FAILED], 10**6
             with pytest.raises(Unavailable):

@@ -25,7 +25,8 @@ from gpulease_server.store import tables
 from gpulease_server.store.examine import examine
 from gpulease_server.store.retention import STAYS, Keep
 from gpulease_server.store.store import Store, StoreFailed
-from tests.runtime.test_writer import Gate, ask, recovered, report
+from tests.runtime.faulty import Fate, FaultyStore, recovered
+from tests.runtime.test_writer import ask, report
 from tests.store.aged import count, ended_lease, event, job, metrics, prune, put
 
 pytestmark = pytest.mark.xdist_group("machine")
@@ -105,14 +106,14 @@ def test_turns_do_not_wait_for_a_backlog_to_be_pruned(database_url: str) -> None
 
 
 def test_a_failed_commit_of_a_turn_ends_a_pass_and_the_next_one_goes_on(database_url: str) -> None:
-    store = Gate(database_url)
+    store = FaultyStore(database_url)
     past(store, 2 * STAYS)
 
     async def body() -> None:
         async with writing(store) as writer:
             pruner = Pruner(store, writer, FEW)
             pruning = asyncio.create_task(pruner.prune(clock.now()))
-            store.fail = 1
+            store.fates = [Fate.FAILED]
             with pytest.raises(Exception, match="disk is full"):
                 await writer.submit(ask())
             await pruning

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -14,61 +12,20 @@ from gpulease.errors import GpuleaseError, Unavailable
 from gpulease.exchange import NodeReport
 from gpulease.model import Demand, Holder, Lease
 from gpulease_server.core.happenings import LeaseAsked, LeaseReleased, NodeReported
-from gpulease_server.core.ledger import Change, Ledger
-from gpulease_server.core.turn import Policy
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store.store import Store, StoreFailed
 from tests.core.build import gpu
+from tests.runtime.faulty import Fate, FaultyStore, recovered, writing
 
 
-class Gate(Store):
-    """The real store, whose commits the test can hold, fail and count."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
-        self.open = threading.Event()
-        self.open.set()
-        self.entered = threading.Event()
-        self.fail = 0
-        self.commits = 0
-
-    def write(self, changes: list[Change], ledger: Ledger) -> None:  # type: ignore[override]
-        self.entered.set()
-        assert self.open.wait(20)
-        if self.fail:
-            self.fail -= 1
-            raise StoreFailed("the disk is full")
-        super().write(changes, ledger)
-        self.commits += 1
-
-
-def run(url: str, body: Callable[[Writer, Gate], Coroutine[Any, Any, None]]) -> None:
+def run(url: str, body: Callable[[Writer, FaultyStore], Coroutine[Any, Any, None]]) -> None:
     """Run a test body beside a writer."""
 
-    @asynccontextmanager
-    async def writer() -> AsyncIterator[tuple[Writer, Gate]]:
-        store = Gate(url)
-        made = Writer(store, Policy(max_observation_age_s=60))
-        task = asyncio.create_task(made.run())
-        await recovered(made)
-        yield made, store
-        store.open.set()
-        task.cancel()
-        made.close()
-        store.close()
-
     async def main() -> None:
-        async with asyncio.timeout(30), writer() as (made, store):
+        async with asyncio.timeout(30), writing(url) as (made, store):
             await body(made, store)
 
     asyncio.run(main())
-
-
-async def recovered(writer: Writer) -> None:
-    """Wait until the writer can decide; the caller bounds the wait."""
-    while writer.problem is not None:  # noqa: ASYNC110 - the writer has no reason to signal this to anybody but a test
-        await asyncio.sleep(0)
 
 
 def ask(**what: Any) -> LeaseAsked:
@@ -89,16 +46,16 @@ async def report(writer: Writer, gpus: int = 4) -> None:
 
 
 def test_nobody_is_told_before_the_commit(database_url: str) -> None:
-    async def body(writer: Writer, store: Gate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
-        store.open.clear()
+        store.gate.clear()
         store.entered.clear()
         asked = ask()
         call = asyncio.create_task(writer.submit(asked))
         await asyncio.to_thread(store.entered.wait, 20)
         assert not call.done()
         assert asked.lease_id not in writer.committed.leases, "readers see what a crash could undo"
-        store.open.set()
+        store.gate.set()
         answer = await call
         assert isinstance(answer, Lease)
         assert writer.committed.leases[answer.id].lease.token == answer.token
@@ -108,21 +65,21 @@ def test_nobody_is_told_before_the_commit(database_url: str) -> None:
 
 
 def test_requests_that_arrive_together_share_a_commit(database_url: str) -> None:
-    async def body(writer: Writer, store: Gate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
-        before = store.commits
+        before = store.writes
         await asyncio.gather(*(writer.submit(ask()) for _ in range(100)))
-        assert store.commits - before <= 3
+        assert store.writes - before <= 3
 
     run(database_url, body)
 
 
 def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str) -> None:
-    async def body(writer: Writer, store: Gate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer, gpus=2)
         kept = await writer.submit(ask())
         assert isinstance(kept, Lease)
-        store.fail = 1
+        store.fates = [Fate.FAILED]
         with pytest.raises(Unavailable, match="disk is full"):
             await writer.submit(ask())
         await recovered(writer)
@@ -139,7 +96,7 @@ def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str
 
 
 def test_a_fault_in_the_core_reaches_nobody_as_a_grant(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(writer: Writer, store: Gate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
         kept = await writer.submit(ask())
         assert isinstance(kept, Lease)
@@ -159,7 +116,7 @@ def test_a_fault_in_the_core_reaches_nobody_as_a_grant(database_url: str, monkey
 
 
 def test_a_lease_expires_by_itself(database_url: str) -> None:
-    async def body(writer: Writer, store: Gate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
         begun_s = clock.now().mono_s
         lease = await writer.submit(ask(ttl_s=0.5))

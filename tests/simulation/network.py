@@ -37,10 +37,7 @@ class Network:
         world = self.world
         world.step(f"{who} > {method} {path}")
         await self._travel()
-        if world.happens(0.03):
-            world.step(f"{who} | request lost")
-            await asyncio.sleep(world.chance.uniform(0.05, patience_s))
-            raise NoAnswer
+        await self._maybe_lost(0.03, f"{who} | request lost", patience_s)
         if world.daemon is None:
             raise NoAnswer
         gone = asyncio.Event()
@@ -55,11 +52,15 @@ class Network:
         status, content = serving.result()
         world.step(f"{who} < {status}")
         await self._travel()
-        if world.happens(0.04):
-            world.step(f"{who} | answer lost")
-            await asyncio.sleep(world.chance.uniform(0.05, patience_s))
-            raise NoAnswer
+        await self._maybe_lost(0.04, f"{who} | answer lost", patience_s)
         return status, content
+
+    async def _maybe_lost(self, share: float, what: str, patience_s: float) -> None:
+        """Lose a message, with this probability; whoever waits for it gives up some time later."""
+        if self.world.happens(share):
+            self.world.step(what)
+            await asyncio.sleep(self.world.chance.uniform(0.05, patience_s))
+            raise NoAnswer
 
     async def _again(self, method: str, path: str, body: Any, key: str | None) -> None:
         """The same request once more, later, by somebody on the way; nobody waits for its answer."""
