@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Annotated
 
@@ -156,9 +156,6 @@ def _moment(daemon: Daemon) -> Moment:
 
 
 def _written(scrape: Scrape, as_openmetrics: bool, compressed: bool) -> bytes:
-    text: bytes
-    if as_openmetrics:
-        text = openmetrics.generate_latest(scrape)  # type: ignore[no-untyped-call]
-    else:
-        text = exposition.generate_latest(scrape)
+    made: Callable[[Collector], bytes] = openmetrics.generate_latest if as_openmetrics else exposition.generate_latest
+    text = made(scrape)
     return gzip.compress(text, 1) if compressed and len(text) >= COMPRESSED_FROM_BYTES else text

@@ -7,12 +7,13 @@ NVML's, as in dcgm-exporter's label `UUID`.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.samples import Sample
 
 from gpulease.model import GpuState, JobState, LeaseState, NodeMode, Process
 
@@ -21,7 +22,6 @@ from ..core.ledger import GpuRecord, Instant, Ledger
 from ..core.turn import Policy
 from ..runtime.usage import OTHER, TOP_USERS, UNKNOWN, Totals
 
-GPU = ("uuid", "node")
 LIVE = [state for state in JobState if not state.final]
 BY_USER: tuple[tuple[str, str, str], ...] = (
     ("gpulease_gpu_held_seconds", "held_s", "GPU time that leases of a user held."),
@@ -55,6 +55,10 @@ class Moment:
             for uuid, gpu in ledger.gpus.items()
         }
 
+    def state(self, gpu: GpuRecord) -> GpuState:
+        """The state of a GPU."""
+        return self.states[gpu.device.uuid]
+
     def user_of(self, lease_id: str | None) -> str:
         """Who holds or asks for a lease."""
         record = self.ledger.leases.get(lease_id or "")
@@ -76,54 +80,72 @@ def gpus(moment: Moment) -> Iterator[Metric]:
     for state in GpuState:
         total.add_metric((state.value,), counts[state])
     yield total
-    about = InfoMetricFamily("gpulease_gpu", "What a GPU is.", labels=(*GPU, "gpu", "pci_bus_id", "model"))
-    states = GaugeMetricFamily(
-        "gpulease_gpu_state", "1 for the state that a GPU is in; the others are left out.", labels=(*GPU, "state")
+    known = [gpu for gpu in all_of(moment) if moment.state(gpu) is not GpuState.UNKNOWN]
+    strange = {gpu.device.uuid: found for gpu in known if (found := foreign(moment.ledger, gpu))}
+    quiet_s = moment.quiet_s
+    yield _streamed(
+        InfoMetricFamily("gpulease_gpu", "What a GPU is."), ((_about(gpu), 1) for gpu in all_of(moment)), "_info"
     )
-    memory = GaugeMetricFamily(
-        "gpulease_gpu_foreign_memory_bytes",
-        "Memory that foreign processes hold on a GPU, as far as the driver tells; left out while it is unknown.",
-        labels=GPU,
+    text = "1 for the state that a GPU is in; the others are left out."
+    yield _streamed(
+        GaugeMetricFamily("gpulease_gpu_state", text),
+        ((_which(gpu) | {"state": moment.state(gpu)}, 1) for gpu in all_of(moment)),
     )
-    number = GaugeMetricFamily(
-        "gpulease_gpu_foreign_processes",
-        "Foreign processes on a GPU; left out while it is unknown.",
-        labels=GPU,
+    text = "Memory that foreign processes hold on a GPU, as far as the driver tells; left out while it is unknown."
+    yield _streamed(
+        GaugeMetricFamily("gpulease_gpu_foreign_memory_bytes", text),
+        ((_which(gpu), _memory(strange.get(gpu.device.uuid, ()))) for gpu in known),
     )
-    quiet = GaugeMetricFamily(
-        "gpulease_gpu_quiet_seconds",
-        "How long ago a leased GPU was last seen to work, or was granted; left out while it is not leased.",
-        labels=GPU,
+    text = "Foreign processes on a GPU; left out while it is unknown."
+    yield _streamed(
+        GaugeMetricFamily("gpulease_gpu_foreign_processes", text),
+        ((_which(gpu), len(strange.get(gpu.device.uuid, ()))) for gpu in known),
     )
-    for uuid, gpu in moment.ledger.gpus.items():
-        device, state = gpu.device, moment.states[uuid]
-        labels = (uuid, device.node)
-        about.add_metric((*labels, str(device.index), device.pci_bus_id or "", device.name or ""), {})
-        states.add_metric((*labels, state.value), 1)
-        if state is GpuState.UNKNOWN:
-            continue
-        found = foreign(moment.ledger, gpu)
-        memory.add_metric(labels, sum(process.memory_bytes or 0 for process in found))
-        number.add_metric(labels, len(found))
-        if uuid in moment.quiet_s:
-            quiet.add_metric(labels, moment.quiet_s[uuid])
-    yield from (about, states, memory, number, quiet, holders(moment))
+    text = (
+        "How long ago a leased GPU was last seen to work, or was granted; left out while it is unknown."
+    )
+    yield _streamed(
+        GaugeMetricFamily("gpulease_gpu_quiet_seconds", text),
+        ((_which(gpu), quiet_s[gpu.device.uuid]) for gpu in known if gpu.device.uuid in quiet_s),
+    )
+    yield holders(moment)
 
 
 def holders(moment: Moment) -> Metric:
     """Who holds each leased GPU, for joins."""
-    held = {
-        uuid: moment.user_of(gpu.lease_id)
-        for uuid, gpu in moment.ledger.gpus.items()
-        if gpu.lease_id is not None and not gpu.draining
-    }
-    names = named(Counter(held.values()))
-    family = GaugeMetricFamily(
-        "gpulease_gpu_holder", "1 for the user who holds a leased GPU; for joins on uuid.", labels=(*GPU, "user")
+    held = [(gpu, moment.user_of(gpu.lease_id)) for gpu in all_of(moment) if gpu.lease_id and not gpu.draining]
+    names = named(Counter(user for _, user in held))
+    return _streamed(
+        GaugeMetricFamily("gpulease_gpu_holder", "1 for the user who holds a leased GPU; for joins on uuid."),
+        ((_which(gpu) | {"user": user if user in names else OTHER}, 1) for gpu, user in held),
     )
-    for uuid, user in held.items():
-        family.add_metric((uuid, moment.ledger.gpus[uuid].device.node, user if user in names else OTHER), 1)
+
+
+def all_of(moment: Moment) -> Iterable[GpuRecord]:
+    """Every GPU."""
+    return moment.ledger.gpus.values()
+
+
+def _streamed(family: Metric, rows: Iterable[tuple[dict[str, str], float]], suffix: str = "") -> Metric:
+    """The family, whose samples are made of (labels, value) as they are written: tens of thousands at once would cost
+    the whole process a long look of the garbage collector. They can be read once."""
+    name = family.name + suffix
+    family.samples = (Sample(name, labels, value) for labels, value in rows)  # type: ignore[assignment]
     return family
+
+
+def _which(gpu: GpuRecord) -> dict[str, str]:
+    return {"uuid": gpu.device.uuid, "node": gpu.device.node}
+
+
+def _about(gpu: GpuRecord) -> dict[str, str]:
+    device = gpu.device
+    more = {"gpu": str(device.index), "pci_bus_id": device.pci_bus_id or "", "model": device.name or ""}
+    return _which(gpu) | more
+
+
+def _memory(processes: tuple[Process, ...]) -> int:
+    return sum(process.memory_bytes or 0 for process in processes)
 
 
 def foreign(ledger: Ledger, gpu: GpuRecord) -> tuple[Process, ...]:
