@@ -101,9 +101,7 @@ def gpus(moment: Moment) -> Iterator[Metric]:
         GaugeMetricFamily("gpulease_gpu_foreign_processes", text),
         ((_which(gpu), len(strange.get(gpu.device.uuid, ()))) for gpu in known),
     )
-    text = (
-        "How long ago a leased GPU was last seen to work, or was granted; left out while it is unknown."
-    )
+    text = "How long ago a leased GPU was last seen to work, or was granted; left out while it is unknown."
     yield _streamed(
         GaugeMetricFamily("gpulease_gpu_quiet_seconds", text),
         ((_which(gpu), quiet_s[gpu.device.uuid]) for gpu in known if gpu.device.uuid in quiet_s),
