@@ -36,6 +36,8 @@ def test_held_time_is_that_of_every_gpu_and_needs_no_reading() -> None:
     held = {user: totals.held_s for user, totals in usage.until(40.0).items()}
     assert held == {"ann": 30.0 + 20.0, UNKNOWN: 20.0}
     assert usage.until(50.0)["ann"].held_s == 60.0
+    usage.hold("g3", "l3", "ann", 60.0)
+    assert usage.until(61.0)["ann"].held_s == 72.0, "one GPU until 60, two from then on"
 
 
 def test_used_and_idle_time_follow_from_readings_and_a_gap_is_neither() -> None:
