@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak wheel clean packages
+.PHONY: help setup demo test check bench soak wheel clean packages promtool
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for and given back
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) packages ## run all tests
+test: $(STAMP) packages promtool ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak' $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types, import rule, migration drift
@@ -44,7 +44,7 @@ check: $(STAMP) ## lint, format, types, import rule, migration drift
 bench: $(STAMP) packages ## measure; results and what they are compared with are in bench/README.md
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
-soak: $(STAMP) packages ## the long rounds that try to break the promises
+soak: $(STAMP) packages promtool ## the long rounds that try to break the promises
 	$(BIN)/python -m pytest -n 2 -m soak --timeout 3600 $(PYTEST_ARGS)
 
 wheel: $(STAMP) ## build dist/*.whl
@@ -55,3 +55,14 @@ clean: ## remove .venv and everything built or cached
 
 packages:
 	@bash tests/packages.sh
+
+# Tests check metrics, alerts and the dashboard with Prometheus' own tool. Only that one program is taken out of Debian's
+# package, because the package would start a server.
+promtool: $(STAMP)
+	@test -x $(BIN)/promtool || command -v promtool >/dev/null || { \
+		place=$$(mktemp -d) && trap 'rm -rf "$$place"' EXIT && chmod 755 "$$place" && \
+		{ [ "$$(id -u)" != 0 ] || apt-get update -qq; } && \
+		(cd "$$place" && apt-get -qq -o APT::Sandbox::User="$$(id -un)" download prometheus >/dev/null) && \
+		dpkg-deb --fsys-tarfile "$$place"/prometheus_*.deb | tar -x -C "$$place" ./usr/bin/promtool && \
+		install "$$place"/usr/bin/promtool $(BIN)/promtool; \
+	} || echo "No promtool: tests of metrics will fail. Put it into PATH; Debian's package prometheus has it." >&2

@@ -113,6 +113,8 @@ class NodeReport(Noun):
     """Ticket of the last answer that has arrived; null when it is `ticket`."""
     problem: str | None = None
     """Why there is no reading; the node's GPUs are unknown then, and `gpus` says nothing."""
+    read_s: float | None = None
+    """How long the reading took; null where there is none."""
     gpus: tuple[GpuReading, ...] = ()
     """Every GPU of the node, read after `ticket` arrived."""
     links: tuple[GpuLink, ...] = ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 import uuid
 from urllib.parse import quote
 
@@ -123,7 +124,9 @@ class Exchange:
     async def _report(self) -> NodeReport:
         desired = self._desired
         ticket = desired.ticket if desired else None
+        begun_s = time.monotonic()
         reading = await self._read(desired)
+        read_s = time.monotonic() - begun_s
         if reading.whole and reading.problem is None:
             self._whole_ticket = ticket
         # The jobs are looked at after the reading: what changes them from here on sets the event again.
@@ -135,6 +138,7 @@ class Exchange:
             ticket=self._whole_ticket,
             seen=ticket,
             problem=reading.problem,
+            read_s=read_s if reading.problem is None else None,
             gpus=reading.gpus,
             links=reading.links,
             driver_version=reading.driver_version,

@@ -15,7 +15,8 @@ from gpulease_server.api.app import create_app
 
 from .stand_in import StandIn
 
-WORKERS_OWN = {"POST /v1/nodes/{name}/exchange"}
+NOT_FOR_CLIENTS = {"POST /v1/nodes/{name}/exchange", "GET /metrics"}
+"""What workers and Prometheus ask for."""
 NOT_ENDPOINTS = {"send", "close", "to", "find_usable_cuda_devices"}
 GIVEN: dict[str, Any] = {
     "uuid": "x",
@@ -33,7 +34,7 @@ TWICE = {"cordon_gpu": {"cordoned": False}}
 def endpoints() -> set[str]:
     """`METHOD /path` of every operation in the application's OpenAPI document."""
     document = create_app(SimpleNamespace(standing=None)).openapi()  # type: ignore[arg-type]
-    return {f"{verb.upper()} {path}" for path, verbs in document["paths"].items() for verb in verbs} - WORKERS_OWN
+    return {f"{verb.upper()} {path}" for path, verbs in document["paths"].items() for verb in verbs} - NOT_FOR_CLIENTS
 
 
 def methods(client: type) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import pytest
 from gpulease import Client
 from tests.daemon import DaemonProcess, events, eventually
 from tests.failover import WITHIN_S, Load, Pair, check, pair
+from tests.scrape import ROOT, promtool, scrape
 from tests.system.test_databases import gpulease
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
@@ -125,6 +126,20 @@ def stands_by(running: DaemonProcess) -> bool:
     return ready.status == 503 and "stands by; the writer is" in ready.json["detail"] and running.answers("/healthz")
 
 
+def tells_of_itself_alone(standby: DaemonProcess) -> None:
+    """Its metrics say that it stands by, and nothing that the writer's say, too: sums over both daemons stay right."""
+    told = scrape(standby)
+    assert {name for name, is_so in told.by("standing", "gpulease_standing").items() if is_so} == {"standby"}
+    assert told.value("gpulease_ready") == 0
+    assert 0 <= told.value("gpulease_copy_age_seconds") < WITHIN_S
+    own = {"build", "standing", "ready", "copy_age", "http"}
+    assert [name for name in told.rows() if not name.startswith(tuple(f"gpulease_{one}" for one in own))] == []
+    row = told.rows()["gpulease_copy_age_seconds"]
+    assert row in (ROOT / "docs" / "monitoring.md").read_text().splitlines()
+    checked = promtool("check", "metrics", stdin=told.text)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
 def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Path, postgres_url: str) -> None:
     with pair(tmp_path, postgres_url) as two:
         writer, standby = two.writer, two.standby
@@ -170,6 +185,8 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
             assert both.lease_by_id(lease["id"]).id == lease["id"]
             with both.lease(count=1) as other:
                 assert other.token > lease["token"]
+        tells_of_itself_alone(standby)
+        assert scrape(writer).value("gpulease_standing", standing="writer") == 1
         for word, said in (("status", "this is a copy as of "), ("doctor", "It stands by; the writer is pid ")):
             ran = gpulease(word, GPULEASE_URL=standby.url)
             assert said in ran.stdout + ran.stderr, ran

@@ -17,11 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
-from . import administration, gpus, jobs, leases, logs, metrics, reference, service
+from . import administration, exposition, gpus, jobs, leases, logs, metrics, reference, service
 from .current import OnlyCurrent
 from .daemon import Daemon
+from .exposition import Exposition
 from .problems import PROBLEM_SCHEMA, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
+from .traffic import Measured, Traffic
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE)
@@ -37,12 +39,14 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.state.daemon = daemon
-    for part in (gpus, administration, leases, jobs, logs, metrics, service, reference):
+    traffic = Traffic()
+    app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
+    for part in (gpus, administration, leases, jobs, logs, metrics, service, exposition, reference):
         app.include_router(part.router, dependencies=[Depends(only_known_parameters)])
     install(app)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    app.add_middleware(Measured, traffic=traffic)
     _complete_openapi(app)
     return app
 

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from ..core.gpu import node_problem
 from ..core.ledger import Instant, Ledger
 from ..core.turn import Policy
 from ..runtime import clock
@@ -45,6 +46,13 @@ class Daemon:
     def policy(self) -> Policy:
         """The rules in force."""
         return self.writer.policy
+
+    def not_ready(self) -> str | None:
+        """Why it cannot grant now; None when it can."""
+        problem = self.writer.problem
+        if problem is None and self.local_node is not None:
+            problem = node_problem(self.ledger, self.local_node, self.now(), self.policy)
+        return problem
 
     def now(self) -> Instant:
         """This moment."""

@@ -78,6 +78,7 @@ async def exchange(name: str, report: Annotated[NodeReport, Depends(REPORT)], da
         NodeReported(cause=ids.make("report"), node=name, report=report, observed_at_s=observed_at_s)
     )
     daemon.recorder.take(name, report, daemon.ledger, daemon.now())
+    daemon.writer.meters.reported(name, report, daemon.now())
     seen = report.ticket if report.seen is None else report.seen
     begun_s = daemon.now().mono_s
     until_s = begun_s + min(max(report.hold_s, 0.0), MAX_HOLD_S)

@@ -12,7 +12,6 @@ from gpulease.errors import EventsPruned, Unavailable
 from gpulease.history import EventPage
 from gpulease.table import render
 
-from ..core.gpu import node_problem
 from ..core.view import gpu_view, lease_view, node_view
 from .daemon import TheDaemon
 from .problems import documented
@@ -51,11 +50,9 @@ async def healthz() -> dict[str, str]:
 @router.get("/readyz", tags=["service"], responses=documented("unavailable"))
 async def readyz(daemon: TheDaemon) -> Any:
     """The daemon can grant: its ledger is read, and its own host's worker has reported."""
-    problem, copy = daemon.writer.problem, daemon.standing.copy
+    problem, copy = daemon.not_ready(), daemon.standing.copy
     if copy is not None:
         raise Unavailable(f"Not ready: {problem}", remedy="Ask that one.", extra={"writer": copy.writer})
-    if problem is None and daemon.local_node is not None:
-        problem = node_problem(daemon.ledger, daemon.local_node, daemon.now(), daemon.policy)
     if problem is not None:
         raise Unavailable(f"Not ready: {problem}", remedy="Ask again.")
     return JSONResponse({"status": "ready"})

@@ -21,6 +21,7 @@ from ..core.turn import Answer, Pending, Policy, Turn
 from ..store.place import Place
 from ..store.store import Store, StoreFailed, is_stored
 from . import clock
+from .meters import Meters
 from .outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage, refuse_older, start_anew, twin
 from .topics import Topics
 
@@ -66,6 +67,7 @@ class Writer:
         """Why nothing can be recorded now; None while all is well."""
         self.wanted: dict[str, float] = {}
         """Nodes of which a fresh reading is wanted."""
+        self.meters = Meters()
         self._place = Place(store.engine)
         self._ledger = Ledger()
         self._pending: dict[str, Pending] = {}
@@ -92,10 +94,13 @@ class Writer:
         if self.problem is not None:
             raise Unavailable(f"The daemon cannot record anything now: {self.problem}", remedy=NOTHING_DONE)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        begun_s = clock.now().mono_s
         self._put(Call(happening, future))
         self._open.add(future)
         try:
-            return _unless_error(await future)
+            answer = _unless_error(await future)
+            self.meters.answered(happening, answer, begun_s)
+            return answer
         finally:
             self._open.discard(future)
 
@@ -168,7 +173,8 @@ class Writer:
             turn = self._decided(calls)
             stored = [change for change in turn.changes if is_stored(change)]
             if stored:
-                await self._in_thread(self._commit, stored, turn.ledger)
+                with self.meters.committing(len(calls)):
+                    await self._in_thread(self._commit, stored, turn.ledger)
                 self._pause_s = FIRST_PAUSE_S
         except StoreFailed as error:
             assert turn is not None
@@ -228,6 +234,7 @@ class Writer:
         for future, answer in told:
             _answer(future, answer)
         self.topics.changed(topics)
+        self.meters.take(turn.changes, self.committed, turn.now)
         for change in turn.changes:
             if isinstance(change, Event) and change.kind.startswith("node."):
                 log.log(logging.INFO if change.reason is None else logging.WARNING, "%s", _told(change))
@@ -314,6 +321,7 @@ class Writer:
         moment = clock.now()
         start_anew(ledger, moment)
         self._ledger, self.committed = ledger, twin(ledger)
+        self.meters.take_up(ledger, moment)
         self.problem = self._outage = None
         self._last_tick_s = moment.mono_s
         self.topics.wake_all()
