@@ -181,7 +181,7 @@ class Talk:
                     # Raises unless the daemon still answers: then the job is only silent.
                     yield from self.route.ask(calls.alive())
                     continue
-                where = f"The daemon at {self.route.address.url} broke off during {call.path}: {error}."
+                where = f"The daemon at {self.route.address.shown} broke off during {call.path}: {error}."
                 pause = patience.pause(DaemonUnavailable(where, remedy="Look at its log: it may have been restarted."))
             except (DaemonUnavailable, Unavailable) as error:
                 if not self.route.found:
@@ -194,7 +194,7 @@ class Talk:
             yield from frames.feed(piece)
         except ValueError as error:
             raise GpuleaseError(
-                f"{self.route.address.url} answered {call.method} {call.path} with something else than was expected:"
+                f"{self.route.address.shown} answered {call.method} {call.path} with something else than was expected:"
                 f" {error}.",
                 remedy="Check that a gpulease daemon of the same version listens there.",
             ) from error
