@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -35,6 +37,7 @@ FLUSH_S = 2.0
 """How long the end of a program waits for its last lines to be written."""
 MAX_TEXT = 4000
 """Characters of one text in a line, at most; a traceback may have ten times as many."""
+STDERR = 2
 QUIET = {
     "alembic": logging.WARNING,
     "httpx2": logging.WARNING,
@@ -105,28 +108,33 @@ class Lines(logging.Handler):
 
     def close(self) -> None:
         """Write what waits, for at most FLUSH_S."""
-        if self._thread.is_alive():
-            with suppress(queue.Full):
-                self._waiting.put(None, timeout=FLUSH_S)
-            self._thread.join(FLUSH_S)
+        until_s = time.monotonic() + FLUSH_S
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=FLUSH_S)
+        self._thread.join(max(0.0, until_s - time.monotonic()))
         super().close()
 
     def _write_all(self) -> None:
-        while (record := self._waiting.get()) is not None:
-            self._write(record)
-            if self._left_out and self._waiting.empty():
+        while True:
+            record = self._waiting.get()
+            if record is not None:
+                self._write(record)
+            if self._left_out and (record is None or self._waiting.empty()):
                 text, self._left_out = f"{self._left_out} lines were left out: nobody took them", 0
-                self._write(logging.makeLogRecord({"name": "gpulease.log", "levelno": logging.WARNING, "msg": text}))
+                self._write(logging.LogRecord("gpulease.log", logging.WARNING, __file__, 0, text, (), None))
+            if record is None:
+                return
 
     def _write(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except (OSError, ValueError):
-            return  # nobody reads it any more
+            line = self.format(record)
         except Exception as error:  # a line that cannot be made is a fault; it must not end all others
-            with suppress(OSError, ValueError):
-                sys.stderr.write(f"a line of the log at {record.pathname}:{record.lineno} cannot be made: {error!r}\n")
+            line = f"a line of the log at {record.pathname}:{record.lineno} cannot be made: {error!r}"
+        left = line.encode(errors="backslashreplace") + b"\n"
+        # Not through sys.stderr: a thread that is stuck in there makes Python abort at its end.
+        with suppress(OSError):  # nobody reads it any more
+            while left:
+                left = left[os.write(STDERR, left) :]
 
 
 class JsonLine(logging.Formatter):
@@ -149,7 +157,7 @@ class JsonLine(logging.Formatter):
             line.setdefault(name, _cleaned(value))
         if record.exc_info:
             line["exception"] = _clean(self.formatException(record.exc_info), 10 * MAX_TEXT)
-        return json.dumps(line, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
+        return json.dumps(line, ensure_ascii=False, default=str)
 
 
 class HumanLine(logging.Formatter):
@@ -168,7 +176,7 @@ class HumanLine(logging.Formatter):
         if record.exc_info:
             trace = _clean(self.formatException(record.exc_info), 10 * MAX_TEXT)
             line += "".join(f"\n    {_printable(part)}" for part in trace.splitlines())
-        return line.encode(errors="backslashreplace").decode()
+        return line
 
 
 def _at(record: logging.LogRecord) -> datetime:

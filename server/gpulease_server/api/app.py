@@ -22,6 +22,7 @@ from .current import OnlyCurrent
 from .daemon import Daemon
 from .problems import PROBLEM_SCHEMA, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
+from .request_log import RequestLog
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE)
@@ -43,6 +44,7 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     install(app)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    app.add_middleware(RequestLog)
     _complete_openapi(app)
     return app
 
