@@ -108,11 +108,13 @@ class Talk:
                 break
         return tuple(items)
 
-    def requested(self, request: LeaseRequest, wait_s: float | None) -> Steps[Lease]:
+    def requested(
+        self, request: LeaseRequest, wait_s: float | None, on_queued: Callable[[Lease], None] | None = None
+    ) -> Steps[Lease]:
         """A lease: as the daemon answers at once if `wait_s` is null, else once it is granted."""
         if wait_s is None:
             return (yield from self.send(calls.request_lease(request, uuid.uuid4().hex)))
-        return (yield from self.granted(request, wait_s))[0]
+        return (yield from self.granted(request, wait_s, on_queued=on_queued))[0]
 
     def granted(
         self,

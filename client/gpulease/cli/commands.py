@@ -15,7 +15,6 @@ from gpulease.cli.groups import HELP, BySubject
 app = typer.Typer(
     cls=BySubject,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": list(HELP)},
