@@ -101,7 +101,7 @@ def _uuid(client: Client, name: str) -> str:
     found = [gpu for gpu in gpus if name in (gpu.uuid, f"{gpu.node}:{gpu.index}")]
     if not found and len({gpu.node for gpu in gpus}) == 1:
         found = [gpu for gpu in gpus if name == str(gpu.index)]
-    found = found or [gpu for gpu in gpus if wanted and gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
+    found = found or [gpu for gpu in gpus if gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
     if len(found) == 1:
         return found[0].uuid
     if not found:

@@ -30,8 +30,9 @@ def _show(text: str) -> None:
     lines = text.rstrip("\n").split("\n")
     if len(lines) > rows:
         lines = [*lines[: rows - 1], f"... and {len(lines) - rows + 1} lines more"]
-    cut = "\n".join(line[:columns] for line in lines)
+    # Not to the last column: after that a terminal may take the clearing for the next line, or for the last letter.
+    cut = "\n".join(line[: columns - 1] for line in lines)
     # Each line is written over the old one and cleared from its end on: nothing flickers.
-    drawn = output.coloured(cut).replace("\n", f"{CLEAR_LINE}\r\n")
+    drawn = output.coloured(cut).replace("\n", f"{CLEAR_LINE}\n")
     sys.stdout.write(f"{TOP}{drawn}{CLEAR_LINE}{CLEAR_BELOW}")
     sys.stdout.flush()

@@ -81,7 +81,7 @@ Format = Annotated[
 ]
 Level = Annotated[LogLevel, typer.Option("--log-level", envvar="GPULEASE_LOG_LEVEL", help="The least that is logged.")]
 Host = Annotated[
-    # Not GPULEASE_HOST and _PORT: Kubernetes and Docker set the latter for a service of that name, to an address.
+    # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
     str, typer.Option(envvar="GPULEASE_LISTEN_HOST", help="Address to listen on; loopback only for now.")
 ]
 Port = Annotated[
