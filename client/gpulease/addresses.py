@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from gpulease import config_file
 from gpulease.errors import InvalidRequest
 
 SOCKET_NAME = "gpulease.sock"
@@ -72,14 +73,19 @@ def unix(path: Path) -> Address:
 
 
 def candidates(url: str | Iterable[str] | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Address, ...]:
-    """Addresses to try, in order: `url`, else GPULEASE_URL, else every local socket that exists and then loopback.
+    """Addresses to try, in order: `url`, else GPULEASE_URL, else the configuration file's, else every local socket that
+    exists and then loopback.
 
-    Several addresses of one service are a list, or one text with commas. Raises InvalidRequest for what is no address.
+    Several addresses of one service are a list, or one text with commas. Raises InvalidRequest for what is no address,
+    and for a configuration file that cannot be used.
     """
     if url:
         return _several(url, "url")
     if environ.get("GPULEASE_URL"):
         return _several(environ["GPULEASE_URL"], "GPULEASE_URL")
+    configured = config_file.client(environ).get("url")
+    if configured:
+        return _several(configured, "url in the configuration file")
     places = dict.fromkeys(place / SOCKET_NAME for place in (default_data_dir(environ), SYSTEM_DATA_DIR))
     return (*(unix(path) for path in places if path.is_socket()), parse(DEFAULT_URL))
 

@@ -197,13 +197,19 @@ class AsyncClient:
         lease, sent_at = await self._transport.run(self._talk.granted(request, wait_s, shared_key, on_queued))
         return AsyncLease(self._renewing, lease, sent_at, on_lost, shared=shared_key is not None)
 
-    async def request_lease(self, request: LeaseRequest, wait_s: float | None = None) -> Lease:
+    async def request_lease(
+        self,
+        request: LeaseRequest,
+        wait_s: float | None = None,
+        on_queued: Callable[[Lease], None] | None = None,
+    ) -> Lease:
         """A lease as it is granted, which the caller must renew and release.
 
         With `wait_s` null the answer comes at once, and the lease may be queued. Otherwise it waits for at most
-        `wait_s` and raises NotNow, with the request taken back, when the GPUs were not granted.
+        `wait_s` and raises NotNow, with the request taken back, when the GPUs were not granted; `on_queued` is called
+        once if it must wait.
         """
-        return await self._transport.run(self._talk.requested(request, wait_s))
+        return await self._transport.run(self._talk.requested(request, wait_s, on_queued))
 
     async def renew(self, lease_id: str, token: int | None) -> Lease:
         """The lease, with a full `ttl_s` before it. Raises LeaseLost, StaleToken."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from gpulease import addresses
+from gpulease import addresses, config_file
 from gpulease.addresses import Address
 from gpulease.calls import Call
 from gpulease.errors import DaemonUnavailable, GpuleaseError, Unavailable, from_problem
@@ -63,10 +63,14 @@ class Destination:
 
     @classmethod
     def of(cls, url: str | Sequence[str] | None, token: str | None, timeout_s: float) -> Self:
-        """What the arguments say, else what GPULEASE_URL and GPULEASE_TOKEN say. Raises InvalidRequest."""
-        given = bool(url or os.environ.get("GPULEASE_URL"))
-        token = os.environ.get("GPULEASE_TOKEN") if token is None else token
-        return cls(addresses.candidates(url), given, token, timeout_s)
+        """What the arguments say, else what GPULEASE_URL and GPULEASE_TOKEN say, else a configuration file, whose token
+        is for whom it or the default leads to. Raises InvalidRequest."""
+        told = bool(url or os.environ.get("GPULEASE_URL"))
+        configured = {} if told else config_file.client()
+        if token is None:
+            token = os.environ.get("GPULEASE_TOKEN") or configured.get("token")
+        url = url or configured.get("url")
+        return cls(addresses.candidates(url), told or bool(url), token, timeout_s)
 
     @property
     def local(self) -> bool:
@@ -139,16 +143,16 @@ class Route:
                 answer = _read(attempt.address, call, answered)
             except NotReached as error:
                 self._in_doubt = True
-                refused.append(f"{attempt.address.url} ({error})")
+                refused.append(f"{attempt.address.shown} ({error})")
             except BrokenOff as error:
                 self._failed(attempt.address, error.late)
                 failure = _unanswered(attempt, error)
-                refused.append(f"{attempt.address.url} ({error})")
+                refused.append(f"{attempt.address.shown} ({error})")
                 if self.alone or not _may_go_on(call):
                     raise failure from error
             except Unavailable as error:
                 self._answered(attempt.address)
-                refused.append(f"{attempt.address.url} ({error.detail})")
+                refused.append(f"{attempt.address.shown} ({error.detail})")
                 failure = failure if isinstance(failure, Unanswered) else error
                 if self.alone or not (isinstance(error, Elsewhere) or _did_nothing(error, call)):
                     raise
@@ -170,7 +174,7 @@ class Route:
                     raise _refusal(attempt.address, answered)
             except NotReached as error:
                 self._in_doubt = True
-                refused.append(f"{attempt.address.url} ({error})")
+                refused.append(f"{attempt.address.shown} ({error})")
             except BrokenOff as error:
                 self._failed(attempt.address)
                 raise _unanswered(attempt, error) from error
@@ -261,7 +265,7 @@ def _read(address: Address, call: Call[Answer], answered: Answered) -> Answer:
         return call.read(answered.content.decode() if call.text else json.loads(answered.content))
     except ValueError as error:
         raise GpuleaseError(
-            f"{address.url} answered {call.method} {call.path} with something else than was expected: {error}.",
+            f"{address.shown} answered {call.method} {call.path} with something else than was expected: {error}.",
             remedy="Check that a gpulease daemon of the same version listens there.",
         ) from error
 
@@ -276,7 +280,7 @@ def _refusal(address: Address, answered: Answered) -> GpuleaseError:
         if isinstance(error, Unavailable):
             error.retry_after_s = answered.retry_after_s
         return error
-    said = f"{address.url} answered {answered.status} {answered.reason} without saying why."
+    said = f"{address.shown} answered {answered.status} {answered.reason} without saying why."
     remedy = "Check that a gpulease daemon listens there."
     if answered.status in ELSEWHERE:
         return Elsewhere(said, remedy=remedy)
@@ -294,7 +298,7 @@ def _nobody(tried: Sequence[str]) -> DaemonUnavailable:
 
 
 def _unanswered(attempt: Attempt, error: BrokenOff) -> Unanswered:
-    where, what = attempt.address.url, f"{attempt.call.method} {attempt.call.path}"
+    where, what = attempt.address.shown, f"{attempt.call.method} {attempt.call.path}"
     if error.late:
         return Unanswered(
             f"The daemon at {where} did not answer {what} within {attempt.limit_s:.3g} s.",

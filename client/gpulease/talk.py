@@ -108,11 +108,13 @@ class Talk:
                 break
         return tuple(items)
 
-    def requested(self, request: LeaseRequest, wait_s: float | None) -> Steps[Lease]:
+    def requested(
+        self, request: LeaseRequest, wait_s: float | None, on_queued: Callable[[Lease], None] | None = None
+    ) -> Steps[Lease]:
         """A lease: as the daemon answers at once if `wait_s` is null, else once it is granted."""
         if wait_s is None:
             return (yield from self.send(calls.request_lease(request, uuid.uuid4().hex)))
-        return (yield from self.granted(request, wait_s))[0]
+        return (yield from self.granted(request, wait_s, on_queued=on_queued))[0]
 
     def granted(
         self,
@@ -181,7 +183,7 @@ class Talk:
                     # Raises unless the daemon still answers: then the job is only silent.
                     yield from self.route.ask(calls.alive())
                     continue
-                where = f"The daemon at {self.route.address.url} broke off during {call.path}: {error}."
+                where = f"The daemon at {self.route.address.shown} broke off during {call.path}: {error}."
                 pause = patience.pause(DaemonUnavailable(where, remedy="Look at its log: it may have been restarted."))
             except (DaemonUnavailable, Unavailable) as error:
                 if not self.route.found:
@@ -194,7 +196,7 @@ class Talk:
             yield from frames.feed(piece)
         except ValueError as error:
             raise GpuleaseError(
-                f"{self.route.address.url} answered {call.method} {call.path} with something else than was expected:"
+                f"{self.route.address.shown} answered {call.method} {call.path} with something else than was expected:"
                 f" {error}.",
                 remedy="Check that a gpulease daemon of the same version listens there.",
             ) from error

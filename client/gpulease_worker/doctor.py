@@ -70,6 +70,8 @@ class Facts:
     """Why the daemon cannot be reached or cannot grant; None when it can."""
     daemon_remedy: str = ""
     """What to do about that."""
+    daemon_has_readings: bool = False
+    """Whether the daemon knows of GPUs: of this host, simulated, or of others."""
     stands_by_for: str | None = None
     """Who is the writer, where the daemon stands by."""
     data_dir: str = ""
@@ -85,6 +87,8 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 def driver(facts: Facts) -> Finding:
     """Is the kernel driver loaded?"""
+    if facts.kernel_driver is None and facts.daemon_has_readings:
+        return _unknown("driver", "No NVIDIA driver is loaded; the daemon's GPUs are simulated, or on other hosts.")
     if facts.kernel_driver is None:
         return _wrong(
             "driver", "No NVIDIA driver is loaded.", "Install it, or try without GPUs: gpulease serve --simulate 4."
@@ -120,6 +124,8 @@ def binding(facts: Facts) -> Finding:
 
 def nvml(facts: Facts) -> Finding:
     """Does NVML answer?"""
+    if facts.nvml_problem is not None and facts.kernel_driver is None:
+        return _unknown("NVML", "There is no driver that it could ask.")
     if facts.nvml_problem is not None:
         return _wrong("NVML", facts.nvml_problem, "See the checks above; nvidia-smi should list the GPUs.")
     sick = [f"GPU {gpu.index} is {gpu.health}" for gpu in facts.gpus if gpu.health != "ok"]

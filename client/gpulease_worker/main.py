@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpulease.addresses import let_through
+from gpulease.log_lines import logging_to_stderr
 from gpulease_worker import processes
 from gpulease_worker.exchange import Exchange
 from gpulease_worker.settings import WorkerSettings
@@ -28,10 +28,13 @@ __all__ = ["WorkerSettings", "run"]
 
 def run(settings: WorkerSettings) -> int:
     """Run a worker until SIGTERM or SIGINT. Returns 0, or 1 with a message on stderr when it cannot run here."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s worker: %(message)s", stream=sys.stderr)
+    with logging_to_stderr("worker", settings.log_format, settings.log_level):
+        return _run(settings)
+
+
+def _run(settings: WorkerSettings) -> int:
     # Inherited as ignored it would have the kernel reap the supervisors, and their pids be used again unseen.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # a line for every exchange says nothing
     if settings.with_parent and not _bind_to_parent():
         return _refuse("The process that started this worker is gone.", "Start it again.")
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from gpulease.addresses import SOCKET_NAME
 from gpulease.client import Client
 from gpulease.errors import GpuleaseError
+from gpulease.model import NodeState
 from gpulease_worker.doctor import Facts
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Reading
@@ -36,7 +37,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
     """What can be seen of this host, of the daemon on this data directory, and of the daemon that clients would use."""
     reading = read_nvml(deadline_s)
     path = data_dir / SOCKET_NAME
-    daemon_problem, daemon_remedy, stands_by_for = _daemon_problem()
+    daemon_problem, daemon_remedy, stands_by_for, has_readings = _daemon_problem()
     return Facts(
         kernel_driver=kernel_driver(KERNEL_DRIVER),
         library=library_version(_library_places()),
@@ -52,6 +53,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
         newest_s=_newest(data_dir),
         daemon_problem=daemon_problem,
         daemon_remedy=daemon_remedy,
+        daemon_has_readings=has_readings,
         stands_by_for=stands_by_for,
         data_dir=str(data_dir),
         free_bytes=shutil.disk_usage(data_dir).free if data_dir.is_dir() else None,
@@ -111,17 +113,18 @@ def _binding() -> str | None:
     return None if found is None else found.origin or "a directory without __init__.py"
 
 
-def _daemon_problem() -> tuple[str | None, str, str | None]:
-    """Why it cannot grant, what to do, and for whom it stands by."""
+def _daemon_problem() -> tuple[str | None, str, str | None, bool]:
+    """Why it cannot grant, what to do, for whom it stands by, and whether it knows of GPUs."""
     try:
         with Client(timeout_s=5.0) as client:
             client.ready()
+            has_readings = any(node.state is NodeState.READY and node.gpu_count for node in client.nodes())
     except GpuleaseError as error:
         if "writer" in error.extra:
-            return None, "", str(error.extra["writer"])
+            return None, "", str(error.extra["writer"]), False
         remedy = error.remedy if error.remedy != "Ask again." else "gpulease node list says which node, and why."
-        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL.", None
-    return None, "", None
+        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL.", None, False
+    return None, "", None, has_readings
 
 
 def _opens(path: Path) -> bool:

@@ -10,6 +10,7 @@ another; the second finds the lock taken and ends, and its end is not the job's.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -19,8 +20,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from gpulease.log_lines import fields
 from gpulease_worker import cgroup, processes, records
 from gpulease_worker.job import Job
+
+log = logging.getLogger(__name__)
 
 START_LOOK_S = (0.02, 0.5)
 """First and longest pause between two looks at the record of a starting job: a plain command is up some tens of
@@ -100,6 +104,8 @@ class Watch:
             _reap(child)
             raise
         job.child = child
+        line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=child)
+        log.info("job.launched", extra=line)
 
     def record_end(self, job: Job, reason: str, unkillable: tuple[int, ...] = ()) -> None:
         """End a job whose lock is held, and let go of it once that is on disk."""
@@ -222,6 +228,8 @@ class Watch:
             job.child = None
         if self.claim(job):
             self.record_end(job, "The job's supervisor ended before it launched anything; see supervisor.log.")
+        if job.exit is not None:
+            log.info("job.exited", extra=fields(event="job.exited", job_id=job.name, exit_code=job.exit.exit_code))
         self._changed()
 
     def _clean(self, job: Job, what: str) -> None:

@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from gpulease import config_file
+
 log = logging.getLogger("gpulease.serve")
 
 RESTART_S = 1.0
@@ -26,10 +28,12 @@ async def keep_worker(
     """
     command = [sys.executable, "-P", "-m", "gpulease.cli", "worker", "--url", ",".join(addresses), "--node", node]
     command += ["--data-dir", str(data_dir), "--with-parent"]
-    command += ["--simulate", simulate] if simulate is not None else []
     command += options
-    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD")  # its own URL, and the daemon's secrets
+    command += ["--simulate", simulate] if simulate is not None else []
+    # Its own URL, the daemon's secrets, and what would stand against its options.
+    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD")
     environment = {name: value for name, value in os.environ.items() if name not in kept_back}
+    environment[config_file.VARIABLE] = os.devnull  # it is told everything: the files may have changed by now
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())
     while True:
         try:

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease.addresses import default_data_dir, let_through
 from gpulease.errors import GpuleaseError
+from gpulease.log_lines import LogFormat, LogLevel, fields, logging_to_stderr
 
 from .api.app import create_app
 from .api.daemon import Daemon
@@ -75,10 +75,8 @@ class ServeSettings:
     """Programs of a desktop, beside those that `core.turn.DESKTOP_NAMES` lists."""
     monitor_names: tuple[str, ...] = ()
     """Programs that have device files open only to watch, beside those that `core.turn.MONITOR_NAMES` lists."""
-    kill_leftovers: bool = False
-    """Have that worker end what users leave on a GPU after their lease."""
-    manage_compute_mode: bool = False
-    """Have that worker set EXCLUSIVE_PROCESS on a GPU for the time of a lease."""
+    worker_options: tuple[str, ...] = ()
+    """What that worker is told beside its place, its name and the form of its log."""
     standby: bool = False
     """Stand by while another daemon is the writer of the database, and take over when it is gone."""
     peers: tuple[str, ...] = ()
@@ -89,12 +87,19 @@ class ServeSettings:
     """For how long from the first time on it may be passed."""
     keep: Keep = field(default_factory=Keep)
     """What is kept of what is over."""
+    log_format: LogFormat = LogFormat.AUTO
+    """The form of the log of daemon and worker."""
+    log_level: LogLevel = LogLevel.INFO
+    """The least that is logged there."""
 
 
 def serve(settings: ServeSettings) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code. Raises `GpuleaseError` when it cannot start."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    with logging_to_stderr("serve", settings.log_format, settings.log_level):
+        return _serve(settings)
+
+
+def _serve(settings: ServeSettings) -> int:
     check_simulation(settings.simulate)
     data_dir = (settings.data_dir or default_data_dir()).absolute()
     try:
@@ -205,12 +210,6 @@ def node_name(given: str | None) -> str:
     return given or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:255] or "localhost"
 
 
-def _worker_options(settings: ServeSettings) -> tuple[str, ...]:
-    """What the worker of this host is told beside its place and name."""
-    chosen = {"--kill-leftovers": settings.kill_leftovers, "--manage-compute-mode": settings.manage_compute_mode}
-    return tuple(option for option, wanted in chosen.items() if wanted)
-
-
 class _Serving:
     """What runs between the start of a daemon and its end."""
 
@@ -268,7 +267,9 @@ class _Serving:
         tasks = [asyncio.create_task(part) for part in parts]
         if settings.worker:
             place = self.data_dir / "worker"
-            keeping = keep_worker(self.addresses, place, self.node, settings.simulate, _worker_options(settings))
+            logs = ("--log-format", settings.log_format, "--log-level", settings.log_level)
+            options = (*logs, *settings.worker_options)
+            keeping = keep_worker(self.addresses, place, self.node, settings.simulate, options)
             self.server.worker = asyncio.create_task(keeping)
             tasks.append(self.server.worker)
         yield
@@ -351,7 +352,7 @@ class TwoSocketServer(uvicorn.Server):
 
         loop: Any = asyncio.get_running_loop()
         self.servers.append(await loop.create_unix_server(protocol, sock=self.local, backlog=self.config.backlog))
-        print(self.announce, file=sys.stderr, flush=True)
+        log.info(self.announce, extra=fields(event="daemon.listens"))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the worker and the long polls, then the rest."""

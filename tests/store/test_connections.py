@@ -56,6 +56,17 @@ def test_a_server_that_is_not_there_is_said_without_the_password() -> None:
     assert "--database-url" in str(refused.value.remedy)
 
 
+def test_what_a_database_refuses_is_said_without_the_values(database_url: str) -> None:
+    engine = connect(database_url)
+    try:
+        with engine.connect() as connection, pytest.raises(DBAPIError) as refused:
+            connection.execute(text("INSERT INTO nowhere VALUES (:environment)"), {"environment": "s3cret"})
+    finally:
+        engine.dispose()
+    assert "nowhere" in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+
+
 def test_every_connection_has_its_bounds(postgres_url: str) -> None:
     engine = connect(postgres_url)
     names = (

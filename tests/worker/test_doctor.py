@@ -87,6 +87,8 @@ def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
     ("what", "check"),
     [
         ({"library": None}, "driver library"),
+        ({"kernel_driver": None, "daemon_has_readings": True}, "driver"),
+        ({"kernel_driver": None, "nvml_problem": "NVML Shared Library Not Found"}, "NVML"),
         ({"persistence": None}, "persistence mode"),
         ({"gpus": ()}, "compute mode"),
         ({"gpus": (gpu(0, compute_mode=None),)}, "compute mode"),
@@ -97,6 +99,14 @@ def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
 )
 def test_what_cannot_be_told_is_neither_fine_nor_wrong(what: dict[str, Any], check: str) -> None:
     assert found(replace(WELL, **what))[check].health is Health.UNKNOWN
+
+
+def test_nothing_is_wrong_on_a_host_without_gpus_whose_daemon_simulates_them() -> None:
+    without = {"kernel_driver": None, "library": None, "nvml_problem": "NVML Shared Library Not Found", "gpus": ()}
+    simulating = replace(WELL, **without, persistence=None, daemon_has_readings=True)
+    assert Health.WRONG not in {finding.health for finding in examine(simulating)}
+    idle = replace(simulating, daemon_has_readings=False, daemon_problem="No daemon answers.")
+    assert [finding.check for finding in examine(idle) if finding.health is Health.WRONG] == ["driver", "daemon"]
 
 
 def test_exclusive_process_is_fine_and_says_what_it_means() -> None:

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code. Prints errors in three lines, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
     code = _run(words)
-    if code and words[:1] == ["acquire"] and "--json" not in words:
+    if code and "--json" not in words and _command(words) == "acquire":
         output.fail_in_shell(code)
     return code
 
@@ -52,6 +52,17 @@ def _run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     return code if isinstance(code, int) else output.DONE
+
+
+def _command(words: list[str]) -> str | None:
+    """The first word that is neither an option of the program nor the value of one."""
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-"):
+            return word
+        if word in ("--url", "--token", "--config"):
+            next(rest, None)
+    return None
 
 
 def _asked(error: Exception) -> str:

@@ -10,6 +10,7 @@ import typer
 from gpulease.cli import output
 from gpulease.cli.options import Json
 from gpulease.client import Client
+from gpulease.errors import InvalidRequest, NotFound
 from gpulease.exchange import PAUSED
 from gpulease.model import Gpu, Node, NodeMode
 from gpulease.table import columns
@@ -19,7 +20,9 @@ CLOSES_WITHIN_S = 10.0
 LOOK_S = 0.1
 
 NodeName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node.")]
-GpuUuid = Annotated[str, typer.Argument(metavar="UUID", help="UUID of the GPU, as `gpulease status --json` shows it.")]
+GpuName = Annotated[
+    str, typer.Argument(metavar="GPU", help="UUID of the GPU, the beginning of one, or NODE:INDEX; INDEX on one node.")
+]
 
 
 def list_nodes(json: Json = False) -> None:
@@ -79,16 +82,32 @@ def pause(
     return output.REFUSED
 
 
-def cordon(uuid: GpuUuid, json: Json = False) -> None:
+def cordon(gpu: GpuName, json: Json = False) -> None:
     """Grant a GPU to nobody any more; who holds it keeps it."""
     with Client() as client:
-        _say_gpu(client.cordon_gpu(uuid), json)
+        _say_gpu(client.cordon_gpu(_uuid(client, gpu)), json)
 
 
-def uncordon(uuid: GpuUuid, json: Json = False) -> None:
+def uncordon(gpu: GpuName, json: Json = False) -> None:
     """Put a GPU back into use."""
     with Client() as client:
-        _say_gpu(client.cordon_gpu(uuid, cordoned=False), json)
+        _say_gpu(client.cordon_gpu(_uuid(client, gpu), cordoned=False), json)
+
+
+def _uuid(client: Client, name: str) -> str:
+    """The UUID of the one GPU that is meant. Raises NotFound, and InvalidRequest when there are several."""
+    gpus = client.gpus()
+    wanted = name.lower().removeprefix("gpu-")
+    found = [gpu for gpu in gpus if name in (gpu.uuid, f"{gpu.node}:{gpu.index}")]
+    if not found and len({gpu.node for gpu in gpus}) == 1:
+        found = [gpu for gpu in gpus if name == str(gpu.index)]
+    found = found or [gpu for gpu in gpus if gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
+    if len(found) == 1:
+        return found[0].uuid
+    if not found:
+        raise NotFound(f"There is no GPU {name}.", remedy="gpulease status shows nodes and indices, --json the UUIDs.")
+    several = ", ".join(f"{gpu.uuid} ({gpu.node}:{gpu.index})" for gpu in found[:8])
+    raise InvalidRequest(f"{name} may be any of {several}.", remedy="Give more of the UUID.")
 
 
 def _say(node: Node, json: bool) -> None:

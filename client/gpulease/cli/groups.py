@@ -13,7 +13,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "Use GPUs now": ("run", "acquire", "renew", "release"),
     "Trainings in the queue": ("submit", "jobs", "logs", "metrics", "wait", "cancel"),
     "Who has what, and why": ("status", "leases", "explain"),
-    "The daemon and its host": ("serve", "worker", "doctor", "db"),
+    "The daemon and its host": ("serve", "worker", "doctor", "db", "config"),
     "Out of use, and back": ("node", "gpu"),
 }
 """Commands of the program by what one wants to do. One that is not named here is shown last, under `More`."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from gpulease.cli import output
+from gpulease.cli import output, waiting
 from gpulease.cli.options import Gpus, Json, Label, Model, Node, Token, Wait, checked, duration
 from gpulease.client import Client
 from gpulease.model import Lease, LeaseState
@@ -56,8 +56,8 @@ def acquire(
     request = checked(
         lambda: LeaseRequest(count=gpus, ttl_s=ttl, label=label, gpu_model=model, node=node, queue=wait > 0)
     )
-    with Client() as client:
-        lease = client.request_lease(request, wait)
+    with Client() as client, waiting.QueueWatch(client) as queue:
+        lease = client.request_lease(request, wait, queue.watch)
     if json:
         output.noun(lease)
         return

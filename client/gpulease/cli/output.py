@@ -40,16 +40,21 @@ def nouns(values: Sequence[Any]) -> None:
 
 def text(table: str) -> None:
     """Print a table, with its states in colour on a terminal."""
-    if not sys.stdout.isatty():
-        sys.stdout.write(table)
-        return
+    sys.stdout.write(coloured(table) if sys.stdout.isatty() else table)
+
+
+def coloured(table: str) -> str:
+    """A table with its states in colour, as far as the terminal has any."""
     from rich.console import Console  # noqa: PLC0415 - 50 ms that a pipe need not pay
     from rich.text import Text  # noqa: PLC0415
 
-    coloured = Text(table)
+    text = Text(table)
     for word, colour in COLOURS.items():
-        coloured.highlight_regex(rf"(?<=  ){word}\b", colour)
-    Console(highlight=False, soft_wrap=True).print(coloured, end="")
+        text.highlight_regex(rf"(?<=  ){word}\b", colour)
+    console = Console(highlight=False, soft_wrap=True)
+    with console.capture() as capture:
+        console.print(text, end="")
+    return capture.get()
 
 
 def copied(as_of: str | None) -> None:

@@ -64,6 +64,7 @@ def run(
     foreground = _Foreground(command)
     with (
         Client() as client,
+        waiting.QueueWatch(client) as queue,
         client.lease(
             count=gpus,
             wait_s=wait,
@@ -72,10 +73,11 @@ def run(
             gpu_model=model,
             node=node,
             on_lost=foreground.give_up,
-            on_queued=waiting.say_why_queued(client),
+            on_queued=queue.watch,
         ) as lease,
         _passed_on(foreground.signal),
     ):
+        queue.close()
         code = foreground.run(lease)
     if lease.lost.is_set():
         _complain_of_loss(lease.id, foreground.await_sweep())

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpulease.addresses import DEFAULT_URL, candidates, default_data_dir
-from gpulease.cli import output
+from gpulease.cli import output, settings
+from gpulease.config_file import load
+from gpulease.log_lines import LogFormat, LogLevel
 
 if TYPE_CHECKING:
     from gpulease_worker.doctor import Finding
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 DataDir = Annotated[
     Path | None,
     typer.Option(
+        envvar="GPULEASE_DATA_DIR",
         help="Where everything is kept.",
         file_okay=False,
         show_default="/var/lib/gpulease for root, else ~/.local/share/gpulease",
@@ -31,6 +34,7 @@ DataDir = Annotated[
 WorkerDir = Annotated[
     Path | None,
     typer.Option(
+        envvar="GPULEASE_WORKER_DIR",
         help="Where records and logs of jobs are kept.",
         file_okay=False,
         show_default="/var/lib/gpulease/worker for root, else ~/.local/share/gpulease/worker",
@@ -47,38 +51,75 @@ DatabaseUrl = Annotated[
     ),
 ]
 Simulate = Annotated[
-    str | None, typer.Option(metavar="N|FILE", help="Instead of real GPUs: so many plausible ones, or those of a file.")
-]
-NodeName = Annotated[str | None, typer.Option(help="Name of this host's node.", show_default="its host name")]
-
-KillLeftovers = Annotated[
-    bool,
+    str | None,
     typer.Option(
-        "--kill-leftovers", envvar="GPULEASE_KILL_LEFTOVERS", help="End what users leave on a GPU after their lease."
+        metavar="N|FILE",
+        envvar="GPULEASE_SIMULATE",
+        help="Instead of real GPUs: so many plausible ones, or those of a file.",
     ),
 ]
-
-ManageComputeMode = Annotated[
-    bool,
+NodeName = Annotated[
+    str | None, typer.Option(envvar="GPULEASE_NODE", help="Name of this host's node.", show_default="its host name")
+]
+KILL_LEFTOVERS: Any = typer.Option(
+    "--kill-leftovers/--no-kill-leftovers",
+    envvar="GPULEASE_KILL_LEFTOVERS",
+    help="End what users leave on a GPU after their lease.",
+)
+MANAGE_COMPUTE_MODE: Any = typer.Option(
+    "--manage-compute-mode/--no-manage-compute-mode",
+    envvar="GPULEASE_MANAGE_COMPUTE_MODE",
+    help="Set EXCLUSIVE_PROCESS on a GPU for the time of a lease; needs root.",
+)
+Format = Annotated[
+    LogFormat,
     typer.Option(
-        "--manage-compute-mode",
-        envvar="GPULEASE_MANAGE_COMPUTE_MODE",
-        help="Set EXCLUSIVE_PROCESS on a GPU for the time of a lease; needs root.",
+        "--log-format",
+        envvar="GPULEASE_LOG_FORMAT",
+        help="Lines of the log for people, or as JSON; auto is for people on a terminal.",
     ),
 ]
-
-
+Level = Annotated[LogLevel, typer.Option("--log-level", envvar="GPULEASE_LOG_LEVEL", help="The least that is logged.")]
+Host = Annotated[
+    # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
+    str, typer.Option(envvar="GPULEASE_LISTEN_HOST", help="Address to listen on; loopback only for now.")
+]
+Port = Annotated[
+    int, typer.Option(envvar="GPULEASE_LISTEN_PORT", min=0, max=65535, help="TCP port; 0 takes a free one.")
+]
+Socket = Annotated[
+    Path | None,
+    typer.Option(envvar="GPULEASE_SOCKET", help="Unix socket.", show_default="gpulease.sock in the data directory"),
+]
+WithWorker = Annotated[
+    bool, typer.Option("--worker/--no-worker", envvar="GPULEASE_WORKER", help="Run a worker for this host.")
+]
+DesktopNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--desktop-name",
+        envvar="GPULEASE_DESKTOP_NAMES",
+        help="A desktop's program, let pass on free GPUs; repeatable.",
+    ),
+]
+MonitorNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--monitor-name", envvar="GPULEASE_MONITOR_NAMES", help="A program that only watches GPUs; repeatable."
+    ),
+]
 Standby = Annotated[
     bool,
     typer.Option(
-        "--standby",
+        "--standby/--no-standby",
         envvar="GPULEASE_STANDBY",
         help="Stand by while another daemon writes to the database, and take over when it is gone; PostgreSQL only.",
     ),
 ]
-Peer = Annotated[
+Peers = Annotated[
     list[str] | None,
     typer.Option(
+        "--peer",
         metavar="URL",
         envvar="GPULEASE_PEERS",
         help="Another daemon on the same database, for this host's worker to report to while this one does not serve; "
@@ -126,39 +167,36 @@ def _seconds(name: str, text: str, most: float) -> Any:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback only for now.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8750,
-    socket: Annotated[
-        Path | None, typer.Option(help="Unix socket.", show_default="gpulease.sock in the data directory")
-    ] = None,
+    context: typer.Context,
+    host: Host = "127.0.0.1",
+    port: Port = 8750,
+    socket: Socket = None,
     database_url: DatabaseUrl = None,
     data_dir: DataDir = None,
-    worker: Annotated[bool, typer.Option("--worker/--no-worker", help="Run a worker for this host.")] = True,
+    worker: WithWorker = True,
     simulate: Simulate = None,
     node: NodeName = None,
-    desktop_name: Annotated[
-        list[str] | None,
-        typer.Option(envvar="GPULEASE_DESKTOP_NAMES", help="A desktop's program, let pass on free GPUs; repeatable."),
-    ] = None,
-    monitor_name: Annotated[
-        list[str] | None,
-        typer.Option(envvar="GPULEASE_MONITOR_NAMES", help="A program that only watches GPUs; repeatable."),
-    ] = None,
-    kill_leftovers: KillLeftovers = False,
-    manage_compute_mode: ManageComputeMode = False,
+    desktop_names: DesktopNames = None,
+    monitor_names: MonitorNames = None,
+    kill_leftovers: Annotated[bool | None, KILL_LEFTOVERS] = None,
+    manage_compute_mode: Annotated[bool | None, MANAGE_COMPUTE_MODE] = None,
     standby: Standby = False,
-    peer: Peer = None,
+    peers: Peers = None,
     max_bypass: MaxBypass = 10,
     max_bypass_s: MaxBypassSeconds = 300.0,
     keep_days: KeepDays = 90.0,
     keep_ended: KeepEnded = 200_000,
     keep_events: KeepEvents = 1_000_000,
+    log_format: Format = LogFormat.AUTO,
+    log_level: Level = LogLevel.INFO,
 ) -> int:
     """Run the daemon, and a worker for this host."""
     with extra("server"):
         from gpulease_server.main import ServeSettings  # noqa: PLC0415 - an extra
         from gpulease_server.main import serve as run_daemon  # noqa: PLC0415
         from gpulease_server.store.retention import Keep  # noqa: PLC0415
+    told = settings.options_of_worker(context.find_root().command, load())
+    told += _chosen("kill-leftovers", kill_leftovers) + _chosen("manage-compute-mode", manage_compute_mode)
     return run_daemon(
         ServeSettings(
             host=host,
@@ -167,19 +205,25 @@ def serve(
             database_url=database_url,
             data_dir=data_dir,
             worker=worker,
+            worker_options=told,
             simulate=simulate,
             node=node,
-            desktop_names=tuple(desktop_name or ()),
-            monitor_names=tuple(monitor_name or ()),
-            kill_leftovers=kill_leftovers,
-            manage_compute_mode=manage_compute_mode,
+            desktop_names=tuple(desktop_names or ()),
+            monitor_names=tuple(monitor_names or ()),
             standby=standby,
-            peers=tuple(address.url for address in candidates(peer)) if peer else (),
+            peers=tuple(address.url for address in candidates(peers)) if peers else (),
             max_bypass=max_bypass,
             max_bypass_s=max_bypass_s,
             keep=Keep(age_s=keep_days * 24 * 3600.0, ended=keep_ended, events=keep_events),
+            log_format=log_format,
+            log_level=log_level,
         )
     )
+
+
+def _chosen(option: str, wanted: bool | None) -> tuple[str, ...]:
+    """The words for a switch that was turned one way or the other."""
+    return () if wanted is None else (f"--{option}" if wanted else f"--no-{option}",)
 
 
 def worker(
@@ -195,14 +239,16 @@ def worker(
     health_s: Annotated[float, _seconds("health", "Time between two reads of ECC, throttling, links.", 3600.0)] = 30.0,
     probe_deadline_s: Annotated[float, _seconds("probe-deadline", "How long one reading may take.", 60.0)] = 0.9,
     call_deadline_s: Annotated[float, _seconds("call-deadline", "How long one driver call may take.", 60.0)] = 0.6,
-    kill_leftovers: KillLeftovers = False,
-    manage_compute_mode: ManageComputeMode = False,
+    kill_leftovers: Annotated[bool, KILL_LEFTOVERS] = False,
+    manage_compute_mode: Annotated[bool, MANAGE_COMPUTE_MODE] = False,
     log_bytes: Annotated[
         int,
         typer.Option(
             envvar="GPULEASE_LOG_BYTES", min=2**16, help="How much of each log file of a job stays on disk. Bytes."
         ),
     ] = 256 * 2**20,
+    log_format: Format = LogFormat.AUTO,
+    log_level: Level = LogLevel.INFO,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when the parent ends.")] = False,
 ) -> int:
     """Run the worker of this host: it watches the GPUs and launches jobs."""
@@ -223,6 +269,8 @@ def worker(
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,
             log_bytes=log_bytes,
+            log_format=log_format,
+            log_level=log_level,
         )
     )
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
 
-from gpulease.cli import output
+from gpulease.cli import output, screen
 from gpulease.cli.options import Json
 from gpulease.client import Client
-from gpulease.errors import InvalidRequest
+from gpulease.errors import DaemonUnavailable, InvalidRequest, Unavailable
 from gpulease.model import JobState, LeaseState
-from gpulease.table import render
+from gpulease.table import plain, render
 
 LOOK_S = 1.0
 """How often `--watch` looks: as often as the worker reads the hardware."""
-CLEAR = "\x1b[H\x1b[J"
-"""Moves a terminal's cursor to the top, and clears all below it."""
 
 
 def status(
@@ -40,16 +40,28 @@ def status(
             output.text(_table(client))
             output.copied(client.as_of)
             return
-        try:
+        with suppress(KeyboardInterrupt):
+            if sys.stdout.isatty():
+                with screen.whole() as show:
+                    _redraw(client, show)
             while True:
-                table = _table(client)
-                sys.stdout.write(CLEAR if sys.stdout.isatty() else "")
-                output.text(table)
+                output.text(_table(client))
                 sys.stdout.flush()
                 output.copied(client.as_of)
                 time.sleep(LOOK_S)
-        except KeyboardInterrupt:
-            return
+
+
+def _redraw(client: Client, show: Callable[[str], None]) -> None:
+    """Show the table every second. While nobody answers the last one stays, under what is wrong."""
+    table = ""
+    while True:
+        try:
+            table = _table(client)
+            note = "" if client.as_of is None else f"This is a copy as of {client.as_of}; gpulease doctor says why.\n\n"
+        except (DaemonUnavailable, Unavailable) as error:
+            note = f"{plain(error.detail, 300)} Trying again; Ctrl-C ends.\n\n"
+        show(note + table)
+        time.sleep(LOOK_S)
 
 
 def _table(client: Client) -> str:

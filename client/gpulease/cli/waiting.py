@@ -1,48 +1,77 @@
-"""Says on stderr what a command waits for: once, and again whenever that has changed."""
+"""Says on stderr what a command waits for: on a terminal in one line that is drawn anew every second, with the place in
+the queue; elsewhere once, and again whenever that has changed."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from gpulease.client import Client
 from gpulease.errors import GpuleaseError
-from gpulease.model import Job, JobState, Lease
-from gpulease.table import plain
+from gpulease.model import Explanation, Job, JobState, Lease
+from gpulease.table import duration, plain
 
 AT_ONCE_S = 0.3
 """What is granted within this time is not said to wait."""
+CLEAR_LINE = "\x1b[K"
+"""Clears a terminal's line from the cursor on."""
 LOOK_S = 1.0
 """How often the reason of a wait is asked for."""
 
 
 def wait_for_job(client: Client, job_id: str, until: Callable[[Job], bool]) -> Job:
     """The job once `until` says so; meanwhile says where it stands."""
-    told = _Told(client, f"job {job_id}")
     job = client.wait_job(job_id, AT_ONCE_S, until=lambda job: until(job) or job.state is not JobState.QUEUED)
-    while not until(job):
-        if job.state is JobState.QUEUED:
-            told.why(job.lease_id, job.reason)
-        else:
-            where = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in job.gpus)
-            told.once(f"is {job.state}{f' on GPU {where}' if where else ''}.")
-        job = _after(client, job, until)
+    told = _Told(client, f"job {job_id}", job.created_at)
+    try:
+        while not until(job):
+            if job.state is JobState.QUEUED:
+                told.why(job.lease_id, job.reason)
+            else:
+                where = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in job.gpus)
+                told.once(f"is {job.state}{f' on GPU {where}' if where else ''}.")
+            job = _after(client, job, until)
+    finally:
+        told.close()
     return job
 
 
-def say_why_queued(client: Client) -> Callable[[Lease], None]:
-    """For `on_queued` of a request: says why it waits, from a thread that ends when it does not wait any more."""
+class QueueWatch:
+    """Says why a request waits, from a thread, until it does not wait any more or the block ends.
 
-    def watch(lease: Lease) -> None:
-        told = _Told(client, f"request {lease.id}")
-        time.sleep(AT_ONCE_S)
-        while told.why(lease.id):
-            time.sleep(LOOK_S)
+    `watch` is for `on_queued` of the request. After `close` nothing more is written, so that stderr is the caller's.
+    """
 
-    return lambda lease: threading.Thread(target=watch, args=(lease,), daemon=True).start()
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._over = threading.Event()
+        self._told: _Told | None = None
+
+    def __enter__(self) -> QueueWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def watch(self, lease: Lease) -> None:
+        """Begin to say why this request waits."""
+        self._told = told = _Told(self._client, f"request {lease.id}", lease.created_at)
+        threading.Thread(target=self._watch, args=(told, lease.id), daemon=True).start()
+
+    def close(self) -> None:
+        """Say no more, and take the line off the terminal."""
+        self._over.set()
+        if self._told is not None:
+            self._told.close()
+
+    def _watch(self, told: _Told, lease_id: str) -> None:
+        self._over.wait(AT_ONCE_S)
+        while not self._over.is_set() and told.why(lease_id):
+            self._over.wait(LOOK_S)
 
 
 @contextmanager
@@ -59,18 +88,49 @@ def interruptible(job_id: str, again: str) -> Iterator[None]:
 class _Told:
     """What was said last."""
 
-    def __init__(self, client: Client, what: str) -> None:
+    def __init__(self, client: Client, what: str, since: datetime) -> None:
         self._client = client
         self._what = what
+        self._since = since
         self._last: object = None
+        self._drawn = False
+        self._closed = False
+        self._lock = threading.Lock()
 
     def once(self, sentence: str, key: object = None) -> None:
         """Say it, unless it was said last."""
         key = sentence if key is None else key
-        if key != self._last:
-            self._last = key
-            sys.stderr.write(plain(f"{self._what} {sentence}", 2000) + "\n")
+        with self._lock:
+            if key != self._last and not self._closed:
+                self._last = key
+                self._wipe()
+                sys.stderr.write(plain(f"{self._what} {sentence}", 2000) + "\n")
+                sys.stderr.flush()
+
+    def close(self) -> None:
+        """Say no more. What was said once stays; the line that is drawn anew goes."""
+        with self._lock:
+            self._closed = True
+            self._wipe()
             sys.stderr.flush()
+
+    def _draw(self, explanation: Explanation) -> None:
+        """Where it stands, in the terminal's last line."""
+        waited = duration((datetime.now(UTC) - self._since).total_seconds())
+        place = f", place {explanation.position} in the queue" if explanation.position else ""
+        why = explanation.sentence.removeprefix("Not now: ")
+        columns = shutil.get_terminal_size().columns
+        with self._lock:
+            if not self._closed:
+                line = plain(f"{self._what} waits for {waited}{place}: {why}", max(columns - 1, 20))
+                sys.stderr.write(f"\r{line}{CLEAR_LINE}")
+                sys.stderr.flush()
+                self._drawn, self._last = True, None
+
+    def _wipe(self) -> None:
+        if self._drawn:
+            sys.stderr.write(f"\r{CLEAR_LINE}")
+            self._drawn = False
 
     def why(self, lease_id: str, instead: str | None = None) -> bool:
         """Say why a request waits; False when it does not. What cannot be told now is told at the next look."""
@@ -82,6 +142,9 @@ class _Told:
             return instead is not None
         if explanation.verdict not in ("not_now", "never"):
             return False
+        if sys.stderr.isatty():
+            self._draw(explanation)
+            return True
         # Not the sentence: it says until when a lease lasts, which every renewal changes.
         ways = tuple((obstacle.code, obstacle.uuid, obstacle.lease_id) for obstacle in explanation.obstacles)
         self.once(f"waits. {explanation.sentence}", (explanation.position, ways))

@@ -23,6 +23,7 @@ from .daemon import Daemon
 from .exposition import Exposition
 from .problems import PROBLEM_SCHEMA, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
+from .request_log import RequestLog
 from .traffic import Measured, Traffic
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
@@ -46,6 +47,7 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     install(app)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    app.add_middleware(RequestLog)
     app.add_middleware(Measured, traffic=traffic)
     _complete_openapi(app)
     return app

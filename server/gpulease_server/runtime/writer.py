@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gpulease.errors import GpuleaseError, Unavailable
-from gpulease.model import Event
 
 from ..core.decide import decide
 from ..core.happenings import Happening, LeaseRenewed, Ticked
@@ -20,7 +19,7 @@ from ..core.queue import settle
 from ..core.turn import Answer, Pending, Policy, Turn
 from ..store.place import Place
 from ..store.store import Store, StoreFailed, is_stored
-from . import clock
+from . import clock, decisions
 from .meters import Meters
 from .outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage, refuse_older, start_anew, twin
 from .topics import Topics
@@ -235,9 +234,7 @@ class Writer:
             _answer(future, answer)
         self.topics.changed(topics)
         self.meters.take(turn.changes, self.committed, turn.now)
-        for change in turn.changes:
-            if isinstance(change, Event) and change.kind.startswith("node."):
-                log.log(logging.INFO if change.reason is None else logging.WARNING, "%s", _told(change))
+        decisions.say(turn.changes, turn.answers)
 
     def _callers_told(self, turn: Turn | None, calls: list[Call]) -> list[tuple[asyncio.Future[Answer], Answer]]:
         """Who is to be told what by this turn. They, and those of `calls`, are nobody's callers any more."""
@@ -340,11 +337,6 @@ def _unless_error(answer: Answer) -> Answer:
     if isinstance(answer, GpuleaseError):
         raise answer.with_traceback(None)  # the same one may refuse thousands
     return answer
-
-
-def _told(event: Event) -> str:
-    """A line of the log for an event of a node."""
-    return f"{event.kind} {event.node}{f': {event.reason}' if event.reason else ''}"
 
 
 def _topics(changes: list[Change]) -> set[str]:

@@ -40,8 +40,10 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 def engine(url: URL, **options: Any) -> Engine:
     """An engine for either database, whose connections are prepared. Connects to nothing yet.
 
-    `options` go to `create_engine`.
+    `options` go to `create_engine`. What it raises does not say with which values: the environments of jobs are among
+    them.
     """
+    options["hide_parameters"] = True
     if url.get_backend_name() == SQLITE:
         made = create_engine(url, connect_args={"timeout": BUSY_S}, **options)
         event.listen(made, "connect", _prepare_sqlite)

@@ -1,0 +1,73 @@
+"""The log of requests: all of them at debug, those that failed or were slow at warning."""
+
+from __future__ import annotations
+
+import logging
+import time
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gpulease.log_lines import fields
+
+log = logging.getLogger("gpulease.requests")
+
+SLOW_S = 1.0
+"""An answer that takes longer than this, beside what it was asked to wait, is slow."""
+HELD = ("/exchange", "/logs")
+"""Ends of paths whose answers take as long as they like: a long poll by its body, and a stream."""
+
+
+class RequestLog:
+    """Logs each request when its answer has been sent. Names its path, and nothing of its query, headers or body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http" or not log.isEnabledFor(logging.WARNING):
+            await self.app(scope, receive, send)
+            return
+        begun_s = time.monotonic()
+        start: Message = {"status": None, "headers": []}
+
+        async def noting(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            _say(scope, start, time.monotonic() - begun_s)
+
+
+def _say(scope: Scope, start: Message, took_s: float) -> None:
+    status = start["status"]
+    failed = (
+        status is not None and status >= 500 and status != 503
+    )  # 503 is said by whom it concerns, once for all requests
+    slow = took_s > SLOW_S and took_s - _asked_to_wait_s(scope) > SLOW_S
+    level = logging.WARNING if failed or slow else logging.DEBUG
+    if log.isEnabledFor(level):
+        line = fields(
+            event="request",
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            took_s=round(took_s, 4),
+            request_id=Headers(raw=start["headers"]).get("x-request-id"),
+        )
+        log.log(level, "request failed" if failed else "request slow" if slow else "request", extra=line)
+
+
+def _asked_to_wait_s(scope: Scope) -> float:
+    if scope["path"].endswith(HELD):
+        return float("inf")
+    try:
+        return float(parse_qs(scope["query_string"].decode("ascii", "replace")).get("wait_s", ["0"])[0])
+    except ValueError:
+        return 0.0

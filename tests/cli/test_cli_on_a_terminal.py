@@ -1,0 +1,151 @@
+"""What the commands draw on a terminal: a table in place, and a line while they wait in the queue."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpulease import Client, LeaseState
+from gpulease.cli.screen import ENTER, LEAVE, TOP
+
+from .programs import environ, wait_until
+
+SEQUENCE = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
+
+
+class Terminal:
+    """The program on a terminal of its own, and all that it has drawn there."""
+
+    def __init__(self, url: str, *arguments: str, columns: int = 120, rows: int = 24) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.drawn = ""
+        self.process = subprocess.Popen(
+            ["env", "--default-signal=INT", sys.executable, "-m", "gpulease.cli", *arguments],
+            env=environ(GPULEASE_URL=url, TERM="xterm") | {"COLUMNS": "", "LINES": ""},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+        )
+        os.close(theirs)
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self.drawn += os.read(self._ours, 65536).decode(errors="replace")
+            except OSError:  # nobody has it open any more
+                return
+
+    def shows(self, text: str) -> None:
+        wait_until(lambda: text in self.drawn, 40, lambda: repr(self.drawn[-2000:]))
+
+    def end(self, number: int | None = None) -> int:
+        """The exit code, after a signal if one is given."""
+        if number is not None:
+            self.process.send_signal(number)
+        code = self.process.wait(40)
+        self._reader.join(20)
+        return code
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(20)
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(url: str) -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def start(*arguments: str, **size: int) -> Terminal:
+        opened.append(Terminal(url, *arguments, **size))
+        return opened[-1]
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def frames(drawn: str) -> list[list[str]]:
+    """The lines of each whole picture, without colours."""
+    return [SEQUENCE.sub("", part).split("\r\n") for part in drawn.split(TOP)[1:-1]]
+
+
+def test_watch_draws_the_table_in_place_and_gives_the_screen_back(
+    client: Client, terminal: Callable[..., Terminal]
+) -> None:
+    watching = terminal("status", "--watch")
+    watching.shows("free")
+    with client.lease(1, wait_s=20, label="night run"):
+        watching.shows("night run")
+    assert watching.end(signal.SIGINT) == 0
+    assert watching.drawn.startswith(ENTER)
+    assert watching.drawn.endswith(LEAVE)
+    assert {lines[0][:3] for lines in frames(watching.drawn)} == {"GPU"}
+    assert {len(lines) for lines in frames(watching.drawn)} == {5}
+
+
+def test_watch_cuts_what_does_not_fit_onto_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
+    watching = terminal("status", "--watch", columns=40, rows=4)
+    watching.shows("... and 2 lines more")
+    wait_until(lambda: watching.drawn.count(TOP) > 2, 40)
+    assert watching.end(signal.SIGINT) == 0
+    for lines in frames(watching.drawn):
+        assert len(lines) == 4
+        assert max(map(len, lines)) < 40
+
+
+@pytest.mark.parametrize("words", [("run",), ("acquire",), ("submit", "--launcher", "plain", "--follow")], ids=" ".join)
+def test_who_waits_sees_his_place_in_one_line_that_goes_when_he_has_waited(
+    words: tuple[str, ...], client: Client, terminal: Callable[..., Terminal]
+) -> None:
+    wait = () if words[0] == "submit" else ("--wait", "5m")
+    program = () if words[0] == "acquire" else ("--", "echo", "it", "runs")
+    with client.lease(4, wait_s=20, label="sweep 12"):
+        waiting = terminal(*words, *wait, *program, columns=100)
+        waiting.shows("place 1 in the queue: ")
+        times = re.compile(r"waits for (\d+)s")
+        wait_until(lambda: len(set(times.findall(waiting.drawn))) > 1, 40)
+        drawn = waiting.drawn
+        assert "\n" not in drawn.partition("waits for")[2]
+        assert max(len(line) for line in SEQUENCE.sub("", drawn).split("\r")) < 100
+    assert waiting.end() == 0
+    after = waiting.drawn.rpartition("\r\x1b[K")[2]
+    assert ("export CUDA_VISIBLE_DEVICES=" if words[0] == "acquire" else "it runs\r\n") in after
+    for lease in client.leases(LeaseState.ACTIVE):
+        client.release(lease.id, lease.token)
+
+
+def test_a_wait_that_ends_without_gpus_leaves_the_error_alone(
+    client: Client, terminal: Callable[..., Terminal]
+) -> None:
+    with client.lease(4, wait_s=20):
+        waiting = terminal("run", "--wait", "4s", "--", "true")
+        assert waiting.end() == 1
+    assert waiting.drawn.rpartition("\r\x1b[K")[2].startswith("gpulease: not now\r\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("gpulease sta", "status"), ("gpulease node dr", "drain"), ("gpulease serve --max-bypass-", "--max-bypass-s")],
+)
+def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
+    asked = {"_GPULEASE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    command = [sys.executable, "-m", "gpulease.cli"]
+    ran = subprocess.run(command, env=environ() | asked, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout.split() == [offered]

@@ -1,0 +1,327 @@
+"""Options, variables, files and defaults: which counts, what is refused, and a daemon that obeys."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import typer
+
+from gpulease import config_file
+from gpulease.addresses import candidates
+from gpulease.cli import main, settings
+from gpulease.cli.commands import app
+from gpulease.config_file import ConfigurationRefused
+from gpulease.model import NodeState
+from gpulease.route import Destination
+from tests.daemon import DaemonProcess, eventually
+
+PROGRAM: Any = typer.main.get_command(app)
+Shown = Callable[..., dict[str, Any]]
+ALL = [(section, key) for section in config_file.SECTIONS for key in settings.declared(PROGRAM, section)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting of this machine; the system's file is one of this test."""
+    for name in [name for name in os.environ if name.startswith("GPULEASE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(config_file, "SYSTEM", tmp_path / "etc" / "config.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
+    """Writes a file and names it in the environment."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "named.toml"
+        path.write_text(text)
+        monkeypatch.setenv("GPULEASE_CONFIG", str(path))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
+    """`config show` of a setting."""
+
+    def show(section: str, key: str, *arguments: str) -> dict[str, Any]:
+        code = main(["config", "show", "--json", section, *arguments])
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        found: dict[str, Any] = next(item for item in json.loads(printed.out)["items"] if item["key"] == key)
+        return found
+
+    return show
+
+
+def written(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def samples(option: Any) -> tuple[Any, Any, Any]:
+    """Three values that it takes and that are not its default: for a file, a variable and an option."""
+    wanted = option.type_descriptor.annotation
+    if option.name == "simulate":
+        return "2", "3", "4"
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        others = [member.value for member in wanted if member is not option.default]
+        return others[0], others[1], others[0]
+    if wanted is bool:
+        return not option.default, bool(option.default), not option.default
+    if wanted in (int, float):
+        first = wanted(option.min if option.min is not None else 1)
+        return first, first + (first if option.max is not None else 1), option.default
+    return {list[str]: (["a", "b"], ["c", "d"], ["e"]), Path: ("/file", "/variable", "/option")}.get(
+        wanted, ("http://file:1", "http://variable:2", "http://option:3")
+    )
+
+
+@pytest.mark.parametrize(("section", "key"), ALL, ids=lambda word: word)
+def test_an_option_counts_before_a_variable_before_a_file_before_the_default(
+    section: str,
+    key: str,
+    file: Callable[[str], Path],
+    shown: Shown,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    option = settings.declared(PROGRAM, section)[key]
+    in_file, in_variable, in_option = samples(option)
+    secret = (lambda value: settings.HIDDEN) if key in settings.SECRET else (lambda value: value)
+
+    assert shown(section, key)["origin"] == "default"
+
+    path = file(f"# a remark\n[{section}]\n{key} = {json.dumps(in_file)}\n")
+    found = shown(section, key)
+    assert (found["value"], found["origin"], found["place"]) == (secret(in_file), "file", f"{path}:3")
+
+    spelt = " ".join(in_variable) if isinstance(in_variable, list) else str(in_variable)
+    monkeypatch.setenv(option.envvar, spelt)
+    found = shown(section, key)
+    assert (found["value"], found["origin"], found["place"]) == (secret(in_variable), "environment", option.envvar)
+
+    if option.is_flag:
+        words = [option.opts[0] if in_option else option.secondary_opts[0]]
+    else:
+        words = [option.opts[0], in_option[0] if isinstance(in_option, list) else str(in_option)]
+    found = shown(section, key, *words)
+    assert (found["value"], found["origin"], found["place"]) == (secret(in_option), "option", option.opts[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said", "remedy"),
+    [
+        ("[serve]\nmax_bypas = 3\n", 2, "[serve] has no max_bypas", "Did you mean max_bypass?"),
+        ("[serve]\nzzz = 3\n", 2, "[serve] has no zzz", "There are host, port"),
+        ("\n[sevre]\n", 2, "[sevre] is no section", "Did you mean [serve]?"),
+        ("max_bypass = 3\n", 1, "max_bypass stands outside of a section", "There are [client], [serve], [worker]"),
+        ("serve = 3\n", 1, "serve is a section", "Write [serve] above its keys"),
+        ("[serve]\nmax_bypass = '3'\n", 2, "has to be a whole number, not '3'", "configuration.md"),
+        ("[serve]\nmax_bypass = 3.5\n", 2, "has to be a whole number, not 3.5", "configuration.md"),
+        ("[serve]\nmax_bypass = true\n", 2, "has to be a whole number, not true", "configuration.md"),
+        ("[serve]\nport = 70000\n", 2, "port in [serve] cannot be that", "configuration.md"),
+        ("[serve]\nport = 8751\nmax_bypass = -1\n", 3, "max_bypass in [serve] cannot be that", "configuration.md"),
+        ("[serve]\nmax_bypass_s = nan\n", 2, "has to be a number, not nan", "configuration.md"),
+        ("[worker]\npoll_s = inf\n", 2, "has to be a number, not inf", "configuration.md"),
+        ("[worker]\npoll_s = 0.01\n", 2, "poll_s in [worker] cannot be that", "configuration.md"),
+        ("[serve]\nworker = 1\n", 2, "has to be a true or false, not 1", "configuration.md"),
+        ("[serve]\ndesktop_names = 'a'\n", 2, "has to be a list of texts, not 'a'", "configuration.md"),
+        ("[serve]\npeers = [1]\n", 2, "has to be a list of texts, not a list", "configuration.md"),
+        ("[serve]\nhost = ''\n", 2, "has to be a text, not ''", "configuration.md"),
+        ("[serve]\nlog_format = 'xml'\n", 2, "log_format in [serve] cannot be that", "configuration.md"),
+        ("[serve]\nkill_leftovers = true\n", 2, "belongs into [worker]", "configuration.md"),
+        ("[serve]\nwith_parent = true\n", 2, "[serve] has no with_parent", "There are"),
+        ("[client]\nurl = 3\n", 2, "url in [client] has to be a text", "configuration.md"),
+        ("[client]\nurll = 'x'\n", 2, "[client] has no urll", "Did you mean url?"),
+    ],
+    ids=lambda value: (
+        value.strip().replace("\n", " ") if isinstance(value, str) and value.startswith(("[", "\n")) else ""
+    ),
+)
+def test_what_is_wrong_is_refused_with_its_line_and_what_is_meant(
+    text: str, line: int, said: str, remedy: str, file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file(text)
+    for command in (["serve"], ["worker"], ["config", "show"], ["config", "check"], ["config", "check", str(path)]):
+        assert main(command) == 2
+        what, why, do = capsys.readouterr().err.strip().split("\n")
+        assert what == "gpulease: configuration refused"
+        assert f"{path}:{line}: " in why
+        assert said in why
+        assert remedy in do
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"[serve\n", "at line 1"), (b"[serve]\nport = \n", "at line 2"), (b"\xff", "UTF-8"), (b"#" * 2**21, "1 MiB")],
+)
+def test_what_is_no_toml_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(ConfigurationRefused, match=said):
+        config_file.read(tmp_path / "c")
+
+
+def test_a_file_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPULEASE_CONFIG", str(tmp_path / "absent"))
+    with pytest.raises(ConfigurationRefused, match="No such file"):
+        config_file.load()
+    monkeypatch.setenv("GPULEASE_CONFIG", os.devnull)
+    assert not any(config_file.load().values())
+
+
+def test_a_users_key_stands_over_the_systems_and_root_reads_the_systems_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written(config_file.SYSTEM, "[serve]\nport = 1\nmax_bypass = 1\n")
+    written(tmp_path / "home" / "gpulease" / "config.toml", "[serve]\nport = 2\n[worker]\npoll_s = 0.2\n")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    both = config_file.load()
+    assert {key: entry.value for key, entry in both["serve"].items()} == {"port": 2, "max_bypass": 1}
+    assert both["worker"]["poll_s"].value == 0.2
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    system = config_file.load()
+    assert {key: entry.value for key, entry in system["serve"].items()} == {"port": 1, "max_bypass": 1}
+    assert system["worker"] == {}
+
+
+def test_a_mistake_for_the_daemon_keeps_nobody_from_asking_it(
+    file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file("[serve]\nnonsense = 1\n[client]\nurl = 'http://127.0.0.1:9'\n")
+    assert main(["status"]) == 3
+    assert "No daemon answers at http://127.0.0.1:9" in capsys.readouterr().err
+    file("[client]\nnonsense = 1\n")
+    assert main(["status"]) == 2
+
+
+def test_the_library_finds_the_daemon_by_the_file_and_tells_nobody_else_its_token(
+    file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file("[client]\nurl = 'http://lab:1,http://lab:2'\ntoken = 'of the lab'\n")
+    found = Destination.of(None, None, 1.0)
+    assert [address.url for address in found.addresses] == ["http://lab:1", "http://lab:2"]
+    assert (found.token, found.interchangeable) == ("of the lab", True)
+    assert [address.url for address in candidates()] == ["http://lab:1", "http://lab:2"]
+
+    assert Destination.of("http://other:1", None, 1.0).token is None
+    monkeypatch.setenv("GPULEASE_URL", "http://other:2")
+    other = Destination.of(None, None, 1.0)
+    assert ([address.url for address in other.addresses], other.token) == (["http://other:2"], None)
+    assert Destination.of(None, "given", 1.0).token == "given"
+
+
+def test_without_a_file_the_library_does_not_load_a_parser() -> None:
+    program = "import sys; from gpulease import Client; Client(); print('tomllib' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["postgresql://me:hunter2@host/name", "postgresql://me@host/name?password=hunter2&sslpassword=hunter2"],
+)
+def test_passwords_and_tokens_are_not_shown(
+    given: str, file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = "http://me:hunter2@peer:1"
+    file(f"[serve]\ndatabase_url = '{given}'\npeers = ['{peer}']\n[client]\ntoken = 'hunter2'\nurl = '{peer}'\n")
+    for form in ((), ("--json",)):
+        assert main(["config", "show", *form]) == 0
+        printed = capsys.readouterr().out
+        assert "hunter2" not in printed
+        assert "host/name" in printed
+        assert "@peer:1" in printed
+
+
+def test_paths_are_taken_from_the_files_directory(file: Callable[[str], Path], shown: Shown) -> None:
+    path = file("[serve]\ndata_dir = 'd'\nsocket = '~/s'\nsimulate = 'gpus.json'\n[worker]\nsimulate = 4\n")
+    assert shown("serve", "data_dir")["value"] == str(path.parent / "d")
+    assert shown("serve", "socket")["value"] == str(Path.home() / "s")
+    assert shown("serve", "simulate")["value"] == str(path.parent / "gpus.json")
+    assert shown("worker", "simulate")["value"] == "4"
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["db", "check"], ["db", "backup", "x"]], ids=" ".join)
+def test_what_looks_after_a_daemon_looks_where_its_file_says(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("[serve]\ndata_dir = '/from/file'\n")
+    sections = config_file.read(tmp_path / "c")
+    context = PROGRAM.context_class(
+        PROGRAM, info_name="gpulease", default_map=settings.defaults(PROGRAM, {"client": {}, "worker": {}} | sections)
+    )
+    group, words = PROGRAM, list(command)
+    while words and hasattr(group, "commands") and words[0] in group.commands:
+        name = words.pop(0)
+        group = group.commands[name]
+        context = (
+            group.make_context(name, list(words), parent=context)
+            if not words or not hasattr(group, "commands")
+            else (group.context_class(group, info_name=name, parent=context))
+        )
+    assert context.params["data_dir"] == Path("/from/file")
+
+
+def test_a_daemon_obeys_a_file_and_so_does_its_worker_until_the_daemon_is_started_again(tmp_path: Path) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(
+        "[serve]\nsimulate = 3\nnode = 'filed'\nmax_bypass = 2\n[worker]\npoll_s = 0.2\nkill_leftovers = true\n"
+    )
+    daemon = DaemonProcess(tmp_path / "d", "--node", "told", environment={"GPULEASE_CONFIG": str(config)})
+
+    def worker() -> psutil.Process | None:
+        assert daemon.process is not None
+        for child in psutil.Process(daemon.process.pid).children():
+            with suppress(psutil.Error):  # it has just ended
+                if "worker" in child.cmdline():
+                    return child
+        return None
+
+    try:
+        daemon.start()
+        with daemon.client() as client:
+            assert {gpu.node for gpu in client.gpus()} == {"told"}
+            assert len(client.gpus()) == 3
+            first = worker()
+            assert first is not None
+            words = first.cmdline()
+            assert words[words.index("--poll-s") + 1] == "0.2"
+            assert "--kill-leftovers" in words
+
+            config.write_text("[worker]\nnonsense = 1\n")
+            first.send_signal(signal.SIGKILL)
+            eventually(lambda: (now := worker()) is not None and now.pid != first.pid, 30, daemon.story)
+            again = worker()
+            assert again is not None
+            assert again.cmdline() == words
+            eventually(lambda: client.nodes()[0].state is NodeState.READY, 30, daemon.story)
+    finally:
+        daemon.stop()
+
+
+def test_what_no_worker_could_be_told_is_refused_when_the_daemon_starts(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "gpulease.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "d")],
+        env=environment | {"GPULEASE_POLL_S": "99"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 2
+    assert "--poll-s" in ran.stderr
+    assert "Traceback" not in ran.stderr

@@ -1,0 +1,91 @@
+"""docs/configuration.md against the declarations. `python -m tests.cli.test_configuration_page` writes its tables."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from gpulease import config_file
+from gpulease.cli import settings
+from gpulease.cli.commands import app
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PROGRAM: Any = typer.main.get_command(app)
+MADE = re.compile(r"(<!-- settings: .* -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def tables() -> str:
+    """A table for each section."""
+    return "".join(
+        f"### [{section}]\n\n| key | option, variable | type | default | meaning |\n|---|---|---|---|---|\n"
+        + "".join(row(option) for option in settings.declared(PROGRAM, section).values())
+        + "\n"
+        for section in config_file.SECTIONS
+    )
+
+
+def row(option: Any) -> str:
+    names = "/".join([option.opts[0], *option.secondary_opts])
+    meaning = (option.help or "").replace("|", "\\|")
+    cells = (f"`{option.name}`", f"`{names}`, `{option.envvar}`", bounded(option), default(option), meaning)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def bounded(option: Any) -> str:
+    least, most = option.min, option.max
+    bounds = f", {least} to {most}" if most is not None else "" if least is None else f", at least {least}"
+    return settings.kind(option) + bounds
+
+
+def default(option: Any) -> str:
+    if isinstance(option.show_default, str):
+        return option.show_default.replace("|", "\\|")
+    value = option.default
+    if value is None:
+        return "-"
+    shown = value.value if isinstance(value, Enum) else str(value).lower() if isinstance(value, bool) else value
+    return f"`{shown}`"
+
+
+def test_the_page_has_every_setting_as_it_is_declared() -> None:
+    page = PAGE.read_text()
+    written = MADE.search(page)
+    assert written is not None
+    assert written[0] == f"{written[1]}{tables()}{written[2]}", "run python -m tests.cli.test_configuration_page"
+
+
+def test_every_option_of_the_daemon_and_its_worker_is_a_setting_with_a_variable() -> None:
+    for section in ("serve", "worker"):
+        without = [
+            option.name
+            for option in PROGRAM.commands[section].params
+            if not option.envvar and not option.hidden and option.name != "help"
+        ]
+        assert without == [], f"give these options of {section} a variable, and docs/configuration.md a row"
+
+
+def test_no_variable_is_one_that_kubernetes_sets_for_a_service_of_this_name() -> None:
+    variables = {
+        option.envvar for section in config_file.SECTIONS for option in settings.declared(PROGRAM, section).values()
+    }
+    assert "GPULEASE_PORT" not in variables
+    assert not [name for name in variables if name.startswith(("GPULEASE_SERVICE_", "GPULEASE_PORT_"))]
+
+
+def test_the_example_is_a_file_that_is_taken(tmp_path: Path) -> None:
+    example = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
+    (tmp_path / "config.toml").write_text(example)
+    sections = config_file.read(tmp_path / "config.toml")
+    settings.check(PROGRAM, sections)
+    assert {section: {key: entry.value for key, entry in keys.items()} for section, keys in sections.items()} == (
+        tomllib.loads(example)
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(MADE.sub(lambda found: f"{found[1]}{tables()}{found[2]}", PAGE.read_text()))

@@ -1,0 +1,157 @@
+"""The lines of a log: their two forms, what is left out of them, and that they hold nobody up."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gpulease.log_lines import MAX_WAITING, HumanLine, JsonLine, fields
+
+SECRETS = [
+    "postgresql://me:hunter2@host/name failed",
+    "https://me:hunter2@host:1/x, and unix:///s",
+    "postgresql://host/name?sslpassword=hunter2&password=hunter2",
+    "{'Authorization': 'Bearer hunter2'}",
+    "authorization: bearer hunter2",
+]
+
+
+def record(message: str, level: int = logging.INFO, **more: Any) -> logging.LogRecord:
+    made = logging.LogRecord("gpulease.test", level, __file__, 1, message, (), None)
+    made.__dict__ |= more
+    return made
+
+
+def failing(text: str) -> Any:
+    try:
+        raise ValueError(text)
+    except ValueError:
+        return sys.exc_info()
+
+
+def test_a_line_of_json_has_its_fields() -> None:
+    line = JsonLine("serve").format(record("lease.granted", **fields(lease_id="lease-1", gpus=("a", "b"), reason=None)))
+    found = json.loads(line)
+    assert found.pop("at").endswith("Z")
+    assert found == {
+        "level": "info",
+        "program": "serve",
+        "logger": "gpulease.test",
+        "message": "lease.granted",
+        "lease_id": "lease-1",
+        "gpus": ["a", "b"],
+    }
+
+
+def test_a_field_does_not_stand_for_another() -> None:
+    assert json.loads(JsonLine("serve").format(record("x", **fields(level="none", message="y"))))["level"] == "info"
+
+
+def test_a_line_for_people() -> None:
+    line = HumanLine().format(
+        record("lease.granted", **fields(event="lease.granted", gpus=("a", "b"), reason="it is so"))
+    )
+    date, clock, *rest = line.split(" ", 2)
+    assert (len(date), len(clock)) == (10, 12)
+    assert rest == ['INFO    lease.granted gpus=a,b reason="it is so"']
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "\x1b[2J", "a\r\nERROR forged", "\udcff", "\u2028"], ids=ascii)
+@pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine()], ids=["json", "human"])
+def test_whatever_a_user_has_written_a_line_stays_one_line(form: logging.Formatter, text: str) -> None:
+    line = form.format(record(text, **fields(label=text))).encode(errors="backslashreplace").decode()
+    assert "\n" not in line
+    assert "\r" not in line
+    assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("text", SECRETS)
+@pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine()], ids=["json", "human"])
+def test_no_password_and_no_token_is_in_a_line(form: logging.Formatter, text: str) -> None:
+    line = form.format(record(text, exc_info=failing(text), **fields(reason=text, several=[text])))
+    assert "hunter2" not in line
+    assert "ValueError" in line
+
+
+def test_a_line_has_an_end() -> None:
+    assert len(JsonLine("serve").format(record("x" * 10**6, exc_info=failing("y" * 10**6)))) < 10**5
+
+
+PROGRAM = """
+import logging, os, sys
+from gpulease.log_lines import LogFormat, LogLevel, logging_to_stderr
+log = logging.getLogger("test")
+with logging_to_stderr("test", LogFormat(sys.argv[1]), LogLevel("info")):
+    for number in range(int(sys.argv[2])):
+        log.info("line %d %s", number, "x" * 100)
+    log.debug("not to be seen")
+    os.write(1, b"done")
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def program() -> Iterator[Any]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(form: str, lines: int, **where: Any) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, form, str(lines)],
+            **{"stdout": subprocess.PIPE, "stdin": subprocess.DEVNULL} | where,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_what_was_logged_is_written_before_the_end(program: Any) -> None:
+    process = program("auto", 500, stderr=subprocess.PIPE)
+    _, said = process.communicate(timeout=60)
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert [line["message"].split()[1] for line in lines] == [str(number) for number in range(500)]
+    assert process.returncode == 0
+
+
+def test_on_a_terminal_lines_are_for_people(program: Any) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        process = program("auto", 1, stderr=theirs)
+        process.wait(60)
+        line = os.read(ours, 1000).decode()
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "INFO    line 0 xxx" in line
+    assert "{" not in line
+
+
+def test_a_reader_that_is_stuck_holds_nobody_up(program: Any) -> None:
+    process = program("json", 3 * MAX_WAITING, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"done"  # nobody has read a line so far, and the pipe is full
+    process.wait(60)
+    assert process.returncode == 0
+
+
+def test_lines_that_nobody_took_are_counted(program: Any) -> None:
+    process = program("json", 3 * MAX_WAITING, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.read(4) == b"done"
+    assert process.stderr is not None
+    written = 0
+    while "left out" not in (message := json.loads(process.stderr.readline())["message"]):
+        written += 1
+    assert written + int(message.split()[0]) == 3 * MAX_WAITING
+    assert written > MAX_WAITING
