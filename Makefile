@@ -8,7 +8,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak wheel clean cc faketime
+.PHONY: help setup demo test check bench soak wheel clean cc faketime readers
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for and given back
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) cc faketime ## run all tests
+test: $(STAMP) cc faketime readers ## run all tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak' $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, format, types, import rule, migration drift
@@ -69,4 +69,13 @@ faketime:
 			apt-get update -qq && apt-get install -y -qq faketime >/dev/null; \
 		else \
 			echo "No libfaketime: tests of clock jumps will fail. Install the package faketime." >&2; \
+		fi; }
+
+# Tests do what the documents say: with curl, jq and node, each page in a network of its own.
+readers:
+	@for program in curl jq node ip; do command -v $$program >/dev/null || missing=1; done; test -z "$$missing" || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends curl jq nodejs iproute2 >/dev/null; \
+		else \
+			echo "Tests of the documents will fail. Install curl, jq, nodejs and iproute2." >&2; \
 		fi; }
