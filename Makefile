@@ -47,8 +47,8 @@ bench: $(STAMP) cc ## measure; results and what they are compared with are in be
 soak: $(STAMP) cc faketime ## the long rounds that try to break the promises
 	$(BIN)/python -m pytest -n 2 -m soak --timeout 3600 $(PYTEST_ARGS)
 
-wheel: $(STAMP) ## build dist/*.whl
-	$(BIN)/python -m build --wheel --no-isolation
+wheel: $(STAMP) ## build dist/*.tar.gz, and dist/*.whl from that
+	$(BIN)/python -m build --no-isolation
 
 clean: ## remove .venv and everything built or cached
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -71,11 +71,11 @@ faketime:
 			echo "No libfaketime: tests of clock jumps will fail. Install the package faketime." >&2; \
 		fi; }
 
-# Tests do what the documents say: with curl, jq and node, each page in a network of its own.
+# Tests do what the documents say, each page in a network of its own, and have systemd read the units.
 readers:
-	@for program in curl jq node ip; do command -v $$program >/dev/null || missing=1; done; test -z "$$missing" || { \
+	@for program in curl jq node ip systemd-analyze; do command -v $$program >/dev/null || missing=1; done; test -z "$$missing" || { \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-			apt-get update -qq && apt-get install -y -qq --no-install-recommends curl jq nodejs iproute2 >/dev/null; \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends curl jq nodejs iproute2 systemd >/dev/null; \
 		else \
-			echo "Tests of the documents will fail. Install curl, jq, nodejs and iproute2." >&2; \
+			echo "Tests of the documents and units will fail. Install curl, jq, nodejs, iproute2 and systemd." >&2; \
 		fi; }

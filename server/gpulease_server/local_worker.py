@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+from . import notify
+
 log = logging.getLogger("gpulease.serve")
 
 RESTART_S = 1.0
@@ -28,7 +30,8 @@ async def keep_worker(
     command += ["--data-dir", str(data_dir), "--with-parent"]
     command += ["--simulate", simulate] if simulate is not None else []
     command += options
-    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD")  # its own URL, and the daemon's secrets
+    # The daemon's own URL, its secrets, and what makes a process speak to systemd in its name.
+    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD", *notify.VARIABLES)
     environment = {name: value for name, value in os.environ.items() if name not in kept_back}
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())
     while True:

@@ -40,7 +40,8 @@ def environment() -> dict[str, str]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of an empty venv with nothing but the wheel in it; its requirements come by a path of their own."""
     place = tmp_path_factory.mktemp("wheel")
-    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(place), str(ROOT)], place)
+    # Without further words the wheel is built from the sdist, so a file that the sdist lacks is missing here.
+    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(ROOT)], place)
     (wheel,) = place.glob("gpulease-*.whl")
     venv = place / "venv"
     run([sys.executable, "-m", "venv", "--without-pip", str(venv)], place)
