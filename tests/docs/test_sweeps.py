@@ -73,6 +73,14 @@ def test_a_sweep_goes_through_the_gpus(tmp_path: Path) -> None:
             assert len({gpu for _, gpu in trials}) == GPUS
 
 
+def test_a_gpu_in_two_leases_would_be_seen() -> None:
+    granted = [{"kind": "lease.granted", "lease_id": lease, "gpus": ["GPU-1"]} for lease in ("a", "b")]
+    ended = [{"kind": "lease.ended", "lease_id": lease} for lease in ("a", "b")]
+    assert most_at_once([granted[0], ended[0], granted[1], ended[1]]) == 1
+    with pytest.raises(AssertionError):
+        most_at_once([granted[0], granted[1], *ended])
+
+
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_has_fewer_than_20_lines(name: str) -> None:
     assert len([line for line in CLIENTS[name].text.splitlines() if line.strip(" }")]) < 20
