@@ -57,7 +57,6 @@ class Room:
             "TERM": "dumb",
             "COLUMNS": "160",
             "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
             # A machine that is busy with other tests is no broken driver.
             "GPULEASE_PROBE_DEADLINE_S": "50",
             "GPULEASE_CALL_DEADLINE_S": "40",

@@ -68,7 +68,7 @@ def test_a_sweep_goes_through_the_gpus(tmp_path: Path) -> None:
         assert {event["reason"] for event in ended} <= {"released", "job_finished"}, ended
         assert most_at_once(events) == GPUS
         if "sweep=" not in block.text:
-            trials = re.findall(r"^trial (\d+) on (GPU-[0-9a-f-]{36}): loss", printed, re.MULTILINE)
+            trials = re.findall(r"trial (\d+) on (GPU-[0-9a-f-]{36}): loss", printed)
             assert sorted(int(number) for number, _ in trials) == list(range(TRIALS)), printed
             assert len({gpu for _, gpu in trials}) == GPUS
 
