@@ -15,8 +15,14 @@ FROM python:3.11-slim
 COPY --from=build /opt/gpulease /opt/gpulease
 ENV PATH=/opt/gpulease/bin:$PATH \
     PYTHONUNBUFFERED=1
-# Both share it: the database, the socket, the jobs with their logs.
+# Where daemon and worker of a host run as root, for the users' sake, both share this: the database, the socket, the jobs.
 VOLUME /var/lib/gpulease
+# By itself the image needs no rights, as in `docker run gpulease serve --simulate 4`. docker-compose.yml says who needs which.
+RUN useradd --create-home --uid 1000 gpulease
+USER 1000
+WORKDIR /home/gpulease
 STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8750/healthz', timeout=3)"]
 ENTRYPOINT ["gpulease"]
-CMD ["serve", "--data-dir", "/var/lib/gpulease"]
+CMD ["serve"]

@@ -47,8 +47,8 @@ bench: $(STAMP) packages ## measure; results and what they are compared with are
 soak: $(STAMP) packages promtool ## the long rounds that try to break the promises
 	$(BIN)/python -m pytest -n 2 -m soak --timeout 3600 $(PYTEST_ARGS)
 
-wheel: $(STAMP) ## build dist/*.whl
-	$(BIN)/python -m build --wheel --no-isolation
+wheel: $(STAMP) ## build dist/*.tar.gz, and dist/*.whl from that
+	$(BIN)/python -m build --no-isolation
 
 clean: ## remove .venv and everything built or cached
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

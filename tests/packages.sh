@@ -6,7 +6,11 @@ set -euo pipefail
 needed="
 cc                                         gcc libc6-dev  stand-ins for the NVML and CUDA libraries
 c++                                        g++            a part that deepspeed builds for itself
-ip                                         iproute2       cutting the network to a database
+ip                                         iproute2       cutting the network to a database, one for each document
+curl                                       curl           doing what the documents say
+jq                                         jq             the same
+node                                       nodejs         the same
+systemd-analyze                            systemd        reading the units
 /usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon
 "
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from gpulease import config_file
 
+from . import notify
+
 log = logging.getLogger("gpulease.serve")
 
 RESTART_S = 1.0
@@ -30,8 +32,8 @@ async def keep_worker(
     command += ["--data-dir", str(data_dir), "--with-parent"]
     command += options
     command += ["--simulate", simulate] if simulate is not None else []
-    # Its own URL, the daemon's secrets, and what would stand against its options.
-    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD")
+    # The daemon's own URL, its secrets, and what makes a process speak to systemd in its name.
+    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD", *notify.VARIABLES)
     environment = {name: value for name, value in os.environ.items() if name not in kept_back}
     environment[config_file.VARIABLE] = os.devnull  # it is told everything: the files may have changed by now
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())

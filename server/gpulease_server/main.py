@@ -23,6 +23,7 @@ from gpulease.addresses import default_data_dir, let_through
 from gpulease.errors import GpuleaseError
 from gpulease.log_lines import LogFormat, LogLevel, fields, logging_to_stderr
 
+from . import notify
 from .api.app import create_app
 from .api.daemon import Daemon
 from .api.peer import PeerProtocol
@@ -263,7 +264,7 @@ class _Serving:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
-        parts = (self._write(), self.recorder.run(), self.pruner.run())
+        parts = (self._write(), self.recorder.run(), self.pruner.run(), notify.watchdog())
         tasks = [asyncio.create_task(part) for part in parts]
         if settings.worker:
             place = self.data_dir / "worker"
@@ -353,9 +354,11 @@ class TwoSocketServer(uvicorn.Server):
         loop: Any = asyncio.get_running_loop()
         self.servers.append(await loop.create_unix_server(protocol, sock=self.local, backlog=self.config.backlog))
         log.info(self.announce, extra=fields(event="daemon.listens"))
+        notify.tell("READY=1")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the worker and the long polls, then the rest."""
+        notify.tell("STOPPING=1")
         if self.worker is not None:
             self.worker.cancel()
             await asyncio.wait([self.worker])

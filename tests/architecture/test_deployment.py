@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from compose_spec import PyCompose
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -67,6 +72,54 @@ def test_the_worker_sees_the_processes_of_the_host_and_its_gpus() -> None:
 
     assert worker["pid"] == "host"
     assert "nvidia" in json.dumps(worker)
+
+
+def test_compose_understands_its_file() -> None:
+    PyCompose.from_yaml(yaml.safe_dump(COMPOSE))  # with its `<<:` resolved
+    with pytest.raises(ValueError, match="no-such-word"):
+        PyCompose.from_yaml("services: {daemon: {image: x, no-such-word: 1}}")
+
+
+def test_hadolint_finds_nothing(tmp_path: Path) -> None:
+    assert hadolint(ROOT / "Dockerfile") == ""
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text("FROM debian\nRUN cd /tmp\n")
+    assert "DL3006" in hadolint(wrong)
+
+
+def hadolint(dockerfile: Path) -> str:
+    """What hadolint says of a file."""
+    program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert program is not None, "hadolint comes with the extra dev"
+    return subprocess.run([program, str(dockerfile)], capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+def test_the_daemon_has_few_rights_and_the_image_none() -> None:
+    daemon = COMPOSE["services"]["daemon"]
+    (unit,) = re.findall(
+        r"^CapabilityBoundingSet=(.*)$", (ROOT / "deploy/systemd/gpulease.service").read_text(), re.MULTILINE
+    )
+
+    assert (daemon["cap_drop"], daemon["read_only"]) == (["ALL"], True)
+    assert [f"CAP_{name}" for name in daemon["cap_add"]] == unit.split()
+    assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE) == ["1000"]
+
+
+def test_whoever_waits_for_health_can_see_it() -> None:
+    waited_for = {
+        name
+        for service in COMPOSE["services"].values()
+        for name, how in service.get("depends_on", {}).items()
+        if how["condition"] == "service_healthy"
+    }
+    assert waited_for == {"daemon", "postgres"}
+    assert "HEALTHCHECK" in DOCKERFILE
+    assert "healthcheck" in COMPOSE["services"]["postgres"]
+
+
+def test_what_is_watched_is_on_loopback_only() -> None:
+    assert "--web.listen-address=127.0.0.1:9090" in COMPOSE["services"]["prometheus"]["command"]
+    assert COMPOSE["services"]["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
 def test_the_image_runs_the_program() -> None:

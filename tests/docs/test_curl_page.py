@@ -1,0 +1,56 @@
+"""docs/curl.md shows every endpoint that the daemon has."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shlex
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+from gpulease_server.api.app import create_app
+from tests.docs.pages import ROOT, blocks, commands
+
+NOT_SHOWN = {("POST", "/v1/nodes/{name}/exchange"): "between worker and daemon"}
+TAKES_A_BODY = {"--json", "-d", "--data"}
+
+
+def typed() -> set[tuple[str, str]]:
+    """Method and path of each request of the page."""
+    found = set()
+    for block in blocks(ROOT / "docs" / "curl.md"):
+        for line, _ in commands(block.text) if block.language == "console" else []:
+            lexer = shlex.shlex(line.replace("\\\n", " "), posix=True, punctuation_chars="|;")
+            lexer.whitespace_split = True
+            words = list(lexer)
+            for begin in (at for at, word in enumerate(words) if word == "curl"):
+                call = list(itertools.takewhile(lambda word: word not in "|;", words[begin:]))
+                found.add((method(call), path(call)))
+    return found
+
+
+def method(words: list[str]) -> str:
+    if "-X" in words:
+        return words[words.index("-X") + 1]
+    return "POST" if TAKES_A_BODY.intersection(words) else "GET"
+
+
+def path(words: list[str]) -> str:
+    (address,) = (word for word in words if word.startswith("localhost:8750"))
+    return urlsplit(f"http://{address}").path
+
+
+def fits(template: str, asked: str) -> bool:
+    return re.fullmatch(re.sub(r"\{\w+\}", "[^/]+", template), asked) is not None
+
+
+def test_every_endpoint_is_on_the_page() -> None:
+    document = create_app(SimpleNamespace(standing=None)).openapi()  # type: ignore[arg-type]
+    there = {(verb.upper(), template) for template, verbs in document["paths"].items() for verb in verbs}
+    calls = typed()
+    missing = {
+        (verb, template)
+        for verb, template in there
+        if not any(verb == done and fits(template, asked) for done, asked in calls)
+    }
+    assert missing == set(NOT_SHOWN)
