@@ -25,10 +25,11 @@ UNIX = "unix://"
 
 
 class Daemons:
-    """Connections to the daemons at `urls`, while entered."""
+    """Connections to the daemons at `urls`, while entered. `token` is sent to those that do not know this host."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self._urls = tuple(urls)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._stack = AsyncExitStack()
         self._clients: dict[str, httpx2.AsyncClient] = {}
         self._avoided: dict[str, float] = {}
@@ -37,6 +38,7 @@ class Daemons:
     async def __aenter__(self) -> Self:
         for url in self._urls:
             self._clients[url] = await self._stack.enter_async_context(open_client(url))
+            self._clients[url].headers.update(self._headers)
         return self
 
     async def __aexit__(

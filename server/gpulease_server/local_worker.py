@@ -28,7 +28,9 @@ async def keep_worker(
     command += ["--data-dir", str(data_dir), "--with-parent"]
     command += ["--simulate", simulate] if simulate is not None else []
     command += options
-    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD")  # its own URL, and the daemon's secrets
+    kept_back = ["GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD"]  # its own URL, and the daemon's secrets
+    if len(addresses) == 1:
+        kept_back.append("GPULEASE_TOKEN")  # its daemon knows it by its user; a token may allow it less
     environment = {name: value for name, value in os.environ.items() if name not in kept_back}
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())
     while True:

@@ -5,8 +5,9 @@ Only this module and `database` beside it import the server and the worker, and 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
@@ -16,8 +17,25 @@ import typer
 
 from gpulease.addresses import DEFAULT_URL, candidates, default_data_dir
 from gpulease.cli import output
+from gpulease.cli.access_options import (
+    Admin,
+    BehindProxy,
+    Commands,
+    Host,
+    MaxGpusPerUser,
+    MaxLeasesPerUser,
+    MaxQueuePerUser,
+    MaxRpsPerUser,
+    ShowCommands,
+    Socket,
+    SocketMode,
+    TlsCert,
+    TlsKey,
+    octal,
+)
 
 if TYPE_CHECKING:
+    from gpulease_server.main import ServeSettings
     from gpulease_worker.doctor import Finding
 
 DataDir = Annotated[
@@ -117,6 +135,14 @@ KeepEnded = Annotated[
 KeepEvents = Annotated[
     int, typer.Option(envvar="GPULEASE_KEEP_EVENTS", min=1000, help="How many events are kept, at most.")
 ]
+DesktopNames = Annotated[
+    list[str] | None,
+    typer.Option(envvar="GPULEASE_DESKTOP_NAMES", help="A desktop's program, let pass on free GPUs; repeatable."),
+]
+MonitorNames = Annotated[
+    list[str] | None,
+    typer.Option(envvar="GPULEASE_MONITOR_NAMES", help="A program that only watches GPUs; repeatable."),
+]
 
 
 def _seconds(name: str, text: str, most: float) -> Any:
@@ -126,24 +152,26 @@ def _seconds(name: str, text: str, most: float) -> Any:
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; loopback only for now.")] = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port; 0 takes a free one.")] = 8750,
-    socket: Annotated[
-        Path | None, typer.Option(help="Unix socket.", show_default="gpulease.sock in the data directory")
-    ] = None,
+    socket: Socket = None,
+    socket_mode: SocketMode = "0666",
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    behind_proxy: BehindProxy = False,
+    admin: Admin = None,
+    show_commands: ShowCommands = Commands.ALL,
+    max_leases_per_user: MaxLeasesPerUser = 0,
+    max_gpus_per_user: MaxGpusPerUser = 0,
+    max_queue_per_user: MaxQueuePerUser = 8000,
+    max_rps_per_user: MaxRpsPerUser = 0.0,
     database_url: DatabaseUrl = None,
     data_dir: DataDir = None,
     worker: Annotated[bool, typer.Option("--worker/--no-worker", help="Run a worker for this host.")] = True,
     simulate: Simulate = None,
     node: NodeName = None,
-    desktop_name: Annotated[
-        list[str] | None,
-        typer.Option(envvar="GPULEASE_DESKTOP_NAMES", help="A desktop's program, let pass on free GPUs; repeatable."),
-    ] = None,
-    monitor_name: Annotated[
-        list[str] | None,
-        typer.Option(envvar="GPULEASE_MONITOR_NAMES", help="A program that only watches GPUs; repeatable."),
-    ] = None,
+    desktop_name: DesktopNames = None,
+    monitor_name: MonitorNames = None,
     kill_leftovers: KillLeftovers = False,
     manage_compute_mode: ManageComputeMode = False,
     standby: Standby = False,
@@ -155,30 +183,43 @@ def serve(
     keep_events: KeepEvents = 1_000_000,
 ) -> int:
     """Run the daemon, and a worker for this host."""
+    given = dict(locals())
     with extra("server"):
-        from gpulease_server.main import ServeSettings  # noqa: PLC0415 - an extra
-        from gpulease_server.main import serve as run_daemon  # noqa: PLC0415
-        from gpulease_server.store.retention import Keep  # noqa: PLC0415
-    return run_daemon(
-        ServeSettings(
-            host=host,
-            port=port,
-            socket=socket,
-            database_url=database_url,
-            data_dir=data_dir,
-            worker=worker,
-            simulate=simulate,
-            node=node,
-            desktop_names=tuple(desktop_name or ()),
-            monitor_names=tuple(monitor_name or ()),
-            kill_leftovers=kill_leftovers,
-            manage_compute_mode=manage_compute_mode,
-            standby=standby,
-            peers=tuple(address.url for address in candidates(peer)) if peer else (),
-            max_bypass=max_bypass,
-            max_bypass_s=max_bypass_s,
-            keep=Keep(age_s=keep_days * 24 * 3600.0, ended=keep_ended, events=keep_events),
-        )
+        from gpulease_server.main import serve as run_daemon  # noqa: PLC0415 - an extra
+    return run_daemon(_settings(given))
+
+
+def _settings(given: Mapping[str, Any]) -> ServeSettings:
+    """What the options of `serve`, by name, say. Raises BadParameter where two of them do not go together."""
+    from gpulease_server.api.callers import Access  # noqa: PLC0415 - an extra
+    from gpulease_server.core.quota import Limits  # noqa: PLC0415
+    from gpulease_server.main import ServeSettings, Tls  # noqa: PLC0415
+    from gpulease_server.store.retention import Keep  # noqa: PLC0415
+
+    same = (
+        *("host", "port", "socket", "database_url", "data_dir", "worker", "simulate", "node", "kill_leftovers"),
+        *("manage_compute_mode", "standby", "max_bypass", "max_bypass_s"),
+    )
+    certificate, key = given["tls_cert"], given["tls_key"]
+    if (certificate is None) is not (key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key are given together or not at all")
+    return ServeSettings(
+        **{name: given[name] for name in same},
+        socket_mode=octal(given["socket_mode"]),
+        tls=None if certificate is None else Tls(certificate, key),
+        access=Access(
+            admins=frozenset(given["admin"] or ()),
+            behind_proxy=given["behind_proxy"],
+            show_commands=given["show_commands"] is Commands.ALL,
+            max_rps_per_user=given["max_rps_per_user"],
+        ),
+        limits=Limits(
+            leases=given["max_leases_per_user"], gpus=given["max_gpus_per_user"], queued=given["max_queue_per_user"]
+        ),
+        desktop_names=tuple(given["desktop_name"] or ()),
+        monitor_names=tuple(given["monitor_name"] or ()),
+        peers=tuple(address.url for address in candidates(given["peer"])) if given["peer"] else (),
+        keep=Keep(age_s=given["keep_days"] * 24 * 3600.0, ended=given["keep_ended"], events=given["keep_events"]),
     )
 
 
@@ -213,6 +254,7 @@ def worker(
     return run(
         WorkerSettings(
             urls=tuple(address.url for address in candidates(url)),
+            token=os.environ.get("GPULEASE_TOKEN") or None,
             node=node or node_name(),
             data_dir=data_dir or default_data_dir() / "worker",
             simulate=simulate,

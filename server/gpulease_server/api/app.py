@@ -17,14 +17,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
-from . import administration, gpus, jobs, leases, logs, metrics, reference, service
+from . import administration, gpus, jobs, leases, logs, metrics, reference, service, tokens
 from .current import OnlyCurrent
 from .daemon import Daemon
+from .identity import RULES, Rule, allow
+from .peer import Peer, Way
 from .problems import PROBLEM_SCHEMA, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
-BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE)
+BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
 
 
 def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
@@ -32,14 +34,15 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     app = FastAPI(
         title="gpulease",
         version=version("gpulease"),
-        description="GPU leases on shared machines: the one place where the ledger and the hardware agree.",
+        description="GPU leases on shared machines: the one place where the ledger and the hardware agree. Callers on"
+        " the daemon's host are known by their user; others send `Authorization: Bearer TOKEN`.",
         lifespan=lifespan or _nothing,
         docs_url=None,
         redoc_url=None,
     )
     app.state.daemon = daemon
-    for part in (gpus, administration, leases, jobs, logs, metrics, service, reference):
-        app.include_router(part.router, dependencies=[Depends(only_known_parameters)])
+    for part in (gpus, administration, leases, jobs, logs, metrics, tokens, service, reference):
+        app.include_router(part.router, dependencies=[Depends(allow), Depends(only_known_parameters)])
     install(app)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
@@ -53,20 +56,23 @@ async def _nothing(_: FastAPI) -> AsyncIterator[None]:
 
 
 class OnlyFromHere:
-    """Refuses what a web page in a local browser might send: any request that names another host or comes from another
-    origin. Until callers are identified, the loopback address is the only guard."""
+    """Refuses what a web page in a local browser might send in the name of its user: any request over loopback that
+    names another host or comes from another origin. One with an Authorization header is not the browser's own doing,
+    and over the network the browser's user is nobody here."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and scope.get("client"):
-            headers = Headers(scope=scope)
+        peer = scope.get("state", {}).get("peer") or Peer()
+        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if peer.way is Way.LOOPBACK and peer.uid is not None and "authorization" not in headers:
             host, origin = headers.get("host", ""), headers.get("origin")
             if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and _name(origin) not in LOOPBACK_NAMES):
-                detail = f"This daemon answers on the loopback address only, not for {origin or host}."
-                await problem_response(NotAllowed(detail, remedy="Use http://127.0.0.1."))(scope, receive, send)
+                detail = f"Over loopback this daemon answers for this host alone, not for {origin or host}."
+                remedy = "Use http://127.0.0.1, or send a token."
+                await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -115,7 +121,7 @@ def _describe_inherited(schemas: dict[str, Any]) -> None:
 def _document_refusals(document: dict[str, Any]) -> None:
     """The errors that any route may answer, in place of those that FastAPI supposes."""
     for path, methods in document["paths"].items():
-        for operation in methods.values():
+        for method, operation in methods.items():
             operation["summary"] = operation["description"].split(". ")[0].split("\n")[0].rstrip(".")
             answers = operation["responses"]
             if "HTTPValidationError" in str(answers.get("422")) or (
@@ -124,7 +130,10 @@ def _document_refusals(document: dict[str, Any]) -> None:
                 answers |= _refusals("invalid_request")
             if "requestBody" in operation:
                 answers["400"] = _refusals("invalid_request")["422"] | {"description": "The body is not JSON."}
-            answers |= _refusals("not_allowed", "internal")
+            if RULES.get(f"{method.upper()} {path}") is not Rule.ANYBODY:
+                answers |= _refusals("over_quota")
+            # Also where anybody may ask: a token that is wrong is refused everywhere.
+            answers |= _refusals("not_authenticated", "not_allowed", "internal")
 
 
 def _refusals(*codes: str) -> dict[str, Any]:
