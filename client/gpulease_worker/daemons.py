@@ -87,7 +87,9 @@ def open_client(url: str) -> httpx2.AsyncClient:
     if url.startswith(UNIX):
         transport = httpx2.AsyncHTTPTransport(uds=url.removeprefix(UNIX))
         return httpx2.AsyncClient(transport=transport, base_url="http://gpulease", trust_env=False)
-    return httpx2.AsyncClient(base_url=url, trust_env=False)
+    # Certificates are the system's, or those of SSL_CERT_FILE.
+    secure = httpx2.create_ssl_context() if url.startswith("https:") else False
+    return httpx2.AsyncClient(base_url=url, verify=secure, trust_env=False)
 
 
 def _told(error: Exception) -> str:
