@@ -170,6 +170,13 @@ def test_a_viewers_token_in_the_hand_of_root_is_a_viewers(here: Installation) ->
 
 
 @ROOT_ONLY
+def test_a_proxy_passes_on_for_whatever_name_and_is_nobody_itself(here: Installation) -> None:
+    assert here.ask("anonymous", "GET", "/healthz", Host="gpubox.example").status == 200
+    assert here.ask("anonymous", "GET", "/v1/gpus", Host="gpubox.example").problem() == (401, "not_authenticated")
+    assert here.ask("viewer", "GET", "/v1/gpus", Host="gpubox.example").status == 200
+
+
+@ROOT_ONLY
 def test_nothing_on_disk_is_a_token(here: Installation) -> None:
     secret = here.token("nobody").partition(".")[2].encode()
     files = [path for path in here.running.data_dir.rglob("*") if path.is_file()]

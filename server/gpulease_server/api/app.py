@@ -65,8 +65,11 @@ class OnlyFromHere:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        peer = scope.get("state", {}).get("peer") or Peer()
-        headers = Headers(scope=scope) if scope["type"] == "http" else Headers()
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, daemon = Headers(scope=scope), scope["app"].state.daemon
+        peer: Peer = daemon.access.believed(scope.get("state", {}).get("peer") or Peer())
         if peer.way is Way.LOOPBACK and peer.uid is not None and "authorization" not in headers:
             host, origin = headers.get("host", ""), headers.get("origin")
             if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and _name(origin) not in LOOPBACK_NAMES):
