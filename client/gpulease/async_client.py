@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpulease import calls
+from gpulease.access import BearerToken, NewBearerToken, TokenRequest
 from gpulease.async_lease import AskedLease, AsyncLease, OnLost
 from gpulease.async_transport import AsyncTransport
 from gpulease.client import Client
@@ -218,6 +219,20 @@ class AsyncClient:
     async def release(self, lease_id: str, token: int | None) -> Lease:
         """The lease, ended; a queued one is cancelled. Raises LeaseLost, StaleToken."""
         return await self.send(calls.release(lease_id, token))
+
+    # Who may ask
+
+    async def create_token(self, request: TokenRequest) -> NewBearerToken:
+        """A new bearer token; its `bearer` is shown this once. For administrators."""
+        return await self.send(calls.create_token(request))
+
+    async def tokens(self) -> tuple[BearerToken, ...]:
+        """Every bearer token that was not revoked, without its secret. For administrators."""
+        return await self._transport.run(self._talk.every(calls.tokens))
+
+    async def revoke_token(self, token_id: str) -> BearerToken:
+        """The bearer token, which is refused from now on. For administrators. Raises NotFound."""
+        return await self.send(calls.revoke_token(token_id))
 
     # Jobs
 

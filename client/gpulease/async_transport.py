@@ -13,7 +13,7 @@ import httpx2
 from gpulease.addresses import Address
 from gpulease.route import Destination
 from gpulease.steps import Answered, Attempt, BrokenOff, Emit, NextPiece, NotReached, Result, Sleep, Steps
-from gpulease.transport import MAX_ANSWER_BYTES, answered, headers, knockable, place_of, reason, translated
+from gpulease.transport import MAX_ANSWER_BYTES, answered, headers, knockable, place_of, reason, translated, trusted
 
 
 class AsyncTransport:
@@ -172,7 +172,7 @@ class AsyncTransport:
             # Sockets of another loop can be neither used nor closed here.
             self._connections, self._home = {}, (os.getpid(), asyncio.get_running_loop())
         if address not in self._connections:
-            secure = address.origin.startswith("https:")
+            secure = trusted(address)
             socket = None if address.socket is None else str(address.socket)
             transport = None if socket is None else httpx2.AsyncHTTPTransport(uds=socket, verify=secure)
             self._connections[address] = httpx2.AsyncClient(

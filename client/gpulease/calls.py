@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 from urllib.parse import quote
 
+from gpulease.access import BearerToken, NewBearerToken, TokenRequest
 from gpulease.history import EventPage
 from gpulease.metrics import JobMetrics
 from gpulease.model import Explanation, Gpu, Job, Lease, LeaseState, Node, Page
@@ -184,6 +185,21 @@ def job_metrics_csv(job_id: str, points: int | None = None) -> Call[str]:
     """`GET /v1/jobs/{id}/metrics` as CSV."""
     query = (("format", "csv"), *(() if points is None else (("points", str(points)),)))
     return Call(method="GET", path=_metrics_path(job_id), query=query, read=str, text=True)
+
+
+def create_token(request: TokenRequest) -> Call[NewBearerToken]:
+    """`POST /v1/tokens`. Sent once: the answer is the only one that shows the token."""
+    return Call(method="POST", path="/v1/tokens", body=to_json(request), read=_reader(NewBearerToken))
+
+
+def tokens(cursor: str | None = None) -> Call[Page[BearerToken]]:
+    """`GET /v1/tokens`."""
+    return _list("/v1/tokens", BearerToken, cursor)
+
+
+def revoke_token(token_id: str) -> Call[BearerToken]:
+    """`DELETE /v1/tokens/{id}`."""
+    return Call(method="DELETE", path=f"/v1/tokens/{_quoted(token_id)}", read=_reader(BearerToken))
 
 
 def events(after: int = 0, limit: int | None = None) -> Call[EventPage]:

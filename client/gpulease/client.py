@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpulease import calls
+from gpulease.access import BearerToken, NewBearerToken, TokenRequest
 from gpulease.lease import HeldLease
 from gpulease.metrics import JobMetrics
 from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
@@ -219,6 +220,20 @@ class Client:
         from gpulease.devices import find_usable_cuda_devices  # noqa: PLC0415 - which imports this module
 
         return find_usable_cuda_devices(num_devices, client=self, **wishes)
+
+    # Who may ask
+
+    def create_token(self, request: TokenRequest) -> NewBearerToken:
+        """A new bearer token; its `bearer` is shown this once. For administrators."""
+        return self.send(calls.create_token(request))
+
+    def tokens(self) -> tuple[BearerToken, ...]:
+        """Every bearer token that was not revoked, without its secret. For administrators."""
+        return self._transport.run(self._talk.every(calls.tokens))
+
+    def revoke_token(self, token_id: str) -> BearerToken:
+        """The bearer token, which is refused from now on. For administrators. Raises NotFound."""
+        return self.send(calls.revoke_token(token_id))
 
     # Jobs
 

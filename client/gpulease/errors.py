@@ -128,6 +128,8 @@ class OverQuota(GpuleaseError):
     """A bound is reached. End something, or ask again later."""
 
     code, status, title = "over_quota", 429, "Over quota"
+    retry_after_s: float | None = None
+    """How long the daemon wants to be left alone, where it says that."""
 
 
 class IdempotencyMismatch(GpuleaseError):

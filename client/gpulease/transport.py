@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import httpcore2  # noqa: F401 - which httpx2 otherwise loads in the first call
@@ -18,6 +18,9 @@ from gpulease.addresses import Address
 from gpulease.calls import Call
 from gpulease.route import Destination
 from gpulease.steps import Answered, Attempt, BrokenOff, Emit, NextPiece, NotReached, Result, Sleep, Steps
+
+if TYPE_CHECKING:
+    import ssl
 
 MAX_ANSWER_BYTES = 2**26
 """Size of one answer, at most."""
@@ -138,8 +141,7 @@ class Transport:
         key = (os.getpid(), address)
         if (found := self._connections.get(key)) is not None:
             return found
-        # Reading the certificates takes 20 ms, and plain HTTP has none.
-        secure = address.origin.startswith("https:")
+        secure = trusted(address)
         transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket), verify=secure)
         made = httpx2.Client(transport=transport, verify=secure, trust_env=not address.local)
         kept = self._connections.setdefault(key, made)
@@ -179,6 +181,14 @@ class _Stream:
         self.response.close()
         if self._connection.is_closed:  # meanwhile, by `close` in another thread: it did not see what was in use
             self.response.extensions["network_stream"].close()
+
+
+def trusted(address: Address) -> ssl.SSLContext | bool:
+    """Which certificates are believed: the system's, or those of SSL_CERT_FILE, also where no proxy has a part.
+
+    Reading them takes 20 ms, and plain HTTP has none.
+    """
+    return httpx2.create_ssl_context() if address.origin.startswith("https:") else False
 
 
 def headers(call: Call[Any], token: str | None) -> dict[str, str]:

@@ -25,10 +25,11 @@ UNIX = "unix://"
 
 
 class Daemons:
-    """Connections to the daemons at `urls`, while entered."""
+    """Connections to the daemons at `urls`, while entered. `token` is sent to those that do not know this host."""
 
-    def __init__(self, urls: Sequence[str]) -> None:
+    def __init__(self, urls: Sequence[str], token: str | None = None) -> None:
         self._urls = tuple(urls)
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._stack = AsyncExitStack()
         self._clients: dict[str, httpx2.AsyncClient] = {}
         self._avoided: dict[str, float] = {}
@@ -37,6 +38,7 @@ class Daemons:
     async def __aenter__(self) -> Self:
         for url in self._urls:
             self._clients[url] = await self._stack.enter_async_context(open_client(url))
+            self._clients[url].headers.update(self._headers)
         return self
 
     async def __aexit__(
@@ -85,7 +87,9 @@ def open_client(url: str) -> httpx2.AsyncClient:
     if url.startswith(UNIX):
         transport = httpx2.AsyncHTTPTransport(uds=url.removeprefix(UNIX))
         return httpx2.AsyncClient(transport=transport, base_url="http://gpulease", trust_env=False)
-    return httpx2.AsyncClient(base_url=url, trust_env=False)
+    # Certificates are the system's, or those of SSL_CERT_FILE.
+    secure = httpx2.create_ssl_context() if url.startswith("https:") else False
+    return httpx2.AsyncClient(base_url=url, verify=secure, trust_env=False)
 
 
 def _told(error: Exception) -> str:

@@ -72,7 +72,7 @@ class Exchange:
         first_s, longest_s = BACK_OFF_S if len(self._settings.urls) == 1 else BACK_OFF_OF_SEVERAL_S
         back_off_s = first_s
         try:
-            async with Daemons(self._settings.urls) as daemons:
+            async with Daemons(self._settings.urls, self._settings.token) as daemons:
                 while True:
                     answered = await self._turn(daemons)
                     if answered:

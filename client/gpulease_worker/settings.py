@@ -17,6 +17,8 @@ class WorkerSettings:
     urls: tuple[str, ...]
     """Where the daemon is, `http://HOST:PORT` or `unix:///path/to/gpulease.sock`; several where one takes over from
     another."""
+    token: str | None = field(default=None, repr=False)
+    """Bearer token to send to them, where they do not know this worker by its connection."""
     node: str
     """Name of this node, unique at the daemon."""
     data_dir: Path

@@ -80,7 +80,9 @@ class Watch:
         job.let_go()
         # -P, here as wherever a process of the worker is started: what lies in the directory in which somebody once
         # started it is not to be imported.
-        inherited = {name: value for name, value in os.environ.items() if name != processes.MARKER}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in (processes.MARKER, "GPULEASE_TOKEN")
+        }
         output = str(job.directory / "supervisor.log")
         child = os.posix_spawn(
             sys.executable,

@@ -33,7 +33,9 @@ async def keep_worker(
     command += options
     command += ["--simulate", simulate] if simulate is not None else []
     # The daemon's own URL, its secrets, and what makes a process speak to systemd in its name.
-    kept_back = ("GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD", *notify.VARIABLES)
+    kept_back = ["GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD", *notify.VARIABLES]
+    if len(addresses) == 1:
+        kept_back.append("GPULEASE_TOKEN")  # its daemon knows it by its user; a token may allow it less
     environment = {name: value for name, value in os.environ.items() if name not in kept_back}
     environment[config_file.VARIABLE] = os.devnull  # it is told everything: the files may have changed by now
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())

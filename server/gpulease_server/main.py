@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import ssl
+import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,10 +27,13 @@ from gpulease.log_lines import LogFormat, LogLevel, fields, logging_to_stderr
 
 from . import notify
 from .api.app import create_app
+from .api.callers import Access
 from .api.daemon import Daemon
 from .api.peer import PeerProtocol
+from .core.quota import Limits
 from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
 from .local_worker import keep_worker
+from .runtime.bearers import Bearers
 from .runtime.lock import OneDaemon, WriterLock, take, this_process, writer_lock
 from .runtime.recorder import Recorder
 from .runtime.retention import Pruner
@@ -52,16 +57,34 @@ class CannotStart(GpuleaseError):
     code, title = "cannot_start", "Cannot start"
 
 
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files that TLS needs, PEM."""
+
+    certificate: Path
+    """The certificate, and those that lead from it to its authority."""
+    key: Path
+    """Its private key."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
     """What `gpulease serve` was told."""
 
     host: str = "127.0.0.1"
-    """Loopback address to listen on; nothing else until callers are identified."""
+    """Address to listen on; other than loopback only with TLS or behind a proxy."""
     port: int = 8750
     """TCP port; 0 takes a free one."""
     socket: Path | None = None
     """Unix socket; `gpulease.sock` in the data directory when None."""
+    socket_mode: int = 0o666
+    """Who may connect to it; what each may do then is decided by who he is."""
+    tls: Tls | None = None
+    """Speak TLS on TCP."""
+    access: Access = field(default_factory=Access)
+    """What is set about callers."""
+    limits: Limits = field(default_factory=Limits)
+    """What one user may have."""
     database_url: str | None = None
     """`sqlite:///FILE` or `postgresql://...`; `gpulease.db` in the data directory when None."""
     data_dir: Path | None = None
@@ -102,6 +125,7 @@ def serve(settings: ServeSettings) -> int:
 
 def _serve(settings: ServeSettings) -> int:
     check_simulation(settings.simulate)
+    check_exposure(settings)
     data_dir = (settings.data_dir or default_data_dir()).absolute()
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -119,7 +143,7 @@ def _serve(settings: ServeSettings) -> int:
             take(lock)
         tcp = stack.enter_context(listen_tcp(settings.host, settings.port))
         path = settings.socket or data_dir / "gpulease.sock"
-        local = stack.enter_context(listen_unix(path))
+        local = stack.enter_context(listen_unix(path, settings.socket_mode))
         stack.callback(path.unlink, missing_ok=True)
         store = stack.enter_context(contextlib.closing(Store(url)))
         if holder is None:
@@ -161,14 +185,31 @@ def check_simulation(simulate: str | None) -> None:
     raise CannotStart(detail, remedy="Use --simulate 4, or see docs/simulation.md for the file.")
 
 
-def listen_tcp(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises `CannotStart` for an address that is not loopback or a port that is taken."""
-    if host not in LOOPBACK:
+def check_exposure(settings: ServeSettings) -> None:
+    """Raise `CannotStart` if tokens would pass over a network in the clear, or TLS cannot be spoken."""
+    if settings.host not in LOOPBACK and settings.tls is None and not settings.access.behind_proxy:
         raise CannotStart(
-            f"{host} is not a loopback address, and callers are not identified yet.",
-            remedy="Use --host 127.0.0.1, and ssh -L or a Unix socket to reach it.",
+            f"{settings.host} is not a loopback address, and without TLS anybody on the way reads the callers' tokens.",
+            remedy="Give --tls-cert and --tls-key, or --behind-proxy where a proxy speaks TLS, or use --host 127.0.0.1"
+            " and ssh -L.",
         )
-    listener = socket.socket(socket.AF_INET6 if host == "::1" else socket.AF_INET)
+    if settings.tls is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                settings.tls.certificate, settings.tls.key, password=_no_password
+            )
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            detail = f"{settings.tls.certificate} and {settings.tls.key} are of no use for TLS: {error}."
+            raise CannotStart(detail, remedy="Give a certificate and its key, in PEM, without a password.") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password")
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """A bound TCP socket. Raises `CannotStart` for an address that is not this host's or a port that is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -181,9 +222,12 @@ def listen_tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
-def listen_unix(path: Path) -> socket.socket:
-    """A bound Unix socket that only this user can open. The lock on the data directory is held, so a file that is left
-    over belongs to nobody, unless another daemon answers on it: then raises `CannotStart`."""
+def listen_unix(path: Path, mode: int) -> socket.socket:
+    """A bound Unix socket that those can open whom its mode names.
+
+    The lock on the data directory is held, so a file that is left over belongs to nobody, unless another daemon answers
+    on it: then raises `CannotStart`.
+    """
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         detail = f"The socket path {path} is longer than {SOCKET_PATH_BYTES} bytes."
         raise CannotStart(detail, remedy="Give a shorter --socket.")
@@ -195,7 +239,7 @@ def listen_unix(path: Path) -> socket.socket:
             raise CannotStart(f"{path} is not a socket.", remedy="Move it away, or give another --socket.")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
+    before = os.umask(0o777 & ~mode)
     try:
         listener.bind(str(path))
     except OSError as error:
@@ -203,6 +247,9 @@ def listen_unix(path: Path) -> socket.socket:
         raise CannotStart(f"{path} cannot be made: {error.strerror}.", remedy="Give another --socket.") from None
     finally:
         os.umask(before)
+    closed = next((place for place in path.absolute().parents if not place.stat().st_mode & stat.S_IXOTH), None)
+    if closed is not None and mode & stat.S_IWOTH:
+        log.info("other users do not reach %s, because they may not enter %s; they have loopback TCP", path, closed)
     return listener
 
 
@@ -224,10 +271,13 @@ class _Serving:
             monitor_names=MONITOR_NAMES.union(settings.monitor_names),
             max_bypass=settings.max_bypass,
             max_bypass_s=settings.max_bypass_s,
+            limits=settings.limits,
+            show_commands=settings.access.show_commands,
             node_lifetime_s=settings.keep.age_s,
         )
         self.writer = Writer(store, policy)
         self.recorder = Recorder(store, self.writer)
+        self.bearers = Bearers(store, self.writer)
         self.pruner = Pruner(store, self.writer, settings.keep)
         self.standing = Standing(lock)
         self.standby = Standby(lock, store, self.writer, self.standing, self._take_over)
@@ -239,18 +289,22 @@ class _Serving:
             host=socket.gethostname(),
             local_node=self.node if settings.worker else None,
             standing=self.standing,
+            access=settings.access,
+            bearers=self.bearers,
         )
 
     def run(self, holder: str | None, tcp: socket.socket, local: socket.socket, path: Path) -> int:
         """Serve until told to end; stand by first, while `holder` has the lock."""
-        term = self.daemon.store.term
+        settings, term = self.settings, self.daemon.store.term
         if holder is None:
-            self.recorder.restore()
+            self._restore()
         else:
             self.standby.begin(holder)
-        server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan)), self.daemon, local)
-        self.server, self.addresses = server, (f"unix://{path}", *self.settings.peers)
-        server.announce = f"gpulease listens on http://{self.settings.host}:{tcp.getsockname()[1]} and unix://{path}"
+        server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan), settings.tls), self.daemon, local)
+        self.server, self.addresses = server, (f"unix://{path}", *settings.peers)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        scheme = "http" if settings.tls is None else "https"
+        server.announce = f"gpulease listens on {scheme}://{host}:{tcp.getsockname()[1]} and unix://{path}"
         term.on_superseded = self._step_down
         term.check()  # nobody was told of what happened before
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -299,7 +353,12 @@ class _Serving:
 
     def _take_over(self) -> None:
         take_over(self.daemon.store, self.url)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Read what is kept beside the ledger."""
         self.recorder.restore()
+        self.bearers.restore()
 
     def _step_down(self) -> None:
         """End, because another daemon is the writer now. From any thread."""
@@ -312,9 +371,12 @@ class _Serving:
         )
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        ssl_certfile=None if tls is None else tls.certificate,
+        ssl_keyfile=None if tls is None else str(tls.key),
+        proxy_headers=False,
         http=PeerProtocol,
         loop="uvloop",
         ws="none",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_server.api.peer import owner_of_connection
+from gpulease_server.api.connections import is_loopback, owner_of_connection
 from tests.daemon import DaemonProcess
 
 HERE, THERE = ("127.0.0.1", 40000), ("127.0.0.1", 8750)
@@ -36,15 +36,55 @@ MINE, DAEMONS = "0100007F:9C40", "0100007F:222E"
         # Root has a connection from the same port to another one.
         ([row(MINE, "0100007F:1538", 0, 55), row(MINE, DAEMONS, 1000, 77)], 1000),
         ([row(MINE, "0100007F:1538", 0, 55)], None),
+        # Somebody who is only about to connect from the port of one who has long hung up.
+        ([row(MINE, DAEMONS, 0, 99, "02")], None),
         # The daemon's own end of the connection.
         ([row(DAEMONS, MINE, 0, 88)], None),
         ([], None),
     ],
 )
 def test_a_connection_is_its_owners_and_a_closed_one_nobodys(tmp_path: Path, rows: list[str], uid: int | None) -> None:
-    table = tmp_path / "tcp"
-    table.write_text(HEAD + "".join(rows))
-    assert owner_of_connection(HERE, THERE, table) == uid
+    (tmp_path / "tcp").write_text(HEAD + "".join(rows))
+    assert owner_of_connection(HERE, THERE, tmp_path) == uid
+
+
+MAPPED = "0000000000000000FFFF0000"
+ONE = "00000000000000000000000001000000"
+
+
+@pytest.mark.parametrize(
+    ("host", "local", "remote"),
+    [("127.0.0.1", f"{MAPPED}{MINE}", f"{MAPPED}{DAEMONS}"), ("::1", f"{ONE}:9C40", f"{ONE}:222E")],
+    ids=["an IPv6 socket to 127.0.0.1", "::1"],
+)
+def test_a_connection_of_an_ipv6_socket_is_its_owners(tmp_path: Path, host: str, local: str, remote: str) -> None:
+    (tmp_path / "tcp").write_text(HEAD)
+    (tmp_path / "tcp6").write_text(HEAD + row(local, remote, 1000, 77))
+    assert owner_of_connection((host, 40000), (host, 8750), tmp_path) == 1000
+    assert owner_of_connection((host, 40001), (host, 8750), tmp_path) is None
+
+
+def test_a_real_ipv6_socket_that_speaks_to_127_0_0_1_is_its_owners() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_INET6) as caller:
+        caller.connect(("::ffff:127.0.0.1", listener.getsockname()[1]))
+        accepted, address = listener.accept()
+        with accepted:
+            assert owner_of_connection(address, accepted.getsockname()) == os.getuid()
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("10.0.0.1", False),
+        ("", False),
+    ],
+)
+def test_only_loopback_is_this_host(host: str, local: bool) -> None:
+    assert is_loopback(host) is local
 
 
 def test_whoever_has_hung_up_is_nobody() -> None:

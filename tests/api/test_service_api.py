@@ -73,8 +73,8 @@ def test_the_holder_is_who_owns_the_connection(api: DaemonProcess) -> None:
     assert over_socket["holder"]["host"] == socket.gethostname()
 
 
-def test_the_socket_opens_for_its_owner_only(api: DaemonProcess) -> None:
-    assert api.socket.stat().st_mode & 0o777 == 0o600
+def test_the_socket_opens_for_everybody_and_what_lies_beside_it_for_its_owner_only(api: DaemonProcess) -> None:
+    assert api.socket.stat().st_mode & 0o777 == 0o666
     # Under root the users of jobs pass through it; what lies in it is still its owner's alone.
     assert api.data_dir.stat().st_mode & 0o777 == (0o711 if os.geteuid() == 0 else 0o700)
     assert (api.data_dir / "gpulease.db").stat().st_mode & 0o777 == 0o600
@@ -85,7 +85,9 @@ def test_another_address_than_loopback_is_refused(tmp_path: Path) -> None:
     ended = subprocess.run(running.command, check=False, capture_output=True, text=True, timeout=30)
     assert ended.returncode == 1
     assert "not a loopback address" in ended.stderr
+    assert "--tls-cert" in ended.stderr
     assert "Traceback" not in ended.stderr
+    assert not running.data_dir.exists()
 
 
 def test_a_second_daemon_on_the_same_directory_is_refused(api: DaemonProcess) -> None:

@@ -68,3 +68,28 @@ def test_the_doctor_finds_the_daemon_well_and_exits_by_what_is_wrong(
     assert result.returncode == ("wrong" in health.values())
     lines = gpulease("doctor", "--data-dir", place).stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(health.values())
+
+
+def test_a_token_is_made_listed_used_and_revoked(client: Client, gpulease: Program) -> None:
+    made = gpulease(
+        "token", "create", "--user", "elsewhere", "--role", "viewer", "--expires", "30d", "--note", "laptop"
+    )
+    assert made.returncode == 0, made.stderr
+    (bearer,) = made.stdout.split()
+    assert "it is not shown again" in made.stderr
+    token_id = bearer.partition(".")[0]
+    rows = [line.split() for line in gpulease("token", "list").stdout.splitlines()]
+    (row,) = [row for row in rows if row[0] == token_id]
+    assert row[1:3] == ["elsewhere", "viewer"]
+    assert row[-1] == "laptop"
+    assert bearer not in gpulease("token", "list", "--json").stdout
+    viewer = gpulease("status", GPULEASE_TOKEN=bearer)
+    assert viewer.returncode == 0, viewer.stderr
+    refused = gpulease("acquire", GPULEASE_TOKEN=bearer)
+    assert refused.returncode == 1
+    assert "viewer" in refused.stderr
+    assert gpulease("token", "revoke", token_id).stdout == f"token {token_id} of elsewhere is revoked\n"
+    unknown = gpulease("status", GPULEASE_TOKEN=bearer)
+    assert unknown.returncode == 1
+    assert unknown.stderr.startswith("gpulease: not authenticated\n")
+    assert gpulease("token", "revoke", token_id).returncode == 1

@@ -40,7 +40,7 @@ def commands(group: Any = PROGRAM, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def path_of(words: list[str]) -> tuple[str, ...]:
-    return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu") else tuple(words[:1])
+    return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu", "token") else tuple(words[:1])
 
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)

@@ -148,6 +148,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._serve()
 
+    def do_DELETE(self) -> None:
+        self._serve()
+
     def _serve(self) -> None:
         line = f"{self.command} {self.path}"
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease import AsyncClient, Client, GpuleaseError, JobRequest, LeaseRequest
+from gpulease.access import TokenRequest
 from gpulease_server.api.app import create_app
 
 from .stand_in import StandIn
@@ -24,6 +25,7 @@ GIVEN: dict[str, Any] = {
     "lease_id": "x",
     "job_id": "x",
     "token": 1,
+    "token_id": "x",
     "count": 1,
     "cordoned": True,
 }
@@ -44,7 +46,11 @@ def methods(client: type) -> dict[str, Any]:
 
 
 def arguments(name: str, method: Any) -> dict[str, Any]:
-    requests = {"submit": JobRequest(command=["x"]), "request_lease": LeaseRequest(count=1)}
+    requests = {
+        "submit": JobRequest(command=["x"]),
+        "request_lease": LeaseRequest(count=1),
+        "create_token": TokenRequest(user="x"),
+    }
     wanted = [
         parameter.name
         for parameter in inspect.signature(method).parameters.values()

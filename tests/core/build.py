@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -134,6 +135,7 @@ class World:
         ttl_s: float = 60.0,
         key: Key | None = None,
         owner: int | None = None,
+        user: str = "ann",
         **what: Any,
     ) -> str:
         """Ask for GPUs; the call's id, whose answer is in `answers` once there is a verdict. `owner` is the pid of a
@@ -145,7 +147,7 @@ class World:
                 cause=f"ask-{number}",
                 lease_id=f"lease-{number}",
                 demand=demand,
-                holder=Holder(user="ann", owner_pid=owner),
+                holder=Holder(user=user, owner_pid=owner),
                 ttl_s=ttl_s,
                 queue=queue,
                 key=key,
@@ -193,6 +195,10 @@ class World:
         return self.turn(LeaseReleased(cause=cause, lease_id=lease.id, token=lease.token if token is None else token))[
             0
         ]
+
+    def revoke(self, lease: Lease, token: int | None = None, by: str = "root") -> Answer:
+        cause = f"revoke-{next(self.ids)}"
+        return self.turn(LeaseReleased(cause=cause, lease_id=lease.id, token=token, revoked_by=by))[0]
 
     def set_mode(self, mode: NodeMode, node: str = "a", *, force: bool = False) -> Answer:
         cause = f"mode-{next(self.ids)}"
@@ -250,5 +256,7 @@ class World:
         for record_gpu in self.ledger.gpus.values():
             if record_gpu.lease_id is not None and not record_gpu.draining:
                 assert holding.get(record_gpu.device.uuid) == record_gpu.lease_id
+        waiting = Counter(self.ledger.leases[lease_id].lease.holder.user for _, lease_id in self.ledger.queue)
+        assert waiting == self.ledger.waiting
         tokens = [record.lease.token for record in self.ledger.leases.values() if record.lease.token]
         assert len(set(tokens)) == len(tokens), "a token was given twice"

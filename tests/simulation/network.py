@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+
+from gpulease_server.api.peer import Peer, Way
 
 if TYPE_CHECKING:
     from .world import World
@@ -114,11 +117,11 @@ async def request(
         "path": path,
         "raw_path": path.encode(),
         "query_string": query.encode(),
+        "state": {"peer": Peer(uid=os.geteuid(), local=True, way=Way.SOCKET)},
         "root_path": "",
         "headers": headers,
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 8750),
-        "state": {},
     }
     await app(scope, receive, send)  # type: ignore[arg-type]
     content = b"".join(parts)

@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from gpulease import config_file
-from gpulease.cli import administration, config, database, doctor, jobs, leases, metrics, run, serve, settings, status
+from gpulease.cli import (
+    administration,
+    config,
+    database,
+    doctor,
+    jobs,
+    leases,
+    metrics,
+    run,
+    serve,
+    settings,
+    status,
+    tokens,
+)
 from gpulease.cli.groups import HELP, BySubject
 
 app = typer.Typer(
@@ -26,6 +39,9 @@ databases = typer.Typer(cls=BySubject, help="The daemon's database.", no_args_is
 nodes = typer.Typer(cls=BySubject, help="The nodes, in and out of use.", no_args_is_help=True, rich_markup_mode=None)
 configuration = typer.Typer(
     cls=BySubject, help="The settings, and where each comes from.", no_args_is_help=True, rich_markup_mode=None
+)
+bearer_tokens = typer.Typer(
+    cls=BySubject, help="Tokens for callers elsewhere.", no_args_is_help=True, rich_markup_mode=None
 )
 gpus = typer.Typer(cls=BySubject, help="Single GPUs, in and out of use.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -108,3 +124,7 @@ app.add_typer(nodes, name="node")
 for gpu_command in (administration.cordon, administration.uncordon):
     gpus.command()(gpu_command)
 app.add_typer(gpus, name="gpu")
+for token_command in (tokens.create, tokens.revoke):
+    bearer_tokens.command()(token_command)
+bearer_tokens.command("list")(tokens.list_tokens)
+app.add_typer(bearer_tokens, name="token")

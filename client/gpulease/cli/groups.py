@@ -15,6 +15,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "Who has what, and why": ("status", "leases", "explain"),
     "The daemon and its host": ("serve", "worker", "doctor", "db", "config"),
     "Out of use, and back": ("node", "gpu"),
+    "Who may ask": ("token",),
 }
 """Commands of the program by what one wants to do. One that is not named here is shown last, under `More`."""
 

@@ -80,7 +80,7 @@ def renew(lease: LeaseId, token: Token = None, json: Json = False) -> None:
 
 
 def release(lease: LeaseId, token: Token = None, json: Json = False) -> None:
-    """Give a lease's GPUs back; a waiting request is withdrawn."""
+    """Give a lease's GPUs back; a waiting request is withdrawn. An administrator may do it to anybody's."""
     with Client() as client:
         ended = client.release(lease, _token(client, lease, token))
     if json:

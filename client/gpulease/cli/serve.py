@@ -5,8 +5,9 @@ Only this module and `database` beside it import the server and the worker, and 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from socket import gethostname
@@ -16,10 +17,27 @@ import typer
 
 from gpulease.addresses import DEFAULT_URL, candidates, default_data_dir
 from gpulease.cli import output, settings
+from gpulease.cli.access_options import (
+    Admins,
+    BehindProxy,
+    Commands,
+    Host,
+    MaxGpusPerUser,
+    MaxLeasesPerUser,
+    MaxQueuePerUser,
+    MaxRpsPerUser,
+    ShowCommands,
+    Socket,
+    SocketMode,
+    TlsCert,
+    TlsKey,
+    octal,
+)
 from gpulease.config_file import load
 from gpulease.log_lines import LogFormat, LogLevel
 
 if TYPE_CHECKING:
+    from gpulease_server.main import ServeSettings
     from gpulease_worker.doctor import Finding
 
 DataDir = Annotated[
@@ -80,16 +98,8 @@ Format = Annotated[
     ),
 ]
 Level = Annotated[LogLevel, typer.Option("--log-level", envvar="GPULEASE_LOG_LEVEL", help="The least that is logged.")]
-Host = Annotated[
-    # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
-    str, typer.Option(envvar="GPULEASE_LISTEN_HOST", help="Address to listen on; loopback only for now.")
-]
 Port = Annotated[
     int, typer.Option(envvar="GPULEASE_LISTEN_PORT", min=0, max=65535, help="TCP port; 0 takes a free one.")
-]
-Socket = Annotated[
-    Path | None,
-    typer.Option(envvar="GPULEASE_SOCKET", help="Unix socket.", show_default="gpulease.sock in the data directory"),
 ]
 WithWorker = Annotated[
     bool, typer.Option("--worker/--no-worker", envvar="GPULEASE_WORKER", help="Run a worker for this host.")
@@ -171,6 +181,16 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8750,
     socket: Socket = None,
+    socket_mode: SocketMode = "0666",
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    behind_proxy: BehindProxy = False,
+    admins: Admins = None,
+    show_commands: ShowCommands = Commands.ALL,
+    max_leases_per_user: MaxLeasesPerUser = 0,
+    max_gpus_per_user: MaxGpusPerUser = 0,
+    max_queue_per_user: MaxQueuePerUser = 8000,
+    max_rps_per_user: MaxRpsPerUser = 0.0,
     database_url: DatabaseUrl = None,
     data_dir: DataDir = None,
     worker: WithWorker = True,
@@ -191,33 +211,46 @@ def serve(
     log_level: Level = LogLevel.INFO,
 ) -> int:
     """Run the daemon, and a worker for this host."""
+    given = dict(locals())
     with extra("server"):
-        from gpulease_server.main import ServeSettings  # noqa: PLC0415 - an extra
-        from gpulease_server.main import serve as run_daemon  # noqa: PLC0415
-        from gpulease_server.store.retention import Keep  # noqa: PLC0415
+        from gpulease_server.main import serve as run_daemon  # noqa: PLC0415 - an extra
     told = settings.options_of_worker(context.find_root().command, load())
     told += _chosen("kill-leftovers", kill_leftovers) + _chosen("manage-compute-mode", manage_compute_mode)
-    return run_daemon(
-        ServeSettings(
-            host=host,
-            port=port,
-            socket=socket,
-            database_url=database_url,
-            data_dir=data_dir,
-            worker=worker,
-            worker_options=told,
-            simulate=simulate,
-            node=node,
-            desktop_names=tuple(desktop_names or ()),
-            monitor_names=tuple(monitor_names or ()),
-            standby=standby,
-            peers=tuple(address.url for address in candidates(peers)) if peers else (),
-            max_bypass=max_bypass,
-            max_bypass_s=max_bypass_s,
-            keep=Keep(age_s=keep_days * 24 * 3600.0, ended=keep_ended, events=keep_events),
-            log_format=log_format,
-            log_level=log_level,
-        )
+    return run_daemon(_settings(given, told))
+
+
+def _settings(given: Mapping[str, Any], worker_options: tuple[str, ...]) -> ServeSettings:
+    """What the options of `serve`, by name, say. Raises BadParameter where two of them do not go together."""
+    from gpulease_server.api.callers import Access  # noqa: PLC0415 - an extra
+    from gpulease_server.core.quota import Limits  # noqa: PLC0415
+    from gpulease_server.main import ServeSettings, Tls  # noqa: PLC0415
+    from gpulease_server.store.retention import Keep  # noqa: PLC0415
+
+    same = (
+        *("host", "port", "socket", "database_url", "data_dir", "worker", "simulate", "node", "standby"),
+        *("max_bypass", "max_bypass_s", "log_format", "log_level"),
+    )
+    certificate, key = given["tls_cert"], given["tls_key"]
+    if (certificate is None) is not (key is None):
+        raise typer.BadParameter("--tls-cert and --tls-key are given together or not at all")
+    return ServeSettings(
+        **{name: given[name] for name in same},
+        worker_options=worker_options,
+        socket_mode=octal(given["socket_mode"]),
+        tls=None if certificate is None else Tls(certificate, key),
+        access=Access(
+            admins=frozenset(given["admins"] or ()),
+            behind_proxy=given["behind_proxy"],
+            show_commands=given["show_commands"] is Commands.ALL,
+            max_rps_per_user=given["max_rps_per_user"],
+        ),
+        limits=Limits(
+            leases=given["max_leases_per_user"], gpus=given["max_gpus_per_user"], queued=given["max_queue_per_user"]
+        ),
+        desktop_names=tuple(given["desktop_names"] or ()),
+        monitor_names=tuple(given["monitor_names"] or ()),
+        peers=tuple(address.url for address in candidates(given["peers"])) if given["peers"] else (),
+        keep=Keep(age_s=given["keep_days"] * 24 * 3600.0, ended=given["keep_ended"], events=given["keep_events"]),
     )
 
 
@@ -259,6 +292,7 @@ def worker(
     return run(
         WorkerSettings(
             urls=tuple(address.url for address in candidates(url)),
+            token=os.environ.get("GPULEASE_TOKEN") or None,
             node=node or node_name(),
             data_dir=data_dir or default_data_dir() / "worker",
             simulate=simulate,

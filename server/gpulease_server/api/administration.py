@@ -12,9 +12,10 @@ from gpulease.wire import PauseRequest, spell_uuid
 from ..core.happenings import CordonSet, NodeModeSet
 from ..runtime import ids
 from .bodies import JsonBody
-from .daemon import Daemon, TheDaemon, ThePeer
+from .callers import Caller
+from .daemon import Daemon, TheDaemon
 from .gpus import show_gpu, show_node
-from .peer import Peer
+from .identity import TheCaller
 from .problems import documented
 
 router = APIRouter(prefix="/v1")
@@ -23,15 +24,15 @@ ANSWERS = documented("not_found", "unavailable")
 
 
 @router.post("/nodes/{name}/drain", tags=["nodes"], responses=ANSWERS)
-async def drain(name: str, daemon: TheDaemon, peer: ThePeer) -> Node:
+async def drain(name: str, daemon: TheDaemon, caller: TheCaller) -> Node:
     """Grant nothing of this node any more. What is leased there stays leased, and its jobs go on."""
-    return await _set_mode(daemon, peer, name, NodeMode.DRAINING)
+    return await _set_mode(daemon, caller, name, NodeMode.DRAINING)
 
 
 @router.post("/nodes/{name}/resume", tags=["nodes"], responses=ANSWERS)
-async def resume(name: str, daemon: TheDaemon, peer: ThePeer) -> Node:
+async def resume(name: str, daemon: TheDaemon, caller: TheCaller) -> Node:
     """Put a node back into use. After a pause, everything on it is read anew before anything is granted."""
-    return await _set_mode(daemon, peer, name, NodeMode.ACTIVE)
+    return await _set_mode(daemon, caller, name, NodeMode.ACTIVE)
 
 
 @router.post(
@@ -40,34 +41,36 @@ async def resume(name: str, daemon: TheDaemon, peer: ThePeer) -> Node:
     openapi_extra=PAUSE.openapi(),
     responses=documented("not_found", "in_use", "invalid_request", "too_large", "unavailable"),
 )
-async def pause(name: str, asked: Annotated[PauseRequest, Depends(PAUSE)], daemon: TheDaemon, peer: ThePeer) -> Node:
+async def pause(
+    name: str, asked: Annotated[PauseRequest, Depends(PAUSE)], daemon: TheDaemon, caller: TheCaller
+) -> Node:
     """Drain a node and have its worker close NVML, for a GPU reset, a MIG change or a driver unload.
 
     Refused while a lease is active there, unless with `force`. NVML is closed once the node's `reason` no longer says
     that its worker has yet to close it.
     """
-    return await _set_mode(daemon, peer, name, NodeMode.PAUSED, asked.force)
+    return await _set_mode(daemon, caller, name, NodeMode.PAUSED, asked.force)
 
 
 @router.post("/gpus/{uuid}/cordon", tags=["gpus"], responses=ANSWERS)
-async def cordon(uuid: str, daemon: TheDaemon, peer: ThePeer) -> Gpu:
+async def cordon(uuid: str, daemon: TheDaemon, caller: TheCaller) -> Gpu:
     """Grant this GPU to nobody any more. Who holds it keeps it."""
-    return await _set_cordon(daemon, peer, uuid, True)
+    return await _set_cordon(daemon, caller, uuid, True)
 
 
 @router.post("/gpus/{uuid}/uncordon", tags=["gpus"], responses=ANSWERS)
-async def uncordon(uuid: str, daemon: TheDaemon, peer: ThePeer) -> Gpu:
+async def uncordon(uuid: str, daemon: TheDaemon, caller: TheCaller) -> Gpu:
     """Put a GPU back into use."""
-    return await _set_cordon(daemon, peer, uuid, False)
+    return await _set_cordon(daemon, caller, uuid, False)
 
 
-async def _set_mode(daemon: Daemon, peer: Peer, name: str, mode: NodeMode, force: bool = False) -> Node:
-    happening = NodeModeSet(cause=ids.make("request"), node=name, mode=mode, force=force, by=peer.user)
+async def _set_mode(daemon: Daemon, caller: Caller, name: str, mode: NodeMode, force: bool = False) -> Node:
+    happening = NodeModeSet(cause=ids.make("request"), node=name, mode=mode, force=force, by=caller.user)
     await daemon.writer.submit(happening)
     return await show_node(name, daemon)
 
 
-async def _set_cordon(daemon: Daemon, peer: Peer, uuid: str, cordoned: bool) -> Gpu:
-    happening = CordonSet(cause=ids.make("request"), uuid=spell_uuid(uuid), cordoned=cordoned, by=peer.user)
+async def _set_cordon(daemon: Daemon, caller: Caller, uuid: str, cordoned: bool) -> Gpu:
+    happening = CordonSet(cause=ids.make("request"), uuid=spell_uuid(uuid), cordoned=cordoned, by=caller.user)
     await daemon.writer.submit(happening)
-    return await show_gpu(uuid, daemon)
+    return await show_gpu(uuid, daemon, caller)

@@ -17,17 +17,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
-from . import administration, exposition, gpus, jobs, leases, logs, metrics, reference, service
+from . import administration, exposition, gpus, jobs, leases, logs, metrics, reference, service, tokens
 from .current import OnlyCurrent
 from .daemon import Daemon
 from .exposition import Exposition
+from .identity import RULES, Rule, allow
+from .peer import Peer, Way
 from .problems import PROBLEM_SCHEMA, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
 from .request_log import RequestLog
 from .traffic import Measured, Traffic
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
-BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE)
+BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
 
 
 def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
@@ -35,15 +37,16 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     app = FastAPI(
         title="gpulease",
         version=version("gpulease"),
-        description="GPU leases on shared machines: the one place where the ledger and the hardware agree.",
+        description="GPU leases on shared machines: the one place where the ledger and the hardware agree. Callers on"
+        " the daemon's host are known by their user; others send `Authorization: Bearer TOKEN`.",
         lifespan=lifespan or _nothing,
         docs_url=None,
         redoc_url=None,
     )
     traffic = Traffic()
     app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
-    for part in (gpus, administration, leases, jobs, logs, metrics, service, exposition, reference):
-        app.include_router(part.router, dependencies=[Depends(only_known_parameters)])
+    for part in (gpus, administration, leases, jobs, logs, metrics, tokens, service, exposition, reference):
+        app.include_router(part.router, dependencies=[Depends(allow), Depends(only_known_parameters)])
     install(app)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
@@ -59,20 +62,26 @@ async def _nothing(_: FastAPI) -> AsyncIterator[None]:
 
 
 class OnlyFromHere:
-    """Refuses what a web page in a local browser might send: any request that names another host or comes from another
-    origin. Until callers are identified, the loopback address is the only guard."""
+    """Refuses what a web page in a local browser might send in the name of its user: any request over loopback that
+    names another host or comes from another origin. One with an Authorization header is not the browser's own doing,
+    and over the network the browser's user is nobody here."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] == "http" and scope.get("client"):
-            headers = Headers(scope=scope)
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, daemon = Headers(scope=scope), scope["app"].state.daemon
+        peer: Peer = daemon.access.believed(scope.get("state", {}).get("peer") or Peer())
+        if peer.way is Way.LOOPBACK and peer.uid is not None and "authorization" not in headers:
             host, origin = headers.get("host", ""), headers.get("origin")
             if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and _name(origin) not in LOOPBACK_NAMES):
-                detail = f"This daemon answers on the loopback address only, not for {origin or host}."
-                await problem_response(NotAllowed(detail, remedy="Use http://127.0.0.1."))(scope, receive, send)
+                detail = f"Over loopback this daemon answers for this host alone, not for {origin or host}."
+                remedy = "Use http://127.0.0.1, or send a token."
+                await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -121,7 +130,7 @@ def _describe_inherited(schemas: dict[str, Any]) -> None:
 def _document_refusals(document: dict[str, Any]) -> None:
     """The errors that any route may answer, in place of those that FastAPI supposes."""
     for path, methods in document["paths"].items():
-        for operation in methods.values():
+        for method, operation in methods.items():
             operation["summary"] = operation["description"].split(". ")[0].split("\n")[0].rstrip(".")
             answers = operation["responses"]
             if "HTTPValidationError" in str(answers.get("422")) or (
@@ -130,7 +139,10 @@ def _document_refusals(document: dict[str, Any]) -> None:
                 answers |= _refusals("invalid_request")
             if "requestBody" in operation:
                 answers["400"] = _refusals("invalid_request")["422"] | {"description": "The body is not JSON."}
-            answers |= _refusals("not_allowed", "internal")
+            if RULES.get(f"{method.upper()} {path}") is not Rule.ANYBODY:
+                answers |= _refusals("over_quota")
+            # Also where anybody may ask: a token that is wrong is refused everywhere.
+            answers |= _refusals("not_authenticated", "not_allowed", "internal")
 
 
 def _refusals(*codes: str) -> dict[str, Any]:

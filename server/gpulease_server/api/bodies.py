@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from gpulease.errors import InvalidRequest, TooLarge
 
 from ..core.happenings import Key
-from .peer import Peer
+from .callers import NOBODY, Caller
 from .problems import SEE_OPENAPI, NotJson, sentence
 
 MAX_BODY_BYTES = 2**20
@@ -126,5 +126,6 @@ async def idempotency_key(request: Request) -> Key | None:
     if not 1 <= len(key) <= MAX_KEY:
         raise InvalidRequest(f"Idempotency-Key: must have 1 to {MAX_KEY} characters.")
     what = f"{request.method} {request.url.path}\n".encode() + await read(request)
-    peer: Peer = getattr(request.state, "peer", None) or Peer()
-    return Key(key=f"{peer.uid}:{key}", fingerprint=hashlib.sha256(what).hexdigest())
+    caller: Caller = getattr(request.state, "caller", NOBODY)
+    whose = f"@{caller.user}" if caller.uid is None else str(caller.uid)
+    return Key(key=f"{whose}:{key}", fingerprint=hashlib.sha256(what).hexdigest())

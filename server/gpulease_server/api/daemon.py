@@ -12,12 +12,13 @@ from ..core.gpu import node_problem
 from ..core.ledger import Instant, Ledger
 from ..core.turn import Policy
 from ..runtime import clock
+from ..runtime.bearers import Bearers
 from ..runtime.recorder import Recorder
 from ..runtime.standing import Standing
 from ..runtime.tickets import Tickets
 from ..runtime.writer import Writer
 from ..store.store import Store
-from .peer import Peer
+from .callers import Access
 
 
 @dataclass
@@ -34,6 +35,10 @@ class Daemon:
     """Node of the worker that the daemon supervises; `/readyz` waits for its first report."""
     standing: Standing = field(default_factory=Standing)
     """Whether it is the writer of its database, and whether it may say so."""
+    access: Access = field(default_factory=Access)
+    """What an administrator has set about callers."""
+    bearers: Bearers | None = None
+    """The bearer tokens in force; None where there are none."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the daemon begins to shut down; every long poll ends then."""
 
@@ -64,9 +69,4 @@ def _daemon(request: Request) -> Daemon:
     return daemon
 
 
-def _peer(request: Request) -> Peer:
-    return getattr(request.state, "peer", None) or Peer()
-
-
 TheDaemon = Annotated[Daemon, Depends(_daemon)]
-ThePeer = Annotated[Peer, Depends(_peer)]

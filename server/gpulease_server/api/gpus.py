@@ -18,7 +18,9 @@ from ..core.view import gpu_view, node_view
 from ..runtime import ids
 from .bodies import JsonBody
 from .daemon import Daemon, TheDaemon
+from .identity import TheCaller
 from .problems import documented
+from .visible import gpu_for
 
 router = APIRouter(prefix="/v1")
 REPORT = JsonBody(NodeReport)
@@ -28,20 +30,21 @@ OWNERS_S = 0.25
 
 
 @router.get("/gpus", tags=["gpus"])
-async def list_gpus(daemon: TheDaemon) -> Page[Gpu]:
+async def list_gpus(daemon: TheDaemon, caller: TheCaller) -> Page[Gpu]:
     """Every GPU: its last reading, its state, who holds it."""
     now = daemon.now()
     records = sorted(daemon.ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
-    return Page(items=tuple(gpu_view(daemon.ledger, gpu, now, daemon.policy) for gpu in records))
+    views = (gpu_view(daemon.ledger, gpu, now, daemon.policy) for gpu in records)
+    return Page(items=tuple(gpu_for(caller, gpu, daemon.access) for gpu in views))
 
 
 @router.get("/gpus/{uuid}", tags=["gpus"], responses=documented("not_found"))
-async def show_gpu(uuid: str, daemon: TheDaemon) -> Gpu:
+async def show_gpu(uuid: str, daemon: TheDaemon, caller: TheCaller) -> Gpu:
     """One GPU."""
     record = daemon.ledger.gpus.get(spell_uuid(uuid))
     if record is None:
         raise NotFound(f"There is no GPU {uuid}.", remedy="gpulease status shows those there are.")
-    return gpu_view(daemon.ledger, record, daemon.now(), daemon.policy)
+    return gpu_for(caller, gpu_view(daemon.ledger, record, daemon.now(), daemon.policy), daemon.access)
 
 
 @router.get("/nodes", tags=["nodes"])

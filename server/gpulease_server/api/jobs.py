@@ -17,8 +17,10 @@ from ..core.happenings import ArrayMember, JobCancelled, JobSubmitted, Key
 from ..core.ledger import JobRecord
 from ..runtime import ids
 from .bodies import KEYED, JsonBody, idempotency_key
-from .daemon import Daemon, TheDaemon, ThePeer
+from .daemon import Daemon, TheDaemon
+from .identity import TheCaller, ThePeer
 from .problems import PERHAPS_PRUNED, documented
+from .visible import job_for
 from .waiting import Cursor, Limit, WaitSeconds, hold, number_of
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -38,6 +40,7 @@ async def submit(
     asked: Annotated[JobRequest, Depends(SUBMIT)],
     key: Annotated[Key | None, Depends(idempotency_key)],
     daemon: TheDaemon,
+    caller: TheCaller,
     peer: ThePeer,
     response: Response,
 ) -> Job:
@@ -58,9 +61,9 @@ async def submit(
             array_at_most=None if asked.array is None else asked.array.at_most,
             further=further,
             demand=asked.demand(),
-            holder=Holder(user=peer.user, host=daemon.host if peer.local else None, label=asked.name),
-            uid=peer.uid,
-            gid=peer.gid,
+            holder=Holder(user=caller.user, host=daemon.host if peer.local else None, label=asked.name),
+            uid=caller.uid,
+            gid=caller.gid,
             key=key,
         )
     )
@@ -73,6 +76,7 @@ async def submit(
 @router.get("")
 async def list_jobs(
     daemon: TheDaemon,
+    caller: TheCaller,
     state: Annotated[list[JobState] | None, Query(description="Only jobs in these states.")] = None,
     array: Annotated[str | None, Query(description="Only jobs of this array.", max_length=64)] = None,
     limit: Limit = 100,
@@ -81,7 +85,8 @@ async def list_jobs(
     """Jobs, newest first."""
     states, after = [item.value for item in state or ()], number_of(cursor)
     found = await asyncio.to_thread(daemon.store.jobs, states, after, limit, array)
-    items = tuple(daemon.ledger.jobs.get(record.job.id, record).job for record in found)
+    current = (daemon.ledger.jobs.get(record.job.id, record) for record in found)
+    items = tuple(job_for(caller, record, daemon.ledger, daemon.access) for record in current)
     return Page(items=items, next=str(found[-1].number) if len(found) == limit else None)
 
 
@@ -89,6 +94,7 @@ async def list_jobs(
 async def show(
     job_id: str,
     daemon: TheDaemon,
+    caller: TheCaller,
     request: Request,
     wait_s: WaitSeconds = 0.0,
     wait_while: Annotated[
@@ -103,7 +109,7 @@ async def show(
         return current is None or current.job.state is not state or state.final
 
     await hold(daemon, request, f"job:{job_id}", wait_s, settled)
-    return (await _find(daemon, job_id)).job
+    return job_for(caller, await _find(daemon, job_id), daemon.ledger, daemon.access)
 
 
 @router.post(

@@ -19,8 +19,11 @@ from ..core.ledger import LeaseRecord, OwnerWatch
 from ..core.view import lease_view
 from ..runtime import ids
 from .bodies import KEYED, JsonBody, idempotency_key
-from .daemon import Daemon, TheDaemon, ThePeer
+from .callers import Caller
+from .daemon import Daemon, TheDaemon
+from .identity import TheCaller, ThePeer
 from .problems import PERHAPS_PRUNED, documented
+from .visible import lease_for
 from .waiting import SLICE_S, Cursor, Limit, WaitSeconds, hold, number_of
 
 router = APIRouter(prefix="/v1/leases", tags=["leases"])
@@ -45,6 +48,7 @@ async def ask(
     asked: Annotated[LeaseRequest, Depends(ASK)],
     key: TheKey,
     daemon: TheDaemon,
+    caller: TheCaller,
     peer: ThePeer,
     request: Request,
     response: Response,
@@ -66,7 +70,7 @@ async def ask(
             cause=ids.make("request"),
             lease_id=ids.make("lease"),
             demand=asked.demand(),
-            holder=Holder(user=peer.user, host=host, owner_pid=owner.pid, label=asked.label),
+            holder=Holder(user=caller.user, host=host, owner_pid=owner.pid, label=asked.label),
             watched=watched,
             ttl_s=asked.ttl_s,
             queue=asked.queue,
@@ -77,7 +81,7 @@ async def ask(
         raise InvalidRequest("Idempotency-Key: belongs to a job, not to a lease.")
     lease = answer
     if lease.state is LeaseState.QUEUED and wait_s > 0:
-        await _hold_while(daemon, request, lease.id, lease.state, wait_s)
+        await _hold_while(daemon, request, caller, lease.id, lease.state, wait_s)
         lease = _view(daemon, await _find(daemon, lease.id))
     response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
     response.headers["Location"] = f"/v1/leases/{lease.id}"
@@ -87,6 +91,7 @@ async def ask(
 @router.get("")
 async def list_leases(
     daemon: TheDaemon,
+    caller: TheCaller,
     state: Annotated[list[LeaseState] | None, Query(description="Only leases in these states.")] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
@@ -94,7 +99,8 @@ async def list_leases(
     """Leases, newest first."""
     states, after = [item.value for item in state or ()], number_of(cursor)
     found = await asyncio.to_thread(daemon.store.leases, states, after, limit)
-    items = tuple(_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in found)
+    views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in found)
+    items = tuple(lease_for(caller, lease) for lease in views)
     return Page(items=items, next=str(found[-1].number) if len(found) == limit else None)
 
 
@@ -102,18 +108,20 @@ async def list_leases(
 async def show(
     lease_id: str,
     daemon: TheDaemon,
+    caller: TheCaller,
     request: Request,
     wait_s: WaitSeconds = 0.0,
     wait_while: Annotated[
         LeaseState | None, Query(description="Wait while it is in this state; the one it is in now when left out.")
     ] = None,
 ) -> Lease:
-    """One lease. With `wait_s` the answer is held until its state changes; waiting keeps a queued lease alive."""
+    """One lease. With `wait_s` the answer is held until its state changes; its holder's waiting keeps a queued lease
+    alive. Its `token` and `env` are for its holder and for administrators."""
     record = await _find(daemon, lease_id)
     if wait_s > 0:
-        await _hold_while(daemon, request, lease_id, wait_while or record.lease.state, wait_s)
+        await _hold_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
         record = await _find(daemon, lease_id)
-    return _view(daemon, record)
+    return lease_for(caller, _view(daemon, record))
 
 
 @router.post(
@@ -124,7 +132,7 @@ async def show(
 async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF)], daemon: TheDaemon) -> Lease:
     """Make the lease last a full `ttl_s` from now. One that has expired revives while its GPUs went to nobody else."""
     happening = LeaseRenewed(cause=ids.make("request"), lease_id=lease_id, token=proof.token)
-    return await _act(daemon, happening)
+    return await _act(daemon, await _find(daemon, lease_id), happening)
 
 
 @router.post(
@@ -134,10 +142,17 @@ async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF)], da
         "invalid_request", "not_found", "lease_lost", "stale_token", "not_allowed", "too_large", "unavailable"
     ),
 )
-async def release(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF)], daemon: TheDaemon) -> Lease:
-    """Give the GPUs back, or stop waiting for them. Saying it twice is answered the same twice."""
-    happening = LeaseReleased(cause=ids.make("request"), lease_id=lease_id, token=proof.token)
-    return await _act(daemon, happening)
+async def release(
+    lease_id: str, proof: Annotated[HolderProof, Depends(PROOF)], daemon: TheDaemon, caller: TheCaller
+) -> Lease:
+    """Give the GPUs back, or stop waiting for them. Saying it twice is answered the same twice.
+
+    An administrator who releases another user's lease revokes it, and needs no token for that.
+    """
+    record = await _find(daemon, lease_id)
+    revoked_by = None if caller.owns(record.lease.holder) else caller.user
+    happening = LeaseReleased(cause=ids.make("request"), lease_id=lease_id, token=proof.token, revoked_by=revoked_by)
+    return await _act(daemon, record, happening)
 
 
 @router.get("/{lease_id}/explain", responses=documented("not_found"))
@@ -147,8 +162,7 @@ async def explain_lease(lease_id: str, daemon: TheDaemon) -> Explanation:
     return explain(daemon.ledger, record, daemon.now(), daemon.policy)
 
 
-async def _act(daemon: Daemon, happening: LeaseRenewed | LeaseReleased) -> Lease:
-    record = await _find(daemon, happening.lease_id)
+async def _act(daemon: Daemon, record: LeaseRecord, happening: LeaseRenewed | LeaseReleased) -> Lease:
     if happening.lease_id not in daemon.ledger.leases:
         return long_ended(record.lease, happening)
     answer = await daemon.writer.submit(happening)
@@ -163,7 +177,9 @@ async def _find(daemon: Daemon, lease_id: str) -> LeaseRecord:
     return record
 
 
-async def _hold_while(daemon: Daemon, request: Request, lease_id: str, state: LeaseState, wait_s: float) -> None:
+async def _hold_while(
+    daemon: Daemon, request: Request, caller: Caller, lease_id: str, state: LeaseState, wait_s: float
+) -> None:
     record = daemon.ledger.leases.get(lease_id)
     if record is None:
         return
@@ -173,7 +189,7 @@ async def _hold_while(daemon: Daemon, request: Request, lease_id: str, state: Le
         return current is None or current.lease.state is not state or state is LeaseState.ENDED
 
     def alive() -> None:
-        if state is LeaseState.QUEUED:
+        if state is LeaseState.QUEUED and caller.owns(record.lease.holder):
             daemon.writer.tell(WaiterSeen(cause=ids.make("poll"), lease_id=lease_id))
 
     slice_s = min(SLICE_S, record.lease.ttl_s / 3) if record.lease.ttl_s > 0 else SLICE_S

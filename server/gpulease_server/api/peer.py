@@ -1,8 +1,9 @@
 """Who is at the other end of a connection.
 
-On a Unix socket the kernel says so (SO_PEERCRED). On loopback TCP `/proc/net/tcp` names the user who owns the peer's
-socket, within one network namespace. Whom a caller names as the owner of a lease is confirmed against that, because
-behind a tunnel, in a container or on another host the number means another process.
+On a Unix socket the kernel says so (SO_PEERCRED). On loopback TCP `/proc/net/tcp` or `tcp6` names the user who owns the
+peer's socket, within one network namespace (`connections`). Where neither says it, the peer is nobody, and a caller has
+to send a token (`identity`). Whom a caller names as the owner of a lease is confirmed against that, because behind a
+tunnel, in a container or on another host the number means another process.
 
 uvicorn shows no socket to the application, so its protocol is subclassed; this rests on `app_state`, which uvicorn does
 not document: its version is pinned and a test goes through a real connection.
@@ -15,9 +16,8 @@ import os
 import pwd
 import socket
 import struct
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+from enum import StrEnum
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -25,11 +25,23 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gpulease.exchange import LeaseOwner
 from gpulease.owner import Stat, stat
 
+from .connections import is_loopback, owner_of_connection, stands_for_others
+
 CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
-CONNECTIONS = Path("/proc/net/tcp")
 ANCESTORS = 16
 """How far up from the caller its owner is looked for: one short read of /proc each, on the event loop."""
+MAX_NAMES = 10_000
+"""Login names that are remembered."""
+_names: dict[int, str] = {}
+
+
+class Way(StrEnum):
+    """How a caller reached the daemon."""
+
+    SOCKET = "socket"
+    LOOPBACK = "loopback"
+    NETWORK = "network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +63,13 @@ class Peer:
     gid: int | None = None
     local: bool = False
     """True when the caller is on this host."""
+    way: Way = Way.NETWORK
+    """What it came through."""
 
     @property
     def user(self) -> str | None:
         """Login name, or the number where it has none."""
-        if self.uid is None:
-            return None
-        try:
-            return pwd.getpwuid(self.uid).pw_name
-        except KeyError:
-            return str(self.uid)
+        return None if self.uid is None else user_name(self.uid)
 
     def owner(self, pid: int | None, start_ticks: int | None = None) -> NamedOwner:
         """Whom the caller names as the owner of a lease.
@@ -105,63 +114,38 @@ class PeerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find out who connected, once per connection."""
-        try:
-            peer = peer_of(transport)
-        except ConnectionResetError:
-            # What it asked for would be done as nobody, so that asking again under the same Idempotency-Key would not
-            # find it; and nobody waits for the answer.
-            super().connection_made(transport)
-            transport.abort()
-            return
-        self.app_state = {**self.app_state, "peer": peer}
+        self.app_state = {**self.app_state, "peer": peer_of(transport)}
         super().connection_made(transport)
 
 
 def peer_of(transport: asyncio.BaseTransport) -> Peer:
-    """The peer of an open connection. Raises ConnectionResetError when it has hung up."""
+    """The peer of an open connection; without a uid where nothing says whose it is."""
     sock: Any = transport.get_extra_info("socket")
     if sock is None:
         return Peer()
     if sock.family == socket.AF_UNIX:
         pid, uid, gid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
-        return Peer(uid=uid, pid=pid or None, gid=gid, local=True)  # 0: a process that this pid namespace does not show
+        known = not stands_for_others(uid)
+        # 0: a process that this pid namespace does not show
+        return Peer(uid=uid if known else None, pid=pid or None, gid=gid if known else None, local=True, way=Way.SOCKET)
     address, own = transport.get_extra_info("peername"), transport.get_extra_info("sockname")
-    if not address or not own or not address[0].startswith("127."):
-        return Peer(local=bool(address) and address[0] == "::1")
+    if not address or not own or not is_loopback(address[0]):
+        return Peer()
     try:
-        uid = owner_of_connection(address, own)
+        uid = owner_of_connection(address[:2], own[:2])
     except OSError:
-        return Peer(local=True)
-    if uid is None:
-        raise ConnectionResetError(f"{address[0]}:{address[1]} has hung up")
-    return Peer(uid=uid, local=True)
+        uid = None
+    # Whoever has hung up, or is in another network namespace, is nobody: what he asked for is refused.
+    return Peer(uid=uid, local=True, way=Way.LOOPBACK)
 
 
-def owner_of_connection(peer: tuple[str, int], own: tuple[str, int], table: Path = CONNECTIONS) -> int | None:
-    """The user whose socket is the other end of a TCP connection of this host; None where nobody holds it any more.
-
-    Both ends are compared, because one local port may be in use towards several remote ones at once. A socket that its
-    process has closed shows user 0 and inode 0, and whoever sends and hangs up is not root: it counts for nobody.
-    Raises OSError where the table cannot be read.
-    """
-    for _ in range(2):
-        found = _row(peer, own, table)
-        if found is None or found[1] == 0:
-            return None
-        # The kernel does not read the two numbers in one step: root's are read again, and closed stays closed.
-        if found[0] != 0:
-            return found[0]
-    return 0
-
-
-def _row(peer: tuple[str, int], own: tuple[str, int], table: Path) -> tuple[int, int] | None:
-    """User and inode of the socket that goes from `peer` to `own`, from `/proc/net/tcp` (proc(5))."""
-    wanted = f": {_spelled(*peer)} {_spelled(*own)} "
-    # Only the line that is looked for is taken apart: there may be thousands, and the event loop waits.
-    rows = (line.split() for line in table.read_text().splitlines() if wanted in line)
-    return next(((int(words[7]), int(words[9])) for words in rows if len(words) > 9), None)
-
-
-def _spelled(host: str, port: int) -> str:
-    """An address as the kernel prints it."""
-    return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
+def user_name(uid: int) -> str:
+    """Login name of a user, or the number where it has none. A name once known stays: when the directory of users does
+    not answer for a while, nobody turns into a stranger to his own leases."""
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return _names.get(uid, str(uid))
+    if len(_names) < MAX_NAMES:
+        _names[uid] = name
+    return name

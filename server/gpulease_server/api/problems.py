@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from gpulease.errors import BY_CODE, GpuleaseError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+from gpulease.errors import BY_CODE, GpuleaseError, InvalidRequest, MethodNotAllowed, NotFound, OverQuota, Unavailable
 from gpulease.wire import to_json
 
 log = logging.getLogger("gpulease.api")
@@ -36,8 +37,10 @@ def problem_response(error: GpuleaseError, headers: dict[str, str] | None = None
     body = {key: to_json(value) if is_dataclass(value) else value for key, value in error.problem().items()}
     headers = dict(headers or {})
     if error.status in (429, 503):
-        wanted_s = error.retry_after_s if isinstance(error, Unavailable) else None
-        headers.setdefault("Retry-After", "1" if wanted_s is None else f"{wanted_s:.0f}")
+        wanted_s = error.retry_after_s if isinstance(error, (Unavailable, OverQuota)) else None
+        headers.setdefault("Retry-After", "1" if wanted_s is None else str(math.ceil(wanted_s)))
+    if error.status == 401:
+        headers.setdefault("WWW-Authenticate", 'Bearer realm="gpulease"')
     return Response(json.dumps(body), error.status, headers, MEDIA_TYPE)
 
 

@@ -14,7 +14,9 @@ from gpulease.table import render
 
 from ..core.view import gpu_view, lease_view, node_view
 from .daemon import TheDaemon
+from .identity import TheCaller
 from .problems import documented
+from .visible import event_for, gpu_for, job_for
 from .waiting import Limit
 
 router = APIRouter()
@@ -23,6 +25,7 @@ router = APIRouter()
 @router.get("/v1/events", tags=["events"], responses=documented("events_pruned"))
 async def list_events(
     daemon: TheDaemon,
+    caller: TheCaller,
     after: Annotated[
         int, Query(ge=0, lt=2**63, description="Only events with a greater `seq`; 0: from the oldest that is kept.")
     ] = 0,
@@ -37,8 +40,9 @@ async def list_events(
             remedy=f"Go on with after={pruned_seq}, and look at leases, jobs and GPUs for what they are now.",
             extra={"pruned_seq": pruned_seq},
         )
+    items = tuple(event_for(caller, event, daemon.ledger) for event in found)
     following = str(found[-1].seq) if len(found) == limit else None
-    return EventPage(items=tuple(found), next=following, pruned_seq=pruned_seq)
+    return EventPage(items=items, next=following, pruned_seq=pruned_seq)
 
 
 @router.get("/healthz", tags=["service"])
@@ -59,16 +63,16 @@ async def readyz(daemon: TheDaemon) -> Any:
 
 
 @router.get("/", tags=["service"], response_class=PlainTextResponse)
-async def front_page(daemon: TheDaemon) -> str:
+async def front_page(daemon: TheDaemon, caller: TheCaller) -> str:
     """GPUs, holders and the queue as a text table."""
     now, ledger = daemon.now(), daemon.ledger
     records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
-    gpus = [gpu_view(ledger, gpu, now, daemon.policy) for gpu in records]
+    gpus = [gpu_for(caller, gpu_view(ledger, gpu, now, daemon.policy), daemon.access) for gpu in records]
     live = [record for record in ledger.leases.values() if record.lease.ended_at is None]
     leases = [
         lease_view(ledger, record, now, daemon.policy) for record in sorted(live, key=lambda record: record.number)
     ]
-    jobs = [record.job for record in ledger.live_jobs.values()]
+    jobs = [job_for(caller, record, ledger, daemon.access) for record in ledger.live_jobs.values()]
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
     copy = daemon.standing.copy
     return (f"{daemon.writer.problem}\n\n" if copy else "") + render(gpus, leases, jobs, now.at, nodes)

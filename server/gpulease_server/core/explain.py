@@ -22,8 +22,9 @@ from .gpu import is_cordoned, mode_of, node_problem, occupants, reading_of, stat
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger
 from .modes import mode_notes
 from .never import why_never
-from .placement import NeedsReading, candidates, lacks_memory, mismatch, place
-from .remains import left_words, process_words
+from .placement import NeedsReading, candidates, lacks_memory, least, mismatch, place
+from .quota import had
+from .remains import left_words, named
 from .turn import Policy
 
 NEVER = {
@@ -61,13 +62,11 @@ def explain(
         notes = mode_notes(ledger, ledger.held_by(lease))
         granted = f"Granted: {describe([gpu.index for gpu in lease.gpus])}.{notes}"
         return Explanation(verdict="granted", sentence=granted)
-    limited = at_limit(ledger, record, under_way(ledger))
-    if limited is not None:
-        sentence = (
-            f"Not now: array {limited.array_id} has as many jobs running as it may at once, {limited.array_at_most};"
-            f" number {ledger.position(record)} in the queue."
-        )
-        return Explanation(verdict="not_now", sentence=sentence, position=ledger.position(record))
+    limit = _limit_met(ledger, record, policy)
+    if limit is not None:
+        position = ledger.position(record) if stays else None
+        queued = f"; number {position} in the queue" if stays else ""
+        return Explanation(verdict="not_now", sentence=f"Not now: {limit}{queued}.", position=position)
     claims = claims_before(ledger, record, now, policy) if claims is None else claims
     held = claims.held_for(record)
     elders = {uuid: lease_id for uuid, lease_id in claims.by_uuid.items() if lease_id != lease.id}
@@ -97,6 +96,16 @@ def explain(
         behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
         obstacles=obstacles,
     )
+
+
+def _limit_met(ledger: Ledger, record: LeaseRecord, policy: Policy) -> str | None:
+    """The limit, of its array or of its user, that keeps a request out of the queue, in words."""
+    limited = at_limit(ledger, record, under_way(ledger))
+    if limited is not None:
+        return f"array {limited.array_id} has as many jobs running as it may at once, {limited.array_at_most}"
+    if is_never(ledger, record.lease.demand):
+        return None
+    return had(ledger, policy.limits).limit_met(record.lease, least(ledger, record.lease.demand))
 
 
 def passed_words(ledger: Ledger, times: int, for_s: float, held: tuple[str, ...], policy: Policy) -> str:
@@ -164,7 +173,7 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
         case GpuState.PROHIBITED:
             return "is in compute mode PROHIBITED: nvidia-smi -c DEFAULT allows processes again"
         case GpuState.LEASED:
-            others = ", ".join(map(process_words, strangers(ledger, gpu)[:4]))
+            others = named(strangers(ledger, gpu)[:4], policy)
             return f"is held by {who}{f', and used outside that lease by {others}' if others else ''}"
         case GpuState.DRAINING:
             return f"is being cleaned of {who}{left_words(ledger, gpu, policy)}"
@@ -178,7 +187,7 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
                 " the host's (docker run --pid=host) to learn whose they are"
             )
         case GpuState.FOREIGN:
-            return f"is used outside any lease by {_processes(reading)}"
+            return f"is used outside any lease by {_processes(reading, policy)}"
         case _:
             return None
 
@@ -245,10 +254,10 @@ def _who(ledger: Ledger, lease_id: str | None) -> str:
     return f"{lease_id}{f' ({known})' if known else ''}"
 
 
-def _processes(reading: GpuReading | None) -> str:
+def _processes(reading: GpuReading | None, policy: Policy) -> str:
     if reading is None:
         return ""
-    return ", ".join(map(process_words, occupants(reading)[:4]))
+    return named(occupants(reading)[:4], policy)
 
 
 def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str) -> Obstacle:

@@ -78,11 +78,13 @@ class LeaseRenewed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseReleased:
-    """The holder gives its GPUs back, or no longer waits."""
+    """The holder gives its GPUs back, or no longer waits; or an administrator takes them back."""
 
     cause: str
     lease_id: str
     token: int | None
+    revoked_by: str | None = None
+    """The administrator who revokes another user's lease; he needs no token, but a wrong one is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

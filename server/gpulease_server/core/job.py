@@ -18,6 +18,7 @@ from gpulease.model import EndReason, Job, JobState, Lease, LeaseState, Liveness
 from .happenings import ArrayMember, JobCancelled, JobSubmitted
 from .lease import answered_before, end, take_in
 from .ledger import Change, JobRecord, LeaseRecord, NotBefore
+from .quota import queue_is_full
 from .turn import Turn
 
 
@@ -30,6 +31,11 @@ def on_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     if answered_before(turn, submitted.cause, submitted.key):
         return
     waiting = len(turn.ledger.queue) + len(submitted.further)
+    user, limits = submitted.holder.user, turn.policy.limits
+    if queue_is_full(turn.ledger, user, turn.pending, len(submitted.further), limits) and submitted.further:
+        detail = f"{turn.ledger.waiting[user]} requests of user {user} wait already, and at most {limits.queued} may."
+        turn.answer(submitted.cause, OverQuota(detail, remedy="Submit fewer jobs at once, or ask again later."))
+        return
     if submitted.further and waiting > turn.policy.max_queued:
         detail = f"{len(turn.ledger.queue)} requests wait already, and at most {turn.policy.max_queued} may."
         turn.answer(submitted.cause, OverQuota(detail, remedy="Submit fewer jobs at once, or ask again later."))

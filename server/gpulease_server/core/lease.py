@@ -244,18 +244,26 @@ def _revive(turn: Turn, record: LeaseRecord) -> LeaseRecord:
 
 def long_ended(lease: Lease, happening: LeaseRenewed | LeaseReleased) -> Lease:
     """The answer about a lease that ended so long ago that it is no longer in memory. Raises LeaseLost, StaleToken."""
-    if lease.token != happening.token:
+    revoked = isinstance(happening, LeaseReleased) and happening.revoked_by is not None
+    if lease.token != happening.token and not (revoked and happening.token is None):
         raise _stale(lease.id, happening.token)
-    if isinstance(happening, LeaseRenewed) or lease.end_reason not in (EndReason.RELEASED, EndReason.CANCELLED):
+    if isinstance(happening, LeaseRenewed) or not _given_up(lease, revoked):
         raise _lost(lease)
     return lease
+
+
+def _given_up(lease: Lease, revoked: bool) -> bool:
+    """True when a lease has ended as the one who says so now would have ended it."""
+    ends = (EndReason.RELEASED, EndReason.CANCELLED)
+    return lease.end_reason in ((*ends, EndReason.REVOKED) if revoked else ends)
 
 
 def on_released(turn: Turn, released: LeaseReleased) -> None:
     """The holder gives back, or stops waiting. Saying it twice is answered the same twice."""
     record = turn.ledger.leases.get(released.lease_id)
     refusal = _refusal(record, released.token, released.lease_id)
-    if refusal is not None or record is None:
+    revoked = released.revoked_by is not None
+    if record is None or (refusal is not None and not (revoked and released.token is None)):
         turn.answer(released.cause, refusal)
         return
     lease = record.lease
@@ -263,11 +271,14 @@ def on_released(turn: Turn, released: LeaseReleased) -> None:
         detail = f"Lease {lease.id} belongs to job {lease.job_id}."
         turn.answer(released.cause, NotAllowed(detail, remedy=f"Cancel the job: gpulease cancel {lease.job_id}"))
         return
-    if lease.state is LeaseState.ENDED and lease.end_reason not in (EndReason.RELEASED, EndReason.CANCELLED):
+    if lease.state is LeaseState.ENDED and not _given_up(lease, revoked):
         turn.answer(released.cause, _lost(lease))
         return
     if lease.state is not LeaseState.ENDED:
-        end(turn, record, EndReason.RELEASED if lease.state is LeaseState.ACTIVE else EndReason.CANCELLED)
+        by_holder = EndReason.RELEASED if lease.state is LeaseState.ACTIVE else EndReason.CANCELLED
+        if revoked:
+            turn.event("lease.revoked", lease_id=lease.id, reason=f"by user {released.revoked_by}")
+        end(turn, record, EndReason.REVOKED if revoked else by_holder)
     turn.answer(released.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -240,6 +241,8 @@ class Ledger:
     """By UUID: a reading that shows the GPU clean must have begun after this."""
     queue: list[tuple[int, str]] = field(default_factory=list)
     """(number, lease id) of queued leases, in order of arrival."""
+    waiting: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many requests of the queue are his."""
     keys_since: dict[str, float] = field(default_factory=dict)
     """When each key became known to this process; in memory only, so that a jump of the wall clock forgets none."""
     not_before: dict[str, float] = field(default_factory=dict)
@@ -319,8 +322,10 @@ class Ledger:
         waits = at < len(self.queue) and self.queue[at] == place
         if lease.state is LeaseState.QUEUED and not waits:
             self.queue.insert(at, place)
+            self.waiting[lease.holder.user] += 1
         elif lease.state is not LeaseState.QUEUED and waits:
             del self.queue[at]
+            self._waits_no_more(lease)
         self._put_watch(record)
         if lease.state is not LeaseState.QUEUED:
             self.not_before.pop(lease.id, None)
@@ -345,8 +350,14 @@ class Ledger:
     def withdraw(self, record: LeaseRecord) -> None:
         """Take back a request of which nothing was recorded."""
         self.queue.remove((record.number, record.lease.id))
+        self._waits_no_more(record.lease)
         self._put_watch(record, over=True)
         del self.leases[record.lease.id]
+
+    def _waits_no_more(self, lease: Lease) -> None:
+        self.waiting[lease.holder.user] -= 1
+        if not self.waiting[lease.holder.user]:
+            del self.waiting[lease.holder.user]
 
     def _forget_oldest_lease(self) -> None:
         """Drop the oldest ended lease that is nobody's last: one whose GPU drains, or might revive, is still needed."""

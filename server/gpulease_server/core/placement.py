@@ -72,6 +72,13 @@ def candidates(ledger: Ledger, demand: Demand) -> dict[str, list[GpuRecord]]:
     }
 
 
+def least(ledger: Ledger, demand: Demand) -> int:
+    """How many GPUs a demand gets at least, when it is granted."""
+    if demand.selection is not Selection.ALL:
+        return demand.count
+    return min((len(gpus) for gpus in candidates(ledger, demand).values()), default=demand.count)
+
+
 def place(
     ledger: Ledger,
     demand: Demand,

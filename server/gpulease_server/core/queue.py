@@ -7,20 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gpulease.errors import NeverFits, NotNow, OverQuota
-from gpulease.model import JobState
+from gpulease.model import JobState, Selection
 
 from .array import array_of, takes_part, under_way
 from .bypass import Claims, Elders, recall
 from .explain import explain, is_never
 from .lease import grant
 from .ledger import GpuRecord, JobRecord, LeaseRecord
-from .placement import Blocked, NeedsReading, Placed, place
+from .placement import Blocked, NeedsReading, Placed, least, place
+from .quota import Had, had, never_within, queue_is_full
 from .signs import live_on
 from .turn import Pending, Turn
 from .view import lease_view
 
 
-def settle(turn: Turn) -> None:
+def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     """Go through the queue once, eldest first. Closes every turn.
 
     A request that fits may pass one that does not, within the bounds of `core.bypass`; what is held for an elder no
@@ -32,7 +33,7 @@ def settle(turn: Turn) -> None:
     claims = Claims(turn.ledger, turn.now, turn.policy, overdue)
     elders = Elders(turn, claims)
     undecided = len(turn.pending)
-    running = under_way(turn.ledger)
+    running, users = under_way(turn.ledger), had(turn.ledger, turn.policy.limits)
     for record in _taking_part(turn, running):
         pending, demand = turn.pending.get(record.lease.id), record.lease.demand
         if pending is None and not claims.open:
@@ -45,9 +46,12 @@ def settle(turn: Turn) -> None:
         undecided -= pending is not None
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
         hopeful = pending is not None and pending.since_s >= latest_s
-        match place(turn.ledger, demand, claims.by_uuid.keys(), turn.now, turn.policy, overdue, hopeful=hopeful):
+        match _place(turn, record, users, claims, overdue, hopeful):
+            case None:
+                _keep_out(turn, record, claims)
             case Placed(gpus):
                 _granted(turn, record, gpus, turn.pending.pop(record.lease.id, None))
+                users.granted(record.lease, len(gpus))
                 running[array_of(turn.ledger, record) or ""] += 1
                 claims.granted(gpus)
                 elders.passed_by(gpus)
@@ -64,6 +68,27 @@ def settle(turn: Turn) -> None:
 def _taking_part(turn: Turn, running: Counter[str]) -> Iterator[LeaseRecord]:
     """Who waits and may begin, eldest first. `running` is looked at anew for each, as grants change it."""
     return (record for record in list(turn.ledger.queued()) if takes_part(turn.ledger, record, turn.now, running))
+
+
+def _place(
+    turn: Turn, record: LeaseRecord, users: Had, claims: Claims, overdue: set[str], hopeful: bool
+) -> Placed | NeedsReading | Blocked | None:
+    """GPUs for a request, no more than its user may have; None where that keeps it from any."""
+    demand = record.lease.demand
+    if users.limit_met(record.lease, least(turn.ledger, demand)) is not None:
+        return None
+    found = place(turn.ledger, demand, claims.by_uuid.keys(), turn.now, turn.policy, overdue, hopeful=hopeful)
+    room = users.room(record.lease)
+    if room is None or not isinstance(found, Placed) or len(found.gpus) <= room:
+        return found
+    return Placed(found.gpus[:room]) if demand.selection is Selection.AUTO else None
+
+
+def _keep_out(turn: Turn, record: LeaseRecord, claims: Claims) -> None:
+    """Pass over a request whose user is at his limit; it claims nothing. If it is new it gets its verdict."""
+    pending = turn.pending.pop(record.lease.id, None)
+    if pending is not None:
+        _must_wait(turn, record, pending, claims)
 
 
 def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: Pending | None) -> None:
@@ -85,11 +110,11 @@ def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pendi
 def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claims: Claims) -> bool:
     """Give the verdict on a new request that cannot be granted. True when it stays in the queue."""
     never = is_never(turn.ledger, record.lease.demand)
-    if pending.queue and not never and len(turn.ledger.queue) - len(turn.pending) > turn.policy.max_queued:
+    refused = None if never else _over_quota(turn, record, pending)
+    if refused is not None:
         turn.ledger.withdraw(record)
-        detail = f"{turn.policy.max_queued} requests wait already."
         for call in pending.calls:
-            turn.answer(call, OverQuota(detail, remedy="Ask again later."))
+            turn.answer(call, refused)
         return False
     if never or not pending.queue:
         explanation = explain(turn.ledger, record, turn.now, turn.policy, claims=claims, stays=False)
@@ -110,6 +135,21 @@ def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claims: Claims
     turn.event("lease.queued", lease_id=record.lease.id, job_id=record.lease.job_id)
     _tell(turn, record, pending)
     return True
+
+
+def _over_quota(turn: Turn, record: LeaseRecord, pending: Pending) -> OverQuota | None:
+    """Why a request that cannot be granted now may not even wait; None where it may, or does not want to."""
+    limits, lease = turn.policy.limits, record.lease
+    never = never_within(limits, lease, least(turn.ledger, lease.demand))
+    if never is not None or not pending.queue:
+        return never
+    if len(turn.ledger.queue) - len(turn.pending) > turn.policy.max_queued:
+        return OverQuota(f"{turn.policy.max_queued} requests wait already.", remedy="Ask again later.")
+    # It is in the queue by now, and so counted as waiting.
+    if queue_is_full(turn.ledger, lease.holder.user, turn.pending, 0, limits):
+        detail = f"{limits.queued} requests of user {lease.holder.user} wait already, as many as one user may have."
+        return OverQuota(detail, remedy="Ask again when some of them are granted, or withdraw some.")
+    return None
 
 
 def _record_rest(turn: Turn, pending: Pending) -> None:

@@ -6,6 +6,7 @@ device file open, and its memory is back at what it was while the GPU was free. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gpulease.model import GpuReading, Process
@@ -69,7 +70,7 @@ def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWa
             lease_id=gpu.lease_id,
             node=gpu.device.node,
             gpus=(gpu.device.uuid,),
-            reason="left behind: " + ", ".join(map(process_words, left)),
+            reason="left behind: " + named(left, turn.policy),
         )
         watch = replace(watch, leftovers=pids)
     if not remains.nobody:
@@ -136,9 +137,9 @@ def left_words(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
         return ""
     remains = remains_of(gpu, reading, policy)
     if remains.processes:
-        return f": {', '.join(map(process_words, remains.processes[:4]))} left"
+        return f": {named(remains.processes[:4], policy)} left"
     if remains.openers:
-        return f": its device file is kept open by {', '.join(map(process_words, remains.openers[:4]))}"
+        return f": its device file is kept open by {named(remains.openers[:4], policy)}"
     if remains.looked and not remains.memory_back:
         used = reading.memory_used_bytes
         now = "unknown" if used is None else f"{gibibytes(used)} in use"
@@ -146,10 +147,14 @@ def left_words(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
     return ""
 
 
-def process_words(process: Process) -> str:
-    """A process in words: pid, user and command, as far as they are known."""
+def named(processes: Iterable[Process], policy: Policy) -> str:
+    """Processes in words: pid, user and command of each, as far as they are known and may be told."""
+    return ", ".join(_words(process, policy.show_commands) for process in processes)
+
+
+def _words(process: Process, command_too: bool) -> str:
     user = f" of {process.user}" if process.user else ""
-    command = f" ({process.command[:60]})" if process.command else ""
+    command = f" ({process.command[:60]})" if process.command and command_too else ""
     return f"pid {process.pid}{user}{command}"
 
 

@@ -9,6 +9,7 @@ from gpulease.errors import GpuleaseError
 from gpulease.model import Event, Job, Lease
 
 from .ledger import Change, Instant, KeyRecord, Ledger
+from .quota import Limits
 
 Answer = Lease | Job | GpuleaseError | None
 """What a caller is told. An error is a value here: refusing is an expected outcome."""
@@ -61,6 +62,10 @@ class Policy:
     """For how long from the first time on it may be passed; 0: not at all."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
+    limits: Limits = field(default_factory=Limits)
+    """What one user may have."""
+    show_commands: bool = True
+    """Whether sentences tell the command lines of processes."""
     max_ttl_s: float = 30 * 24 * 3600.0
     """The longest `ttl_s` that may be asked for."""
     node_lifetime_s: float = 90 * 24 * 3600.0

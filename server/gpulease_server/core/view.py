@@ -10,7 +10,7 @@ from gpulease.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState,
 from .explain import why_not_free
 from .gpu import activity_of, is_cordoned, node_problem, reading_of, state_of, strangers
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, NodeRecord
-from .remains import process_words
+from .remains import named
 from .turn import Policy
 
 READ = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
@@ -41,7 +41,7 @@ def problems_of(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> t
         if state is not GpuState.LEASED:
             found.append(f"{name} {why_not_free(ledger, gpu, state, now, policy)}.")
         elif others := strangers(ledger, gpu):
-            found.append(f"{name} is also used by {', '.join(map(process_words, others[:4]))}, outside this lease.")
+            found.append(f"{name} is also used by {named(others[:4], policy)}, outside this lease.")
     return tuple(found)
 
 

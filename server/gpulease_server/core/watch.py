@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median_low
 
-from gpulease.model import GpuReading, Process
+from gpulease.model import GpuReading
 
 from .gpu import occupants
 from .ledger import GpuRecord, GpuWatch, Sighting
-from .remains import process_words, watch_draining
+from .remains import named, watch_draining
 from .turn import Turn
 
 BASELINE_READINGS = 9
@@ -71,7 +71,7 @@ def _conflict(turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuWatch) 
     found = [process for process in occupants(reading) if process.lease_id != gpu.lease_id]
     pids = tuple(sorted(process.pid for process in found))
     if pids and pids != known.strangers:
-        _tell(turn, gpu, "gpu.conflict", "used outside its lease by " + _words(found))
+        _tell(turn, gpu, "gpu.conflict", "used outside its lease by " + named(found, turn.policy))
     elif known.strangers and not pids:
         _tell(turn, gpu, "gpu.conflict_over", None)
     return replace(known, strangers=pids, leftovers=())
@@ -95,7 +95,3 @@ def baseline_of(sighting: Sighting | None, gpu: GpuRecord) -> int | None:
 
 def _tell(turn: Turn, gpu: GpuRecord, kind: str, reason: str | None) -> None:
     turn.event(kind, lease_id=gpu.lease_id, node=gpu.device.node, gpus=(gpu.device.uuid,), reason=reason)
-
-
-def _words(processes: list[Process]) -> str:
-    return ", ".join(map(process_words, processes))

@@ -13,3 +13,8 @@ def make(kind: str) -> str:
 def first_ticket() -> int:
     """Where this process begins to count tickets, so that one of another process is not taken for its own."""
     return secrets.randbits(48)
+
+
+def bearer(token_id: str) -> str:
+    """A new bearer token: its id, and 256 random bits."""
+    return f"{token_id}.{secrets.token_urlsafe(32)}"

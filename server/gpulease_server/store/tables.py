@@ -169,6 +169,23 @@ idempotency_key = Table(
     Column("at", UtcDateTime, nullable=False),
 )
 
+bearer_token = Table(
+    "bearer_token",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("hash", String(64), nullable=False),
+    Column("user_name", String(64), nullable=False),
+    Column("uid", BigInteger),
+    Column("gid", BigInteger),
+    Column("role", String(16), nullable=False),
+    Column("note", String(255), nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("created_by", String(255)),
+    Column("expires_at", UtcDateTime),
+)
+"""One row for each token that was not revoked. `hash` is SHA-256 of the whole token, which has 256 random bits: nothing
+slower would make it harder to guess. See `store.bearers`."""
+
 counter = Table(
     "counter",
     metadata,

@@ -1,0 +1,81 @@
+"""Options of `gpulease serve` that say who may reach the daemon, and what one user may have."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Commands(StrEnum):
+    """Whose command lines a caller is shown."""
+
+    OWN = "own"
+    ALL = "all"
+
+
+def octal(text: str) -> int:
+    """A file mode as chmod takes it. Raises BadParameter."""
+    if not re.fullmatch(r"0?[0-7]{3}", text):
+        raise typer.BadParameter(f"{text!r} is no file mode; write it like 0666 or 0660")
+    return int(text, 8)
+
+
+Host = Annotated[
+    str,
+    typer.Option(
+        # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
+        envvar="GPULEASE_LISTEN_HOST",
+        help="Address to listen on; other than loopback only with TLS or --behind-proxy.",
+    ),
+]
+Socket = Annotated[
+    Path | None,
+    typer.Option(envvar="GPULEASE_SOCKET", help="Unix socket.", show_default="gpulease.sock in the data directory"),
+]
+SocketMode = Annotated[
+    str, typer.Option(metavar="MODE", envvar="GPULEASE_SOCKET_MODE", help="Its file mode: who may connect to it.")
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(envvar="GPULEASE_TLS_CERT", help="Speak TLS on TCP, with this certificate (PEM).")
+]
+TlsKey = Annotated[Path | None, typer.Option(envvar="GPULEASE_TLS_KEY", help="The key of that certificate (PEM).")]
+BehindProxy = Annotated[
+    bool,
+    typer.Option(
+        "--behind-proxy/--no-behind-proxy",
+        envvar="GPULEASE_BEHIND_PROXY",
+        help="A proxy speaks TLS: callers over TCP are known by token alone.",
+    ),
+]
+Admins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--admin",
+        metavar="USER",
+        envvar="GPULEASE_ADMINS",
+        help="An administrator, beside root and the daemon's own user; repeatable.",
+    ),
+]
+ShowCommands = Annotated[
+    Commands,
+    typer.Option(envvar="GPULEASE_SHOW_COMMANDS", help="Whose processes' command lines a user is shown."),
+]
+MaxLeasesPerUser = Annotated[
+    int,
+    typer.Option(min=0, envvar="GPULEASE_MAX_LEASES_PER_USER", help="Active leases of one user; 0: any number."),
+]
+MaxGpusPerUser = Annotated[
+    int, typer.Option(min=0, envvar="GPULEASE_MAX_GPUS_PER_USER", help="Leased GPUs of one user; 0: any number.")
+]
+MaxQueuePerUser = Annotated[
+    int,
+    typer.Option(min=0, envvar="GPULEASE_MAX_QUEUE_PER_USER", help="Waiting requests of one user; 0: any number."),
+]
+MaxRpsPerUser = Annotated[
+    float,
+    typer.Option(min=0, envvar="GPULEASE_MAX_RPS_PER_USER", help="Requests per second of one user; 0: any number."),
+]

@@ -1,0 +1,167 @@
+"""The bearer tokens in force: made, found, revoked.
+
+Authority: the database. The writer is the only one who changes them, so what it has in memory is all there is, and it
+knows callers also while the database is away: nobody loses a lease because his token cannot be looked up. A daemon that
+stands by has them no older than `READ_S`, and reads them whole again when it takes over.
+
+| what happens | what follows |
+|---|---|
+| a token is revoked | refused from the answer to the revocation on; where another daemon stands by, `READ_S` later |
+| a daemon is restarted, or takes over | the tokens are read before the first request |
+| the database is away when one is made or revoked | 503; whether it was done is read once the database is back |
+| the database is away on a daemon that stands by | the copy stays, as its ledger does |
+| the wall clock jumps | a token expires by it, so sooner or later than it should |
+| somebody reads the database or a backup | he finds hashes of 256 random bits, which are of no use to him |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import pwd
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gpulease.access import BearerToken, NewBearerToken, Role, TokenRequest
+from gpulease.errors import NotFound, Unavailable
+
+from ..store import bearers
+from ..store.bearers import BearerRecord
+from ..store.dialects import why
+from ..store.store import Store, StoreFailed
+from . import clock, ids
+from .writer import Writer
+
+log = logging.getLogger("gpulease.access")
+
+READ_S = 1.0
+"""How old the tokens may be where this daemon is not their only writer."""
+UNKNOWN = "0" * 64
+"""Compared with what is sent under an id that there is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Whom a token names."""
+
+    user: str
+    uid: int | None
+    gid: int | None
+    role: Role
+
+
+class Bearers:
+    """All bearer tokens. For one event loop.
+
+    Args:
+        store: The ledger's database.
+        writer: Commits changes between two turns.
+    """
+
+    def __init__(self, store: Store, writer: Writer) -> None:
+        self._store = store
+        self._writer = writer
+        self._records: dict[str, BearerRecord] = {}
+        self._read_s: float | None = None
+        self._complete = False
+        """True while nobody else can have changed what is in memory."""
+        self._reading = asyncio.Lock()
+
+    def restore(self) -> None:
+        """Read them, as the writer, before the first request. Blocks. Raises SQLAlchemyError."""
+        self._records, self._complete = bearers.load(self._store.engine), True
+
+    async def find(self, bearer: str) -> Known | None:
+        """Whose token this is; None if it is none that is in force. Raises `Unavailable`."""
+        await self._refresh()
+        record = self._records.get(bearer.partition(".")[0])
+        expected = UNKNOWN if record is None else record.hash
+        matches = hmac.compare_digest(_hash(bearer), expected)
+        if record is None or not matches or _expired(record.token, clock.now().at):
+            return None
+        token = record.token
+        return Known(token.user, token.uid, record.gid, token.role)
+
+    async def all(self) -> tuple[BearerToken, ...]:
+        """Every token that was not revoked, oldest first. Raises `Unavailable`."""
+        await self._refresh()
+        return tuple(record.token for record in self._records.values())
+
+    async def create(self, asked: TokenRequest, by: str | None) -> NewBearerToken:
+        """A new token, kept before it is shown. Raises `Unavailable`, `OverQuota`."""
+        now, token_id = clock.now().at, ids.make("token")
+        bearer = ids.bearer(token_id)
+        uid, gid = await asyncio.to_thread(_account, asked.user)
+        token = BearerToken(
+            id=token_id,
+            user=asked.user,
+            uid=uid,
+            role=asked.role,
+            note=asked.note,
+            created_at=now,
+            created_by=by,
+            expires_at=None if asked.expires_s is None else now + timedelta(seconds=asked.expires_s),
+        )
+        record = BearerRecord(token=token, hash=_hash(bearer), gid=gid)
+        await self._change(lambda: bearers.add(self._store, record, now))
+        self._records[token_id] = record
+        log.info("%s made token %s of %s with role %s", by, token_id, token.user, token.role)
+        return NewBearerToken(**{name: getattr(token, name) for name in BearerToken.__slots__}, bearer=bearer)
+
+    async def revoke(self, token_id: str, by: str | None) -> BearerToken:
+        """The token, which is in force no more. Raises `NotFound`, `Unavailable`."""
+        await self._refresh()
+        record = self._records.get(token_id)
+        if record is None:
+            detail = f"There is no token {token_id}."
+            raise NotFound(detail, remedy="gpulease token list shows those there are; one is revoked only once.")
+        await self._change(lambda: bearers.remove(self._store, token_id))
+        self._records.pop(token_id, None)
+        log.info("%s revoked token %s of %s", by, token_id, record.token.user)
+        return record.token
+
+    async def _change(self, work: Callable[[], None]) -> None:
+        try:
+            await self._writer.between_turns(work)
+        except StoreFailed:
+            self._complete, self._read_s = False, clock.now().mono_s  # it may have been written all the same
+            raise
+
+    async def _refresh(self) -> None:
+        """Read them again where somebody else may have changed them."""
+        if self._complete:
+            return
+        async with self._reading:
+            now_s = clock.now().mono_s
+            if self._complete or (self._read_s is not None and now_s - self._read_s < READ_S):
+                return
+            try:
+                self._records = await asyncio.to_thread(bearers.load, self._store.engine)
+            except SQLAlchemyError as error:
+                if self._read_s is None:
+                    detail = f"The tokens cannot be read now: {why(error)}."
+                    raise Unavailable(detail, remedy="Ask again.") from error
+                log.debug("the tokens cannot be read: %s", error)
+            self._read_s = now_s
+
+
+def _hash(bearer: str) -> str:
+    return hashlib.sha256(bearer.encode(errors="surrogatepass")).hexdigest()
+
+
+def _expired(token: BearerToken, now: datetime) -> bool:
+    return token.expires_at is not None and token.expires_at <= now
+
+
+def _account(user: str) -> tuple[int | None, int | None]:
+    """The number and the group of a user of this host; None where it does not know him. Blocks."""
+    try:
+        known = pwd.getpwuid(int(user)) if user.isascii() and user.isdecimal() else pwd.getpwnam(user)
+    except (KeyError, ValueError, OverflowError):
+        return None, None
+    return known.pw_uid, known.pw_gid

@@ -1,0 +1,84 @@
+"""The bearer tokens in the database. Beside the ledger and not of it: no decision of a turn rests on them.
+
+Who may read the database may not use a token: there is only its hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Engine, delete, func, insert, select
+
+from gpulease.access import BearerToken, Role
+from gpulease.errors import OverQuota
+
+from . import tables
+from .store import Store
+
+MAX_TOKENS = 10_000
+"""Tokens at one time: all are in memory."""
+EXPIRED_KEPT = timedelta(days=30)
+"""For how long one that has expired is still listed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BearerRecord:
+    """A bearer token as it is kept."""
+
+    token: BearerToken
+    hash: str
+    """SHA-256 of the whole of it, in hex."""
+    gid: int | None = None
+    """Its user's group on the daemon's host when it was made."""
+
+
+def load(engine: Engine) -> dict[str, BearerRecord]:
+    """Every token that was not revoked, by id, oldest first. Blocks. Raises SQLAlchemyError."""
+    table = tables.bearer_token
+    with engine.connect() as connection:
+        rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
+        return {row.id: _record(row) for row in rows}
+
+
+def add(store: Store, record: BearerRecord, now: datetime) -> None:
+    """Keep a new one; what has expired long ago goes. Blocks. Raises `StoreFailed`, and `OverQuota`."""
+    table, token = tables.bearer_token, record.token
+    row = {
+        "id": token.id,
+        "hash": record.hash,
+        "user_name": token.user,
+        "uid": token.uid,
+        "gid": record.gid,
+        "role": token.role.value,
+        "note": token.note,
+        "created_at": token.created_at,
+        "created_by": token.created_by,
+        "expires_at": token.expires_at,
+    }
+    with store.writing() as connection:
+        connection.execute(delete(table).where(table.c.expires_at < now - EXPIRED_KEPT))
+        if (connection.execute(select(func.count()).select_from(table)).scalar() or 0) >= MAX_TOKENS:
+            raise OverQuota(f"There are {MAX_TOKENS} tokens already.", remedy="Revoke those that nobody uses.")
+        connection.execute(insert(table), row)
+
+
+def remove(store: Store, token_id: str) -> None:
+    """Forget one. Blocks. Raises `StoreFailed`."""
+    with store.writing() as connection:
+        connection.execute(delete(tables.bearer_token).where(tables.bearer_token.c.id == token_id))
+
+
+def _record(row: Any) -> BearerRecord:
+    token = BearerToken(
+        id=row.id,
+        user=row.user_name,
+        uid=row.uid,
+        role=Role(row.role),
+        note=row.note,
+        created_at=row.created_at,
+        created_by=row.created_by,
+        expires_at=row.expires_at,
+    )
+    return BearerRecord(token=token, hash=row.hash, gid=row.gid)

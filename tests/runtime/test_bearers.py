@@ -1,0 +1,100 @@
+"""Bearer tokens on either database: kept by their hash, known to every daemon on it, and while the database is away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import select, text
+
+from gpulease.access import Role, TokenRequest
+from gpulease.errors import NotFound, Unavailable
+from gpulease_server.core.turn import Policy
+from gpulease_server.runtime.bearers import Bearers
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store import tables
+from gpulease_server.store.store import Store
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def daemon(url: str, *, writer: bool = True) -> Iterator[tuple[Bearers, Store]]:
+    """The tokens of one daemon; of one that stands by unless it is the writer."""
+    store = Store(url)
+    turns = Writer(store, Policy())
+    bearers = Bearers(store, turns)
+    if writer:
+        bearers.restore()
+    try:
+        yield bearers, store
+    finally:
+        turns.close()
+        store.close()
+
+
+async def eventually(look: Callable[[], Awaitable[Result]], wanted: Callable[[Result], bool]) -> Result:
+    until_s = time.monotonic() + 20
+    while not wanted(found := await look()) and time.monotonic() < until_s:  # noqa: ASYNC110 - it asks the database
+        await asyncio.sleep(0.05)
+    assert wanted(found)
+    return found
+
+
+def test_every_daemon_on_the_database_knows_a_token_and_that_it_is_revoked(database_url: str) -> None:
+    async def story(writer: Bearers, standby: Bearers) -> None:
+        assert await standby.find("token-0.x") is None
+        made = await writer.create(TokenRequest(user="nobody", role=Role.VIEWER, note="n"), "root")
+        known = await eventually(lambda: standby.find(made.bearer), lambda found: found is not None)
+        assert known is not None
+        assert (known.user, known.uid, known.role) == ("nobody", 65534, Role.VIEWER)
+        assert await writer.find(made.bearer) == known
+        (listed,) = await standby.all()
+        assert (listed.id, listed.note, listed.created_by) == (made.id, "n", "root")
+        await writer.revoke(made.id, "root")
+        assert await writer.find(made.bearer) is None
+        await eventually(lambda: standby.find(made.bearer), lambda found: found is None)
+        with pytest.raises(NotFound):
+            await writer.revoke(made.id, "root")
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, _):
+        asyncio.run(story(writer, standby))
+
+
+def test_a_restarted_daemon_knows_the_tokens_before_its_first_request(database_url: str) -> None:
+    with daemon(database_url) as (before, _):
+        made = asyncio.run(before.create(TokenRequest(user="ann"), None))
+    with daemon(database_url) as (after, store):
+        store.engine.dispose()
+        assert asyncio.run(after.find(made.bearer)) is not None
+
+
+def test_only_the_whole_token_counts(database_url: str) -> None:
+    with daemon(database_url) as (bearers, store):
+        made = asyncio.run(bearers.create(TokenRequest(user="ann"), None))
+        token_id, secret = made.bearer.split(".")
+        assert token_id == made.id
+        for wrong in (made.id, f"{made.id}.", secret, f"{made.id}.{secret}x", f"{made.id}.{secret[:-1]}", "", "."):
+            assert asyncio.run(bearers.find(wrong)) is None, wrong
+        with store.engine.connect() as connection:
+            row = connection.execute(select(tables.bearer_token)).one()
+        assert secret not in str(row)
+        assert asyncio.run(bearers.find(f"{made.id}.{row.hash}")) is None
+
+
+def test_a_token_that_could_not_be_kept_is_not_shown_and_the_others_are_known_meanwhile(database_url: str) -> None:
+    with daemon(database_url) as (bearers, store):
+        made = asyncio.run(bearers.create(TokenRequest(user="ann"), None))
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                asyncio.run(bearers.create(TokenRequest(user="bob"), None))
+            assert asyncio.run(bearers.find(made.bearer)) is not None
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
+        assert len(asyncio.run(bearers.all())) == 1

@@ -1,0 +1,124 @@
+"""What a daemon shows to a network: nothing in the clear, and to nobody who is not known."""
+
+from __future__ import annotations
+
+import json
+import os
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.callers import call
+from tests.daemon import DaemonProcess
+
+pytestmark = pytest.mark.xdist_group("machine")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for 127.0.0.1, and its key."""
+    directory = tmp_path_factory.mktemp("tls")
+    certificate, key = directory / "cert.pem", directory / "key.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=gpulease"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    return certificate, key
+
+
+class OverSocket(DaemonProcess):
+    """A daemon whose port speaks TLS: whether it is up is seen by its socket."""
+
+    def answers(self, path: str) -> bool:
+        """True when a GET of this path over the socket is answered with success."""
+        assert self.process is not None
+        assert self.process.poll() is None, self.story()
+        try:
+            return call(self.socket, "GET", path).status == 200
+        except OSError:
+            return False
+
+
+@pytest.fixture
+def exposed(tmp_path: Path, files: tuple[Path, Path]) -> Iterator[DaemonProcess]:
+    """A daemon on every address, with TLS and at most three requests per second of each user."""
+    words = ["--no-worker", "--host", "0.0.0.0", "--tls-cert", str(files[0]), "--tls-key", str(files[1])]
+    running = OverSocket(tmp_path / "d", *words, "--max-rps-per-user", "3")
+    try:
+        yield running.start(ready=False)
+    finally:
+        running.stop()
+
+
+def test_tls_and_a_token_open_the_door_and_nothing_else_does(exposed: DaemonProcess, files: tuple[Path, Path]) -> None:
+    trusting = ssl.create_default_context(cafile=str(files[0]))
+    address = f"https://127.0.0.1:{exposed.port}"
+    bearer = call(exposed.socket, "POST", "/v1/tokens", {"user": "ann", "expires_s": 3600}).json["bearer"]
+    sent = urllib.request.Request(f"{address}/v1/leases?limit=1", headers={"Authorization": f"Bearer {bearer}"})
+    with urllib.request.urlopen(sent, timeout=30, context=trusting) as answer:
+        assert json.load(answer)["items"] == []
+    wrong = urllib.request.Request(f"{address}/v1/leases", headers={"Authorization": "Bearer no"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(wrong, timeout=30, context=trusting)
+    assert refused.value.code == 401
+    assert refused.value.headers["WWW-Authenticate"].startswith("Bearer")
+    refused.value.close()
+    with pytest.raises(OSError):  # not TLS
+        call(exposed.port, "GET", "/healthz")
+
+
+def test_the_command_line_sends_the_token(exposed: DaemonProcess, files: tuple[Path, Path]) -> None:
+    made = call(exposed.socket, "POST", "/v1/tokens", {"user": "ann", "role": "viewer"}).json
+    environment = os.environ | {
+        "GPULEASE_URL": f"https://127.0.0.1:{exposed.port}",
+        "GPULEASE_TOKEN": made["bearer"],
+        "SSL_CERT_FILE": str(files[0]),
+    }
+
+    def gpulease(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gpulease.cli", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    listed = gpulease("leases", "--json")
+    assert (listed.returncode, json.loads(listed.stdout or "{}").get("items")) == (0, []), listed.stderr
+    refused = gpulease("token", "list")
+    assert refused.returncode == 1
+    assert "not allowed" in refused.stderr
+
+
+def test_who_asks_too_often_is_told_when_to_come_back_and_others_are_served(exposed: DaemonProcess) -> None:
+    answers = [call(exposed.socket, "GET", "/v1/gpus") for _ in range(60)]
+    refused = next(answer for answer in answers if answer.status == 429)
+    assert refused.problem() == (429, "over_quota")
+    assert int(refused.headers["retry-after"]) >= 1
+    bearer_of_another = None
+    while bearer_of_another is None:
+        made = call(exposed.socket, "POST", "/v1/tokens", {"user": "bob"})
+        bearer_of_another = made.json["bearer"] if made.status == 201 else None
+    assert call(exposed.socket, "GET", "/v1/gpus", bearer=bearer_of_another).status == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "--tls-cert"),
+        (["--host", "::"], "--behind-proxy"),
+        (["--tls-cert", "/no/such", "--tls-key", "/no/such"], "/no/such"),
+        (["--tls-cert", "/no/such"], "together"),
+        (["--socket-mode", "rw"], "file mode"),
+    ],
+)
+def test_what_would_be_unsafe_or_cannot_be_is_refused_before_anything_is_made(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    running = DaemonProcess(tmp_path / "d", "--no-worker", *words)
+    ended = subprocess.run(running.command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode in (1, 2)
+    assert said in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not running.data_dir.exists()
