@@ -8,10 +8,23 @@ import pytest
 
 from tests.api.conftest import Hardware, states
 from tests.daemon import DaemonProcess, eventually
+from tests.scrape import Scrape, scrape
 
 GIB = 2**30
 STRANGER = {"processes": [{"pid": 4_000_000, "memory_bytes": 3 * GIB}, {"pid": 4_000_001, "memory_bytes": None}]}
 WITHIN_S = 60.0
+
+
+def steady(running: DaemonProcess, *, openmetrics: bool = False) -> Scrape:
+    """A scrape while the node is heard. On a machine that has no time for its worker, nothing is known of it."""
+    found: list[Scrape] = []
+
+    def heard() -> bool:
+        found.append(scrape(running, openmetrics=openmetrics))
+        return found[-1].value("gpulease_node_ready", node="n1") == 1
+
+    eventually(heard, WITHIN_S, running.story)
+    return found[-1]
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,9 @@ import pytest
 import yaml
 
 from tests.daemon import DaemonProcess
-from tests.scrape import ROOT, promtool, scrape
+from tests.scrape import ROOT, promtool
+
+from .conftest import steady
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 ALERTS = yaml.safe_load((PROMETHEUS / "alerts.yml").read_text())
@@ -77,7 +79,7 @@ def test_the_dashboard_asks_what_can_be_parsed_and_is_there(scene: DaemonProcess
     assert len(queries) > 30
     assert "$" not in "".join(queries), "a variable that the test does not know"
     parses(tmp_path, queries)
-    there = scrape(scene).names()
+    there = steady(scene).names()
     assert {name for query in queries for name in OURS.findall(query)} <= there
     variables = " ".join(str(variable["query"]) for variable in DASHBOARD["templating"]["list"])
     assert set(OURS.findall(variables)) <= there
@@ -85,7 +87,7 @@ def test_the_dashboard_asks_what_can_be_parsed_and_is_there(scene: DaemonProcess
 
 def test_labels_that_the_dashboard_and_the_alerts_name_exist(scene: DaemonProcess) -> None:
     known = {"job", "instance", "le"}
-    for family in scrape(scene).families.values():
+    for family in steady(scene).families.values():
         known |= {label for sample in family.samples for label in sample.labels}
     queries = [*expressions(), *(rule["expr"] for rule in RULES.values())]
     lists = [words for query in queries for words in re.findall(r"(?:by|on|group_left)\s*\(([^)]*)\)", query)]
@@ -119,7 +121,7 @@ def test_the_dashboard_has_the_shape_that_grafana_expects() -> None:
 
 
 def test_alerts_ask_for_metrics_that_are_there(scene: DaemonProcess) -> None:
-    there, text = scrape(scene).names(), (PROMETHEUS / "alerts.yml").read_text()
+    there, text = steady(scene).names(), (PROMETHEUS / "alerts.yml").read_text()
     asked = {name for rule in RULES.values() for name in OURS.findall(rule["expr"])}
     assert len(asked) > 8
     assert asked <= there
@@ -128,7 +130,7 @@ def test_alerts_ask_for_metrics_that_are_there(scene: DaemonProcess) -> None:
 
 def test_the_document_has_every_metric_as_the_daemon_tells_it(scene: DaemonProcess) -> None:
     rows = {row.split("`")[1]: row for row in re.findall(r"^\| `gpulease_.*\|$", DOCUMENT, re.MULTILINE)}
-    told = scrape(scene).rows()
+    told = steady(scene).rows()
     missing = "\n".join(row for name, row in told.items() if rows.get(name) != row)
     assert missing == "", f"docs/monitoring.md should say:\n{missing}"
     assert set(rows) - set(told) == STANDBY_ONLY
@@ -143,7 +145,7 @@ def test_the_queries_of_the_document_can_be_parsed_and_ask_for_what_is_there(
 ) -> None:
     assert len(PROMQL) >= 4
     parses(tmp_path, PROMQL)
-    assert {name for query in PROMQL for name in OURS.findall(query)} <= scrape(scene).names()
+    assert {name for query in PROMQL for name in OURS.findall(query)} <= steady(scene).names()
 
 
 def test_the_joins_with_dcgm_exporter_find_the_holder(tmp_path: Path) -> None:
