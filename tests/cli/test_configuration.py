@@ -24,10 +24,10 @@ from gpulease.cli.commands import app
 from gpulease.config_file import ConfigurationRefused
 from gpulease.model import NodeState
 from gpulease.route import Destination
+from gpulease.wire import to_json
 from tests.daemon import DaemonProcess, eventually
 
 PROGRAM: Any = typer.main.get_command(app)
-Shown = Callable[..., dict[str, Any]]
 ALL = [(section, key) for section in config_file.SECTIONS for key in settings.declared(PROGRAM, section)]
 
 
@@ -53,18 +53,12 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pat
     return write
 
 
-@pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Shown:
-    """`config show` of a setting."""
-
-    def show(section: str, key: str, *arguments: str) -> dict[str, Any]:
-        code = main(["config", "show", "--json", section, *arguments])
-        printed = capsys.readouterr()
-        assert code == 0, printed.err
-        found: dict[str, Any] = next(item for item in json.loads(printed.out)["items"] if item["key"] == key)
-        return found
-
-    return show
+def shown(section: str, key: str, *arguments: str) -> dict[str, Any]:
+    """What `config show` would print of a setting."""
+    for setting in settings.effective(PROGRAM, config_file.load(), section, arguments):
+        if setting.key == key:
+            return to_json(setting)
+    raise AssertionError(f"{section} has no {key}")
 
 
 def written(path: Path, text: str) -> None:
@@ -95,7 +89,6 @@ def test_an_option_counts_before_a_variable_before_a_file_before_the_default(
     section: str,
     key: str,
     file: Callable[[str], Path],
-    shown: Shown,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     option = settings.declared(PROGRAM, section)[key]
@@ -152,16 +145,27 @@ def test_an_option_counts_before_a_variable_before_a_file_before_the_default(
     ),
 )
 def test_what_is_wrong_is_refused_with_its_line_and_what_is_meant(
-    text: str, line: int, said: str, remedy: str, file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    text: str, line: int, said: str, remedy: str, file: Callable[[str], Path]
 ) -> None:
     path = file(text)
-    for command in (["serve"], ["worker"], ["config", "show"], ["config", "check"], ["config", "check", str(path)]):
-        assert main(command) == 2
-        what, why, do = capsys.readouterr().err.strip().split("\n")
-        assert what == "gpulease: configuration refused"
-        assert f"{path}:{line}: " in why
-        assert said in why
-        assert remedy in do
+    with pytest.raises(ConfigurationRefused) as caught:
+        settings.check(PROGRAM, config_file.load())
+    assert caught.value.detail.startswith(f"{path}:{line}: ")
+    assert said in caught.value.detail
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("words", ["serve", "worker", "doctor", "db check", "config show", "config check"])
+def test_every_command_for_the_daemon_refuses_a_file_that_is_wrong(
+    words: str, file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = file("[serve]\nmax_bypas = 3\n")
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == (
+        "gpulease: configuration refused\n"
+        f"  why: {path}:2: [serve] has no max_bypas.\n"
+        "  do:  Did you mean max_bypass?\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +252,7 @@ def test_passwords_and_tokens_are_not_shown(
         assert "@peer:1" in printed
 
 
-def test_paths_are_taken_from_the_files_directory(file: Callable[[str], Path], shown: Shown) -> None:
+def test_paths_are_taken_from_the_files_directory(file: Callable[[str], Path]) -> None:
     path = file("[serve]\ndata_dir = 'd'\nsocket = '~/s'\nsimulate = 'gpus.json'\n[worker]\nsimulate = 4\n")
     assert shown("serve", "data_dir")["value"] == str(path.parent / "d")
     assert shown("serve", "socket")["value"] == str(Path.home() / "s")

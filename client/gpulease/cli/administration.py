@@ -18,6 +18,8 @@ from gpulease.table import columns
 CLOSES_WITHIN_S = 10.0
 """How long `pause` waits for the worker to say that NVML is closed."""
 LOOK_S = 0.1
+LEAST_OF_UUID = 4
+"""How much of a UUID says which GPU is meant: an index that is not there must not be taken for the beginning of one."""
 
 NodeName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node.")]
 GpuName = Annotated[
@@ -101,7 +103,8 @@ def _uuid(client: Client, name: str) -> str:
     found = [gpu for gpu in gpus if name in (gpu.uuid, f"{gpu.node}:{gpu.index}")]
     if not found and len({gpu.node for gpu in gpus}) == 1:
         found = [gpu for gpu in gpus if name == str(gpu.index)]
-    found = found or [gpu for gpu in gpus if gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
+    if not found and len(wanted) >= LEAST_OF_UUID:
+        found = [gpu for gpu in gpus if gpu.uuid.lower().removeprefix("gpu-").startswith(wanted)]
     if len(found) == 1:
         return found[0].uuid
     if not found:
