@@ -18,9 +18,10 @@ from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
 from . import administration, gpus, jobs, leases, logs, metrics, reference, service
+from .boundary import Boundary
 from .current import OnlyCurrent
 from .daemon import Daemon
-from .problems import PROBLEM_SCHEMA, documented, install, problem_response
+from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
@@ -43,6 +44,7 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     install(app)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    app.add_middleware(Boundary)
     _complete_openapi(app)
     return app
 
@@ -107,9 +109,9 @@ def _describe_inherited(schemas: dict[str, Any]) -> None:
         parents = [TypeAdapter(parent).json_schema() for parent in kind.__mro__[1:] if is_dataclass(parent)]
         for field, schema in schemas[kind.__name__]["properties"].items():
             for parent in parents:
-                described = parent["properties"].get(field, {}).get("description")
-                if described is not None:
-                    schema.setdefault("description", described)
+                text = parent["properties"].get(field, {}).get("description")
+                if text is not None:
+                    schema.setdefault("description", text)
 
 
 def _document_refusals(document: dict[str, Any]) -> None:
@@ -122,9 +124,12 @@ def _document_refusals(document: dict[str, Any]) -> None:
                 path.startswith(VERSIONED) and "422" not in answers
             ):
                 answers |= _refusals("invalid_request")
+            for status, answer in described(*ANYWHERE).items():
+                own = answers.get(str(status), {"description": ""})["description"]
+                shared = answer["description"] if answer["description"] not in own else ""
+                answers[str(status)] = answer | {"description": f"{own} {shared}".strip()}
             if "requestBody" in operation:
-                answers["400"] = _refusals("invalid_request")["422"] | {"description": "The body is not JSON."}
-            answers |= _refusals("not_allowed", "internal")
+                answers["400"]["description"] += " Or the body is not JSON."
 
 
 def _refusals(*codes: str) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from gpulease.exchange import LeaseOwner
 from gpulease.owner import Stat, stat
+
+from .connection import BoundedProtocol
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid, gid."""
@@ -100,7 +100,7 @@ class Peer:
         return False
 
 
-class PeerProtocol(HttpToolsProtocol):
+class PeerProtocol(BoundedProtocol):
     """uvicorn's protocol, which also puts the `Peer` into `request.state.peer`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
