@@ -54,7 +54,7 @@ class Transport:
             except BaseException as error:
                 failure = error
 
-    def texts(self, steps: Steps[None]) -> Iterator[str]:
+    def emitted(self, steps: Steps[None]) -> Iterator[Any]:
         """What the conversation emits, as it arrives."""
         outcome: object = None
         failure: BaseException | None = None
@@ -67,7 +67,7 @@ class Transport:
                     return
                 outcome = failure = None
                 if isinstance(step, Emit):
-                    yield step.text
+                    yield step.item
                     continue
                 try:
                     if isinstance(step, NextPiece):
@@ -183,7 +183,7 @@ class _Stream:
 
 def headers(call: Call[Any], token: str | None) -> dict[str, str]:
     """The HTTP headers of a call."""
-    found = {"Accept": "application/json, text/plain"}
+    found = {"Accept": call.accept}
     if token:
         found["Authorization"] = f"Bearer {token}"
     if call.idempotency_key:

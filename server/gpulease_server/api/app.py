@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
-from . import administration, gpus, jobs, leases, logs, metrics, reference, service
+from . import administration, gpus, jobs, leases, links, logs, metrics, reference, service
 from .boundary import Boundary
 from .current import OnlyCurrent
 from .daemon import Daemon
@@ -95,6 +95,7 @@ def _complete_openapi(app: FastAPI) -> None:
             schemas |= {"Explanation": explanation, "Problem": PROBLEM_SCHEMA}
             _describe_inherited(schemas)
             _document_refusals(document)
+            links.add(document)
             schemas.pop("HTTPValidationError", None)
             schemas.pop("ValidationError", None)
             app.openapi_schema = document
