@@ -24,6 +24,7 @@ from gpulease.addresses import default_data_dir, let_through
 from gpulease.errors import GpuleaseError
 
 from .api.app import create_app
+from .api.connection import BoundedProtocol, connections_allowed
 from .api.daemon import Daemon
 from .api.peer import PeerProtocol
 from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
@@ -249,6 +250,7 @@ class _Serving:
         else:
             self.standby.begin(holder)
         server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan)), self.daemon, local)
+        BoundedProtocol.max_connections = connections_allowed()
         self.server, self.addresses = server, (f"unix://{path}", *self.settings.peers)
         server.announce = f"gpulease listens on http://{self.settings.host}:{tcp.getsockname()[1]} and unix://{path}"
         term.on_superseded = self._step_down

@@ -24,7 +24,8 @@ TOO_MUCH = "positive_data_acceptance"
 
 def walk(running: DaemonProcess, directory: Path, *options: str) -> int:
     """How many requests were made. Fails with schemathesis' own report."""
-    command = [sys.executable, "-W", "ignore", "-m", "schemathesis.cli", "run", f"{running.url}/openapi.json"]
+    command = [sys.executable, "-W", "ignore", "-m", "schemathesis.cli"]
+    command += ["--config-file", str(HOOKS.with_name("schemathesis.toml")), "run", f"{running.url}/openapi.json"]
     command += ["--exclude-checks", TOO_MUCH, "--request-timeout", "60", "--no-color", "--continue-on-failure"]
     environment = os.environ | {"SCHEMATHESIS_HOOKS": str(HOOKS)}
     ended = subprocess.run(

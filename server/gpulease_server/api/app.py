@@ -23,6 +23,7 @@ from .current import OnlyCurrent
 from .daemon import Daemon
 from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
+from .validators import Compressed, Tagged
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE)
@@ -42,8 +43,10 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     for part in (gpus, administration, leases, jobs, logs, metrics, service, reference):
         app.include_router(part.router, dependencies=[Depends(only_known_parameters)])
     install(app)
+    app.add_middleware(Tagged)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    app.add_middleware(Compressed)
     app.add_middleware(Boundary)
     _complete_openapi(app)
     return app

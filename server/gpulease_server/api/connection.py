@@ -47,7 +47,7 @@ strangers.setLevel(logging.ERROR)  # whoever sends nonsense has an answer; a lin
 
 
 def connections_allowed() -> int:
-    """How many connections this process can have open, by its limit of file descriptors."""
+    """How many connections this process can have open, by its limit of file descriptors (`ulimit -n`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft - OWN_DESCRIPTORS))
 

@@ -11,6 +11,7 @@ not document: its version is pinned and a test goes through a real connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pwd
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 from gpulease.exchange import LeaseOwner
 from gpulease.owner import Stat, stat
 
+from . import socket_diag
 from .connection import BoundedProtocol
 
 CREDENTIALS = struct.Struct("3i")
@@ -155,7 +157,10 @@ def owner_of_connection(peer: tuple[str, int], own: tuple[str, int], table: Path
 
 
 def _row(peer: tuple[str, int], own: tuple[str, int], table: Path) -> tuple[int, int] | None:
-    """User and inode of the socket that goes from `peer` to `own`, from `/proc/net/tcp` (proc(5))."""
+    """User and inode of the socket that goes from `peer` to `own`: from the kernel, else from `/proc/net/tcp`."""
+    if table is CONNECTIONS:
+        with contextlib.suppress(OSError):
+            return socket_diag.owner(peer, own)
     wanted = f": {_spelled(*peer)} {_spelled(*own)} "
     # Only the line that is looked for is taken apart: there may be thousands, and the event loop waits.
     rows = (line.split() for line in table.read_text().splitlines() if wanted in line)

@@ -106,7 +106,7 @@ async def _invalid(_: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    headers = dict(error.headers or {})
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:
         detail = f"There is nothing at {request.url.path}."
         return problem_response(NotFound(detail, remedy="/openapi.json lists every address."), headers)
