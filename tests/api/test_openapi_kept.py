@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon
+from tests.daemon import DaemonProcess, daemon, eventually
 
 HOOKS = Path(__file__).with_name("openapi_hooks.py")
 TOO_MUCH = "positive_data_acceptance"
@@ -46,7 +46,8 @@ def walk(running: DaemonProcess, directory: Path, *options: str) -> int:
 
 def unharmed(running: DaemonProcess) -> None:
     """Whatever was reported in a node's name, drained and cordoned: the daemon is well, and no fault is in its log."""
-    assert running.answers("/readyz")
+    assert running.call("POST", "/v1/nodes/n1/resume").status == 200
+    eventually(lambda: running.answers("/readyz"), 60, running.story)
     log = running.output.read_text(errors="replace")
     assert "Traceback" not in log, log[-4000:]
     assert "ERROR" not in log, log[-4000:]

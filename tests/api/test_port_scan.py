@@ -134,7 +134,7 @@ def test_a_port_scan_costs_little_memory_and_nobody_elses_time(tmp_path: Path) -
         figures += f" {max(took) * 1000:.0f} ms), memory {resting / MIB:.0f} MiB + {grown / MIB:.0f} MiB"
         print(figures)
         assert grown < GROWTH_BYTES, figures
-        assert during_s < max(MEDIAN_S, 20 * before_s), figures
+        assert during_s < max(MEDIAN_S, 50 * before_s), figures
         assert running.answers("/readyz")
         log = running.output.read_text(errors="replace")
         assert "Traceback" not in log, log[-4000:]
