@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         OverQuota,
         StaleToken,
         TooLarge,
+        TooSlow,
         Unavailable,
         UnknownOrdinals,
     )
@@ -115,6 +116,7 @@ __all__ = [
     "Process",
     "StaleToken",
     "TooLarge",
+    "TooSlow",
     "Unavailable",
     "UnknownOrdinals",
     "find_usable_cuda_devices",

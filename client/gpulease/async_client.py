@@ -138,6 +138,10 @@ class AsyncClient:
                 yield event
             after = items[-1].seq
 
+    def watch_events(self, after: int | None = None) -> AsyncIterator[Event]:
+        """Each event as it is recorded, for ever, as in `Client`."""
+        return self._transport.emitted(self._talk.events(after))
+
     # Leases
 
     async def leases(self, state: str | Iterable[str] = ()) -> tuple[Lease, ...]:
@@ -278,4 +282,4 @@ class AsyncClient:
     ) -> AsyncIterator[str]:
         """Text of the job's log in pieces: of one rank, of the launcher, or with `rank` "all" of all, each line after
         its rank; with `follow` until the job has ended. Begins with the `tail` last lines, or at `offset` in bytes."""
-        return self._transport.texts(self._talk.log(partial(calls.job_logs, job_id, follow, rank), tail, offset))
+        return self._transport.emitted(self._talk.log(partial(calls.job_logs, job_id, follow, rank), tail, offset))

@@ -53,7 +53,7 @@ class AsyncTransport:
             except BaseException as error:
                 failure = error
 
-    async def texts(self, steps: Steps[None]) -> AsyncIterator[str]:
+    async def emitted(self, steps: Steps[None]) -> AsyncIterator[Any]:
         """What the conversation emits, as it arrives."""
         outcome: object = None
         failure: BaseException | None = None
@@ -66,7 +66,7 @@ class AsyncTransport:
                     return
                 outcome = failure = None
                 if isinstance(step, Emit):
-                    yield step.text
+                    yield step.item
                     continue
                 try:
                     if isinstance(step, NextPiece):

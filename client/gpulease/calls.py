@@ -44,6 +44,8 @@ class Call(Generic[Answer]):
     """A POST without a key that does the same when it comes twice."""
     text: bool = False
     """`read` takes the text of the answer and not its JSON."""
+    accept: str = "application/json, text/plain"
+    """What kind of answer is asked for."""
 
     @property
     def repeatable(self) -> bool:
@@ -208,6 +210,12 @@ def events(after: int = 0, limit: int | None = None) -> Call[EventPage]:
     if limit is not None:
         query.append(("limit", str(limit)))
     return Call(method="GET", path="/v1/events", query=tuple(query), read=_reader(EventPage))
+
+
+def event_stream(after: int | None = None) -> Call[str]:
+    """`GET /v1/events` as server-sent events (`gpulease.event_frames`), to be streamed; null: from now on."""
+    query = () if after is None else (("after", str(after)),)
+    return Call(method="GET", path="/v1/events", query=query, read=str, text=True, accept="text/event-stream")
 
 
 def ready() -> Call[Mapping[str, Any]]:

@@ -141,6 +141,15 @@ class Client:
 
     # Leases
 
+    def watch_events(self, after: int | None = None) -> Iterator[Event]:
+        """Each event as it is recorded, for ever: those after `seq` number `after`, 0 for all that are kept, null for
+        what comes from now on.
+
+        After an outage, or at another address, it goes on where it broke off. Raises EventsPruned where events are
+        missing, DaemonUnavailable when an outage lasts `retry_s`.
+        """
+        return self._transport.emitted(self._talk.events(after))
+
     def leases(self, state: str | Iterable[str] = ()) -> tuple[Lease, ...]:
         """Leases of this state or these states, else of every state."""
         return self._transport.run(self._talk.every(lambda cursor: calls.leases(several(state), cursor)))
@@ -277,7 +286,7 @@ class Client:
     ) -> Iterator[str]:
         """Text of the job's log in pieces: of one rank, of the launcher, or with `rank` "all" of all, each line after
         its rank; with `follow` until the job has ended. Begins with the `tail` last lines, or at `offset` in bytes."""
-        return self._transport.texts(self._talk.log(partial(calls.job_logs, job_id, follow, rank), tail, offset))
+        return self._transport.emitted(self._talk.log(partial(calls.job_logs, job_id, follow, rank), tail, offset))
 
 
 def __getattr__(name: str) -> Any:

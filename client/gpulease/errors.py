@@ -7,7 +7,8 @@ GpuleaseError
 ├── NotNow (RuntimeError)          ├── NotAuthenticated     ├── Unavailable
 ├── NotFound                       ├── NotAllowed           ├── DaemonUnavailable (RuntimeError)
 ├── InUse                          ├── TooLarge             ├── UnknownOrdinals (RuntimeError)
-└── MethodNotAllowed               └── EventsPruned         └── MaskLatched (RuntimeError)
+├── MethodNotAllowed               ├── TooSlow              └── MaskLatched (RuntimeError)
+                                   └── EventsPruned
 ```
 
 The server answers an error as `application/problem+json` with its `code`; the client raises the class of that code.
@@ -57,6 +58,12 @@ class TooLarge(InvalidRequest):
     """The body is over 1 MiB. Send less."""
 
     code, status, title = "too_large", 413, "Request too large"
+
+
+class TooSlow(InvalidRequest):
+    """The request did not arrive in time. Send it again, and faster."""
+
+    code, status, title = "too_slow", 408, "Request too slow"
 
 
 class NeverFits(GpuleaseError, ValueError):
@@ -170,6 +177,7 @@ BY_CODE: dict[str, type[GpuleaseError]] = {
     for kind in (
         InvalidRequest,
         TooLarge,
+        TooSlow,
         NeverFits,
         NotNow,
         InUse,

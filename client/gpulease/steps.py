@@ -50,10 +50,10 @@ class NextPiece:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Hand text to whoever reads a stream."""
+    """Hand something to whoever reads a stream."""
 
-    text: str
-    """The text."""
+    item: Any
+    """Text of a log, or an event."""
 
 
 @dataclass(frozen=True, slots=True)

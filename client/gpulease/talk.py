@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from gpulease import calls
 from gpulease.calls import Call
 from gpulease.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost, NotNow, StaleToken, Unavailable
-from gpulease.log_frames import Frame, Frames
+from gpulease.event_frames import EventFrames
+from gpulease.log_frames import Frames
 from gpulease.model import Explanation, Job, Lease, LeaseState, Page
 from gpulease.route import Destination, Route, may_be_sent_again, may_have_been_done
 from gpulease.steps import BrokenOff, Emit, NextPiece, Sleep, Steps
@@ -36,6 +37,8 @@ TAKE_BACK_S = 3.0
 """How long each call may take by which a request is taken back: somebody has pressed Ctrl-C and waits."""
 SILENCE_S = 300.0
 """How long a followed log may be silent before it is asked for anew."""
+EVENTS_SILENCE_S = 45.0
+"""The same for events, where the daemon sends a comment every 15 s."""
 MAX_PAGES = 1000
 """Pages of one list that are fetched at most."""
 
@@ -170,7 +173,7 @@ class Talk:
                 yield from self.route.open(call, SILENCE_S)
                 while (piece := (yield NextPiece())) is not None:
                     patience.reset()
-                    for frame in self._frames(frames, piece, call):
+                    for frame in self._taken(frames.feed(piece), call):
                         tail, offset = None, frame.at
                         if text := decoder.decode(frame.content, final=frame.end):
                             yield Emit(text)
@@ -191,9 +194,36 @@ class Talk:
                 pause = patience.pause(error)
             yield pause
 
-    def _frames(self, frames: Frames, piece: bytes, call: Call[str]) -> Iterator[Frame]:
+    def events(self, after: int | None) -> Steps[None]:
+        """Emits each event as it is recorded, for ever; after an outage it goes on where it broke off, with no gap.
+
+        Raises EventsPruned where one is missing, and DaemonUnavailable when an outage lasts `retry_s`.
+        """
+        patience = Patience(self._retry_s)
+        while True:
+            call, frames = calls.event_stream(after), EventFrames()
+            try:
+                yield from self.route.open(call, EVENTS_SILENCE_S)
+                while (piece := (yield NextPiece())) is not None:
+                    patience.reset()
+                    for frame in self._taken(frames.feed(piece), call):
+                        after = frame.seq if frame.seq is not None else after
+                        if frame.event is not None:
+                            yield Emit(frame.event)
+                raise BrokenOff("it ended")
+            except BrokenOff as error:
+                self.route.broke()
+                where = f"The daemon at {self.route.address.url} broke off during {call.path}: {error}."
+                pause = patience.pause(DaemonUnavailable(where, remedy="Look at its log: it may have been restarted."))
+            except (DaemonUnavailable, Unavailable) as error:
+                if not self.route.found:
+                    raise
+                pause = patience.pause(error)
+            yield pause
+
+    def _taken(self, frames: Iterator[Item], call: Call[str]) -> Iterator[Item]:
         try:
-            yield from frames.feed(piece)
+            yield from frames
         except ValueError as error:
             raise GpuleaseError(
                 f"{self.route.address.shown} answered {call.method} {call.path} with something else than was expected:"

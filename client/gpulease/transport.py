@@ -57,7 +57,7 @@ class Transport:
             except BaseException as error:
                 failure = error
 
-    def texts(self, steps: Steps[None]) -> Iterator[str]:
+    def emitted(self, steps: Steps[None]) -> Iterator[Any]:
         """What the conversation emits, as it arrives."""
         outcome: object = None
         failure: BaseException | None = None
@@ -70,7 +70,7 @@ class Transport:
                     return
                 outcome = failure = None
                 if isinstance(step, Emit):
-                    yield step.text
+                    yield step.item
                     continue
                 try:
                     if isinstance(step, NextPiece):
@@ -193,7 +193,7 @@ def trusted(address: Address) -> ssl.SSLContext | bool:
 
 def headers(call: Call[Any], token: str | None) -> dict[str, str]:
     """The HTTP headers of a call."""
-    found = {"Accept": "application/json, text/plain"}
+    found = {"Accept": call.accept}
     if token:
         found["Authorization"] = f"Bearer {token}"
     if call.idempotency_key:

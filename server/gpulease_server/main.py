@@ -28,6 +28,7 @@ from gpulease.log_lines import LogFormat, LogLevel, fields, logging_to_stderr
 from . import notify
 from .api.app import create_app
 from .api.callers import Access
+from .api.connection import BoundedProtocol, connections_allowed
 from .api.daemon import Daemon
 from .api.peer import PeerProtocol
 from .core.quota import Limits
@@ -301,6 +302,7 @@ class _Serving:
         else:
             self.standby.begin(holder)
         server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan), settings.tls), self.daemon, local)
+        BoundedProtocol.max_connections = connections_allowed()
         self.server, self.addresses = server, (f"unix://{path}", *settings.peers)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         scheme = "http" if settings.tls is None else "https"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulease_server.api import socket_diag
 from gpulease_server.api.connections import is_loopback, owner_of_connection
 from tests.daemon import DaemonProcess
 
@@ -97,6 +98,15 @@ def test_whoever_has_hung_up_is_nobody() -> None:
             caller.sendall(b"POST /v1/jobs")
             caller.close()
             assert owner_of_connection(own, listener.getsockname()) is None
+
+
+def test_the_kernel_tells_the_same_as_its_table() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as caller:
+        here, there = caller.getsockname(), listener.getsockname()
+        told = socket_diag.owner(here, there)
+        assert told == (os.getuid(), os.fstat(caller.fileno()).st_ino)
+        assert owner_of_connection(here, there, Path("/proc/self/net")) == os.getuid()
+        assert socket_diag.owner(there, (there[0], here[1] ^ 1)) is None, "who listens is not who has called"
 
 
 def test_what_is_asked_by_one_who_has_hung_up_is_not_done(api: DaemonProcess) -> None:

@@ -17,16 +17,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gpulease.errors import NotAllowed
 from gpulease.model import Explanation, Gpu, GpuReading
 
-from . import administration, exposition, gpus, jobs, leases, logs, metrics, reference, service, tokens
+from . import administration, exposition, gpus, jobs, leases, links, logs, metrics, reference, service, tokens
+from .boundary import Boundary
 from .current import OnlyCurrent
 from .daemon import Daemon
 from .exposition import Exposition
-from .identity import RULES, Rule, allow
+from .identity import allow
 from .peer import Peer, Way
-from .problems import PROBLEM_SCHEMA, documented, install, problem_response
+from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
 from .request_log import RequestLog
 from .traffic import Measured, Traffic
+from .validators import Compressed, Tagged
 
 LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
@@ -48,8 +50,11 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     for part in (gpus, administration, leases, jobs, logs, metrics, tokens, service, exposition, reference):
         app.include_router(part.router, dependencies=[Depends(allow), Depends(only_known_parameters)])
     install(app)
+    app.add_middleware(Tagged)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    app.add_middleware(Compressed)
+    app.add_middleware(Boundary)
     app.add_middleware(RequestLog)
     app.add_middleware(Measured, traffic=traffic)
     _complete_openapi(app)
@@ -108,6 +113,7 @@ def _complete_openapi(app: FastAPI) -> None:
             schemas |= {"Explanation": explanation, "Problem": PROBLEM_SCHEMA}
             _describe_inherited(schemas)
             _document_refusals(document)
+            links.add(document)
             schemas.pop("HTTPValidationError", None)
             schemas.pop("ValidationError", None)
             app.openapi_schema = document
@@ -122,27 +128,27 @@ def _describe_inherited(schemas: dict[str, Any]) -> None:
         parents = [TypeAdapter(parent).json_schema() for parent in kind.__mro__[1:] if is_dataclass(parent)]
         for field, schema in schemas[kind.__name__]["properties"].items():
             for parent in parents:
-                described = parent["properties"].get(field, {}).get("description")
-                if described is not None:
-                    schema.setdefault("description", described)
+                text = parent["properties"].get(field, {}).get("description")
+                if text is not None:
+                    schema.setdefault("description", text)
 
 
 def _document_refusals(document: dict[str, Any]) -> None:
     """The errors that any route may answer, in place of those that FastAPI supposes."""
     for path, methods in document["paths"].items():
-        for method, operation in methods.items():
+        for operation in methods.values():
             operation["summary"] = operation["description"].split(". ")[0].split("\n")[0].rstrip(".")
             answers = operation["responses"]
             if "HTTPValidationError" in str(answers.get("422")) or (
                 path.startswith(VERSIONED) and "422" not in answers
             ):
                 answers |= _refusals("invalid_request")
+            for status, answer in described(*ANYWHERE).items():
+                own = answers.get(str(status), {"description": ""})["description"]
+                shared = answer["description"] if answer["description"] not in own else ""
+                answers[str(status)] = answer | {"description": f"{own} {shared}".strip()}
             if "requestBody" in operation:
-                answers["400"] = _refusals("invalid_request")["422"] | {"description": "The body is not JSON."}
-            if RULES.get(f"{method.upper()} {path}") is not Rule.ANYBODY:
-                answers |= _refusals("over_quota")
-            # Also where anybody may ask: a token that is wrong is refused everywhere.
-            answers |= _refusals("not_authenticated", "not_allowed", "internal")
+                answers["400"]["description"] += " Or the body is not JSON."
 
 
 def _refusals(*codes: str) -> dict[str, Any]:

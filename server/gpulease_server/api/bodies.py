@@ -22,6 +22,8 @@ from .problems import SEE_OPENAPI, NotJson, sentence
 MAX_BODY_BYTES = 2**20
 MAX_JOB_BYTES = 4 * 2**20
 """For a job, whose environment alone may have 1 MiB, and more as JSON."""
+MAX_PASSED_OVER = 16 * 2**20
+"""How much of a body that is too large is read all the same."""
 MAX_KEY = 200
 """Characters in an Idempotency-Key, at most."""
 KEYED: dict[str, Any] = {
@@ -52,7 +54,7 @@ class JsonBody(Generic[T]):
     async def __call__(self, request: Request) -> T:
         """The body, checked."""
         raw = await read(request)
-        if not raw.strip() and self.empty is not None:
+        if not raw and self.empty is not None:
             return self.empty
         try:
             body = self._adapter.validate_json(raw, strict=True)
@@ -94,22 +96,26 @@ def require_storable(value: Any, place: str = "") -> None:
 
 
 async def read(request: Request) -> bytes:
-    """The whole body. Raises `TooLarge` without reading on once it is over 1 MiB, a job's over 4 MiB."""
+    """The whole body. Raises `TooLarge` when it is over 1 MiB, a job's over 4 MiB.
+
+    What is too much is passed over and not kept, up to a bound: who is hung up on while he sends never sees an answer.
+    """
     most = MAX_JOB_BYTES if request.url.path == "/v1/jobs" else MAX_BODY_BYTES
     kept: bytes | None = getattr(request.state, "body", None)
     if kept is not None:
         return kept
     parts, size = [], 0
-    if request.headers.get("content-length", "0").isdigit():
-        size = int(request.headers.get("content-length", "0"))
-    if size <= most:
-        size = 0
+    said = request.headers.get("content-length", "0")
+    told = int(said) if said.isdigit() else 0
+    waits = told > MAX_PASSED_OVER or "expect" in request.headers
+    if told <= most or not waits:
         async for part in request.stream():
-            parts.append(part)
             size += len(part)
-            if size > most:
+            if size <= most:
+                parts.append(part)
+            elif waits or size > MAX_PASSED_OVER:
                 break
-    if size > most:
+    if max(size, told) > most:
         raise TooLarge(f"The body is over {most} bytes.", remedy="Send less.")
     request.state.body = b"".join(parts)
     return b"".join(parts)

@@ -1,4 +1,5 @@
-"""Whose a loopback TCP connection is: the user who owns the peer's socket, by `/proc/net/tcp` and `tcp6` (proc(5)).
+"""Whose a loopback TCP connection is: the user who owns the peer's socket, as `socket_diag` says, or `/proc/net/tcp`
+and `tcp6` (proc(5)).
 
 It counts in one network namespace. Four traps, each with a test:
 
@@ -15,8 +16,11 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+from . import socket_diag
 
 PROC = Path("/proc/net")
 CONNECTING = "02"
@@ -64,7 +68,14 @@ def stands_for_others(uid: int) -> bool:
 
 
 def _rows(peer: End, own: End, proc: Path) -> Iterator[tuple[int, int]]:
-    """User and inode of the sockets that go from `peer` to `own`."""
+    """User and inode of the sockets that go from `peer` to `own`: from the kernel, or where it does not answer, from
+    its tables."""
+    if proc is PROC:
+        with suppress(OSError):
+            asked = socket_diag.owner(peer, own)
+            if asked is not None:
+                yield asked
+            return
     for name, version in (("tcp", 4), ("tcp6", 6)):
         ends = [_spelled(*end, version) for end in (peer, own)]
         path = proc / name

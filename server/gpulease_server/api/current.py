@@ -12,7 +12,7 @@ from __future__ import annotations
 from datetime import datetime
 from urllib.parse import parse_qs
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpulease.errors import Unavailable
@@ -97,6 +97,8 @@ def _mark(message: Message, as_of: datetime) -> None:
 
 
 def _waits(scope: Scope) -> bool:
-    """True for a long poll."""
+    """True for a long poll, or a stream of events."""
+    if scope["path"] == "/v1/events" and "text/event-stream" in Headers(scope=scope).get("accept", ""):
+        return True
     wanted = parse_qs(scope["query_string"].decode("latin-1")).get("wait_s", ["0"])
     return bool(wanted[-1].strip("0."))

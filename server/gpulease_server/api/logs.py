@@ -264,7 +264,7 @@ async def logs(
     offset: Annotated[
         str | None,
         Query(
-            max_length=2**17,
+            max_length=50_000,
             description="Begin there: a number of bytes, or a place that an earlier answer named for the same rank.",
         ),
     ] = None,

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from gpulease.exchange import LeaseOwner
 from gpulease.owner import Stat, stat
 
+from .connection import BoundedProtocol
 from .connections import is_loopback, owner_of_connection, stands_for_others
 
 CREDENTIALS = struct.Struct("3i")
@@ -109,7 +108,7 @@ class Peer:
         return False
 
 
-class PeerProtocol(HttpToolsProtocol):
+class PeerProtocol(BoundedProtocol):
     """uvicorn's protocol, which also puts the `Peer` into `request.state.peer`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

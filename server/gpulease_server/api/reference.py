@@ -16,11 +16,13 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse
 
+from .problems import ANYWHERE
+
 router = APIRouter()
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 SUBJECTS = ("leases", "jobs", "gpus", "nodes", "events", "tokens", "service")
 """The order of the page: what one comes for first. Others follow."""
-EVERYWHERE = ("401", "403", "429", "500")
+EVERYWHERE = tuple(sorted(str(kind.status) for kind in ANYWHERE))
 """Answers of every address, which the page says once."""
 STYLE = """
 :root { color-scheme: light dark; }
@@ -47,7 +49,8 @@ def _page(app: FastAPI) -> str:
     title = f"gpulease {document['info']['version']}"
     style = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><style>{STYLE}</style>"
     head = f"<!doctype html><html lang=en><title>{title}</title>{style}"
-    source = "For programs: <a href=/openapi.json>/openapi.json</a>. Every address may answer 401, 403, 429, 500."
+    anywhere = f"Every address may answer {', '.join(EVERYWHERE)}, too."
+    source = f"For programs: <a href=/openapi.json>/openapi.json</a>. {anywhere}"
     intro = f"<h1>{title}</h1><p>{_text(document['info']['description'])} {source}"
     return "\n".join([head, intro, *_operations(document["paths"]), *_schemas(document["components"]["schemas"])])
 

@@ -15,6 +15,7 @@ log = logging.getLogger("gpulease.requests")
 
 SLOW_S = 1.0
 """An answer that takes longer than this, beside what it was asked to wait, is slow."""
+EVENT_STREAM = "text/event-stream"
 HELD = ("/exchange", "/logs")
 """Ends of paths whose answers take as long as they like: a long poll by its body, and a stream."""
 
@@ -50,7 +51,8 @@ def _say(scope: Scope, start: Message, took_s: float) -> None:
     failed = (
         status is not None and status >= 500 and status != 503
     )  # 503 is said by whom it concerns, once for all requests
-    slow = took_s > SLOW_S and took_s - _asked_to_wait_s(scope) > SLOW_S
+    streamed = Headers(raw=start["headers"]).get("content-type", "").startswith(EVENT_STREAM)
+    slow = took_s > SLOW_S and took_s - _asked_to_wait_s(scope) > SLOW_S and not streamed
     level = logging.WARNING if failed or slow else logging.DEBUG
     if log.isEnabledFor(level):
         line = fields(

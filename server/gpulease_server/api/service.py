@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from gpulease.errors import EventsPruned, Unavailable
+from gpulease.errors import Unavailable
 from gpulease.history import EventPage
 from gpulease.table import render
 
 from ..core.view import gpu_view, lease_view, node_view
+from . import event_stream
 from .daemon import TheDaemon
 from .identity import TheCaller
 from .problems import documented
@@ -22,24 +23,40 @@ from .waiting import Limit
 router = APIRouter()
 
 
-@router.get("/v1/events", tags=["events"], responses=documented("events_pruned"))
+@router.get(
+    "/v1/events",
+    tags=["events"],
+    response_model=EventPage,
+    responses=documented("events_pruned")
+    | {200: {"content": {event_stream.MEDIA_TYPE: {"schema": {"type": "string"}}}}},
+)
 async def list_events(
     daemon: TheDaemon,
     caller: TheCaller,
+    request: Request,
     after: Annotated[
-        int, Query(ge=0, lt=2**63, description="Only events with a greater `seq`; 0: from the oldest that is kept.")
-    ] = 0,
+        int | None,
+        Query(
+            ge=0,
+            lt=2**63,
+            description="Only events with a greater `seq`; 0: from the oldest that is kept. When left out, a page"
+            " begins there, too, and a stream with what comes next.",
+        ),
+    ] = None,
     limit: Limit = 100,
-) -> EventPage:
+) -> Any:
     """What was recorded, oldest first. Go on with `after` = the last `seq`. When events between that and the next one
-    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is."""
+    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is.
+
+    With `Accept: text/event-stream` it is a stream of server-sent events that goes on for ever: `id` is `seq`, `event`
+    the kind, `data` the event. `Last-Event-ID` goes on where an earlier one ended.
+    """
+    if event_stream.wanted(request):
+        return await event_stream.opened(daemon, caller, request, after)
+    after = after or 0
     found, pruned_seq = await asyncio.to_thread(daemon.store.history, after, limit)
     if 0 < after < pruned_seq:
-        raise EventsPruned(
-            f"Events {after + 1} to {pruned_seq} are no longer kept.",
-            remedy=f"Go on with after={pruned_seq}, and look at leases, jobs and GPUs for what they are now.",
-            extra={"pruned_seq": pruned_seq},
-        )
+        raise event_stream.pruned(after, pruned_seq)
     items = tuple(event_for(caller, event, daemon.ledger) for event in found)
     following = str(found[-1].seq) if len(found) == limit else None
     return EventPage(items=items, next=following, pruned_seq=pruned_seq)

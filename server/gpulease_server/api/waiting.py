@@ -20,7 +20,7 @@ WaitSeconds = Annotated[
     Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Hold the answer for at most so many seconds."),
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Items on a page, at most.")]
-Cursor = Annotated[str | None, Query(description="`next` of the page before.")]
+Cursor = Annotated[str | None, Query(description="`next` of the page before.", pattern=r"^[0-9]{1,18}$")]
 
 
 async def hold(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from gpulease.errors import GpuleaseError, Unavailable
+from gpulease.model import Event
 
 from ..core.decide import decide
 from ..core.happenings import Happening, LeaseRenewed, Ticked
@@ -22,6 +23,7 @@ from ..store.store import Store, StoreFailed, is_stored
 from . import clock, decisions
 from .meters import Meters
 from .outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage, refuse_older, start_anew, twin
+from .recent import EVENTS, RecentEvents
 from .topics import Topics
 
 log = logging.getLogger("gpulease.writer")
@@ -62,6 +64,8 @@ class Writer:
         self.topics = Topics()
         self.committed = Ledger()
         """What readers see."""
+        self.recent = RecentEvents()
+        """The last events of what they see."""
         self.problem: str | None = "the ledger is being read"
         """Why nothing can be recorded now; None while all is well."""
         self.wanted: dict[str, float] = {}
@@ -225,6 +229,8 @@ class Writer:
         try:
             for change in turn.changes:
                 self.committed.apply(change)
+                if isinstance(change, Event):
+                    self.recent.add(change)
             topics = _topics(turn.changes)
         except Exception:
             log.exception("a turn was recorded but cannot be shown; the ledger is read again")
@@ -319,6 +325,7 @@ class Writer:
         start_anew(ledger, moment)
         self._ledger, self.committed = ledger, twin(ledger)
         self.meters.take_up(ledger, moment)
+        self.recent.begin_after(ledger.next_seq - 1)
         self.problem = self._outage = None
         self._last_tick_s = moment.mono_s
         self.topics.wake_all()
@@ -353,4 +360,6 @@ def _topics(changes: list[Change]) -> set[str]:
                 topics.add(f"node:{device.node}")
             case NodeRecord(name=name):
                 topics.add(f"node:{name}")
+            case Event():
+                topics.add(EVENTS)
     return topics

@@ -1,0 +1,101 @@
+"""What any client may rely on whatever it asks: errors are problems with a name, answers have tags, lists are short."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+
+import pytest
+
+from tests.daemon import DaemonProcess
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "expected"),
+    [
+        ("GET", "/nowhere", None, (404, "not_found")),
+        ("GET", "/v1/leases/%ff%fe", None, (404, "not_found")),
+        ("GET", "/v1/gpus/%00", None, (422, "invalid_request")),
+        ("DELETE", "/v1/leases", None, (405, "method_not_allowed")),
+        ("PATCH", "/v1/nodes/n1", b"{}", (405, "method_not_allowed")),
+        ("POST", "/v1/leases", b"", (400, "invalid_request")),
+        ("POST", "/v1/jobs/x/cancel", b" ", (400, "invalid_request")),
+        ("POST", "/v1/leases", b"{", (400, "invalid_request")),
+        ("POST", "/v1/leases", b"\xff\xfe{}", (400, "invalid_request")),
+        ("POST", "/v1/leases", b'{"label": "\xff"}', (400, "invalid_request")),
+        ("POST", "/v1/leases", b'{"label": "\\ud800"}', (400, "invalid_request")),
+        ("POST", "/v1/leases", b"[" * 100_000, (400, "invalid_request")),
+        ("POST", "/v1/leases", b'{"a":' * 100_000, (400, "invalid_request")),
+        ("POST", "/v1/leases", b"[" * 100 + b"]" * 100, (422, "invalid_request")),
+        ("POST", "/v1/leases", b'{"ttl_s": NaN}', (422, "invalid_request")),
+        ("POST", "/v1/leases", b'{"ttl_s": Infinity}', (422, "invalid_request")),
+        ("POST", "/v1/leases", b'{"ttl_s": 1e400}', (422, "invalid_request")),
+        ("POST", "/v1/leases", b'{"count": ' + b"9" * 5000 + b"}", (400, "invalid_request")),
+        ("POST", "/v1/leases", b" " * (MIB + 1), (413, "too_large")),
+        ("POST", "/v1/jobs", b" " * (4 * MIB + 1), (413, "too_large")),
+    ],
+)
+def test_every_error_is_a_problem_with_a_name(
+    api: DaemonProcess, method: str, path: str, body: bytes | None, expected: tuple[int, str]
+) -> None:
+    answer = api.call(method, path, raw=body)
+    assert answer.problem() == expected
+    assert answer.json["request_id"] == answer.headers["x-request-id"]
+    assert re.fullmatch(r"request-[0-9a-f]{16}", answer.json["request_id"])
+
+
+@pytest.mark.parametrize(("path", "allowed"), [("/v1/leases", "GET, POST"), ("/v1/jobs", "GET, POST"), ("/", "GET")])
+def test_what_does_not_take_a_method_says_which_it_takes(api: DaemonProcess, path: str, allowed: str) -> None:
+    answer = api.call("PUT", path, {})
+    assert answer.headers["allow"] == allowed
+    assert answer.json["remedy"] == f"Use {allowed}."
+
+
+@pytest.mark.parametrize("name", ["a", "trial-7.2_b", "x" * 64])
+def test_a_callers_own_name_of_a_request_is_kept(api: DaemonProcess, name: str) -> None:
+    assert api.call("GET", "/v1/gpus", None, **{"X-Request-Id": name}).headers["x-request-id"] == name
+    assert api.call("GET", "/nowhere", None, **{"X-Request-Id": name}).json["request_id"] == name
+
+
+@pytest.mark.parametrize("name", ["", "x" * 65, "a b", "a\tb", "<script>", "\xe9"])
+def test_a_name_that_would_break_a_line_of_a_log_is_not(api: DaemonProcess, name: str) -> None:
+    assert api.call("GET", "/healthz", None, **{"X-Request-Id": name}).headers["x-request-id"].startswith("request-")
+
+
+@pytest.mark.parametrize("path", ["/v1/leases", "/v1/jobs", "/v1/events?after=0", "/v1/leases?state=active"])
+def test_who_has_it_already_is_sent_nothing(api: DaemonProcess, path: str) -> None:
+    first = api.call("GET", path)
+    assert first.status == 200
+    tag = first.headers["etag"]
+    again = api.call("GET", path, None, **{"If-None-Match": f'"other", {tag}'})
+    assert (again.status, again.content, again.headers["etag"]) == (304, b"", tag)
+    assert "content-type" not in again.headers
+
+
+def test_what_has_changed_is_sent(api: DaemonProcess) -> None:
+    tag = api.call("GET", "/v1/leases?state=active").headers["etag"]
+    lease = api.call("POST", "/v1/leases", {"count": 1}).json
+    answer = api.call("GET", "/v1/leases?state=active", None, **{"If-None-Match": tag})
+    assert answer.status == 200
+    assert [item["id"] for item in answer.json["items"]] == [lease["id"]]
+    assert answer.headers["etag"] != tag
+
+
+def test_a_long_answer_is_compressed_for_who_takes_that(api: DaemonProcess) -> None:
+    plain = api.call("GET", "/openapi.json")
+    short = api.call("GET", "/openapi.json", None, **{"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in plain.headers
+    assert short.headers["content-encoding"] == "gzip"
+    assert json.loads(gzip.decompress(short.content)) == plain.json
+    assert len(short.content) < len(plain.content) / 4
+    tiny = api.call("GET", "/healthz", None, **{"Accept-Encoding": "gzip"})
+    assert "content-encoding" not in tiny.headers
+
+
+def test_no_page_of_another_origin_is_allowed_anything(api: DaemonProcess) -> None:
+    asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
+    for answer in (api.call("OPTIONS", "/v1/leases", None, **asked), api.call("GET", "/v1/gpus", None, **asked)):
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
