@@ -73,7 +73,7 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
         return "2", "3", "4"
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         others = [member.value for member in wanted if member is not option.default]
-        return others[0], others[1], others[0]
+        return others[0], others[1] if len(others) > 1 else option.default.value, others[0]
     if wanted is bool:
         return not option.default, bool(option.default), not option.default
     if wanted in (int, float):

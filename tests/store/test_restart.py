@@ -62,6 +62,9 @@ def test_a_copy_of_a_ledger_changes_alone() -> None:
     world: World = busy_world()
     copy, before = twin(world.ledger), parts(world.ledger)
     assert parts(copy) == before
+    assert {name: type(value) for name, value in vars(copy).items()} == {
+        name: type(value) for name, value in vars(world.ledger).items()
+    }
     for record in list(copy.leases.values()):
         copy._put_watch(record, over=True)
         if (record.number, record.lease.id) in copy.queue:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease import Client, LeaseState, NotNow
+from gpulease.access import Role, TokenRequest
 from gpulease.wire import JobRequest, LeaseRequest
 from tests.daemon import DaemonProcess, events, eventually
 from tests.databases import PASSWORD
@@ -32,9 +33,11 @@ def logged(running: DaemonProcess, event: str, **fields: Any) -> list[dict[str, 
     return [line for line in lines(running) if line.get("event") == event and line.items() >= fields.items()]
 
 
-def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> None:
-    """Have the daemon decide on a little of everything."""
-    with Client(running.url, token=TOKEN) as client:
+def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> str:
+    """Have the daemon decide on a little of everything. Returns the bearer token that was used."""
+    with Client(running.url) as administrator:
+        bearer = administrator.create_token(TokenRequest(user="ada", role=Role.ADMIN)).bearer
+    with Client(running.url, token=bearer) as client:
         held = client.request_lease(LeaseRequest(count=2, label="held\nERROR forged"))
         with pytest.raises(NotNow):
             client.request_lease(LeaseRequest(count=2, queue=False))
@@ -61,8 +64,9 @@ def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> None:
         assert client.wait_job(job.id, 60.0).exit_code == 3
         client.cordon_gpu(hardware.uuids[1])
         client.drain_node("n")
-        running.call("GET", "/no/such/thing?token=" + TOKEN, Authorization=f"Bearer {TOKEN}")
-        running.call("POST", "/v1/leases", raw=b'{"' + TOKEN.encode(), **{"Content-Type": "application/json"})
+        running.call("GET", "/no/such/thing?token=" + bearer, Authorization=f"Bearer {TOKEN}")
+        running.call("POST", "/v1/leases", raw=b'{"' + bearer.encode(), **{"Content-Type": "application/json"})
+        return bearer
 
 
 def test_every_decision_has_a_line_and_no_line_has_a_secret(postgres_url: str, tmp_path: Path) -> None:
@@ -73,7 +77,7 @@ def test_every_decision_has_a_line_and_no_line_has_a_secret(postgres_url: str, t
     )
     try:
         running.start()
-        live(running, hardware, tmp_path)
+        bearer = live(running, hardware, tmp_path)
         recorded = events(running)
     finally:
         running.stop()
@@ -109,7 +113,7 @@ def test_every_decision_has_a_line_and_no_line_has_a_secret(postgres_url: str, t
     supervisors = [path.read_text() for path in (tmp_path / "d").rglob("supervisor.log")]
     assert len(supervisors) == 1
     for text in (running.output.read_text(), *supervisors):
-        for secret in (PASSWORD, TOKEN, SECRET):
+        for secret in (PASSWORD, TOKEN, bearer, SECRET):
             assert secret not in text
 
 

@@ -14,8 +14,7 @@ from gpulease.log_lines import fields
 log = logging.getLogger("gpulease.requests")
 
 SLOW_S = 1.0
-"""An answer that takes longer than this, beside what it was asked to wait, is slow."""
-EVENT_STREAM = "text/event-stream"
+"""An answer that takes longer than this to begin, beside what it was asked to wait, is slow."""
 HELD = ("/exchange", "/logs")
 """Ends of paths whose answers take as long as they like: a long poll by its body, and a stream."""
 
@@ -31,28 +30,34 @@ class RequestLog:
         if scope["type"] != "http" or not log.isEnabledFor(logging.WARNING):
             await self.app(scope, receive, send)
             return
-        begun_s = time.monotonic()
+        asked_s = begun_s = time.monotonic()
         start: Message = {"status": None, "headers": []}
 
+        async def heard() -> Message:
+            nonlocal asked_s
+            message = await receive()
+            if message["type"] == "http.request":
+                asked_s = time.monotonic()
+            return message
+
         async def noting(message: Message) -> None:
-            nonlocal start
+            nonlocal start, begun_s
             if message["type"] == "http.response.start":
-                start = message
+                start, begun_s = message, time.monotonic()
             await send(message)
 
         try:
-            await self.app(scope, receive, noting)
+            await self.app(scope, heard, noting)
         finally:
-            _say(scope, start, time.monotonic() - begun_s)
+            _say(scope, start, begun_s - asked_s)
 
 
 def _say(scope: Scope, start: Message, took_s: float) -> None:
+    """`took_s` is from the end of the request to the beginning of the answer: what a slow caller takes is his own."""
     status = start["status"]
-    failed = (
-        status is not None and status >= 500 and status != 503
-    )  # 503 is said by whom it concerns, once for all requests
-    streamed = Headers(raw=start["headers"]).get("content-type", "").startswith(EVENT_STREAM)
-    slow = took_s > SLOW_S and took_s - _asked_to_wait_s(scope) > SLOW_S and not streamed
+    # 503 is said by whom it concerns, once for all requests.
+    failed = status is not None and status >= 500 and status != 503
+    slow = took_s > SLOW_S and took_s - _asked_to_wait_s(scope) > SLOW_S
     level = logging.WARNING if failed or slow else logging.DEBUG
     if log.isEnabledFor(level):
         line = fields(
@@ -60,7 +65,7 @@ def _say(scope: Scope, start: Message, took_s: float) -> None:
             method=scope["method"],
             path=scope["path"],
             status=status,
-            took_s=round(took_s, 4),
+            took_s=round(max(took_s, 0.0), 4),
             request_id=Headers(raw=start["headers"]).get("x-request-id"),
         )
         log.log(level, "request failed" if failed else "request slow" if slow else "request", extra=line)

@@ -133,7 +133,10 @@ def twin(ledger: Ledger) -> Ledger:
 
 def _apart(part: Any) -> Any:
     if isinstance(part, dict):
-        return {key: _apart(value) for key, value in part.items()}
+        made = part.copy()  # of its own kind: a Counter counts what it has not counted before
+        for key, value in part.items():
+            made[key] = _apart(value)
+        return made
     return part.copy() if isinstance(part, (list, set)) else part
 
 
