@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import re
 import sys
@@ -36,7 +37,7 @@ def logged(running: DaemonProcess, event: str, **fields: Any) -> list[dict[str, 
 def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> str:
     """Have the daemon decide on a little of everything. Returns the bearer token that was used."""
     with Client(running.url) as administrator:
-        bearer = administrator.create_token(TokenRequest(user="ada", role=Role.ADMIN)).bearer
+        bearer = administrator.create_token(TokenRequest(user=getpass.getuser(), role=Role.ADMIN)).bearer
     with Client(running.url, token=bearer) as client:
         held = client.request_lease(LeaseRequest(count=2, label="held\nERROR forged"))
         with pytest.raises(NotNow):
