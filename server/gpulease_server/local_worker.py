@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from . import notify
 
 log = logging.getLogger("gpulease.serve")
 
+DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""As this program was started with them; it raises its own, but jobs must not inherit that."""
 RESTART_S = 1.0
 """Least time between two starts."""
 STOP_S = 10.0
@@ -49,6 +53,8 @@ async def keep_worker(
             log.error("the worker of this host cannot be started: %s; trying again", error)
             await asyncio.sleep(RESTART_S)
             continue
+        with contextlib.suppress(OSError):  # it has ended already
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, DESCRIPTORS)
         try:
             code = await process.wait()
         except asyncio.CancelledError:

@@ -47,8 +47,16 @@ strangers.setLevel(logging.ERROR)  # whoever sends nonsense has an answer; a lin
 
 
 def connections_allowed() -> int:
-    """How many connections this process can have open, by its limit of file descriptors (`ulimit -n`)."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """How many connections this process can have open, by its limit of file descriptors (`ulimit -n`).
+
+    The soft limit is raised as far as is of use: it is 1024 on most systems, for programs that use select(2).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + OWN_DESCRIPTORS
+    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(64, min(MAX_CONNECTIONS, soft - OWN_DESCRIPTORS))
 
 
