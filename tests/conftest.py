@@ -7,6 +7,7 @@ A skip is how a missing compiler or package turns a suite green that has checked
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,3 +92,9 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def why(longrepr: object) -> str:
     """The reason that the skip gave."""
     return str(longrepr[-1]) if isinstance(longrepr, tuple) else str(longrepr)
+
+
+def pytest_configure() -> None:
+    """Programs that a test interrupts must not have inherited from a shell in the background that SIGINT is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
