@@ -192,11 +192,14 @@ class JobRequest(Body):
         require_environment(self.environment, self.command)
         require_limits(self.limits)
         if self.array is not None:
-            count, size = len(arrays.indices(self.array.indices)), _bytes_of(self.environment)
+            count = len(arrays.indices(self.array.indices))
+            # An index may have four digits more than the word that stands for it.
+            size = _bytes_of(self.environment) + sum(len(word.encode()) + 4 * word.count("{") for word in self.command)
             require(
                 count * size <= MAX_ARRAY_BYTES,
                 "array",
-                f"{count} environments of {size} bytes are over {MAX_ARRAY_BYTES}; leave out what the jobs do not need",
+                f"{count} commands and environments of {size} bytes are over {MAX_ARRAY_BYTES}; leave out what the jobs"
+                " do not need",
             )
         require(
             self.working_directory is None or self.working_directory.startswith("/"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -40,6 +41,7 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 class Short(BoundedProtocol):
     head_s = body_s = stalled_s = 0.5
     max_connections = 8
+    whose = 0
 
 
 class Served:
@@ -288,3 +290,22 @@ def test_too_many_connections_are_told_so_and_the_others_served(served: Served) 
         finally:
             for other in others:
                 other.close()
+
+
+@pytest.mark.parametrize(("uid", "most"), [(54321, 2), (None, 4)])
+def test_one_user_does_not_take_all_connections(
+    served: Served, monkeypatch: pytest.MonkeyPatch, uid: int | None, most: int
+) -> None:
+    monkeypatch.setattr(Short, "whose", uid)
+    with contextlib.ExitStack() as stack:
+        own = [stack.enter_context(served.connection()) for _ in range(most)]
+        for one in own:
+            one.sendall(GET.replace(b"/quick", b"/hold"))
+        with served.connection() as further:
+            assert problem(everything(further)) == (503, "unavailable")
+        monkeypatch.setattr(Short, "whose", 77777)
+        with served.connection() as other:
+            other.sendall(GET)
+            assert other.recv(12) == b"HTTP/1.1 200"
+        served.soon(served.go.set)
+        assert own[0].recv(12) == b"HTTP/1.1 200"

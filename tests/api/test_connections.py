@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pwd
 import signal
 import socket
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from gpulease_server.api import socket_diag
+from gpulease_server.api import peer, socket_diag
 from gpulease_server.api.connections import is_loopback, owner_of_connection
 from tests.daemon import DaemonProcess
 
@@ -131,3 +135,28 @@ def test_what_is_asked_by_one_who_has_hung_up_is_not_done(api: DaemonProcess) ->
     leases = api.call("GET", "/v1/leases?state=active&state=queued").json["items"]
     assert [lease["id"] for lease in leases] == [again.json["id"]]
     assert leases[0]["holder"]["user"] is not None
+
+
+def test_a_directory_of_users_that_hangs_holds_up_only_whom_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, now_s = threading.Event(), [0.0]
+
+    def hang(uid: int) -> pwd.struct_passwd:
+        assert answers.wait(30)
+        return pwd.struct_passwd((f"user{uid}", "x", uid, uid, "", "/", "/bin/sh"))
+
+    monkeypatch.setattr(peer.pwd, "getpwuid", hang)
+    monkeypatch.setattr(peer, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(peer, "_names", {1: peer.Name("known", -1.0)})
+
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            unknown = asyncio.create_task(peer.look_up(2))
+            await peer.look_up(1)
+            assert peer.user_name(1) == "known", "it was known before, and counts until there is an answer"
+            assert not unknown.done()
+            answers.set()
+            await unknown
+        assert peer.user_name(2) == "user2"
+
+    asyncio.run(main())
+    assert peer.user_name(3) == "3"

@@ -115,6 +115,23 @@ def test_what_is_for_the_holder_alone_is_not_shown_to_others(here: Installation)
 
 
 @ROOT_ONLY
+def test_what_a_job_has_printed_is_for_its_holder(here: Installation) -> None:
+    # Printed as Python would, and in no command line.
+    program = (
+        """printf 'Traceback (most recent call last):\\n  File "x", line 1, in f\\nValueError: s3c''ret\\n' >&2"""
+    )
+    asked = {"command": ["/bin/sh", "-c", f"{program}; exit 1"], "launcher": "plain"}
+    here.ask("owner", "POST", f"/v1/jobs/{here.job['id']}/cancel", {"grace_s": 0})
+    job = here.ask("owner", "POST", "/v1/jobs", asked).json
+    while (over := here.ask("owner", "GET", f"/v1/jobs/{job['id']}?wait_s=20")).json["ended_at"] is None:
+        assert over.status == 200
+    assert "s3cret" in over.json["reason"], over.json
+    for path in (f"/v1/jobs/{job['id']}", "/v1/jobs", "/v1/events?limit=1000", "/v1/leases", "/"):
+        for who in ("other", "viewer"):
+            assert b"s3cret" not in here.ask(who, "GET", path).content, path
+
+
+@ROOT_ONLY
 def test_the_right_token_does_not_help_another_user(here: Installation) -> None:
     path, proof = f"/v1/leases/{here.lease['id']}", {"token": here.lease["token"]}
     for verb in ("renew", "release"):

@@ -55,6 +55,7 @@ def test_the_openapi_document_describes_every_field(api: DaemonProcess) -> None:
         {"Host": "[x"},
         {"Origin": "http://[x"},
         {"Origin": "http://evil.example"},
+        {"Origin": "http://localhost:6006"},
         {"Origin": "null"},
     ],
 )

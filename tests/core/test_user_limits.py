@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpulease.errors import NotNow, OverQuota
+from gpulease.errors import LeaseLost, NotNow, OverQuota
 from gpulease.model import EndReason, Lease, LeaseState, Selection
 from gpulease_server.core.explain import explain
 from gpulease_server.core.quota import Limits
@@ -144,3 +144,21 @@ def test_a_waiting_request_can_be_revoked() -> None:
     here.revoke(waits)
     assert here.now_of(waits).end_reason is EndReason.REVOKED
     here.check()
+
+
+def test_nobody_gets_past_his_limit_by_reviving_what_has_expired() -> None:
+    here = world(gpus=2)
+    first = here.lease(2, ttl_s=5.0)
+    here.pass_time(6.0)
+    assert state(here, first) is LeaseState.ENDED
+    for index in (0, 1):
+        here.cordon(index)
+    second = here.lease(2, ttl_s=60.0)
+    for index in (0, 1):
+        here.cordon(index, cordoned=False)
+    assert second.state is LeaseState.ACTIVE
+    assert not set(first.gpus) & set(second.gpus), "else the lease could not be revived anyway"
+    assert isinstance(here.renew(first), LeaseLost)
+    here.release(second)
+    here.pass_time(1.0)
+    assert isinstance(here.renew(first), Lease), "within his limit he may"

@@ -134,7 +134,7 @@ def run(tmp_path: Path) -> Callable[[Body], None]:
     upgrade(f"sqlite:///{file}")
 
     async def main(body: Body) -> None:
-        async with asyncio.timeout(60), writing(file) as (writer, store):
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
             await body(writer, store)
 
     return lambda body: asyncio.run(main(body))

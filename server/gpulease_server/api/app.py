@@ -83,12 +83,20 @@ class OnlyFromHere:
         peer: Peer = daemon.access.believed(scope.get("state", {}).get("peer") or Peer())
         if peer.way is Way.LOOPBACK and peer.uid is not None and "authorization" not in headers:
             host, origin = headers.get("host", ""), headers.get("origin")
-            if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and _name(origin) not in LOOPBACK_NAMES):
+            if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and not _is_of(origin, host)):
                 detail = f"Over loopback this daemon answers for this host alone, not for {origin or host}."
                 remedy = "Use http://127.0.0.1, or send a token."
                 await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+def _is_of(origin: str, host: str) -> bool:
+    """True for the origin of this daemon's own pages: another port of this host is somebody else's."""
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False
 
 
 def _name(url: str) -> str | None:

@@ -14,7 +14,7 @@ A connection here is in one of three states, each with its bound:
 | no HTTP at all, half chunks, two lengths | 400, closed; an answer that is under way is finished first |
 | over `max_pipelined` requests ahead of their answers | closed |
 | nobody takes the answer | closed when not one byte of it was taken in `stalled_s` |
-| over `max_connections` connections | 503, closed |
+| over `max_connections` connections, or over a `SHARE` of them by one user | 503, closed |
 
 A daemon that was stopped and continued, or is late, finds its timers due before what has arrived meanwhile is read. So
 a bound is looked at twice, `SECOND_LOOK_S` apart, and what is read in between counts.
@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
+from collections import Counter
 from enum import Enum, auto
 from typing import Any, ClassVar
 
@@ -39,6 +41,9 @@ SECOND_LOOK_S = 1.0
 MAX_URL_BYTES = 60_000
 """The parser's own limit is a little higher, and it says only that something is wrong."""
 MAX_CONNECTIONS = 10_000
+SHARE = 4
+"""The part of everything that one user may take: one in so many. Root and the daemon's own user may take all, and
+half of it those who are known by token alone, whose connections nobody can tell apart."""
 OWN_DESCRIPTORS = 512
 """File descriptors that are kept back for the database, logs and the worker."""
 
@@ -80,6 +85,10 @@ class BoundedProtocol(HttpToolsProtocol):
     stalled_s: ClassVar[float] = 300.0
     max_head_bytes: ClassVar[int] = 2**17
     max_headers: ClassVar[int] = 200
+    open_by: ClassVar[Counter[int | None]] = Counter()
+    """Connections by user id; None for those of whom it is not known."""
+    whose: int | None = None
+    """Whose this one is; set before it is made."""
     max_pipelined: ClassVar[int] = 32
     max_connections: ClassVar[int] = MAX_CONNECTIONS
 
@@ -100,15 +109,29 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin, or refuse what is too much."""
         super().connection_made(transport)
+        self.open_by[self.whose] += 1
+        most = self._most_of_one_user()
         if len(self.connections) > self.max_connections:
             error = Unavailable(f"{self.max_connections} connections are open already.", remedy="Ask again.")
             self._answer(error)
+        elif self.open_by[self.whose] > most:
+            detail = f"{most} connections of one user, or of callers without a name, are open already."
+            self._answer(Unavailable(detail, remedy="Close some."))
         else:
             self._watch()
+
+    def _most_of_one_user(self) -> int:
+        """How many connections whoever has made this one may have open."""
+        if self.whose in (0, os.geteuid()):
+            return self.max_connections
+        return self.max_connections // (2 if self.whose is None else SHARE)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End every watch."""
         self._over = True
+        self.open_by[self.whose] -= 1
+        if not self.open_by[self.whose]:
+            del self.open_by[self.whose]
         for timer in (self._timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()

@@ -42,6 +42,7 @@ from gpulease.model import Event
 
 from ..runtime.recent import EVENTS
 from .callers import Caller
+from .connection import SHARE
 from .daemon import Daemon
 from .visible import event_for
 
@@ -84,8 +85,12 @@ async def opened(daemon: Daemon, caller: Caller, request: Request, after: int | 
         if position < pruned_seq:
             raise pruned(position, pruned_seq)
     streams = open_streams(request)
-    if len(streams) >= MAX_STREAMS:
-        error = Unavailable(f"{MAX_STREAMS} streams of events are open already.", remedy="Read pages, or ask again.")
+    own = sum(stream.whose == caller.user for stream in streams)
+    if len(streams) >= MAX_STREAMS or (own >= MAX_STREAMS // SHARE and not caller.admin):
+        error = Unavailable(
+            f"{own} of your streams of events and {len(streams)} of all are open already.",
+            remedy="Read pages, or ask again.",
+        )
         error.retry_after_s = 10.0
         raise error
     return EventStream(daemon, caller, position, streams)
@@ -107,6 +112,7 @@ class EventStream(Response):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(None, 200, headers, MEDIA_TYPE)
         del self.headers["content-length"]
+        self.whose = caller.user
         self._daemon = daemon
         self._caller = caller
         self._position = position

@@ -25,7 +25,7 @@ from gpulease.model import Holder
 
 from .callers import Caller, by_token
 from .daemon import Daemon, TheDaemon
-from .peer import Peer
+from .peer import Peer, look_up
 
 HOW_TO_BE_KNOWN = (
     "Use the daemon's Unix socket, or 127.0.0.1 on its host, or send `Authorization: Bearer TOKEN` (GPULEASE_TOKEN):"
@@ -98,7 +98,10 @@ async def allow(request: Request, daemon: TheDaemon) -> None:
     access = daemon.access
     header = request.headers.get("authorization")
     if header is None:
-        caller = access.by_connection(access.believed(peer_of_request(request)))
+        peer = access.believed(peer_of_request(request))
+        if peer.uid is not None:
+            await look_up(peer.uid)
+        caller = access.by_connection(peer)
     else:
         caller = await by_token(header, daemon.bearers)
     request.state.caller = caller

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -24,7 +25,9 @@ from gpulease.exchange import parts_of_run
 from gpulease.log_frames import MEDIA_TYPE, Frame
 
 from ..core.ledger import JobRecord
+from .connection import SHARE
 from .daemon import Daemon, TheDaemon
+from .identity import caller_of
 from .jobs import _find
 from .log_reader import LAUNCHER, LogReader, key_of
 from .log_watch import LOOK_S, LOOK_UNTOLD_S, Watching
@@ -95,6 +98,8 @@ class LogFeed:
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.followers = 0
+        self.followers_of = Counter[str | None]()
+        """By user."""
         self.watching = Watching()
         self._threads = ThreadPoolExecutor(THREADS, "logs")
 
@@ -130,7 +135,9 @@ class Reading:
         self._changed = asyncio.Event()
         self._told = feed.watching.told(self._changed)
         self._broken_off = False
+        self._whose = caller_of(request).user
         feed.followers += wanted.follow  # until it is closed
+        feed.followers_of[self._whose] += wanted.follow
 
     async def begin(self) -> dict[str, str]:
         """Open what there is. Returns the headers that say where it begins and how much there is."""
@@ -169,6 +176,8 @@ class Reading:
     def close(self) -> None:
         """Be told of nothing and read nothing any more."""
         self._feed.followers -= self._wanted.follow
+        self._feed.followers_of[self._whose] -= self._wanted.follow
+        self._feed.followers_of += Counter()  # forgets whoever follows none
         self._told.close()
         self._close_reader()
 
@@ -283,10 +292,11 @@ async def logs(
     await _find(daemon, job_id)
     wanted = Wanted.of(rank, offset, tail, follow)
     feed = LogFeed.of(request)
-    if follow and feed.followers >= MAX_FOLLOWERS:
-        raise Unavailable(
-            f"{MAX_FOLLOWERS} logs are followed at this moment, and no more can be.", remedy="Read it without follow."
-        )
+    caller = caller_of(request)
+    own = 0 if caller.admin else feed.followers_of[caller.user]
+    if follow and (feed.followers >= MAX_FOLLOWERS or own >= MAX_FOLLOWERS // SHARE):
+        detail = f"{feed.followers} logs are followed at this moment, {own} by you, and no more can be."
+        raise Unavailable(detail, remedy="Read it without follow.")
     reading = Reading(feed, daemon, request, job_id, wanted)
     try:
         return LogResponse(reading, await reading.begin(), frames)

@@ -16,7 +16,9 @@ import os
 import pwd
 import socket
 import struct
-from dataclasses import dataclass
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -32,7 +34,22 @@ ANCESTORS = 16
 """How far up from the caller its owner is looked for: one short read of /proc each, on the event loop."""
 MAX_NAMES = 10_000
 """Login names that are remembered."""
-_names: dict[int, str] = {}
+NAME_S = 60.0
+"""For how long a name is believed, and that there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What the directory of users has said of one."""
+
+    name: str
+    until_s: float
+    """On the monotonic clock."""
+
+
+_names: dict[int, Name] = {}
+_directory = ThreadPoolExecutor(4, "users")
+"""Its own threads, so that a directory that hangs holds up nothing else."""
 
 
 class Way(StrEnum):
@@ -113,7 +130,8 @@ class PeerProtocol(BoundedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Find out who connected, once per connection."""
-        self.app_state = {**self.app_state, "peer": peer_of(transport)}
+        peer = peer_of(transport)
+        self.app_state, self.whose = {**self.app_state, "peer": peer}, peer.uid
         super().connection_made(transport)
 
 
@@ -139,12 +157,33 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
 
 
 def user_name(uid: int) -> str:
-    """Login name of a user, or the number where it has none. A name once known stays: when the directory of users does
-    not answer for a while, nobody turns into a stranger to his own leases."""
+    """Login name of a user as far as it is known by now (`look_up`), or the number."""
+    known = _names.get(uid)
+    return str(uid) if known is None else known.name
+
+
+async def look_up(uid: int) -> None:
+    """See to it that the name of a user is known, and anew after `NAME_S`.
+
+    A directory of users may be slow, and must hold up nobody but those whom it does not know yet. A name once known
+    stays: when the directory does not answer for a while, nobody turns into a stranger to his own leases.
+    """
+    known = _names.get(uid)
+    if known is not None and time.monotonic() < known.until_s:
+        return
+    asked = asyncio.get_running_loop().run_in_executor(_directory, _look_up, uid)
+    if known is None:
+        await asked
+    else:
+        _names[uid] = replace(known, until_s=time.monotonic() + NAME_S)
+
+
+def _look_up(uid: int) -> None:
+    """In a thread: ask the directory."""
+    known = _names.get(uid)
     try:
         name = pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return _names.get(uid, str(uid))
-    if len(_names) < MAX_NAMES:
-        _names[uid] = name
-    return name
+    except (KeyError, OSError):
+        name = str(uid) if known is None else known.name
+    if known is not None or len(_names) < MAX_NAMES:
+        _names[uid] = Name(name, time.monotonic() + NAME_S)

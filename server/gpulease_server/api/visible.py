@@ -1,6 +1,6 @@
 """What of a noun a caller is shown: what is for its holder alone is left out for others, but for administrators.
 
-That is a lease's fencing token and environment, the traceback of a job, which is of its log, and with
+That is a lease's fencing token and environment, what a job has printed (its traceback, and why it failed), and with
 `--show-commands own` command lines.
 """
 
@@ -25,7 +25,9 @@ def job_for(caller: Caller, record: JobRecord, ledger: Ledger, access: Access) -
     long_ended_own = lease is None and caller.uid is not None and record.uid == caller.uid
     if long_ended_own or caller.sees(None if lease is None else lease.lease.holder):
         return job
-    return replace(job, traceback=None, command=job.command if access.show_commands else ())
+    # What a job has printed last is in the reason of a failure.
+    reason = job.reason if job.started_at is None and job.attempts <= 1 else None
+    return replace(job, traceback=None, reason=reason, command=job.command if access.show_commands else ())
 
 
 def gpu_for(caller: Caller, gpu: Gpu, access: Access) -> Gpu:
@@ -37,11 +39,15 @@ def gpu_for(caller: Caller, gpu: Gpu, access: Access) -> Gpu:
 
 
 def event_for(caller: Caller, event: Event, ledger: Ledger) -> Event:
-    """The event as this caller may see it; of a lease that is no longer in memory the fencing token is left out."""
-    if event.token is None:
+    """The event as this caller may see it: without another's fencing token, and why his job failed. So it is, too, when
+    the lease is no longer in memory."""
+    of_job = event.kind.startswith("job.") and event.reason is not None
+    if event.token is None and not of_job:
         return event
     record = ledger.leases.get(event.lease_id or "")
-    return event if caller.sees(None if record is None else record.lease.holder) else replace(event, token=None)
+    if caller.sees(None if record is None else record.lease.holder):
+        return event
+    return replace(event, token=None, reason=None if of_job else event.reason)
 
 
 def _process_for(caller: Caller, process: Process) -> Process:

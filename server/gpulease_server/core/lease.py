@@ -12,6 +12,7 @@ from gpulease.model import EndReason, GpuState, Lease, LeaseState, Liveness
 from .gpu import state_of
 from .happenings import Key, LeaseAsked, LeaseReleased, LeaseRenewed, WaiterSeen
 from .ledger import Change, Deadline, GpuRecord, KeyRecord, LeaseRecord, Ledger, OwnerWatch
+from .quota import had
 from .signs import live_on, liveness_of
 from .turn import Pending, Turn
 from .view import lease_view
@@ -208,7 +209,8 @@ def on_renewed(turn: Turn, renewed: LeaseRenewed) -> None:
 
 
 def _can_revive(turn: Turn, lease: Lease) -> bool:
-    """True while every GPU remembers this grant as its last, and either still drains of it or is free."""
+    """True while every GPU remembers this grant as its last, and either still drains of it or is free; and its user
+    has not taken what he may have meanwhile."""
     ledger = turn.ledger
     for device in lease.gpus:
         gpu = ledger.gpus.get(device.uuid)
@@ -216,7 +218,8 @@ def _can_revive(turn: Turn, lease: Lease) -> bool:
             return False
         if gpu.lease_id is None and state_of(ledger, gpu, turn.now, turn.policy) is not GpuState.FREE:
             return False
-    return _port_is_free(turn, lease)
+    within = had(ledger, turn.policy.limits).limit_met(lease, len(lease.gpus)) is None
+    return within and _port_is_free(turn, lease)
 
 
 def _port_is_free(turn: Turn, lease: Lease) -> bool:
