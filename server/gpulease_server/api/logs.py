@@ -24,7 +24,9 @@ from gpulease.exchange import parts_of_run
 from gpulease.log_frames import MEDIA_TYPE, Frame
 
 from ..core.ledger import JobRecord
+from .callers import Caller
 from .daemon import Daemon, TheDaemon
+from .identity import TheCaller
 from .jobs import _find
 from .log_reader import LAUNCHER, LogReader, key_of
 from .log_watch import LOOK_S, LOOK_UNTOLD_S, Watching
@@ -119,10 +121,13 @@ class LogFeed:
 class Reading:
     """One answer while it is sent."""
 
-    def __init__(self, feed: LogFeed, daemon: Daemon, request: Request, job_id: str, wanted: Wanted) -> None:
+    def __init__(
+        self, feed: LogFeed, daemon: Daemon, request: Request, caller: Caller, job_id: str, wanted: Wanted
+    ) -> None:
         self._feed = feed
         self._daemon = daemon
         self._request = request
+        self._caller = caller
         self._job_id = job_id
         self._wanted = wanted
         self._reader: LogReader | None = None
@@ -161,6 +166,9 @@ class Reading:
         while True:
             last = await self._is_last()
             async for piece in self._what_there_is(last):
+                if not self._daemon.knows(self._caller):
+                    self._broken_off = True
+                    return
                 yield piece
             if last:
                 return
@@ -209,8 +217,15 @@ class Reading:
         """True when what is there now is all that there will be, or all that this answer can still send."""
         if not self._wanted.follow or (await self._record()).job.state.final:
             return True
-        self._broken_off = self._daemon.stopping.is_set() or await self._request.is_disconnected()
+        self._broken_off = (
+            self._daemon.stopping.is_set() or not await self._still_known() or await self._request.is_disconnected()
+        )
         return self._broken_off
+
+    async def _still_known(self) -> bool:
+        """False when the caller's token is in force no more. Also a daemon that stands by lets logs be followed."""
+        token_id, bearers = self._caller.token_id, self._daemon.bearers
+        return token_id is None or (bearers is not None and await bearers.still_in_force(token_id))
 
     async def _wait(self) -> None:
         """Until a file has changed, the job has, or it is time to look."""
@@ -251,6 +266,7 @@ class LogResponse(StreamingResponse):
 async def logs(
     job_id: str,
     daemon: TheDaemon,
+    caller: TheCaller,
     request: Request,
     follow: Annotated[bool, Query(description="Go on until the job has ended.")] = False,
     rank: Annotated[
@@ -287,7 +303,7 @@ async def logs(
         raise Unavailable(
             f"{MAX_FOLLOWERS} logs are followed at this moment, and no more can be.", remedy="Read it without follow."
         )
-    reading = Reading(feed, daemon, request, job_id, wanted)
+    reading = Reading(feed, daemon, request, caller, job_id, wanted)
     try:
         return LogResponse(reading, await reading.begin(), frames)
     except BaseException:
