@@ -129,7 +129,7 @@ def test_a_grant_is_not_told_to_a_token_that_was_revoked_before_it(running: Daem
 @ROOT_ONLY
 def test_a_stream_tells_a_revoked_token_nothing_more(running: DaemonProcess) -> None:
     made = token(running, "ann", role="viewer")
-    with stream(running, Authorization=f"Bearer {made.json['bearer']}") as watched:
+    with stream(running, Authorization=f"Bearer {made.json['bearer']}", Connection="close") as watched:
         watched.until(b"id: ")
         lease(running)
         watched.event("lease.ended")
@@ -143,7 +143,7 @@ def test_a_stream_tells_a_revoked_token_nothing_more(running: DaemonProcess) -> 
 @ROOT_ONLY
 def test_a_stream_in_which_nothing_happens_ends_with_its_token(running: DaemonProcess) -> None:
     made = token(running, "ann", role="viewer", expires_s=5)
-    with stream(running, Authorization=f"Bearer {made.json['bearer']}") as watched:
+    with stream(running, Authorization=f"Bearer {made.json['bearer']}", Connection="close") as watched:
         assert b"the token is in force no more" in watched.rest()
 
 
