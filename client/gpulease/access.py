@@ -75,9 +75,9 @@ class TokenRequest(Body):
 
     def __post_init__(self) -> None:
         require(
-            0 < len(self.user) <= MAX_USER and self.user.isprintable() and " " not in self.user,
+            0 < len(self.user) <= MAX_USER and self.user.isprintable() and not {" ", ":"} & set(self.user),
             "user",
-            f"must be a name of 1 to {MAX_USER} characters without spaces",
+            f"must be a name of 1 to {MAX_USER} characters without spaces and colons",
         )
         require(self.role in tuple(Role), "role", f"must be {', '.join(Role)}")
         require(len(self.note) <= MAX_NOTE, "note", f"must be at most {MAX_NOTE} characters")

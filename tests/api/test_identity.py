@@ -117,9 +117,7 @@ def test_what_is_for_the_holder_alone_is_not_shown_to_others(here: Installation)
 @ROOT_ONLY
 def test_what_a_job_has_printed_is_for_its_holder(here: Installation) -> None:
     # Printed as Python would, and in no command line.
-    program = (
-        """printf 'Traceback (most recent call last):\\n  File "x", line 1, in f\\nValueError: s3c''ret\\n' >&2"""
-    )
+    program = """printf 'Traceback (most recent call last):\\n  File "x", line 1, in f\\nValueError: s3c''ret\\n' >&2"""
     asked = {"command": ["/bin/sh", "-c", f"{program}; exit 1"], "launcher": "plain"}
     here.ask("owner", "POST", f"/v1/jobs/{here.job['id']}/cancel", {"grace_s": 0})
     job = here.ask("owner", "POST", "/v1/jobs", asked).json

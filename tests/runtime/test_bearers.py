@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import Engine, select, text
 
 from gpulease.access import Role, TokenRequest
 from gpulease.errors import NotFound, Unavailable
 from gpulease_server.core.turn import Policy
+from gpulease_server.runtime import bearers as of_bearers
 from gpulease_server.runtime.bearers import Bearers
 from gpulease_server.runtime.writer import Writer
+from gpulease_server.store import bearers as stored
 from gpulease_server.store import tables
 from gpulease_server.store.store import Store
 
@@ -98,3 +101,63 @@ def test_a_token_that_could_not_be_kept_is_not_shown_and_the_others_are_known_me
         with store.engine.begin() as connection:
             connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
         assert len(asyncio.run(bearers.all())) == 1
+
+
+class SlowReading:
+    """The next reading of the tokens gets what is in the database, and does not come back before it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.let = threading.Event(), threading.Event()
+        self._load = stored.load
+        monkeypatch.setattr(stored, "load", self.load)
+        monkeypatch.setattr(of_bearers, "READ_S", 0.0)
+
+    def load(self, engine: Engine) -> dict[str, stored.BearerRecord]:
+        found = self._load(engine)
+        if not self.read.is_set():
+            self.read.set()
+            assert self.let.wait(60)
+        return found
+
+
+def test_what_was_read_before_a_takeover_does_not_bring_a_revoked_token_back(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(writer: Bearers, standby: Bearers) -> None:
+        made = await writer.create(TokenRequest(user="ann"), "root")
+        slow = SlowReading(monkeypatch)
+        looking = asyncio.create_task(standby.find(made.bearer))
+        assert await asyncio.to_thread(slow.read.wait, 60)
+        await writer.revoke(made.id, "root")
+        await asyncio.to_thread(standby.restore)
+        slow.let.set()
+        assert await looking is None
+        assert await standby.find(made.bearer) is None
+        assert await standby.all() == ()
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, _):
+        asyncio.run(story(writer, standby))
+
+
+def test_what_is_made_or_revoked_while_the_tokens_are_read_stays_so(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(bearers: Bearers, store: Store) -> None:
+        await bearers.create(TokenRequest(user="ann"), None)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
+        with pytest.raises(Unavailable):
+            await bearers.create(TokenRequest(user="bob"), None)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
+        slow = SlowReading(monkeypatch)  # and each request reads them
+        looking = asyncio.create_task(bearers.all())
+        assert await asyncio.to_thread(slow.read.wait, 60)
+        new = await bearers.create(TokenRequest(user="eve"), None)
+        monkeypatch.setattr(of_bearers, "READ_S", 3600.0)  # what is taken for true now stays
+        slow.let.set()
+        assert [token.user for token in await looking] == ["ann", "eve"]
+        assert await bearers.find(new.bearer) is not None
+
+    with daemon(database_url) as (bearers, store):
+        asyncio.run(story(bearers, store))

@@ -30,6 +30,8 @@ class Caller:
     """None where he is not known."""
     how: str | None = None
     """`socket`, `loopback` or `token`."""
+    token_id: str | None = None
+    """Id of the token by which he is known."""
     reports: bool = False
     """True where he may speak for nodes."""
 
@@ -85,9 +87,14 @@ async def by_token(header: str, bearers: Bearers | None) -> Caller:
     bearer = header[len(SCHEME) :].strip() if header.lower().startswith(SCHEME) else ""
     known = await bearers.find(bearer) if bearers is not None and bearer else None
     if known is None:
-        raise NotAuthenticated(
-            "The Authorization header carries no token that is in force: it is unknown, was revoked, or has expired.",
-            remedy="Send a valid one, or none at all where the daemon knows you without; see `gpulease token create`.",
-        )
+        raise no_token_in_force()
     reports = known.role in (Role.ADMIN, Role.WORKER)
-    return Caller(known.user, known.uid, known.gid, known.role, "token", reports=reports)
+    return Caller(known.user, known.uid, known.gid, known.role, "token", known.token_id, reports)
+
+
+def no_token_in_force() -> NotAuthenticated:
+    """What to say to who sends a wrong token, or one that was revoked or has expired while he waited."""
+    return NotAuthenticated(
+        "The Authorization header carries no token that is in force: it is unknown, was revoked, or has expired.",
+        remedy="Send a valid one, or none at all where the daemon knows you without; see `gpulease token create`.",
+    )

@@ -18,7 +18,7 @@ from ..runtime.standing import Standing
 from ..runtime.tickets import Tickets
 from ..runtime.writer import Writer
 from ..store.store import Store
-from .callers import Access
+from .callers import Access, Caller, no_token_in_force
 
 
 @dataclass
@@ -58,6 +58,15 @@ class Daemon:
         if problem is None and self.local_node is not None:
             problem = node_problem(self.ledger, self.local_node, self.now(), self.policy)
         return problem
+
+    def knows(self, caller: Caller) -> bool:
+        """False when he was known by a token that was revoked or has expired since."""
+        return caller.token_id is None or (self.bearers is not None and self.bearers.in_force(caller.token_id))
+
+    def require_known(self, caller: Caller) -> None:
+        """For who waits, before he is told or given anything. Raises `NotAuthenticated` unless he is still known."""
+        if not self.knows(caller):
+            raise no_token_in_force()
 
     def now(self) -> Instant:
         """This moment."""

@@ -14,6 +14,7 @@ whatever its reader does:
 | the reader is slower than the events | `send` waits for him; he reads from the database until he has caught up |
 | he takes nothing at all | the connection ends (`connection.stalled_s`) |
 | what he needs next has been pruned | an event `events_pruned` with the problem that a page would answer; the end |
+| the reader's token is revoked or expires | nothing more but a comment; the end |
 | the daemon stops, or another one has taken over | a comment that says so; the end. `seq` goes on in the next daemon |
 | the daemon stands by | 503, as for every wait; the writer is named |
 | the database cannot be read while he is behind | a comment; the end. He comes back with Last-Event-ID |
@@ -52,6 +53,7 @@ MAX_STREAMS = 512
 MAX_BATCH = 200
 """Events that are sent at once."""
 KEEP_ALIVE_S = 15.0
+NOT_KNOWN = b": the token is in force no more\n\n"
 RETRY_MS = 1000
 """How long a browser waits before it comes back."""
 EVENT: TypeAdapter[Event] = TypeAdapter(Event)
@@ -135,6 +137,9 @@ class EventStream(Response):
                 if self._daemon.stopping.is_set() or self._daemon.standing.superseded:
                     await _part(send, b": the daemon is shutting down; go on with Last-Event-ID\n\n")
                     break
+                if not self._daemon.knows(self._caller):
+                    await _part(send, NOT_KNOWN)
+                    break
                 if not await self._wait(gone):
                     await _part(send, b": nothing new\n\n")
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -162,6 +167,10 @@ class EventStream(Response):
                     return
             self._position = found[-1].seq if found else last_seq  # none: all of them have been pruned
             ledger = self._daemon.ledger
+            if not self._daemon.knows(self._caller):
+                self._over = True
+                yield NOT_KNOWN
+                return
             yield b"".join(_spelled(event_for(self._caller, event, ledger)) for event in found or ())
 
     async def _wait(self, gone: asyncio.Future[None]) -> bool:

@@ -70,7 +70,9 @@ async def show_node(name: str, daemon: TheDaemon) -> Node:
     openapi_extra=REPORT.openapi(),
     responses=documented("invalid_request", "not_allowed", "too_large", "unavailable"),
 )
-async def exchange(name: str, report: Annotated[NodeReport, Depends(REPORT)], daemon: TheDaemon) -> DesiredState:
+async def exchange(
+    name: str, report: Annotated[NodeReport, Depends(REPORT)], daemon: TheDaemon, caller: TheCaller
+) -> DesiredState:
     """For workers: the node's full view, answered with everything that should be true on it.
 
     The answer is held while it would say nothing new, at most `hold_s` seconds.
@@ -87,6 +89,7 @@ async def exchange(name: str, report: Annotated[NodeReport, Depends(REPORT)], da
     until_s = begun_s + min(max(report.hold_s, 0.0), MAX_HOLD_S)
     slice_s = OWNERS_S if name == daemon.local_node else MAX_HOLD_S
     while True:
+        daemon.require_known(caller)
         desired = desired_state(daemon.ledger, name, 0)
         told_owners, now_s = daemon.tickets.told_owners(name), daemon.now().mono_s
         news = _is_news(daemon, name, seen, replace(desired, owners=told_owners))

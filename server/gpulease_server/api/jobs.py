@@ -108,7 +108,7 @@ async def show(
         current = daemon.ledger.jobs.get(job_id)
         return current is None or current.job.state is not state or state.final
 
-    await hold(daemon, request, f"job:{job_id}", wait_s, settled)
+    await hold(daemon, request, caller, f"job:{job_id}", wait_s, settled)
     return job_for(caller, await _find(daemon, job_id), daemon.ledger, daemon.access)
 
 

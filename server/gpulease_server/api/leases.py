@@ -193,7 +193,7 @@ async def _hold_while(
             daemon.writer.tell(WaiterSeen(cause=ids.make("poll"), lease_id=lease_id))
 
     slice_s = min(SLICE_S, record.lease.ttl_s / 3) if record.lease.ttl_s > 0 else SLICE_S
-    await hold(daemon, request, f"lease:{lease_id}", wait_s, settled, alive, slice_s)
+    await hold(daemon, request, caller, f"lease:{lease_id}", wait_s, settled, alive, slice_s)
 
 
 def _view(daemon: Daemon, record: LeaseRecord) -> Lease:

@@ -25,9 +25,10 @@ from gpulease.exchange import parts_of_run
 from gpulease.log_frames import MEDIA_TYPE, Frame
 
 from ..core.ledger import JobRecord
+from .callers import Caller
 from .connection import SHARE
 from .daemon import Daemon, TheDaemon
-from .identity import caller_of
+from .identity import TheCaller
 from .jobs import _find
 from .log_reader import LAUNCHER, LogReader, key_of
 from .log_watch import LOOK_S, LOOK_UNTOLD_S, Watching
@@ -124,10 +125,13 @@ class LogFeed:
 class Reading:
     """One answer while it is sent."""
 
-    def __init__(self, feed: LogFeed, daemon: Daemon, request: Request, job_id: str, wanted: Wanted) -> None:
+    def __init__(
+        self, feed: LogFeed, daemon: Daemon, request: Request, caller: Caller, job_id: str, wanted: Wanted
+    ) -> None:
         self._feed = feed
         self._daemon = daemon
         self._request = request
+        self._caller = caller
         self._job_id = job_id
         self._wanted = wanted
         self._reader: LogReader | None = None
@@ -135,9 +139,8 @@ class Reading:
         self._changed = asyncio.Event()
         self._told = feed.watching.told(self._changed)
         self._broken_off = False
-        self._whose = caller_of(request).user
         feed.followers += wanted.follow  # until it is closed
-        feed.followers_of[self._whose] += wanted.follow
+        feed.followers_of[self._caller.user] += wanted.follow
 
     async def begin(self) -> dict[str, str]:
         """Open what there is. Returns the headers that say where it begins and how much there is."""
@@ -168,6 +171,9 @@ class Reading:
         while True:
             last = await self._is_last()
             async for piece in self._what_there_is(last):
+                if not self._daemon.knows(self._caller):
+                    self._broken_off = True
+                    return
                 yield piece
             if last:
                 return
@@ -176,7 +182,7 @@ class Reading:
     def close(self) -> None:
         """Be told of nothing and read nothing any more."""
         self._feed.followers -= self._wanted.follow
-        self._feed.followers_of[self._whose] -= self._wanted.follow
+        self._feed.followers_of[self._caller.user] -= self._wanted.follow
         self._feed.followers_of += Counter()  # forgets whoever follows none
         self._told.close()
         self._close_reader()
@@ -218,8 +224,15 @@ class Reading:
         """True when what is there now is all that there will be, or all that this answer can still send."""
         if not self._wanted.follow or (await self._record()).job.state.final:
             return True
-        self._broken_off = self._daemon.stopping.is_set() or await self._request.is_disconnected()
+        self._broken_off = (
+            self._daemon.stopping.is_set() or not await self._still_known() or await self._request.is_disconnected()
+        )
         return self._broken_off
+
+    async def _still_known(self) -> bool:
+        """False when the caller's token is in force no more. Also a daemon that stands by lets logs be followed."""
+        token_id, bearers = self._caller.token_id, self._daemon.bearers
+        return token_id is None or (bearers is not None and await bearers.still_in_force(token_id))
 
     async def _wait(self) -> None:
         """Until a file has changed, the job has, or it is time to look."""
@@ -260,6 +273,7 @@ class LogResponse(StreamingResponse):
 async def logs(
     job_id: str,
     daemon: TheDaemon,
+    caller: TheCaller,
     request: Request,
     follow: Annotated[bool, Query(description="Go on until the job has ended.")] = False,
     rank: Annotated[
@@ -292,12 +306,11 @@ async def logs(
     await _find(daemon, job_id)
     wanted = Wanted.of(rank, offset, tail, follow)
     feed = LogFeed.of(request)
-    caller = caller_of(request)
     own = 0 if caller.admin else feed.followers_of[caller.user]
     if follow and (feed.followers >= MAX_FOLLOWERS or own >= MAX_FOLLOWERS // SHARE):
         detail = f"{feed.followers} logs are followed at this moment, {own} by you, and no more can be."
         raise Unavailable(detail, remedy="Read it without follow.")
-    reading = Reading(feed, daemon, request, job_id, wanted)
+    reading = Reading(feed, daemon, request, caller, job_id, wanted)
     try:
         return LogResponse(reading, await reading.begin(), frames)
     except BaseException:

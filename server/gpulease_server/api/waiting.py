@@ -9,6 +9,7 @@ from fastapi import Query, Request
 
 from gpulease.errors import InvalidRequest
 
+from .callers import Caller
 from .daemon import Daemon
 
 MAX_WAIT_S = 3600.0
@@ -26,6 +27,7 @@ Cursor = Annotated[str | None, Query(description="`next` of the page before.", p
 async def hold(
     daemon: Daemon,
     request: Request,
+    caller: Caller,
     topic: str,
     wait_s: float,
     settled: Callable[[], bool],
@@ -34,16 +36,19 @@ async def hold(
 ) -> None:
     """Return once `settled` is true, the time is over, the client is gone or the daemon stops.
 
-    `alive` is called now and in every slice of the wait while the client is still there.
+    `alive` is called now and in every slice of the wait while the client is still there. Raises `NotAuthenticated` when
+    the caller's token is in force no more.
     """
     until_s = daemon.now().mono_s + wait_s
     while not settled() and not daemon.stopping.is_set() and not await request.is_disconnected():
         left_s = until_s - daemon.now().mono_s
         if left_s <= 0:
-            return
+            break
+        daemon.require_known(caller)
         alive()
         if not settled():
             await daemon.writer.topics.wait(topic, min(left_s, slice_s))
+    daemon.require_known(caller)
 
 
 def number_of(cursor: str | None) -> int | None:

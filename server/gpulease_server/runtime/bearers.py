@@ -7,6 +7,7 @@ stands by has them no older than `READ_S`, and reads them whole again when it ta
 | what happens | what follows |
 |---|---|
 | a token is revoked | refused from the answer to the revocation on; where another daemon stands by, `READ_S` later |
+| one is made or revoked, or this daemon takes over, while they are read | what was read is dropped: it may be older |
 | a daemon is restarted, or takes over | the tokens are read before the first request |
 | the database is away when one is made or revoked | 503; whether it was done is read once the database is back |
 | the database is away on a daemon that stands by | the copy stays, as its ledger does |
@@ -21,6 +22,7 @@ import hashlib
 import hmac
 import logging
 import pwd
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -46,9 +48,21 @@ UNKNOWN = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
+class Account:
+    """Whom the name of a user means on this host."""
+
+    user: str
+    """His login name as the host spells it; a name that it does not know as it was given."""
+    uid: int | None = None
+    """None where the host does not know him."""
+    gid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """Whom a token names."""
 
+    token_id: str
     user: str
     uid: int | None
     gid: int | None
@@ -71,10 +85,16 @@ class Bearers:
         self._complete = False
         """True while nobody else can have changed what is in memory."""
         self._reading = asyncio.Lock()
+        self._changes = 0
+        """How often they were changed but by reading them again."""
+        self._changing = threading.Lock()
 
     def restore(self) -> None:
-        """Read them, as the writer, before the first request. Blocks. Raises SQLAlchemyError."""
-        self._records, self._complete = bearers.load(self._store.engine), True
+        """Read them, as the writer, before the first request. Blocks; from any thread. Raises SQLAlchemyError."""
+        records = bearers.load(self._store.engine)
+        with self._changing:
+            self._changes += 1
+            self._records, self._complete = records, True
 
     async def find(self, bearer: str) -> Known | None:
         """Whose token this is; None if it is none that is in force. Raises `Unavailable`."""
@@ -85,31 +105,44 @@ class Bearers:
         if record is None or not matches or _expired(record.token, clock.now().at):
             return None
         token = record.token
-        return Known(token.user, token.uid, record.gid, token.role)
+        return Known(token.id, token.user, token.uid, record.gid, token.role)
+
+    def in_force(self, token_id: str) -> bool:
+        """True while a token is neither revoked nor expired, as far as is known here."""
+        record = self._records.get(token_id)
+        return record is not None and not _expired(record.token, clock.now().at)
+
+    async def still_in_force(self, token_id: str) -> bool:
+        """The same, read again first where somebody else may have revoked it. Raises `Unavailable`."""
+        await self._refresh()
+        return self.in_force(token_id)
 
     async def all(self) -> tuple[BearerToken, ...]:
         """Every token that was not revoked, oldest first. Raises `Unavailable`."""
         await self._refresh()
         return tuple(record.token for record in self._records.values())
 
-    async def create(self, asked: TokenRequest, by: str | None) -> NewBearerToken:
-        """A new token, kept before it is shown. Raises `Unavailable`, `OverQuota`."""
+    async def create(self, asked: TokenRequest, by: str | None, account: Account | None = None) -> NewBearerToken:
+        """A new token, kept before it is shown; `account` is that of its user, looked up when left out. Raises
+        `Unavailable`, `OverQuota`."""
+        owner = await asyncio.to_thread(account_of, asked.user) if account is None else account
         now, token_id = clock.now().at, ids.make("token")
         bearer = ids.bearer(token_id)
-        uid, gid = await asyncio.to_thread(_account, asked.user)
         token = BearerToken(
             id=token_id,
-            user=asked.user,
-            uid=uid,
+            user=owner.user,
+            uid=owner.uid,
             role=asked.role,
             note=asked.note,
             created_at=now,
             created_by=by,
             expires_at=None if asked.expires_s is None else now + timedelta(seconds=asked.expires_s),
         )
-        record = BearerRecord(token=token, hash=_hash(bearer), gid=gid)
+        record = BearerRecord(token=token, hash=_hash(bearer), gid=owner.gid)
         await self._change(lambda: bearers.add(self._store, record, now))
-        self._records[token_id] = record
+        with self._changing:
+            self._changes += 1
+            self._records[token_id] = record
         log.info("%s made token %s of %s with role %s", by, token_id, token.user, token.role)
         return NewBearerToken(**{name: getattr(token, name) for name in BearerToken.__slots__}, bearer=bearer)
 
@@ -121,7 +154,9 @@ class Bearers:
             detail = f"There is no token {token_id}."
             raise NotFound(detail, remedy="gpulease token list shows those there are; one is revoked only once.")
         await self._change(lambda: bearers.remove(self._store, token_id))
-        self._records.pop(token_id, None)
+        with self._changing:
+            self._changes += 1
+            self._records.pop(token_id, None)
         log.info("%s revoked token %s of %s", by, token_id, record.token.user)
         return record.token
 
@@ -137,17 +172,23 @@ class Bearers:
         if self._complete:
             return
         async with self._reading:
-            now_s = clock.now().mono_s
-            if self._complete or (self._read_s is not None and now_s - self._read_s < READ_S):
-                return
-            try:
-                self._records = await asyncio.to_thread(bearers.load, self._store.engine)
-            except SQLAlchemyError as error:
-                if self._read_s is None:
-                    detail = f"The tokens cannot be read now: {why(error)}."
-                    raise Unavailable(detail, remedy="Ask again.") from error
-                log.debug("the tokens cannot be read: %s", error)
-            self._read_s = now_s
+            while not self._complete:
+                now_s, changes = clock.now().mono_s, self._changes
+                if self._read_s is not None and now_s - self._read_s < READ_S:
+                    return
+                try:
+                    records = await asyncio.to_thread(bearers.load, self._store.engine)
+                except SQLAlchemyError as error:
+                    if self._read_s is None and not self._complete:
+                        detail = f"The tokens cannot be read now: {why(error)}."
+                        raise Unavailable(detail, remedy="Ask again.") from error
+                    log.debug("the tokens cannot be read: %s", error)
+                    self._read_s = now_s
+                    return
+                with self._changing:
+                    if changes == self._changes:
+                        self._records, self._read_s = records, now_s
+                        return
 
 
 def _hash(bearer: str) -> str:
@@ -158,10 +199,11 @@ def _expired(token: BearerToken, now: datetime) -> bool:
     return token.expires_at is not None and token.expires_at <= now
 
 
-def _account(user: str) -> tuple[int | None, int | None]:
-    """The number and the group of a user of this host; None where it does not know him. Blocks."""
+def account_of(user: str) -> Account:
+    """The account on this host that a login name or a number means. Blocks."""
+    numeric = user.isascii() and user.isdecimal()
     try:
-        known = pwd.getpwuid(int(user)) if user.isascii() and user.isdecimal() else pwd.getpwnam(user)
+        known = pwd.getpwuid(int(user)) if numeric else pwd.getpwnam(user)
     except (KeyError, ValueError, OverflowError):
-        return None, None
-    return known.pw_uid, known.pw_gid
+        return Account(str(int(user)) if numeric else user)
+    return Account(known.pw_name, known.pw_uid, known.pw_gid)
