@@ -99,7 +99,7 @@ def test_each_user_has_one_spelling(running: DaemonProcess) -> None:
 @ROOT_ONLY
 def test_a_revoked_token_neither_keeps_its_request_in_the_queue_nor_hears_of_its_end(running: DaemonProcess) -> None:
     made = token(running, "ann")
-    all_of_them = running.call("POST", "/v1/leases", {"count": 4, "ttl_s": 600}).json
+    all_of_them = running.call("POST", "/v1/leases?wait_s=60", {"count": 4, "ttl_s": 600}).json
     queued = "/v1/leases?state=queued"
     try:
         with asking(running, made, "POST", "/v1/leases?wait_s=300", {"count": 1, "ttl_s": 3}) as answers:
@@ -116,7 +116,7 @@ def test_a_revoked_token_neither_keeps_its_request_in_the_queue_nor_hears_of_its
 @ROOT_ONLY
 def test_a_grant_is_not_told_to_a_token_that_was_revoked_before_it(running: DaemonProcess) -> None:
     made = token(running, "ann")
-    all_of_them = running.call("POST", "/v1/leases", {"count": 4, "ttl_s": 600}).json
+    all_of_them = running.call("POST", "/v1/leases?wait_s=60", {"count": 4, "ttl_s": 600}).json
     with asking(running, made, "POST", "/v1/leases?wait_s=300", {"count": 1, "ttl_s": 600}) as answers:
         eventually(lambda: len(running.call("GET", "/v1/leases?state=queued").json["items"]) == 1, WITHIN_S)
         (waits,) = running.call("GET", "/v1/leases?state=queued").json["items"]
