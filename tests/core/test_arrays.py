@@ -145,11 +145,11 @@ def test_indices_that_mean_nothing_are_refused(text: str, words: str) -> None:
         ArrayRequest(indices=text)
 
 
-def test_environments_that_are_too_large_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^array: 1000 environments"):
-        JobRequest(
-            command=["t.py"], environment={"A": "x" * 100_000}, array=ArrayRequest(indices="0-999", at_most=None)
-        )
+def test_commands_and_environments_that_are_too_large_together_are_refused() -> None:
+    array = ArrayRequest(indices="0-999", at_most=None)
+    for asked in ({"environment": {"A": "x" * 100_000}}, {"command": ["t.py", "x" * 100_000]}):
+        with pytest.raises(ValueError, match=r"^array: 1000 commands and environments"):
+            JobRequest(**{"command": ["t.py"], "array": array, **asked})
 
 
 def test_the_index_goes_into_the_command_and_nothing_else_of_it_changes() -> None:
