@@ -70,10 +70,16 @@ def said_in_dockerfile(word: str) -> list[str]:
     return words
 
 
-def test_it_serves_as_the_image_starts_it(installed: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def short_place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="gpulease-home-") as place:
+        yield Path(place)
+
+
+def test_it_serves_as_the_image_starts_it(installed: Path, tmp_path: Path, short_place: Path) -> None:
     """Without rights, from code that it cannot write, with its data in a home of its own."""
-    home, log = tmp_path / "home", tmp_path / "image.log"
-    home.mkdir()
+    log = tmp_path / "image.log"
+    home = short_place  # the path of a socket has 107 bytes at most
     os.chown(home, 65534, 65534)
     for place in (*home.parents, *installed.parents):  # access(2), which alembic asks, knows no capability
         if place.stat().st_uid == os.geteuid() and Path(tempfile.gettempdir()) in place.parents:

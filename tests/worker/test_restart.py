@@ -83,17 +83,22 @@ def states(worker: Worker) -> list[RunState]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """No other program, nor one that is started meanwhile, gets ahead of this one; where that may be asked for."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO | os.SCHED_RESET_ON_FORK, os.sched_param(1))
-    except PermissionError:
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+def stopped_at_once() -> Iterator[list[processes.Identity]]:
+    """What is started meanwhile is stopped before it has done anything; whoever looks for it later is too late."""
+    found: list[processes.Identity] = []
+
+    def start(*words: Any, **members: Any) -> int:
+        pid = real(*words, **members)
+        os.kill(pid, signal.SIGSTOP)
+        identity = processes.Identity.of(pid)
+        assert identity is not None
+        found.append(identity)
+        return pid
+
+    real = os.posix_spawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch.os, "posix_spawn", start)
+        yield found
 
 
 async def soon(condition: Callable[[], object], what: str) -> None:
@@ -128,15 +133,14 @@ def test_a_supervisor_that_has_the_lock_and_no_record_yet_keeps_its_job(tmp_path
     play(tmp_path, story)
 
 
-def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path, started_here) -> None:
+def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path) -> None:
     note = tmp_path / "starts"
     job = noting(note)
 
     async def story(worker: Worker) -> None:
-        with undisturbed():
-            worker.jobs.reconcile([job])  # starts a supervisor, which has not got as far as the lock
-            (first,) = started_here()
-            os.kill(first.pid, signal.SIGSTOP)
+        with stopped_at_once() as started:
+            worker.jobs.reconcile([job])  # starts a supervisor, which does not get as far as the lock
+        (first,) = started
         directory = tmp_path / "jobs" / "j"
         with supervising(directory, SLOW) as second:
             await soon((directory / "about-to-start").exists, "another has the lock")
