@@ -120,7 +120,8 @@ async def show(
 async def cancel(job_id: str, asked: Annotated[CancelRequest, Depends(CANCEL)], daemon: TheDaemon) -> Job:
     """Let a job end: SIGTERM to its launcher, `grace_s` seconds, then SIGKILL to all that is left of it."""
     record = await _find(daemon, job_id)
-    if job_id not in daemon.ledger.jobs:
+    # As of leases: while the ledger is being read, nothing is known of what runs.
+    if daemon.writer.problem is None and job_id not in daemon.ledger.jobs:
         return record.job
     happening = JobCancelled(cause=ids.make("request"), job_id=job_id, grace_s=asked.grace_s)
     answer = await daemon.writer.submit(happening)

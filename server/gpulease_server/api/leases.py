@@ -163,7 +163,8 @@ async def explain_lease(lease_id: str, daemon: TheDaemon) -> Explanation:
 
 
 async def _act(daemon: Daemon, record: LeaseRecord, happening: LeaseRenewed | LeaseReleased) -> Lease:
-    if happening.lease_id not in daemon.ledger.leases:
+    # What is in the database alone ended long ago, unless the ledger is still being read: then nothing is known yet.
+    if daemon.writer.problem is None and happening.lease_id not in daemon.ledger.leases:
         return long_ended(record.lease, happening)
     answer = await daemon.writer.submit(happening)
     assert isinstance(answer, Lease)
