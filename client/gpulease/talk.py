@@ -186,8 +186,7 @@ class Talk:
                     # Raises unless the daemon still answers: then the job is only silent.
                     yield from self.route.ask(calls.alive())
                     continue
-                where = f"The daemon at {self.route.address.shown} broke off during {call.path}: {error}."
-                pause = patience.pause(DaemonUnavailable(where, remedy="Look at its log: it may have been restarted."))
+                pause = patience.pause(self._broke_off(call, error))
             except (DaemonUnavailable, Unavailable) as error:
                 if not self.route.found:
                     raise
@@ -213,13 +212,16 @@ class Talk:
                 raise BrokenOff("it ended")
             except BrokenOff as error:
                 self.route.broke()
-                where = f"The daemon at {self.route.address.url} broke off during {call.path}: {error}."
-                pause = patience.pause(DaemonUnavailable(where, remedy="Look at its log: it may have been restarted."))
+                pause = patience.pause(self._broke_off(call, error))
             except (DaemonUnavailable, Unavailable) as error:
                 if not self.route.found:
                     raise
                 pause = patience.pause(error)
             yield pause
+
+    def _broke_off(self, call: Call[Any], error: BrokenOff) -> DaemonUnavailable:
+        where = f"The daemon at {self.route.address.shown} broke off during {call.path}: {error}."
+        return DaemonUnavailable(where, remedy="Look at its log: it may have been restarted.")
 
     def _taken(self, frames: Iterator[Item], call: Call[str]) -> Iterator[Item]:
         try:

@@ -121,6 +121,10 @@ def gateway(caller: socket.socket, _: bytes) -> None:
     caller.sendall(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n")
 
 
+def break_off_a_stream(caller: socket.socket, _: bytes) -> None:
+    caller.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
+
+
 BY_HAND: Call[Any] = Call(method="POST", path="/v1/leases", read=dict, body={"count": 1, "ttl_s": 60, "queue": True})
 """A request for a lease as somebody might write it: without a key, so that twice is two leases."""
 
@@ -353,3 +357,17 @@ def test_several_urls_are_a_list_or_have_commas(given: Any, urls: list[str]) -> 
 def test_urls_that_make_no_sense_are_refused(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="url"):
         candidates(given, {})
+
+
+@pytest.mark.parametrize("path", ["events", "log"])
+def test_a_password_in_an_address_is_in_no_error(path: str) -> None:
+    with (
+        misbehaving(break_off_a_stream) as (url, asked),
+        Client(url.replace("//", "//me:hunter2@"), retry_s=0.2) as client,
+    ):
+        following = client.watch_events() if path == "events" else client.job_logs("job-1", follow=True)
+        with pytest.raises(DaemonUnavailable) as refused:
+            list(following)
+    assert asked
+    assert "broke off" in str(refused.value)
+    assert "hunter2" not in f"{refused.value} {refused.value!r}"
