@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from enum import Enum
 from typing import Any
@@ -65,6 +65,10 @@ class FaultyStore(Store):
             self.unreadable -= 1
             raise OSError("the database is gone")
         return super().load()
+
+
+Body = Callable[[Writer, FaultyStore], Coroutine[Any, Any, None]]
+"""What a test does beside a writer."""
 
 
 @asynccontextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,11 +17,8 @@ from gpulease_server.core.ledger import Instant, Ledger
 from gpulease_server.runtime.meters import Meters
 from gpulease_server.runtime.usage import ABSENT_S, OTHER, TOP_USERS, UNKNOWN, Usage
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store.database import upgrade
 from tests.core.build import World, gpu
-from tests.runtime.faulty import Fate, FaultyStore, ask, recovered, release, report, writing
-
-Body = Callable[[Writer, FaultyStore], Coroutine[Any, Any, None]]
+from tests.runtime.faulty import Body, Fate, FaultyStore, ask, recovered, release, report
 
 
 def test_held_time_is_that_of_every_gpu_and_needs_no_reading() -> None:
@@ -126,18 +122,6 @@ def _live(steps: list[tuple[int, int, float]]) -> None:
         assert sum(one.gpus for one in shown.values()) == len(usage.held)
         assert len(shown) <= 4
         before = shown
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[[Body], None]:
-    file = tmp_path / "ledger.db"
-    upgrade(f"sqlite:///{file}")
-
-    async def main(body: Body) -> None:
-        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
-            await body(writer, store)
-
-    return lambda body: asyncio.run(main(body))
 
 
 def counted(writer: Writer, name: str, **labels: str) -> float:

@@ -17,21 +17,7 @@ from gpulease_server.runtime import ids
 from gpulease_server.runtime.writer import MAX_TURN, Writer
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.store import Store
-from tests.runtime.faulty import Fate, FaultyStore, ask, recovered, release, renew, report, writing
-
-Body = Callable[[Writer, FaultyStore], Coroutine[Any, Any, None]]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[[Body], None]:
-    file = tmp_path / "ledger.db"
-    upgrade(f"sqlite:///{file}")
-
-    async def main(body: Body) -> None:
-        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
-            await body(writer, store)
-
-    return lambda body: asyncio.run(main(body))
+from tests.runtime.faulty import Body, Fate, FaultyStore, ask, recovered, release, renew, report, writing
 
 
 async def granted(writer: Writer, key: str | None = None, **what: Any) -> Lease:
