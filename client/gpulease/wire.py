@@ -32,6 +32,8 @@ MAX_ARRAY_BYTES = 64 * 2**20
 """Size of the environments of an array's jobs together, at most: each job keeps its own."""
 MAX_WORD_BYTES = 2**17 - 1
 """Size of one variable or argument, at most: the kernel's MAX_ARG_STRLEN (execve(2))."""
+ADDRESSABLE = re.compile(r"[!-+\-.0-~]{1,96}")
+"""Printable ASCII without space, comma and slash."""
 LIMITS = frozenset(
     (
         *("as", "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue"),
@@ -344,6 +346,11 @@ def parse_devices(devices: int | str | list[int | str]) -> dict[str, Any]:
 def spell_uuid(uuid: str) -> str:
     """A GPU UUID in the one spelling that CUDA takes: `GPU-` and lower-case hex."""
     return uuid.strip().lower().replace("gpu-", "GPU-", 1)
+
+
+def addressable(uuid: str) -> bool:
+    """True for a UUID that is spelled so, and that lists of GPUs and addresses can have in them."""
+    return ADDRESSABLE.fullmatch(uuid) is not None and uuid == spell_uuid(uuid) and uuid.strip(".") != ""
 
 
 def to_json(noun: Any) -> dict[str, Any]:

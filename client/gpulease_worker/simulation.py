@@ -19,7 +19,7 @@ from typing import Any
 
 from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode, GpuLink, GpuReading, Process, ProcessType
-from gpulease.wire import MAX_COUNT, spell_uuid
+from gpulease.wire import MAX_COUNT, addressable, spell_uuid
 from gpulease_worker import health, processes
 from gpulease_worker.source import ModeChange, ModeNotSet, Reading, ReadingFailed, attribute
 
@@ -60,8 +60,8 @@ def _link(value: Any) -> bool:
 
 GPU_FIELDS: Mapping[str, tuple[Check, str]] = {
     "uuid": (
-        lambda value: _text(value) and spell_uuid(value).startswith("GPU-"),
-        "must be a text that begins with GPU-",
+        lambda value: _text(value) and addressable(spelled := spell_uuid(value)) and spelled.startswith("GPU-"),
+        "must be a text that begins with GPU-, without spaces, commas and slashes",
     ),
     "name": (_text, "must be a text"),
     "pci_bus_id": (_text, "must be a text"),

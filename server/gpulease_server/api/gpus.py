@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends
 from gpulease.errors import InvalidRequest, NotFound
 from gpulease.exchange import DesiredState, NodeReport
 from gpulease.model import Gpu, Node, Page
-from gpulease.wire import spell_uuid
+from gpulease.wire import addressable, spell_uuid
 
 from ..core.happenings import NodeReported
 from ..core.node import desired_state
@@ -100,12 +100,18 @@ async def exchange(
 
 
 def _require_fitting(node: str, report: NodeReport) -> None:
-    """Raise `InvalidRequest` for what no row has room for: one such report would undo the turn of everybody else."""
+    """Raise `InvalidRequest` for what no row has room for: one such report would undo the turn of everybody else. And
+    for a GPU that nobody could name in an address."""
     texts = {"name of the node": (node, 255), "host": (report.host, 255), "driver_version": (report.driver_version, 64)}
-    texts |= {f"gpus.{place}.uuid": (reading.uuid, 96) for place, reading in enumerate(report.gpus)}
     for place, (text, most) in texts.items():
         if text is not None and len(text) > most:
             raise InvalidRequest(f"{place}: must be at most {most} characters.")
+    for number, reading in enumerate(report.gpus):
+        if not addressable(reading.uuid):
+            place = f"gpus.{number}.uuid"
+            raise InvalidRequest(
+                f"{place}: must be spelled as CUDA takes it (`GPU-`, lower-case hex), 1 to 96 characters."
+            )
     if any(job.exit_code is not None and not -(2**31) <= job.exit_code < 2**31 for job in report.jobs):
         raise InvalidRequest("jobs: exit_code must be an integer of 32 bits.")
 
