@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from typing import Annotated
 
+from gpulease.bounds import Bounds
 from gpulease.model import Noun
 from gpulease.wire import Body, require
 
@@ -64,13 +66,13 @@ class NewBearerToken(BearerToken):
 class TokenRequest(Body):
     """Body of `POST /v1/tokens`."""
 
-    user: str
+    user: Annotated[str, Bounds(minLength=1, maxLength=MAX_USER, pattern="^[^ :]*$")]
     """Whose it is to be: a login name of the daemon's host, or any other name for a caller who has none there."""
     role: Role = Role.USER
     """What it allows: `viewer`, `user`, `admin` or `worker`."""
-    expires_s: float | None = None
+    expires_s: Annotated[float | None, Bounds(exclusiveMinimum=0, maximum=MAX_EXPIRES_S)] = None
     """For how many seconds it is good; null: until it is revoked."""
-    note: str = ""
+    note: Annotated[str, Bounds(maxLength=MAX_NOTE)] = ""
     """Free text: what it is for."""
 
     def __post_init__(self) -> None:

@@ -11,8 +11,10 @@ MAX_INDEX = 10**9
 PLACE = "{index}"
 """What stands for the index in a command."""
 FORM = '"0-19", "1,4,9" or "0-100:10"'
-_PART = re.compile(r"(\d{1,10})(?:-(\d{1,10})(?::(\d{1,10}))?)?")
-_TEXT = re.compile(r"([^%]*)(?:%(\d{1,10}))?")
+_PART = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10})(?::([0-9]{1,10}))?)?")
+_TEXT = re.compile(r"([^%]*)(?:%([0-9]{1,10}))?")
+PATTERN = rf"^\s*{_PART.pattern}\s*(?:,\s*{_PART.pattern}\s*)*$"
+"""What `indices` takes, for JSON Schema; not every text of this form goes upwards."""
 
 
 def indices(text: str) -> tuple[int, ...]:

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from datetime import datetime
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from gpulease import arrays
+from gpulease.bounds import MEMORY, OVER_0, Bounds
 from gpulease.launchers import objection
 from gpulease.model import Demand, JobSpec, Launcher, Selection
 
@@ -44,6 +45,8 @@ LIMITS = frozenset(
 LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same as text ("2", "1, 3", "-1")'
 
 T = TypeVar("T")
+SoftHard = Annotated[list[Annotated[int, Bounds(minimum=-1, exclusiveMaximum=2**63)]], Bounds(minItems=2, maxItems=2)]
+"""A resource limit."""
 
 
 class Body:
@@ -61,29 +64,29 @@ class Body:
 class LeaseRequest(Body):
     """Body of `POST /v1/leases`. Give `count` or `devices`; neither means one GPU."""
 
-    count: int | None = None
+    count: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
     """How many GPUs, 1 to 4096."""
     devices: int | str | list[int | str] | None = None
     """Any form that Lightning's Trainer takes: a count, -1, "auto", a list of indices or UUIDs, or the same as text."""
     queue: bool = True
     """Wait in the queue when the GPUs are not free; false: answer 409 instead."""
-    ttl_s: float = 300.0
+    ttl_s: Annotated[float, OVER_0] = 300.0
     """How long the lease lasts after its last renewal, over 0."""
-    label: str = ""
+    label: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text shown to whoever waits."""
-    min_free_memory_bytes: int | None = None
+    min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
     gpu_model: str | None = None
     """Only GPUs whose product name contains this text, in any case."""
     node: str | None = None
     """Only GPUs of this node."""
-    among: list[str] | None = None
+    among: Annotated[list[str] | None, Bounds(maxItems=MAX_COUNT)] = None
     """Only GPUs of this list of UUIDs."""
-    owner_pid: int | None = None
+    owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31)] = None
     """Process that owns the lease; the caller when null. One that the daemon can watch ends its lease by ending: it
     must run on the daemon's host as the caller's user, and be the caller, an ancestor of it (`$$` of a shell that runs
     curl on the Unix socket), or be named with its start time."""
-    owner_start_ticks: int | None = None
+    owner_start_ticks: Annotated[int | None, Bounds(minimum=0, exclusiveMaximum=2**63)] = None
     """Start time of that process in clock ticks since boot (field 22 of /proc/PID/stat), because a pid is used
     again."""
 
@@ -120,9 +123,9 @@ class LeaseRequest(Body):
 class ArrayRequest(Body):
     """Makes many jobs of one request: one for each index, in this order."""
 
-    indices: str
+    indices: Annotated[str, Bounds(pattern=arrays.PATTERN)]
     """Numbers and ranges, as in "0-19", "1,4,9" or "0-100:10"; at most 1000."""
-    at_most: int | None = None
+    at_most: Annotated[int | None, Bounds(minimum=1, maximum=arrays.MAX_JOBS)] = None
     """How many of them may run at once; null for no limit."""
 
     def __post_init__(self) -> None:
@@ -138,9 +141,9 @@ class ArrayRequest(Body):
 class JobRequest(Body):
     """Body of `POST /v1/jobs`."""
 
-    command: list[str]
+    command: Annotated[list[str], Bounds(minItems=1)]
     """Script and arguments; with launcher `plain`, the program and its arguments."""
-    gpus: int = 1
+    gpus: Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT)] = 1
     """How many GPUs; a launcher that starts ranks starts one on each."""
     launcher: Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] = (
         "torchrun"
@@ -149,27 +152,27 @@ class JobRequest(Body):
     environment: dict[str, str] = field(default_factory=dict)
     """The job's variables, at most 1 MiB; of the worker's it gets PATH, locale and library paths where these say
     nothing else."""
-    working_directory: str | None = None
+    working_directory: Annotated[str | None, Bounds(pattern="^/")] = None
     """Absolute path where the command runs; the job's own directory when null."""
     interpreter: str | None = None
     """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
-    name: str = ""
+    name: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text of your own."""
-    timeout_s: float | None = None
+    timeout_s: Annotated[float | None, OVER_0] = None
     """End the job after it has run for so long."""
-    max_restarts: int = 0
+    max_restarts: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
     """How often `torchrun` or `accelerate` may start all ranks again, under the same lease; 0 to 100."""
-    retries: int = 0
+    retries: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
     """How often to start the job again after it has failed, after a pause and under a new lease; 0 to 100."""
-    umask: int | None = None
+    umask: Annotated[int | None, Bounds(minimum=0, maximum=0o777)] = None
     """File mode creation mask, 0 to 511 (0o777); the worker's when null."""
-    limits: dict[str, list[int]] = field(default_factory=dict)
+    limits: Annotated[dict[str, SoftHard], Bounds(propertyNames={"enum": sorted(LIMITS)})] = field(default_factory=dict)
     """Resource limits, `[soft, hard]` by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
     node: str | None = None
     """Only on this node."""
     gpu_model: str | None = None
     """Only GPUs whose product name contains this text, in any case."""
-    min_free_memory_bytes: int | None = None
+    min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
     array: ArrayRequest | None = None
     """Submit one job for each index. Each finds GPULEASE_ARRAY_INDEX and GPULEASE_ARRAY_ID in its environment, and
@@ -244,7 +247,7 @@ class HolderProof(Body):
 class CancelRequest(Body):
     """Body of `POST /v1/jobs/{id}/cancel`; may be left out."""
 
-    grace_s: float = 35.0
+    grace_s: Annotated[float, Bounds(minimum=0, maximum=3600)] = 35.0
     """Seconds between SIGTERM to the launcher and SIGKILL to everything, 0 to 3600."""
 
     def __post_init__(self) -> None:
