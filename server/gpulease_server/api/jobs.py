@@ -31,6 +31,7 @@ CANCEL = JsonBody(CancelRequest, empty=CancelRequest())
 @router.post(
     "",
     status_code=201,
+    response_description="Queued, or started at once.",
     openapi_extra=SUBMIT.openapi() | KEYED,
     responses=documented(
         "invalid_request", "never_fits", "idempotency_mismatch", "too_large", "over_quota", "unavailable"

@@ -38,6 +38,7 @@ TheKey = Annotated[Key | None, Depends(idempotency_key)]
 @router.post(
     "",
     status_code=201,
+    response_description="Granted.",
     openapi_extra=ASK.openapi() | KEYED,
     responses=ACCEPTED
     | documented(

@@ -2,6 +2,9 @@
 
 Made here and not by FastAPI's own page, which loads scripts from elsewhere: a machine with GPUs may have no way out,
 and a script in a page of this origin could release anybody's lease. So it has no script at all, and says so (CSP).
+
+What it says is put together once, as text in which backticks are code and `[Lease]` is a link to what has that name;
+`docs/rest.md` is the same in Markdown, and a test compares it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import html
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +28,7 @@ SUBJECTS = ("leases", "jobs", "gpus", "nodes", "events", "tokens", "service")
 """The order of the page: what one comes for first. Others follow."""
 EVERYWHERE = tuple(sorted(str(kind.status) for kind in ANYWHERE))
 """Answers of every address, which the page says once."""
+NOUNS = "Nouns"
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -34,6 +39,31 @@ table { border-collapse: collapse; margin: .5rem 0; width: 100%; }
 td { vertical-align: top; padding: .15rem 1rem .15rem 0; }
 td:first-child { width: 12rem; } td:nth-child(2) { width: 14rem; }
 """
+BOUNDS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "over {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "under {}",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "minItems": "at least {}",
+    "maxItems": "at most {}",
+}
+"""Keywords of JSON Schema in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An address, or a noun."""
+
+    subject: str
+    """The part of the page where it stands."""
+    name: str
+    """What it is."""
+    text: str
+    """What it does or means."""
+    rows: tuple[tuple[str, str, str], ...]
+    """What it takes and answers, or its fields: name, type, meaning."""
 
 
 @router.get("/docs", include_in_schema=False)
@@ -42,40 +72,57 @@ async def docs(request: Request) -> HTMLResponse:
     return HTMLResponse(_page(request.app), headers={"Content-Security-Policy": POLICY})
 
 
+def entries(document: Mapping[str, Any]) -> Iterator[Entry]:
+    """Everything in an OpenAPI document, in the order of the page."""
+    yield from _operations(document["paths"])
+    yield from _schemas(document["components"]["schemas"])
+
+
+def introduction(document: Mapping[str, Any]) -> str:
+    """What holds for every address."""
+    return f"{document['info']['description']} Every address may answer {', '.join(EVERYWHERE)}, too."
+
+
 @lru_cache(maxsize=1)
 def _page(app: FastAPI) -> str:
     """The whole page; the document does not change while the daemon runs."""
     document = app.openapi()
     title = f"gpulease {document['info']['version']}"
     style = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><style>{STYLE}</style>"
-    head = f"<!doctype html><html lang=en><title>{title}</title>{style}"
-    anywhere = f"Every address may answer {', '.join(EVERYWHERE)}, too."
-    source = f"For programs: <a href=/openapi.json>/openapi.json</a>. {anywhere}"
-    intro = f"<h1>{title}</h1><p>{_text(document['info']['description'])} {source}"
-    return "\n".join([head, intro, *_operations(document["paths"]), *_schemas(document["components"]["schemas"])])
+    lines = [f"<!doctype html><html lang=en><title>{title}</title>{style}", f"<h1>{title}</h1>"]
+    lines.append(f"<p>{_text(introduction(document))} For programs: <a href=/openapi.json>/openapi.json</a>.")
+    subject = ""
+    for entry in entries(document):
+        if entry.subject != subject:
+            subject = entry.subject
+            lines.append(f"<h2 id={subject.lower()}>{subject}</h2>")
+        name = html.escape(entry.name)
+        place = f" id={name}" if subject == NOUNS else ""
+        cells = "".join(
+            f"<tr><td><code>{html.escape(what)}</code><td>{_text(kind)}<td>{_text(meaning)}"
+            for what, kind, meaning in entry.rows
+        )
+        lines.append(f"<h3{place}><code>{name}</code></h3><p>{_text(entry.text)}<table>{cells}</table>")
+    return "\n".join(lines)
 
 
-def _operations(paths: Mapping[str, Any]) -> Iterator[str]:
-    tag = ""
+def _operations(paths: Mapping[str, Any]) -> Iterator[Entry]:
     every = [(path, method, operation) for path, methods in paths.items() for method, operation in methods.items()]
     for path, method, operation in sorted(every, key=_subject):
-        if operation["tags"][0] != tag:
-            tag = operation["tags"][0]
-            yield f"<h2 id={_text(tag)}>{_text(tag).capitalize()}</h2>"
-        yield f"<h3><code>{method.upper()} {_text(path)}</code></h3><p>{_text(operation['description'])}"
         asked = [
-            (parameter["name"], f"{parameter['in']}, {_type(parameter['schema'])}", _text(parameter["description"]))
+            (parameter["name"], f"{parameter['in']}, {kind_of(parameter['schema'])}", parameter["description"])
             for parameter in operation.get("parameters", ())
             if parameter["in"] != "path"
         ]
         if "requestBody" in operation:
-            asked.append(("body", _type(_content(operation["requestBody"])), ""))
+            asked.append(("body", kind_of(_content(operation["requestBody"])), ""))
         answers = [
-            (status, _type(_content(answer)), "" if status == "200" else _text(answer["description"]))
+            (status, kind_of(_content(answer)), "" if status == "200" else answer["description"])
             for status, answer in sorted(operation["responses"].items())
             if status not in EVERYWHERE
         ]
-        yield _table([*asked, *answers])
+        subject = operation["tags"][0].capitalize()
+        yield Entry(subject, f"{method.upper()} {path}", operation["description"], (*asked, *answers))
 
 
 def _subject(entry: tuple[str, str, Any]) -> tuple[int, str]:
@@ -83,14 +130,12 @@ def _subject(entry: tuple[str, str, Any]) -> tuple[int, str]:
     return (SUBJECTS.index(tag) if tag in SUBJECTS else len(SUBJECTS), tag)
 
 
-def _schemas(schemas: Mapping[str, Any]) -> Iterator[str]:
-    yield "<h2>Nouns</h2>"
+def _schemas(schemas: Mapping[str, Any]) -> Iterator[Entry]:
     for name, schema in sorted(schemas.items()):
-        yield f"<h3 id={_text(name)}><code>{_text(name)}</code></h3><p>{_text(schema.get('description', ''))}"
-        if "enum" in schema:
-            yield f"<p>{_type(schema)}"
+        text = schema.get("description", "") + (f" One of {kind_of(schema)}." if "enum" in schema else "")
         fields = schema.get("properties", {}).items()
-        yield _table([(field, _type(about), _text(about.get("description", ""))) for field, about in fields])
+        rows = tuple((field, kind_of(about), about.get("description", "")) for field, about in fields)
+        yield Entry(NOUNS, name, text.strip(), rows)
 
 
 def _content(part: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,28 +145,30 @@ def _content(part: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with links to the nouns that it names."""
+def kind_of(schema: Mapping[str, Any]) -> str:
+    """A schema in a few words."""
     if "$ref" in schema:
-        name = _text(schema["$ref"].rpartition("/")[2])
-        return f"<a href='#{name}'>{name}</a>"
+        return f"[{schema['$ref'].rpartition('/')[2]}]"
     if "enum" in schema:
-        return ", ".join(f"<code>{_text(str(value))}</code>" for value in schema["enum"])
-    if alternatives := schema.get("anyOf"):
-        return " or ".join(_type(one) for one in alternatives)
-    if schema.get("type") == "array":
-        return f"list of {_type(schema.get('items', {}))}"
+        return ", ".join(f"`{value}`" for value in schema["enum"])
     default = schema.get("default")
-    return _text(str(schema.get("type", ""))) + (
-        f", default {_text(json.dumps(default))}" if default not in (None, "") else ""
-    )
+    ending = f", default {json.dumps(default)}" if default not in (None, "", []) else ""
+    if alternatives := schema.get("anyOf"):
+        return " or ".join(kind_of(one) for one in alternatives) + ending
+    kind = str(schema.get("type", ""))
+    if kind == "array":
+        kind = f"list of {kind_of(schema.get('items', {}))}"
+    bounds = [words.format(_number(schema[key])) for key, words in BOUNDS.items() if key in schema]
+    return ", ".join([kind, *bounds]) + ending
 
 
-def _table(rows: list[tuple[str, str, str]]) -> str:
-    cells = "".join(f"<tr><td><code>{_text(name)}</code><td>{kind}<td>{what}" for name, kind, what in rows)
-    return f"<table>{cells}</table>"
+def _number(bound: float) -> str:
+    """A bound as people write it."""
+    power = bound.bit_length() - 1 if isinstance(bound, int) else 0
+    return f"2^{power}" if power > 20 and bound == 1 << power else f"{bound:g}" if bound < 1e6 else str(int(bound))
 
 
 def _text(text: str) -> str:
-    """Text for a page; what stands between backticks is code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    """Text as HTML."""
+    coded = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text))
+    return re.sub(r"\[([A-Z]\w+)\]", r"<a href='#\1'>\1</a>", coded)

@@ -25,6 +25,7 @@ ASK = JsonBody(TokenRequest)
 @router.post(
     "",
     status_code=201,
+    response_description="Made; its `bearer` is not shown again.",
     openapi_extra=ASK.openapi(),
     responses=documented("invalid_request", "not_allowed", "too_large", "over_quota", "unavailable"),
 )

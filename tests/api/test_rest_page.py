@@ -1,0 +1,66 @@
+"""docs/rest.md against the OpenAPI document. `python -m tests.api.test_rest_page` writes it."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from gpulease_server.api.reference import NOUNS, Entry, entries, introduction
+from tests.daemon import DaemonProcess, daemon
+
+PAGE = Path(__file__).parents[2] / "docs" / "rest.md"
+HEAD = """# The REST API
+
+Made of the OpenAPI document by `python -m tests.api.test_rest_page`, and compared with it by a test. A running daemon
+has the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each address in use.
+
+"""
+
+
+def page(document: dict[str, Any]) -> str:
+    """The whole page."""
+    parts, subject = [HEAD, introduction(document), "\n"], ""
+    for entry in entries(document):
+        if entry.subject != subject:
+            subject = entry.subject
+            parts.append(f"\n## {subject}\n")
+        parts.append(written(entry))
+    return "".join(parts)
+
+
+def written(entry: Entry) -> str:
+    name = entry.name if entry.subject == NOUNS else f"`{entry.name}`"
+    lines = [f"\n### {name}\n", linked(entry.text)]
+    if entry.rows:
+        heads = "| field | type | meaning |" if entry.subject == NOUNS else "| asked, answered | type | meaning |"
+        lines += ["", heads, "|---|---|---|"]
+        lines += [f"| `{what}` | {cell(kind)} | {cell(meaning)} |" for what, kind, meaning in entry.rows]
+    return "\n".join(lines) + "\n"
+
+
+def cell(text: str) -> str:
+    return linked(text).replace("|", "\\|").replace("\n\n", "<br>").replace("\n", " ")
+
+
+def linked(text: str) -> str:
+    return re.sub(r"\[([A-Z]\w+)\]", lambda name: f"[{name[1]}](#{name[1].lower()})", text)
+
+
+def test_the_page_says_what_the_document_says(api: DaemonProcess) -> None:
+    made = page(api.call("GET", "/openapi.json").json)
+    assert made == PAGE.read_text(), "run python -m tests.api.test_rest_page"
+
+
+def test_every_link_of_the_page_leads_to_a_heading() -> None:
+    text = PAGE.read_text()
+    places = {heading.lower() for heading in re.findall(r"^### (\w+)$", text, re.MULTILINE)}
+    links = set(re.findall(r"\]\(#(\w+)\)", text))
+    assert len(links) > 20
+    assert links <= places
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place, daemon(Path(place), "--simulate", "1") as running:
+        PAGE.write_text(page(running.call("GET", "/openapi.json").json))
