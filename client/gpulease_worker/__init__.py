@@ -53,7 +53,7 @@ The life of a job
    once, in place of a request that the daemon may be holding. Its code, reason and traceback are those of the rank that
    failed first (`failure`).
 7. Forgotten. The daemon no longer orders it. The directory stays where it is, because its logs were announced there,
-   and is marked `forgotten`; the newest 200 of those are kept.
+   and is marked `forgotten`; the newest 1000 of those are kept (`--keep-jobs`).
 
 What must always hold
 ---------------------

@@ -49,7 +49,13 @@ class Exchange:
         self._settings = settings
         self._changed = asyncio.Event()
         self._probe = self._new_probe()
-        self._jobs = Jobs(settings.data_dir.absolute(), ",".join(settings.urls), self._changed.set, settings.log_bytes)
+        self._jobs = Jobs(
+            settings.data_dir.absolute(),
+            ",".join(settings.urls),
+            self._changed.set,
+            settings.log_bytes,
+            settings.keep_jobs,
+        )
         self._holders = Holders(settings.data_dir.absolute())
         self._owners = Owners(self._changed.set)
         self._leftovers = Leftovers(settings.kill_leftovers, settings.leftover_grace_s)

@@ -29,7 +29,7 @@ from gpulease_worker.watch import Watch
 
 GONE_GRACE_S = 2.0
 """Grace for a job that runs and that the daemon does not ask for."""
-FORGOTTEN_KEPT = 200
+KEEP_JOBS = 1000
 """Directories of forgotten jobs that are kept for their logs; the oldest go first."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
@@ -44,21 +44,35 @@ class Jobs:
         url: The daemon, for the jobs' environment.
         changed: Called when a job has changed by itself, from the event loop.
         log_bytes: How much of each log file of a job stays on disk.
+        keep: How many directories of forgotten jobs stay there.
     """
 
     def __init__(
-        self, data_dir: Path, url: str, changed: Callable[[], None], log_bytes: int = launch.LOG_BYTES
+        self,
+        data_dir: Path,
+        url: str,
+        changed: Callable[[], None],
+        log_bytes: int = launch.LOG_BYTES,
+        keep: int = KEEP_JOBS,
     ) -> None:
         self._root = data_dir / "jobs"
         self._url = url
         self._log_bytes = log_bytes
+        self._keep = keep
         self._watch = Watch(changed)
         self._jobs: dict[str, Job] = {}
         self._refused: dict[str, JobReport] = {}
+        self._forgotten: dict[str, None] = {}
+        """Names of forgotten jobs that have a directory, in the order in which they were forgotten."""
 
     def recover(self) -> None:
         """Find the jobs of an earlier worker again. Raises OSError when the data directory cannot be used."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marks = []
+        for mark in self._root.glob(f"*/{records.FORGOTTEN}"):
+            with suppress(FileNotFoundError):
+                marks.append((mark.stat().st_mtime_ns, mark.parent.name))
+        self._forgotten = dict.fromkeys(name for _, name in sorted(marks))
         for directory in sorted(self._root.iterdir()):
             if directory.name.startswith("."):
                 _remove(directory)  # made by a worker that ended before it could rename it, or not yet gone
@@ -112,6 +126,7 @@ class Jobs:
         if not directory.is_dir():
             return None
         (directory / records.FORGOTTEN).unlink(missing_ok=True)
+        self._forgotten.pop(directory.name, None)
         if not _holds_job(directory):
             raise ValueError(f"{directory} is in the way: it has no {records.ORDER}; remove it")
         self._load(directory)
@@ -205,6 +220,7 @@ class Jobs:
         del self._jobs[job.name]
         try:
             (job.directory / records.FORGOTTEN).touch()
+            self._forgotten[job.directory.name] = None
             self._thin_out()
         except FileNotFoundError:
             pass  # someone has removed it
@@ -213,14 +229,13 @@ class Jobs:
             job.say(f"it cannot be marked as forgotten: {error}")
 
     def _thin_out(self) -> None:
-        forgotten = []
-        for mark in self._root.glob(f"*/{records.FORGOTTEN}"):
-            with suppress(FileNotFoundError):
-                forgotten.append((mark.stat().st_mtime_ns, mark.parent))
-        for _, directory in sorted(forgotten)[:-FORGOTTEN_KEPT]:
-            gone = directory.with_name(f".gone-{directory.name}")
-            directory.rename(gone)
-            _remove(gone)
+        while len(self._forgotten) > self._keep:
+            name = next(iter(self._forgotten))
+            gone = self._root / f".gone-{name}"
+            with suppress(FileNotFoundError):  # someone has removed it
+                (self._root / name).rename(gone)
+                _remove(gone)
+            del self._forgotten[name]
 
     def _refuse(self, order: JobOrder, reason: str) -> None:
         log.error("job %s: %s", order.job_id, reason)

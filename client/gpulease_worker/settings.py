@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpulease.log_lines import LogFormat, LogLevel
+from gpulease_worker.jobs import KEEP_JOBS
 from gpulease_worker.launch import LOG_BYTES
 from gpulease_worker.source import Pace
 
@@ -42,6 +43,8 @@ class WorkerSettings:
     """Set EXCLUSIVE_PROCESS on a GPU for the time of a lease, and the former mode after it. Needs root."""
     log_bytes: int = LOG_BYTES
     """How much of each log file of a job stays on disk; its oldest part goes first."""
+    keep_jobs: int = KEEP_JOBS
+    """How many jobs that are over keep their directory, with logs; the oldest go first."""
     log_format: LogFormat = LogFormat.AUTO
     """The form of the worker's own log."""
     log_level: LogLevel = LogLevel.INFO

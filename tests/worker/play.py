@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from gpulease.exchange import JobOrder, JobReport, RunState
-from gpulease_worker.jobs import Jobs
+from gpulease_worker.jobs import KEEP_JOBS, Jobs
 
 DEADLINE_S = 60.0
 
@@ -15,9 +15,9 @@ DEADLINE_S = 60.0
 class Worker:
     """The jobs of one data directory, as a worker has them."""
 
-    def __init__(self, data_dir: Path) -> None:
+    def __init__(self, data_dir: Path, keep: int = KEEP_JOBS) -> None:
         self.changed = asyncio.Event()
-        self.jobs = Jobs(data_dir, "http://127.0.0.1:1", self.changed.set)
+        self.jobs = Jobs(data_dir, "http://127.0.0.1:1", self.changed.set, keep=keep)
         self.jobs.recover()
 
     async def until(self, orders: Sequence[JobOrder], state: RunState) -> tuple[JobReport, ...]:
@@ -36,9 +36,9 @@ class Worker:
         return report
 
 
-def play(data_dir: Path, story: Callable[[Worker], Awaitable[None]]) -> None:
+def play(data_dir: Path, story: Callable[[Worker], Awaitable[None]], keep: int = KEEP_JOBS) -> None:
     async def act() -> None:
-        worker = Worker(data_dir)
+        worker = Worker(data_dir, keep)
         try:
             await story(worker)
         finally:

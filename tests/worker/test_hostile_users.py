@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import log_files
-from gpulease_worker import accounts, failure, jobs, records
+from gpulease_worker import accounts, failure, records
 from tests.worker.build import order, python, spec, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
@@ -147,8 +147,7 @@ def test_an_error_file_cannot_break_the_report_of_the_end(tmp_path: Path, messag
     failed.sentence.encode()
 
 
-def test_a_tree_as_deep_as_a_user_likes_is_removed_with_its_job(public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "FORGOTTEN_KEPT", 1)
+def test_a_tree_as_deep_as_a_user_likes_is_removed_with_its_job(public: Path) -> None:
     dig = "import os\nfor _ in range(1200):\n os.mkdir('d')\n os.chdir('d')"
 
     async def story(worker: Worker) -> None:
@@ -156,7 +155,7 @@ def test_a_tree_as_deep_as_a_user_likes_is_removed_with_its_job(public: Path, mo
             await worker.end_of(order(name, spec(*python("-c", script)), uid=os.geteuid()))
             worker.jobs.reconcile([])
 
-    play(public, story)
+    play(public, story, keep=1)
     until(lambda: [path.name for path in (public / "jobs").iterdir()] == ["next"], "the directory is gone")
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease.exchange import JobOrder, JobReport, RunState
 from gpulease.model import Launcher
-from gpulease_worker import jobs, processes, records
+from gpulease_worker import processes, records
 from tests.worker.build import free_port, kill, living, number_in, order, python, spec, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
@@ -210,17 +210,27 @@ def test_a_job_that_is_no_longer_ordered_is_stopped_then_forgotten_and_its_logs_
     play(tmp_path, story)
 
 
-def test_only_so_many_forgotten_jobs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "FORGOTTEN_KEPT", 2)
+def test_only_so_many_forgotten_jobs_are_kept(tmp_path: Path) -> None:
+    async def over(worker: Worker, name: str) -> None:
+        await worker.end_of(order(name, spec("true")))
+        worker.jobs.reconcile([])
+
+    def kept() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "jobs").iterdir())
 
     async def story(worker: Worker) -> None:
         for number in range(4):
-            await worker.end_of(order(f"j{number}", spec("true")))
-            worker.jobs.reconcile([])
-        kept = lambda: sorted(path.name for path in (tmp_path / "jobs").iterdir())  # noqa: E731
+            await over(worker, f"j{number}")
         until(lambda: kept() == ["j2", "j3"], "the others are removed")
+        again = Worker(tmp_path, keep=2)
+        await again.until([order("j2", spec("true"))], RunState.EXITED)
+        again.jobs.reconcile([])
+        await over(again, "j4")
+        until(
+            lambda: kept() == ["j2", "j4"], "the one that was forgotten longest ago is removed, by the next worker, too"
+        )
 
-    play(tmp_path, story)
+    play(tmp_path, story, keep=2)
 
 
 def test_jobs_are_found_again_and_not_started_twice(tmp_path: Path) -> None:

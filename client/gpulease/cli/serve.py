@@ -280,6 +280,15 @@ def worker(
             envvar="GPULEASE_LOG_BYTES", min=2**16, help="How much of each log file of a job stays on disk. Bytes."
         ),
     ] = 256 * 2**20,
+    keep_jobs: Annotated[
+        int,
+        typer.Option(
+            envvar="GPULEASE_KEEP_JOBS",
+            min=0,
+            max=1_000_000,
+            help="How many jobs that are over keep their directory, with their logs; the oldest go first.",
+        ),
+    ] = 1000,
     log_format: Format = LogFormat.AUTO,
     log_level: Level = LogLevel.INFO,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True, help="End when the parent ends.")] = False,
@@ -303,6 +312,7 @@ def worker(
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,
             log_bytes=log_bytes,
+            keep_jobs=keep_jobs,
             log_format=log_format,
             log_level=log_level,
         )
