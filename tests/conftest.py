@@ -17,6 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.databases import PostgresServer
 
+SERVER = pytest.StashKey["PostgresServer"]()
 NOTHING_SKIPPED = os.environ.get("CI") == "true"
 
 
@@ -24,8 +25,10 @@ NOTHING_SKIPPED = os.environ.get("CI") == "true"
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Turn the skip of a test into its failure."""
+    """Turn the skip of a test into its failure, and show with a failure what PostgreSQL has said."""
     report = yield
+    if report.failed and SERVER in item.session.stash:
+        report.sections.append(("Log of PostgreSQL", item.session.stash[SERVER].story()))
     expected_failure = hasattr(report, "wasxfail")
     if NOTHING_SKIPPED and report.skipped and not expected_failure and item.get_closest_marker("gpu") is None:
         report.outcome = "failed"
@@ -46,11 +49,12 @@ def pytest_make_collect_report(
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
+def postgres(request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
     """A PostgreSQL server, one for each process of tests. Nobody may stop it; make one of your own for that."""
     from tests.databases import PostgresServer  # noqa: PLC0415 - only where it is used
 
     server = PostgresServer()
+    request.session.stash[SERVER] = server
     try:
         yield server.start()
     finally:

@@ -80,6 +80,11 @@ class PostgresServer:
             self.process.wait(START_S)
             self.process = None
 
+    def story(self) -> str:
+        """The end of its log."""
+        log = self.directory / "log"
+        return log.read_text(errors="replace")[-6000:] if log.exists() else "none"
+
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to one of its processes."""
         assert self.process is not None

@@ -28,7 +28,8 @@ log = logging.getLogger("gpulease.store")
 
 _ROW = tables.writer.c.id == 1
 _EVICT = text(  # xmax is the transaction that has the row locked
-    "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax WHERE w.id = 1"
+    "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax"
+    " WHERE w.id = 1 AND a.datname = current_database()"
 )
 
 
