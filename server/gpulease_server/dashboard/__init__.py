@@ -1,32 +1,32 @@
 """The page that a browser is given at `/`: who has which GPU, who waits, and what runs, kept up to date.
 
-It is constant bytes: one HTML file, one style sheet, and modules of JavaScript as they are written, without a build. All
-that it shows it asks of the REST API of its own origin, as any caller would, so the rules for callers are the API's and
-are written once. That is why the bytes need no identity: they tell nothing about anybody, and whoever comes from another
-host must have the page before he can give it his token. It changes nothing; there is no request in it but GET.
+It is constant bytes: one HTML file, one style sheet, and modules of JavaScript as they are written, without a build.
+All that it shows it asks of the REST API of its own origin, as any caller would, so the rules for callers are the API's
+and are written once. That is why the bytes need no identity: they tell nothing about anybody, and whoever comes from
+another host must have the page before he can give it his token. It changes nothing: it sends no request but GET.
 
 `curl localhost:8750/` goes on printing the table in text: the page is for those who name `text/html` in `Accept` and
 prefer it, which browsers do and programs do not.
 
 | what | how it is kept |
 |---|---|
-| nothing runs in the page but its own modules | the policy in `HEADERS` allows scripts and styles of this origin, none inline |
-| nothing is sent elsewhere | the policy allows connections to this origin alone; nothing is loaded from anywhere else |
-| labels, commands and logs of users stay text | the modules set `textContent`, and never read markup (a test looks for it) |
+| nothing runs in the page but its own modules | `POLICY` allows scripts and styles of this origin, none inline |
+| nothing is sent elsewhere | `POLICY` allows connections to this origin alone |
+| labels, commands and logs of users stay text | the modules set `textContent` and read no markup (a test looks) |
 | a token is forgotten with its tab | it is kept in `sessionStorage`, and sent as `Authorization` alone |
 | a new version is seen at once | `Cache-Control: no-cache` with an `ETag` |
 
-**How the modules hang together.** `dashboard.js` begins it all. `follow.js` decides what is asked when: once at the
-start, again for what an event concerns, and every few seconds for readings; `api.js` sends it, `stream.js` reads the
-events. What came is kept in one object, and drawn by `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js` into rows
-that stay the same elements while they show the same thing (`rows.js`), so that focus and selection survive. `details.js` has the
-dialogs, `notice.js` says when what is shown is not current. `format.js` has the words of `gpulease.table`, `clock.js` the daemon's
-time, which need not be the browser's.
+**How the modules hang together.** `dashboard.js` begins it all. `follow.js` decides what is asked when: everything at
+the start, what an event concerns when it comes, and readings every few seconds; `api.js` sends it, `stream.js` reads
+the events. What came is kept in one object, and drawn by `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js` into
+rows that stay the same elements while they show the same thing (`rows.js`), so that focus and selection survive.
+`details.js` has the dialogs; `notice.js` says when what is shown is not current. `format.js` has the words of
+`gpulease.table`, `clock.js` the daemon's time, which need not be the browser's.
 
 | what happens | what the page does |
 |---|---|
-| the daemon does not answer | says since when, and of when what is shown is; greys it; asks again after 1 s, 2 s, up to 15 s |
-| the stream of events ends | opens it again with Last-Event-ID; asks for everything meanwhile every few seconds |
+| the daemon does not answer | says since when, greys what it shows, asks again after 1 s, 2 s, up to 15 s |
+| the stream of events ends | opens it again with Last-Event-ID; meanwhile asks for everything every few seconds |
 | 401 | stops, and asks for a token |
 | 429, 503 | waits as long as Retry-After says, and shows what the daemon said |
 | a standby answers | shows its copy, and says of whom and of when it is |
@@ -90,7 +90,16 @@ ASSETS = {path.name: Asset(path) for path in sorted(Path(__file__).parent.iterdi
 """By name. Read once: a file that is replaced while the daemon runs would not fit the others."""
 
 
-class ForBrowsers(Route):
+class OwnRoute(Route):
+    """A route that says which one it is, as FastAPI's own do: requests are counted by that."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """As `Route`."""
+        match, found = super().matches(scope)
+        return match, found | {"route": self}
+
+
+class ForBrowsers(OwnRoute):
     """Matches only who prefers HTML; everybody else comes to the next route of the same path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -114,5 +123,5 @@ async def asset(request: Request) -> Response:
     return ASSETS[name].answer(request)
 
 
-routes: list[BaseRoute] = [ForBrowsers("/", page), Route("/dashboard/{name}", asset)]
+routes: list[BaseRoute] = [ForBrowsers("/", page), OwnRoute("/dashboard/{name}", asset)]
 """To be put before those of the API."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+REFUSED = (0.0, -1)
+
 
 def prefers_html(accept: Iterable[str]) -> bool:
     """True when the lines of an `Accept` header rank `text/html` over `text/plain`.
@@ -20,8 +22,8 @@ def _rank(wanted: str, ranges: list[tuple[str, float]]) -> tuple[float, int]:
     for exactness, name in ((2, wanted), (1, "text/*"), (0, "*/*")):
         weights = [weight for spelled, weight in ranges if spelled == name]
         if weights:
-            return max(weights), exactness
-    return 0.0, -1
+            return (max(weights), exactness) if max(weights) > 0 else REFUSED
+    return REFUSED
 
 
 def _range(part: str) -> tuple[str, float]:

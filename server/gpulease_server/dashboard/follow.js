@@ -97,17 +97,17 @@ export class Follow {
     if (Object.keys(QUESTIONS).every((name) => names.includes(name))) this.askedMs.everything = begunMs;
     try {
       let found;
-      for (const name of names) {
-        found = await QUESTIONS[name]();
+      while (names.length) {
+        found = await QUESTIONS[names[0]]();
         if (signal.aborted) return;
-        this.seen[name] = { items: found.items ?? found.value.items, more: found.more ?? false };
+        this.seen[names.shift()] = { items: found.items ?? found.value.items, more: found.more ?? false };
       }
       this.failures = 0;
       this.nextMs = Date.now() + Math.max(LEAST_MS, IDLE_SHARE * (Date.now() - begunMs));
       if (found) this.told.current(found.standby, found.asOfMs);
     } catch (error) {
       if (!(error instanceof Problem)) throw error;
-      if (!signal.aborted) this.failed(error);
+      if (!signal.aborted) this.failed(error, names);
     } finally {
       this.asking = false;
       this.told.drawn();
@@ -115,7 +115,7 @@ export class Follow {
     }
   }
 
-  failed(problem) {
+  failed(problem, unanswered) {
     if (problem.status === 401) {
       this.stop();
       this.told.refused(problem);
@@ -124,7 +124,9 @@ export class Follow {
     const waitMs = BACK_OFF_MS[Math.min(this.failures, BACK_OFF_MS.length - 1)];
     this.failures += 1;
     this.nextMs = Date.now() + Math.max(waitMs, 1000 * (problem.retryAfterS ?? 0));
-    for (const name of Object.keys(QUESTIONS)) this.wanted.add(name);
+    // Who asks too often gets on by asking only for what is missing; else much may have changed meanwhile.
+    const missing = problem.status === 429 ? unanswered : Object.keys(QUESTIONS);
+    for (const name of missing) this.wanted.add(name);
     this.told.failed(problem);
   }
 
