@@ -12,7 +12,7 @@ from tests.dashboard.test_page import ask, row, submit
 
 pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
 
-RAN = "window.ran=1"
+RAN = "ran=1"
 IMAGE = f"<img src=x onerror={RAN}>"
 SCRIPT = f"</span><script>{RAN}</script>"
 NEW_UUID = "GPU-99999999-0000-0000-0000-000000000000"

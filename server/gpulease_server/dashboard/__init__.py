@@ -18,8 +18,8 @@ prefer it, which browsers do and programs do not.
 
 **How the modules hang together.** `dashboard.js` begins it all. `follow.js` decides what is asked when: everything at
 the start, what an event concerns when it comes, and readings every few seconds; `api.js` sends it, `stream.js` reads
-the events. What came is kept in one object, and drawn by `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js` into
-rows that stay the same elements while they show the same thing (`rows.js`), so that focus and selection survive.
+the events. What came is kept in one object, and drawn by `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js`
+into rows that stay the same elements while they show the same thing (`rows.js`), so that focus and selection survive.
 `details.js` has the dialogs; `notice.js` says when what is shown is not current. `format.js` has the words of
 `gpulease.table`, `clock.js` the daemon's time, which need not be the browser's.
 

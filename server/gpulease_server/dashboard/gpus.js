@@ -88,7 +88,7 @@ function makeGpu({ uuid }) {
     name: element("span", { class: "model" }),
     uuid: element("button", { type: "button", class: "uuid", title: `Copy ${plain(uuid)}`, text: plain(uuid, 15) }),
     state: element("span"),
-    cordoned: element("span", { class: "state state-cordoned", text: "cordoned" }),
+    cordoned: element("span", { class: "state state-cordoned" }),
     health: element("span", { class: "facts" }),
     holder: cell("Holder", { class: "holder" }),
     until: cell("Until", { class: "until" }),
@@ -124,7 +124,9 @@ function drawGpu(parts, gpu) {
   setText(parts.index, String(gpu.index));
   setText(parts.name, plain(gpu.name ?? "?"));
   stateMark(parts.state, gpu.state, gpu.state === "leased" ? gpu.activity : null);
-  parts.cordoned.hidden = !gpu.cordoned || gpu.state === "cordoned";
+  const also = gpu.cordoned && gpu.state !== "cordoned";
+  parts.cordoned.hidden = !also;
+  setText(parts.cordoned, also ? "cordoned" : "");
   setText(parts.health, gpu.health === "ok" ? "" : plain(gpu.health));
   setText(parts.holder, who(gpu.holder, gpu.job));
   parts.holder.toggleAttribute("data-empty", gpu.holder === null);
