@@ -96,7 +96,8 @@ class OwnRoute(Route):
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """As `Route`."""
         match, found = super().matches(scope)
-        return match, found | {"route": self}
+        found["route"] = self
+        return match, found
 
 
 class ForBrowsers(OwnRoute):
