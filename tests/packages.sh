@@ -10,6 +10,7 @@ ip                                         iproute2       cutting the network to
 curl                                       curl           doing what the documents say
 jq                                         jq             the same
 node                                       nodejs         the same
+chromium                                   chromium       the dashboard in a browser
 systemd-analyze                            systemd        reading the units
 /usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon
 "

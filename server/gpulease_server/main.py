@@ -25,7 +25,7 @@ from gpulease.addresses import default_data_dir, let_through
 from gpulease.errors import GpuleaseError
 from gpulease.log_lines import LogFormat, LogLevel, fields, logging_to_stderr
 
-from . import notify
+from . import dashboard, notify
 from .api.app import create_app
 from .api.callers import Access
 from .api.connection import BoundedProtocol, connections_allowed
@@ -301,7 +301,8 @@ class _Serving:
             self._restore()
         else:
             self.standby.begin(holder)
-        server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan), settings.tls), self.daemon, local)
+        app = create_app(self.daemon, self._lifespan, dashboard.routes)
+        server = TwoSocketServer(_config(app, settings.tls), self.daemon, local)
         BoundedProtocol.max_connections = connections_allowed()
         self.server, self.addresses = server, (f"unix://{path}", *settings.peers)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

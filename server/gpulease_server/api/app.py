@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import is_dataclass
 from importlib.metadata import version
@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, FastAPI
 from pydantic import TypeAdapter
 from starlette.datastructures import Headers
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpulease.errors import NotAllowed
@@ -34,8 +35,8 @@ LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
 
 
-def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
-    """The REST application of a daemon."""
+def create_app(daemon: Daemon, lifespan: Any = None, constant: Sequence[BaseRoute] = ()) -> FastAPI:
+    """The REST application of a daemon. `constant` are routes that come before its own, and answer the same always."""
     app = FastAPI(
         title="gpulease",
         version=version("gpulease"),
@@ -49,9 +50,10 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
     for part in (gpus, administration, leases, jobs, logs, metrics, tokens, service, exposition, reference):
         app.include_router(part.router, dependencies=[Depends(allow), Depends(only_known_parameters)])
+    app.router.routes[:0] = constant
     install(app)
     app.add_middleware(Tagged)
-    app.add_middleware(OnlyCurrent, standing=daemon.standing)
+    app.add_middleware(OnlyCurrent, standing=daemon.standing, constant=constant)
     app.add_middleware(OnlyFromHere)
     app.add_middleware(Compressed)
     app.add_middleware(Boundary)

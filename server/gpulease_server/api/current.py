@@ -9,10 +9,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpulease.errors import Unavailable
@@ -29,18 +31,23 @@ READING = frozenset({"GET", "HEAD", "OPTIONS"})
 class OnlyCurrent:
     """Lets nobody take what may be out of date for what is."""
 
-    def __init__(self, app: ASGIApp, standing: Standing) -> None:
+    def __init__(self, app: ASGIApp, standing: Standing, constant: Sequence[BaseRoute] = ()) -> None:
         self.app = app
         self.standing = standing
+        self.constant = constant
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
-        if scope["type"] != "http" or scope["path"] in OWN_PATHS:
+        if scope["type"] != "http" or scope["path"] in OWN_PATHS or self._is_constant(scope):
             await self.app(scope, receive, send)
         elif (copy := self.standing.copy) is not None:
             await self._from_copy(copy, scope, receive, send)
         else:
             await self._from_writer(scope, receive, send)
+
+    def _is_constant(self, scope: Scope) -> bool:
+        """True for what is the same whatever has happened."""
+        return any(route.matches(scope)[0] is Match.FULL for route in self.constant)
 
     async def _from_copy(self, copy: Copy, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in READING or _waits(scope) or copy.as_of is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gpulease.errors import Unavailable
@@ -80,8 +80,9 @@ async def readyz(daemon: TheDaemon) -> Any:
 
 
 @router.get("/", tags=["service"], response_class=PlainTextResponse)
-async def front_page(daemon: TheDaemon, caller: TheCaller) -> str:
-    """GPUs, holders and the queue as a text table."""
+async def front_page(daemon: TheDaemon, caller: TheCaller, response: Response) -> str:
+    """GPUs, holders and the queue as a text table. Who prefers `text/html` gets the dashboard instead."""
+    response.headers["Vary"] = "Accept"
     now, ledger = daemon.now(), daemon.ledger
     records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
     gpus = [gpu_for(caller, gpu_view(ledger, gpu, now, daemon.policy), daemon.access) for gpu in records]

@@ -1,0 +1,75 @@
+// How things are said: the words and forms of gpulease.table, so that page, terminal and curl say the same.
+// Pure: no time, no document. tests/dashboard/test_format.py compares them with Python's.
+
+const GIB = 1024 ** 3;
+const UNPRINTABLE = /(?! )[\p{C}\p{Z}]/gu; // also what turns the direction of text around
+export const UNKNOWN = "?";
+
+/** A length of time in its two largest units: 42s, 3m 05s, 2h 10m, 3d 4h. */
+export function duration(seconds) {
+  const whole = Math.max(0, Math.trunc(seconds));
+  const two = (number) => String(number).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.trunc(whole / 60)}m ${two(whole % 60)}s`;
+  if (whole < 86400) return `${Math.trunc(whole / 3600)}h ${two(Math.trunc((whole % 3600) / 60))}m`;
+  return `${Math.trunc(whole / 86400)}d ${Math.trunc((whole % 86400) / 3600)}h`;
+}
+
+/** A size in GiB with one digit, ? where it is not known. */
+export function gibibytes(sizeBytes) {
+  return sizeBytes === null ? UNKNOWN : (sizeBytes / GIB).toFixed(1);
+}
+
+/** A ratio in per cent, ? where it is not known. */
+export function percent(ratio) {
+  return ratio === null ? UNKNOWN : `${Math.round(ratio * 100)}%`;
+}
+
+/** A number with its unit and no digits, ? where it is not known. */
+export function amount(value, unit) {
+  return value === null ? UNKNOWN : `${Math.round(value)} ${unit}`;
+}
+
+/** Text on one line of at most so many characters, every one printable. */
+export function plain(text, limit = 60) {
+  const letters = [...text.replace(UNPRINTABLE, "?")];
+  return letters.length <= limit ? letters.join("") : `${letters.slice(0, limit - 3).join("")}...`;
+}
+
+/** A holder in a few words: user, label or job, process. */
+export function who(holder, job = null) {
+  if (holder === null) return "-";
+  const label = holder.label === job ? "" : holder.label;
+  const parts = [plain(holder.user || holder.host || ""), label && `(${plain(label, 30)})`];
+  parts.push(job ? `job ${plain(job, 30)}` : holder.owner_pid ? `pid ${holder.owner_pid}` : "");
+  return parts.filter(Boolean).join(" ") || UNKNOWN;
+}
+
+/** A demand in a few words. */
+export function askedFor(demand) {
+  const listed = [...demand.indices.map(String), ...demand.uuids.map((uuid) => uuid.slice(0, 12))];
+  let what = {
+    count: `${demand.count} GPU${demand.count === 1 ? "" : "s"}`,
+    listed: `GPUs ${listed.join(", ")}`,
+    all: "every GPU of a node",
+    auto: "every free GPU",
+  }[demand.selection];
+  if (demand.gpu_model) what += ` like ${demand.gpu_model}`;
+  if (demand.min_free_memory_bytes) what += ` with ${gibibytes(demand.min_free_memory_bytes)} GiB free`;
+  return plain(what + (demand.node ? ` on ${demand.node}` : ""), 200);
+}
+
+/** GPUs by index, with their node where there are several nodes: "0, 1 of n1". */
+export function places(devices, severalNodes) {
+  const byNode = new Map();
+  for (const device of devices) byNode.set(device.node, [...(byNode.get(device.node) ?? []), device.index]);
+  const said = [...byNode].map(([node, indices]) => indices.join(", ") + (severalNodes ? ` of ${plain(node)}` : ""));
+  return said.join("; ") || "-";
+}
+
+/** What a user's program printed, for a block of text: lines stay, what steers a terminal goes. */
+export function printed(text) {
+  const uncoloured = text.replace(/\u001b\[[0-9;:?]*[ -/]*[@-~]/g, "");
+  // A carriage return overwrites the line, as progress bars do.
+  return uncoloured.replace(/\r\n/g, "\n").replace(/[^\n]*\r(?=[^\n])/g, "").replace(/(?![\n\t ])\p{C}/gu, "?");
+}

@@ -1,0 +1,53 @@
+// The daemon's events as they happen. Read with fetch, because an EventSource sends no Authorization.
+
+import { answer, Problem } from "./api.js";
+
+const OPEN_MS = 20_000;
+const SILENT_MS = 45_000; // the daemon says at least a comment every 15 s
+
+/** Takes the text of a stream in any pieces; tells `position(id)` and `happened(kind, data)` what it says. */
+export function reader(position, happened) {
+  let rest = "";
+  let kind = "";
+  let data = [];
+  const line = (text) => {
+    if (text === "") {
+      if (data.length) happened(kind || "message", data.join("\n"));
+      kind = "";
+      data = [];
+      return;
+    }
+    const [, field, value] = /^([^:]*):? ?(.*)$/s.exec(text);
+    if (field === "id") position(value);
+    else if (field === "event") kind = value;
+    else if (field === "data") data.push(value);
+  };
+  return (piece) => {
+    const lines = (rest + piece).split("\n");
+    rest = lines.pop();
+    for (const text of lines) line(text.replace(/\r$/, ""));
+  };
+}
+
+/** Read events until the stream ends, is silent for too long, or `signal` ends it. Throws Problem. */
+export async function readEvents(lastId, signal, position, happened) {
+  const silent = new AbortController();
+  let timer = setTimeout(() => silent.abort(), OPEN_MS);
+  const headers = { Accept: "text/event-stream", ...(lastId === null ? {} : { "Last-Event-ID": lastId }) };
+  try {
+    const came = await answer("v1/events", { headers, signal: AbortSignal.any([signal, silent.signal]) });
+    const pieces = came.body.pipeThrough(new TextDecoderStream()).getReader();
+    const take = reader(position, happened);
+    for (;;) {
+      clearTimeout(timer);
+      timer = setTimeout(() => silent.abort(), SILENT_MS);
+      const { done, value } = await pieces.read();
+      if (done) return;
+      take(value);
+    }
+  } catch (error) {
+    throw error instanceof Problem ? error : new Problem(0);
+  } finally {
+    clearTimeout(timer);
+  }
+}

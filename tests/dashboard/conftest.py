@@ -1,0 +1,109 @@
+"""A browser, a daemon whose hardware can be changed, and a page that is watched for what it must not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, Request, expect, sync_playwright
+
+from tests.api.conftest import Hardware
+from tests.daemon import DaemonProcess, daemon
+
+CHROMIUM = Path("/usr/bin/chromium")
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+WITHIN_MS = 60_000
+"""For whatever a page is waited for: it is there within a second or two, on a machine that is not loaded."""
+NOTES_VIOLATIONS = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (seen) => violations.push(`${seen.violatedDirective} ${seen.blockedURI}`));
+"""
+
+
+class Watched:
+    """A page, and what it has done."""
+
+    def __init__(self, page: Page, running: DaemonProcess) -> None:
+        self.page = page
+        self.running = running
+        self.errors: list[str] = []
+        self.elsewhere: list[str] = []
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("request", self._asked)
+        page.add_init_script(NOTES_VIOLATIONS)
+
+    def open(self) -> Page:
+        """The page with what the daemon shows."""
+        self.page.goto(self.running.url)
+        expect(self.page.locator("body[data-drawn]")).to_be_visible()
+        return self.page
+
+    def was_good(self) -> None:
+        """Fails if a script failed, the policy was violated, or anything was asked of somebody else."""
+        assert self.errors == []
+        assert self.elsewhere == []
+        assert self.page.evaluate("window.violations") == []
+
+    def _said(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def _asked(self, request: Request) -> None:
+        if not request.url.startswith((self.running.url + "/", "data:")):
+            self.elsewhere.append(request.url)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium. Ended with the module, because Playwright keeps an event loop in this thread while it lives."""
+    assert CHROMIUM.exists(), "the dashboard is tested in Chromium: bash tests/packages.sh installs it"
+    expect.set_options(timeout=WITHIN_MS)
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=list(OPTIONS), headless=True, timeout=WITHIN_MS
+        )
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def hardware(tmp_path: Path) -> Hardware:
+    """Four free GPUs, until a test shows something else."""
+    made = Hardware(tmp_path / "hardware.json")
+    made.show({}, {}, {}, {})
+    return made
+
+
+@pytest.fixture
+def running(tmp_path: Path, hardware: Hardware) -> Iterator[DaemonProcess]:
+    """A daemon with that hardware."""
+    with daemon(tmp_path, "--simulate", str(hardware.path), "--node", "n1") as started:
+        yield started
+
+
+@pytest.fixture
+def watched(browser: Browser, running: DaemonProcess) -> Iterator[Watched]:
+    """A page of that daemon, not opened yet."""
+    with watching(browser, running) as page:
+        yield page
+
+
+@contextmanager
+def watching(browser: Browser, running: DaemonProcess, width: int = 1440) -> Iterator[Watched]:
+    """A page in a browser profile of its own."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(WITHIN_MS)
+    try:
+        yield Watched(context.new_page(), running)
+    finally:
+        context.close()

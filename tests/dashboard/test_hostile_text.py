@@ -1,0 +1,63 @@
+"""What users write is text: a label, a name, a command or a log that looks like markup runs and loads nothing."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.api.conftest import Hardware
+from tests.daemon import DaemonProcess
+from tests.dashboard.conftest import Watched
+from tests.dashboard.test_page import ask, row, submit
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+
+RAN = "ran=1"
+IMAGE = f"<img src=x onerror={RAN}>"
+SCRIPT = f"</span><script>{RAN}</script>"
+NEW_UUID = "GPU-99999999-0000-0000-0000-000000000000"
+ELSEWHERE = "<img src=http://example.org/x>"
+
+
+def test_markup_of_users_stays_text(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
+    stranger = {"pid": 414242, "user": SCRIPT, "command": f"python {IMAGE}{SCRIPT}"}
+    # A GPU's name is what it was when it was first seen, so this is another GPU.
+    hardware.show({"uuid": NEW_UUID, "name": f"H100 {IMAGE}"}, {}, {"processes": [stranger]}, {})
+    page = watched.open()
+    ask(running, count=1, label=IMAGE)
+    job = submit(running, "sh", "-c", f"echo '{IMAGE}{SCRIPT}{ELSEWHERE}'; exit 1", name=ELSEWHERE)
+    waits = ask(running, count=4, label=f"{SCRIPT}\u202egnp")
+
+    expect(page.locator("table.gpus")).to_contain_text(f"H100 {IMAGE}")
+    expect(page.locator("table.gpus")).to_contain_text(f"({IMAGE})")
+    expect(page.locator("table.gpus")).to_contain_text(f"python {IMAGE}")
+    expect(row(page, "queue", waits["id"])).to_contain_text(SCRIPT[:20])
+    expect(row(page, "queue", waits["id"])).not_to_contain_text("\u202e")
+    expect(row(page, "jobs", job["id"])).to_contain_text("failed")
+    expect(row(page, "jobs", job["id"])).to_contain_text(ELSEWHERE)
+    row(page, "jobs", job["id"]).get_by_role("button").click()
+    expect(page.get_by_role("dialog").locator("pre")).to_have_text(f"{IMAGE}{SCRIPT}{ELSEWHERE}")
+    page.keyboard.press("Escape")
+    row(page, "queue", waits["id"]).get_by_role("button").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Number 1 in the queue")
+    assert page.locator("img, main script, dialog script, iframe, object").count() == 0
+    assert page.evaluate("window.ran") is None
+    watched.was_good()
+
+
+def test_the_policy_stops_what_would_get_through(watched: Watched) -> None:
+    page = watched.open()
+    page.evaluate(
+        "document.querySelector('main').innerHTML += '<img src=x onerror=window.ran=1><b style=color:red>b</b>'"
+    )
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran=1'}))")
+    page.evaluate("fetch('http://127.0.0.1:9/').catch(() => {})")
+
+    page.wait_for_function("violations.length >= 4")
+    assert page.evaluate("window.ran") is None
+    assert {text.split()[0] for text in page.evaluate("violations")} == {
+        "script-src-attr",
+        "script-src-elem",
+        "style-src-attr",
+        "connect-src",
+    }

@@ -1,0 +1,178 @@
+"""What somebody sees who looks at the page while others lease, wait and compute."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from tests.api.conftest import Hardware
+from tests.daemon import DaemonProcess
+from tests.dashboard.conftest import Watched, watching
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+
+GIB = 2**30
+
+
+def gpu_row(page: Page, index: int) -> Locator:
+    """The row of one GPU."""
+    return page.locator("table.gpus tbody > tr").nth(index)
+
+
+def row(page: Page, table: str, text: str) -> Locator:
+    """The row of a table that has this text."""
+    return page.locator(f"#{table} tbody > tr").filter(has_text=text)
+
+
+def ask(running: DaemonProcess, **body: Any) -> dict[str, Any]:
+    """A lease, granted or queued."""
+    answer = running.call("POST", "/v1/leases", body)
+    assert answer.status in (201, 202), answer.content
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def submit(running: DaemonProcess, *command: str, name: str = "", **more: Any) -> dict[str, Any]:
+    """A job that runs a command."""
+    body = {"launcher": "plain", "command": list(command), "name": name, **more}
+    answer = running.call("POST", "/v1/jobs", body)
+    assert answer.status == 201, answer.content
+    found: dict[str, Any] = answer.json
+    return found
+
+
+def test_the_hardware_is_shown_as_it_is(watched: Watched, hardware: Hardware) -> None:
+    busy = {"memory_used_bytes": 10 * GIB, "utilization_ratio": 0.55, "temperature_c": 61, "power_w": 412}
+    silent = dict.fromkeys(("memory_used_bytes", "utilization_ratio", "temperature_c", "power_w"))
+    hardware.show(busy, silent, {"health": "xid:79"}, {"compute_mode": "prohibited"})
+    page = watched.open()
+
+    expect(gpu_row(page, 0)).to_contain_text("10.0 / 80.0 GiB")
+    for text in ("55%", "61 °C", "412 W"):
+        expect(gpu_row(page, 0)).to_contain_text(text)
+    readings = gpu_row(page, 1).locator("td:nth-child(n + 5)")
+    expect(readings).to_have_text(["? / 80.0 GiB", "?", "?", "?"])
+    expect(gpu_row(page, 2)).to_contain_text("unhealthy")
+    expect(gpu_row(page, 2)).to_contain_text("xid:79")
+    expect(gpu_row(page, 3)).to_contain_text("prohibited")
+    expect(page.locator("#totals")).to_contain_text("1 prohibited")
+    hardware.show({**busy, "utilization_ratio": 0.25}, {}, {}, {})
+    expect(gpu_row(page, 0)).to_contain_text("25%")
+    expect(gpu_row(page, 2)).not_to_contain_text("xid:79")
+    watched.was_good()
+
+
+def test_a_lease_comes_and_goes_without_a_reload(watched: Watched, running: DaemonProcess) -> None:
+    page = watched.open()
+    page.evaluate("window.sameDocument = true")
+    expect(page.locator("#totals")).to_contain_text("4 free")
+    lease = ask(running, count=2, label="ada: resnet", ttl_s=600)
+
+    expect(gpu_row(page, 0)).to_contain_text("leased (starting)")
+    expect(gpu_row(page, 1)).to_contain_text("ada: resnet")
+    expect(page.locator("#totals")).to_contain_text("2 free")
+    until = gpu_row(page, 0).locator("td.until")
+    expect(until).to_have_text(re.compile(r"^in 9m \d\ds$"))
+    before = until.inner_text()
+    expect(until).not_to_have_text(before)  # it counts down by itself
+    expect(page.locator("#events")).to_contain_text("lease granted")
+    running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+    expect(page.locator("#totals")).to_contain_text("4 free")
+    expect(page.locator("table.gpus")).not_to_contain_text("ada: resnet")
+    assert page.evaluate("window.sameDocument") is True
+    watched.was_good()
+
+
+def test_a_stranger_on_a_gpu_is_shown_with_his_pid(watched: Watched, hardware: Hardware) -> None:
+    page = watched.open()
+    stranger = {"pid": 414242, "memory_bytes": 3 * GIB, "user": "mallory", "command": "python mine.py"}
+    hardware.show({}, {"processes": [stranger], "memory_used_bytes": 3 * GIB}, {}, {})
+
+    for text in ("foreign", "pid 414242", "mallory", "python mine.py", "3.0 GiB"):
+        expect(gpu_row(page, 1)).to_contain_text(text)
+    hardware.show({}, {}, {}, {})
+    expect(gpu_row(page, 1)).not_to_contain_text("414242")
+    watched.was_good()
+
+
+def test_the_queue_says_why_by_keyboard_alone(watched: Watched, running: DaemonProcess) -> None:
+    held = ask(running, count=3, label="ada: resnet")
+    waits = ask(running, count=4, label="bob: sweep")
+    page = watched.open()
+
+    expect(row(page, "queue", waits["id"])).to_contain_text("4 GPUs")
+    expect(row(page, "queue", waits["id"])).to_contain_text("bob: sweep")
+    why = row(page, "queue", waits["id"]).get_by_role("button")
+    for _ in range(50):
+        page.keyboard.press("Tab")
+        if why.evaluate("button => button === document.activeElement"):
+            break
+    expect(why).to_be_focused()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog")
+    for text in ("Not now.", "Number 1 in the queue", held["id"], "ada: resnet", "0 of n1"):
+        expect(dialog).to_contain_text(text)
+    page.keyboard.press("Escape")
+    expect(dialog).to_be_hidden()
+    expect(why).to_be_focused()
+    running.call("POST", f"/v1/leases/{waits['id']}/release", {})
+    expect(page.get_by_text("Nobody waits.")).to_be_visible()
+    watched.was_good()
+
+
+def test_jobs_are_shown_with_their_logs(watched: Watched, running: DaemonProcess) -> None:
+    page = watched.open()
+    failed = submit(running, "sh", "-c", "echo half a line; exit 3", name="broken")
+    lasting = submit(running, "sh", "-c", "echo epoch 1; sleep 600", name="digits")
+
+    expect(row(page, "jobs", failed["id"])).to_contain_text("failed")
+    expect(row(page, "jobs", failed["id"]).locator("td.number")).to_have_text("3")
+    expect(row(page, "jobs", lasting["id"])).to_contain_text("running")
+    expect(page.locator("#totals")).to_contain_text("1 job runs")
+    page.get_by_role("button", name="Log of broken").click()
+    expect(page.get_by_role("dialog").locator("pre")).to_contain_text("half a line")
+    page.get_by_role("button", name="Close").click()
+    running.call("POST", f"/v1/jobs/{lasting['id']}/cancel", {"grace_s": 0})
+    expect(row(page, "jobs", lasting["id"])).to_contain_text("cancelled")
+    watched.was_good()
+
+
+def test_a_node_out_of_use_says_so(watched: Watched, running: DaemonProcess) -> None:
+    page = watched.open()
+    running.call("POST", "/v1/nodes/n1/drain")
+    expect(page.locator(".node-head")).to_contain_text("draining")
+    expect(gpu_row(page, 0)).to_contain_text("cordoned")
+    running.call("POST", "/v1/nodes/n1/resume")
+    expect(page.locator(".node-head")).not_to_contain_text("draining")
+    watched.was_good()
+
+
+def test_of_many_requests_a_few_hundred_are_drawn(watched: Watched, running: DaemonProcess) -> None:
+    ask(running, count=4)
+    for number in range(230):
+        ask(running, count=1, label=f"trial {number}")
+    page = watched.open()
+
+    expect(page.locator("#totals")).to_contain_text("230 in the queue")
+    expect(page.locator("#queue tbody > tr")).to_have_count(200)
+    expect(page.locator("#queue-more")).to_have_text("… and 30 more")
+    expect(page.locator("#queue tbody > tr").first).to_contain_text("trial 0)")
+    watched.was_good()
+
+
+def test_it_fits_a_telephone(browser: Browser, running: DaemonProcess, hardware: Hardware) -> None:
+    hardware.show({"name": "N" * 100, "processes": [{"pid": 414242, "command": "c" * 200}]}, {}, {}, {})
+    ask(running, count=3, label="l" * 200)
+    waits = ask(running, count=4, label="w" * 200)
+    with watching(browser, running, width=390) as narrow:
+        page = narrow.open()
+        expect(gpu_row(page, 0)).to_contain_text("414242")
+        expect(row(page, "queue", waits["id"])).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        row(page, "queue", waits["id"]).get_by_role("button").click()
+        expect(page.get_by_role("dialog")).to_contain_text("Number 1 in the queue")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        narrow.was_good()

@@ -1,0 +1,122 @@
+"""What the page does when the daemon is away, does not know who asks, or is not the one that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.callers import call
+from tests.daemon import DaemonProcess, daemon
+from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.test_page import ask, gpu_row, row, submit
+from tests.failover import pair
+
+pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon that knows nobody by his connection to its port."""
+    with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as started:
+        yield started
+
+
+def test_it_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(watched: Watched, running: DaemonProcess) -> None:
+    ask(running, count=1, label="ada: resnet", ttl_s=3600)
+    page = watched.open()
+    expect(gpu_row(page, 0)).to_contain_text("ada: resnet")
+    notice = page.get_by_role("status")
+    expect(notice).to_be_empty()
+    running.kill()
+
+    expect(notice).to_contain_text("Not connected since")
+    expect(notice).to_contain_text("What is shown is of")
+    expect(page.locator("body.stale")).to_be_visible()
+    expect(gpu_row(page, 0)).to_contain_text("ada: resnet")
+    running.start()
+    expect(notice).to_be_empty()
+    expect(page.locator("body.stale")).to_have_count(0)
+    ask(running, count=1, label="after the restart")
+    expect(gpu_row(page, 1)).to_contain_text("after the restart")
+    assert watched.elsewhere == []
+
+
+def test_who_is_not_known_gives_a_token(browser: Browser, closed: DaemonProcess) -> None:
+    bearer = call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": "viewer"}).json["bearer"]
+    with watching(browser, closed) as watched:
+        page = watched.page
+        page.goto(closed.url)
+        field = page.get_by_label("Token")
+        expect(field).to_be_focused()
+        expect(page.locator("#sign-in-problem")).to_be_empty()
+        field.fill("not-a-token")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("token")
+        expect(page.locator("body[data-drawn]")).to_have_count(0)
+        field.fill(bearer)
+        page.get_by_role("button", name="Use it").click()
+        expect(gpu_row(page, 1)).to_contain_text("free")
+        expect(field).to_be_hidden()
+        assert bearer not in page.content()
+        assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+
+        job = call(closed.socket, "POST", "/v1/jobs", {"launcher": "plain", "command": ["true"], "name": "mine"}).json
+        expect(row(page, "jobs", job["id"])).to_contain_text("succeeded")
+        page.get_by_role("button", name="Log of mine").click()
+        expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("You are ann (viewer")
+        page.keyboard.press("Escape")
+
+        page.reload()
+        expect(gpu_row(page, 1)).to_contain_text("free")
+        page.get_by_role("button", name="Forget token").click()
+        expect(field).to_be_focused()
+        assert watched.elsewhere == []
+
+
+def test_a_token_that_is_revoked_is_asked_for_again(browser: Browser, closed: DaemonProcess) -> None:
+    made = call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": "viewer"}).json
+    with watching(browser, closed) as watched:
+        page = watched.page
+        page.goto(closed.url)
+        page.get_by_label("Token").fill(made["bearer"])
+        page.keyboard.press("Enter")
+        expect(gpu_row(page, 1)).to_contain_text("free")
+        call(closed.socket, "DELETE", f"/v1/tokens/{made['id']}")
+        expect(page.get_by_label("Token")).to_be_focused()
+        expect(page.get_by_role("alert")).to_contain_text("revoked")
+
+
+def test_a_standby_shows_its_copy_and_names_the_writer(browser: Browser, tmp_path: Path, postgres_url: str) -> None:
+    with pair(tmp_path, postgres_url) as both:
+        ask(both.writer, count=1, label="ada: resnet", ttl_s=3600)
+        with watching(browser, both.standby) as watched:
+            page = watched.open()
+            expect(page.get_by_role("status")).to_contain_text("This daemon stands by")
+            expect(page.locator("table.gpus")).to_contain_text("ada: resnet")
+
+
+def test_who_may_ask_seldom_is_shown_everything_in_the_end(browser: Browser, tmp_path: Path) -> None:
+    with (
+        daemon(tmp_path, "--simulate", "2", "--max-rps-per-user", "1") as running,
+        watching(browser, running) as watched,
+    ):
+        page = watched.open()
+        expect(gpu_row(page, 1)).to_contain_text("free")
+
+
+def test_a_hidden_page_asks_for_nothing(watched: Watched, running: DaemonProcess) -> None:
+    page = watched.open()
+    page.evaluate(
+        "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    submit(running, "true", name="unseen")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.wait_for_function("start => performance.now() > start + 8000", arg=page.evaluate("performance.now()"))
+    assert asked == []
+    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    expect(page.locator("#jobs")).to_contain_text("unseen")
