@@ -17,6 +17,7 @@ const seen = { events: [] };
 let drawWaits = false;
 const LISTS = ["gpus", "nodes", "active", "queued", "ended", "live", "over"];
 
+const nodes = { place: byId("nodes"), more: byId("nodes-more") };
 const queue = { table: byId("queue"), none: byId("queue-none"), more: byId("queue-more") };
 const jobs = { table: byId("jobs"), none: byId("jobs-none"), more: byId("jobs-more") };
 const events = { list: byId("events"), none: byId("events-none") };
@@ -31,7 +32,7 @@ function draw() {
   drawWaits = false;
   if (!LISTS.every((name) => name in seen)) return; // the first round is under way
   drawTotals(byId("totals"), seen);
-  drawNodes(byId("nodes"), seen);
+  drawNodes(nodes, seen);
   drawQueue(queue, seen, (id) => showWhy(id, nameOf));
   drawJobs(jobs, seen, showLog);
   drawEvents(events, seen);

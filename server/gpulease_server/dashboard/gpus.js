@@ -8,13 +8,14 @@ const MAX_GPUS = 512; // rows of all nodes together
 const MAX_PROCESSES = 8; // of one GPU
 const HEADS = ["GPU", "State", "Holder", "Until", "Memory", "Utilization", "Temp.", "Power"];
 
-/** Draw all nodes into a place. */
-export function drawNodes(place, seen) {
+/** Draw all nodes into a place, and how many there are beside them. */
+export function drawNodes({ place, more }, seen) {
   const leases = new Map(seen.active.items.map((lease) => [lease.id, lease]));
   const views = nodeViews(seen, leases, namesOfJobs(seen));
   keep(place, views.slice(0, MAX_NODES), (view) => view.name, makeNode, drawNode);
   place.querySelector(":scope > .none")?.remove();
   if (!views.length) place.append(element("p", { class: "none", text: "No GPUs are known." }));
+  setText(more, views.length > MAX_NODES ? `… and ${views.length - MAX_NODES} more nodes` : "");
 }
 
 /** What live jobs are called, by their lease. */
