@@ -78,7 +78,7 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
         return not option.default, bool(option.default), not option.default
     if wanted in (int, float):
         first = wanted(option.min if option.min is not None else 1)
-        return first, first + (first if option.max is not None else 1), option.default
+        return first, first + (first or 1), option.default
     return {list[str]: (["a", "b"], ["c", "d"], ["e"]), Path: ("/file", "/variable", "/option")}.get(
         wanted, ("http://file:1", "http://variable:2", "http://option:3")
     )

@@ -9,6 +9,11 @@ from typing import Annotated
 
 import typer
 
+from gpulease.cli.options import fraction
+
+MANY = 1_000_000
+"""More of anything than one daemon could serve."""
+
 
 class Commands(StrEnum):
     """Whose command lines a caller is shown."""
@@ -66,16 +71,27 @@ ShowCommands = Annotated[
 ]
 MaxLeasesPerUser = Annotated[
     int,
-    typer.Option(min=0, envvar="GPULEASE_MAX_LEASES_PER_USER", help="Active leases of one user; 0: any number."),
+    typer.Option(
+        min=0, max=MANY, envvar="GPULEASE_MAX_LEASES_PER_USER", help="Active leases of one user; 0: any number."
+    ),
 ]
 MaxGpusPerUser = Annotated[
-    int, typer.Option(min=0, envvar="GPULEASE_MAX_GPUS_PER_USER", help="Leased GPUs of one user; 0: any number.")
+    int,
+    typer.Option(min=0, max=MANY, envvar="GPULEASE_MAX_GPUS_PER_USER", help="Leased GPUs of one user; 0: any number."),
 ]
 MaxQueuePerUser = Annotated[
     int,
-    typer.Option(min=0, envvar="GPULEASE_MAX_QUEUE_PER_USER", help="Waiting requests of one user; 0: any number."),
+    typer.Option(
+        min=0, max=MANY, envvar="GPULEASE_MAX_QUEUE_PER_USER", help="Waiting requests of one user; 0: any number."
+    ),
 ]
 MaxRpsPerUser = Annotated[
     float,
-    typer.Option(min=0, envvar="GPULEASE_MAX_RPS_PER_USER", help="Requests per second of one user; 0: any number."),
+    typer.Option(
+        min=0,
+        max=MANY,
+        callback=fraction,
+        envvar="GPULEASE_MAX_RPS_PER_USER",
+        help="Requests per second of one user; 0: any number.",
+    ),
 ]
