@@ -173,7 +173,8 @@ class Gpu(GpuReading):
     activity: Activity | None = None
     """What happens on it while it is leased; null otherwise."""
     reason: str | None = None
-    """A sentence that says why the GPU is not free; null when it is."""
+    """The end of a sentence that says why the GPU is not free, or which waiting request a free one is held for; else
+    null."""
     lease_id: str | None = None
     """The lease that holds it, or whose remains it is being cleaned of."""
     holder: Holder | None = None

@@ -12,7 +12,7 @@ from gpulease.errors import Unavailable
 from gpulease.history import EventPage
 from gpulease.table import render
 
-from ..core.view import gpu_view, lease_view, node_view
+from ..core.view import gpu_views, lease_view, node_view
 from . import event_stream
 from .daemon import TheDaemon
 from .identity import TheCaller
@@ -83,8 +83,7 @@ async def readyz(daemon: TheDaemon) -> Any:
 async def front_page(daemon: TheDaemon, caller: TheCaller) -> str:
     """GPUs, holders and the queue as a text table."""
     now, ledger = daemon.now(), daemon.ledger
-    records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
-    gpus = [gpu_for(caller, gpu_view(ledger, gpu, now, daemon.policy), daemon.access) for gpu in records]
+    gpus = [gpu_for(caller, gpu, daemon.access) for gpu in gpu_views(ledger, now, daemon.policy)]
     live = [record for record in ledger.leases.values() if record.lease.ended_at is None]
     leases = [
         lease_view(ledger, record, now, daemon.policy) for record in sorted(live, key=lambda record: record.number)
