@@ -59,7 +59,8 @@ async def list_events(
         raise event_stream.pruned(after, pruned_seq)
     items = tuple(event_for(caller, event, daemon.ledger) for event in found)
     following = str(found[-1].seq) if len(found) == limit else None
-    return EventPage(items=items, next=following, pruned_seq=pruned_seq)
+    last_seq = await asyncio.to_thread(daemon.store.last_seq)
+    return EventPage(items=items, next=following, pruned_seq=pruned_seq, last_seq=max(last_seq, pruned_seq))
 
 
 @router.get("/healthz", tags=["service"])

@@ -156,6 +156,11 @@ class Store:
             found = [rows.event_noun(row) for row in connection.execute(query)]
             return found, connection.execute(select(tables.pruned.c.seq)).scalar() or 0
 
+    def last_seq(self) -> int:
+        """`seq` of the newest event; 0 while there is none."""
+        with self.engine.connect() as connection:
+            return connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
+
     def _page(
         self, table: Table, states: Collection[str], after: int | None, limit: int, *where: ColumnElement[bool]
     ) -> list[Row[Any]]:
