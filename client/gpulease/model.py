@@ -360,7 +360,8 @@ class Node(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Noun):
-    """One recorded change. `seq` increases by one with each and is never reused."""
+    """One recorded change. `seq` increases by one with each and is never reused; those of bearer tokens
+    (`token.created`, `token.revoked`) are shown to administrators alone."""
 
     seq: int
     """Position in the history."""

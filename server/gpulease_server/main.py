@@ -320,7 +320,7 @@ class _Serving:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
-        parts = (self._write(), self.recorder.run(), self.pruner.run(), notify.watchdog())
+        parts = (self._write(), self.recorder.run(), self.pruner.run(), self.bearers.note_uses(), notify.watchdog())
         tasks = [asyncio.create_task(part) for part in parts]
         if settings.worker:
             place = self.data_dir / "worker"
@@ -335,6 +335,7 @@ class _Serving:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.recorder.save(self.daemon.now().mono_s, everything=True)
+        await self.bearers.save_uses()
         self.writer.close()
 
     async def _write(self) -> None:

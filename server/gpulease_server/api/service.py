@@ -17,7 +17,7 @@ from . import event_stream
 from .daemon import TheDaemon
 from .identity import TheCaller
 from .problems import documented
-from .visible import event_for, gpu_for, job_for
+from .visible import event_for, gpu_for, job_for, kinds_hidden
 from .waiting import Limit
 
 router = APIRouter()
@@ -46,7 +46,8 @@ async def list_events(
     limit: Limit = 100,
 ) -> Any:
     """What was recorded, oldest first. Go on with `after` = the last `seq`. When events between that and the next one
-    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is.
+    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is. Events of bearer tokens are for
+    administrators alone.
 
     With `Accept: text/event-stream` it is a stream of server-sent events that goes on for ever: `id` is `seq`, `event`
     the kind, `data` the event. `Last-Event-ID` goes on where an earlier one ended.
@@ -54,7 +55,7 @@ async def list_events(
     if event_stream.wanted(request):
         return await event_stream.opened(daemon, caller, request, after)
     after = after or 0
-    found, pruned_seq = await asyncio.to_thread(daemon.store.history, after, limit)
+    found, pruned_seq = await asyncio.to_thread(daemon.store.history, after, limit, kinds_hidden(caller))
     if 0 < after < pruned_seq:
         raise event_stream.pruned(after, pruned_seq)
     items = tuple(event_for(caller, event, daemon.ledger) for event in found)
