@@ -22,6 +22,7 @@ from .boundary import Boundary
 from .current import OnlyCurrent
 from .daemon import Daemon
 from .exposition import Exposition
+from .heads import Headed
 from .identity import allow
 from .peer import Peer, Way
 from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
@@ -44,6 +45,7 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
         lifespan=lifespan or _nothing,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     traffic = Traffic()
     app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
@@ -54,6 +56,7 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
     app.add_middleware(Compressed)
+    app.add_middleware(Headed)
     app.add_middleware(Boundary)
     app.add_middleware(RequestLog)
     app.add_middleware(Measured, traffic=traffic)
