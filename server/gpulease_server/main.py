@@ -301,7 +301,9 @@ class _Serving:
             self._restore()
         else:
             self.standby.begin(holder)
-        server = TwoSocketServer(_config(create_app(self.daemon, self._lifespan), settings.tls), self.daemon, local)
+        server = TwoSocketServer(
+            _config(create_app(self.daemon, self._lifespan, settings.access.origins), settings.tls), self.daemon, local
+        )
         BoundedProtocol.max_connections = connections_allowed()
         self.server, self.addresses = server, (f"unix://{path}", *settings.peers)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -15,11 +15,33 @@ MANY = 1_000_000
 """More of anything than one daemon could serve."""
 
 
+ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
+USUAL_PORTS = {"http": 80, "https": 443}
+
+
 class Commands(StrEnum):
     """Whose command lines a caller is shown."""
 
     OWN = "own"
     ALL = "all"
+
+
+def origins(given: list[str] | None) -> list[str] | None:
+    """Origins as browsers spell them: lower case, without a usual port. Raises BadParameter."""
+    return None if given is None else [_origin(text) for text in given]
+
+
+def _origin(text: str) -> str:
+    if "*" in text or text.lower() == "null":
+        raise typer.BadParameter(f"{text!r} would be anybody's page, in whosever browser; list each origin by itself")
+    found = ORIGIN.fullmatch(text.lower())
+    if found is None or not 0 < int(found["port"] or 1) < 65536:
+        raise typer.BadParameter(
+            f"{text!r} is no origin; write it like https://dashboard.example or http://gpubox:3000"
+        )
+    scheme, host, port = found["scheme"], found["host"], found["port"]
+    usual = port is None or int(port) == USUAL_PORTS[scheme]
+    return f"{scheme}://{host}" if usual else f"{scheme}://{host}:{int(port)}"
 
 
 def octal(text: str) -> int:
@@ -63,6 +85,16 @@ Admins = Annotated[
         metavar="USER",
         envvar="GPULEASE_ADMINS",
         help="An administrator, beside root and the daemon's own user; repeatable.",
+    ),
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin",
+        metavar="ORIGIN",
+        envvar="GPULEASE_CORS_ORIGINS",
+        callback=origins,
+        help="An origin, scheme://host[:port], whose web pages may ask with a token; repeatable.",
     ),
 ]
 ShowCommands = Annotated[

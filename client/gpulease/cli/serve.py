@@ -22,6 +22,7 @@ from gpulease.cli.access_options import (
     Admins,
     BehindProxy,
     Commands,
+    CorsOrigins,
     Host,
     MaxGpusPerUser,
     MaxLeasesPerUser,
@@ -193,6 +194,7 @@ def serve(
     tls_key: TlsKey = None,
     behind_proxy: BehindProxy = False,
     admins: Admins = None,
+    cors_origins: CorsOrigins = None,
     show_commands: ShowCommands = Commands.ALL,
     max_leases_per_user: MaxLeasesPerUser = 0,
     max_gpus_per_user: MaxGpusPerUser = 0,
@@ -248,6 +250,7 @@ def _settings(given: Mapping[str, Any], worker_options: tuple[str, ...]) -> Serv
         access=Access(
             admins=frozenset(given["admins"] or ()),
             behind_proxy=given["behind_proxy"],
+            origins=frozenset(given["cors_origins"] or ()),
             show_commands=given["show_commands"] is Commands.ALL,
             max_rps_per_user=given["max_rps_per_user"],
         ),

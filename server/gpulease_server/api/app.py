@@ -24,6 +24,7 @@ from .daemon import Daemon
 from .exposition import Exposition
 from .heads import Headed
 from .identity import allow
+from .origins import ListedOrigins
 from .peer import Peer, Way
 from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
@@ -35,8 +36,8 @@ LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
 
 
-def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
-    """The REST application of a daemon."""
+def create_app(daemon: Daemon, lifespan: Any = None, origins: frozenset[str] = frozenset()) -> FastAPI:
+    """The REST application of a daemon; pages of these `origins` may read what they are answered."""
     app = FastAPI(
         title="gpulease",
         version=version("gpulease"),
@@ -55,6 +56,8 @@ def create_app(daemon: Daemon, lifespan: Any = None) -> FastAPI:
     app.add_middleware(Tagged)
     app.add_middleware(OnlyCurrent, standing=daemon.standing)
     app.add_middleware(OnlyFromHere)
+    if origins:
+        app.add_middleware(ListedOrigins, origins=origins)
     app.add_middleware(Compressed)
     app.add_middleware(Headed)
     app.add_middleware(Boundary)
