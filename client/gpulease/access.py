@@ -6,7 +6,7 @@ The bearer token itself is shown once, in `NewBearerToken.bearer`; a daemon keep
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated
 
@@ -52,6 +52,8 @@ class BearerToken(Noun):
     """Who made it."""
     expires_at: datetime | None = None
     """From when on it is refused; null: never."""
+    last_used_on: date | None = None
+    """The last day, in UTC, on which something was asked for with it; null: on none since this is recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,3 +17,5 @@ class EventPage(Noun):
     """Pass as `after` for the next page; null at the end."""
     pruned_seq: int = 0
     """Events up to this `seq` are no longer kept; 0 while all are. If it is over `after`, there is a gap."""
+    last_seq: int = 0
+    """`seq` of the newest event, of whatever page; 0 while there is none."""

@@ -173,7 +173,8 @@ class Gpu(GpuReading):
     activity: Activity | None = None
     """What happens on it while it is leased; null otherwise."""
     reason: str | None = None
-    """A sentence that says why the GPU is not free; null when it is."""
+    """The end of a sentence that says why the GPU is not free, or which waiting request a free one is held for; else
+    null."""
     lease_id: str | None = None
     """The lease that holds it, or whose remains it is being cleaned of."""
     holder: Holder | None = None
@@ -359,7 +360,8 @@ class Node(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Noun):
-    """One recorded change. `seq` increases by one with each and is never reused."""
+    """One recorded change. `seq` increases by one with each and is never reused; those of bearer tokens
+    (`token.created`, `token.revoked`) are shown to administrators alone."""
 
     seq: int
     """Position in the history."""

@@ -111,6 +111,14 @@ def gibibytes(size_bytes: int | None) -> str:
     return "?" if size_bytes is None else f"{size_bytes / GIB:.1f}"
 
 
+def _state(gpu: Gpu) -> str:
+    """The state's word, with what a leased GPU does; a free one that is held for somebody says so."""
+    more = gpu.activity.value if gpu.state is GpuState.LEASED and gpu.activity else ""
+    if gpu.state is GpuState.FREE and gpu.reason:
+        more = "held"
+    return f"{gpu.state.value} ({more})" if more else gpu.state.value
+
+
 def _gpu_row(gpu: Gpu, lease: Lease | None, names: dict[str, str], now: datetime) -> tuple[str, ...]:
     leased = gpu.state is GpuState.LEASED
     until = lease.expires_at if lease and lease.state is LeaseState.ACTIVE else None
@@ -119,7 +127,7 @@ def _gpu_row(gpu: Gpu, lease: Lease | None, names: dict[str, str], now: datetime
         gpu.name or "?",
         f"{gibibytes(gpu.memory_used_bytes)} / {gibibytes(gpu.memory_total_bytes)} GiB",
         "?" if gpu.utilization_ratio is None else f"{gpu.utilization_ratio:.0%}",
-        f"{gpu.state.value} ({gpu.activity.value})" if leased and gpu.activity else gpu.state.value,
+        _state(gpu),
         who(gpu.holder, names.get(gpu.lease_id or "")),
         "in " + duration((until - now).total_seconds()) if until else "-",
         "" if leased else plain(gpu.reason or "", 200),

@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from datetime import datetime
+from datetime import date, datetime
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -357,7 +357,7 @@ def addressable(uuid: str) -> bool:
 
 
 def to_json(noun: Any) -> dict[str, Any]:
-    """A noun or body as JSON-ready values: times in ISO 8601 with offset, enums by value."""
+    """A noun or body as JSON-ready values: times in ISO 8601 with offset, days without, enums by value."""
     plain: dict[str, Any] = _plain(asdict(noun))
     return plain
 
@@ -369,6 +369,8 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, datetime):
         return value.isoformat().replace("+00:00", "Z")
+    if isinstance(value, date):
+        return value.isoformat()
     return value.value if isinstance(value, Enum) else value
 
 
@@ -415,6 +417,8 @@ def _reader(kind: Any, item: Any = None) -> Callable[[Any], Any]:
         return _noun_reader(origin or kind, *arguments[:1])
     if kind is datetime:
         return datetime.fromisoformat
+    if kind is date:
+        return date.fromisoformat
     return kind if isinstance(kind, type) and issubclass(kind, Enum) else _as_it_is
 
 

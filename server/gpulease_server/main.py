@@ -301,7 +301,7 @@ class _Serving:
             self._restore()
         else:
             self.standby.begin(holder)
-        app = create_app(self.daemon, self._lifespan, dashboard.routes)
+        app = create_app(self.daemon, self._lifespan, settings.access.origins, dashboard.routes)
         server = TwoSocketServer(_config(app, settings.tls), self.daemon, local)
         BoundedProtocol.max_connections = connections_allowed()
         self.server, self.addresses = server, (f"unix://{path}", *settings.peers)
@@ -321,7 +321,7 @@ class _Serving:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
-        parts = (self._write(), self.recorder.run(), self.pruner.run(), notify.watchdog())
+        parts = (self._write(), self.recorder.run(), self.pruner.run(), self.bearers.note_uses(), notify.watchdog())
         tasks = [asyncio.create_task(part) for part in parts]
         if settings.worker:
             place = self.data_dir / "worker"
@@ -336,6 +336,7 @@ class _Serving:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.recorder.save(self.daemon.now().mono_s, everything=True)
+        await self.bearers.save_uses()
         self.writer.close()
 
     async def _write(self) -> None:

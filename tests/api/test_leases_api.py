@@ -268,3 +268,21 @@ def test_curl_sees_a_table(api: DaemonProcess) -> None:
     assert table.count("leased") == 4
     assert "mine" in table
     assert "yours" in table
+
+
+def test_a_gpu_that_is_held_for_a_request_says_so_in_the_list_by_itself_and_in_the_table(api: DaemonProcess) -> None:
+    ask(api, {"devices": [3]})
+    elder = ask(api, {"count": 4, "label": "resnet"}).json["id"]
+    for _ in range(10):
+        younger = ask(api).json
+        assert younger["state"] == "active"
+        api.call("POST", f"/v1/leases/{younger['id']}/release", {"token": younger["token"]})
+        eventually(lambda: states(api).count("free") == 3, 20, api.story)
+    free = [gpu for gpu in api.call("GET", "/v1/gpus").json["items"] if gpu["state"] == "free"]
+    assert len(free) == 3
+    for gpu in free:
+        assert gpu["reason"].startswith(f"is held for {elder} (")
+        assert '"resnet"' in gpu["reason"]
+        assert api.call("GET", f"/v1/gpus/{gpu['uuid']}").json["reason"] == gpu["reason"]
+    table = api.call("GET", "/").content.decode()
+    assert table.count(f"is held for {elder}") == table.count("free (held)") == 3

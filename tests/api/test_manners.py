@@ -47,7 +47,15 @@ def test_every_error_is_a_problem_with_a_name(
     assert re.fullmatch(r"request-[0-9a-f]{16}", answer.json["request_id"])
 
 
-@pytest.mark.parametrize(("path", "allowed"), [("/v1/leases", "GET, POST"), ("/v1/jobs", "GET, POST"), ("/", "GET")])
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/leases", "GET, HEAD, POST"),
+        ("/v1/jobs", "GET, HEAD, POST"),
+        ("/", "GET, HEAD"),
+        ("/v1/jobs/x/cancel", "POST"),
+    ],
+)
 def test_what_does_not_take_a_method_says_which_it_takes(api: DaemonProcess, path: str, allowed: str) -> None:
     answer = api.call("PUT", path, {})
     assert answer.headers["allow"] == allowed
@@ -99,3 +107,52 @@ def test_no_page_of_another_origin_is_allowed_anything(api: DaemonProcess) -> No
     asked = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
     for answer in (api.call("OPTIONS", "/v1/leases", None, **asked), api.call("GET", "/v1/gpus", None, **asked)):
         assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/healthz",
+        "/readyz",
+        "/docs",
+        "/openapi.json",
+        "/v1/gpus",
+        "/v1/nodes/n1",
+        "/v1/leases?limit=1",
+        "/metrics",
+    ],
+)
+def test_head_answers_as_get_does_without_the_body(api: DaemonProcess, path: str) -> None:
+    got, headed = api.call("GET", path), api.call("HEAD", path)
+    assert (headed.status, headed.content) == (got.status, b"")
+    assert got.content != b""
+    assert set(headed.headers) == set(got.headers)
+    assert headed.headers["content-type"] == got.headers["content-type"]
+
+
+def test_head_is_refused_as_get_is_and_compares_tags(api: DaemonProcess) -> None:
+    assert api.call("HEAD", "/v1/leases/lease-0").status == 404
+    assert api.call("HEAD", "/v1/leases?stat=active").status == 422
+    assert api.call("HEAD", "/v1/jobs/job-0/cancel").status == 405
+    assert api.call("HEAD", "/v1/gpus", None, Origin="http://evil.example").status == 403
+    tag = api.call("HEAD", "/v1/leases?limit=1").headers["etag"]
+    assert api.call("GET", "/v1/leases?limit=1").headers["etag"] == tag
+    assert api.call("HEAD", "/v1/leases?limit=1", None, **{"If-None-Match": tag}).status == 304
+
+
+def test_head_of_a_stream_ends_with_its_head_and_leaves_none_open(api: DaemonProcess) -> None:
+    for _ in range(600):  # more than may be open at once
+        answer = api.call("HEAD", "/v1/events", None, Accept="text/event-stream")
+        assert (answer.status, answer.content) == (200, b"")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+
+
+@pytest.mark.parametrize("path", ["/v1/gpus/", "/v1/leases/", "/healthz/", "/v1/events/", "/docs/"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_an_address_with_a_slash_at_its_end_is_another_one(api: DaemonProcess, method: str, path: str) -> None:
+    answer = api.call(method, path, {} if method == "POST" else None)
+    assert answer.status == 404
+    assert "location" not in answer.headers
+    if method != "HEAD":
+        assert answer.problem() == (404, "not_found")

@@ -9,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from tests.api.test_event_stream import lease, stream
 from tests.callers import OWNER, call
-from tests.daemon import Answer, DaemonProcess, eventually
+from tests.daemon import Answer, DaemonProcess, events, eventually
 
 pytestmark = pytest.mark.xdist_group("machine")
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can ask as somebody else")
@@ -183,3 +184,49 @@ def test_a_worker_whose_token_is_revoked_while_it_waits_is_given_nothing(running
         eventually(lambda: running.call("GET", "/v1/nodes/n7").json["driver_version"] == "1.2", WITHIN_S, running.story)
         revoke(running, made)
     assert [answer.problem() for answer in answers] == [(401, "not_authenticated")]
+
+
+def test_a_token_shows_the_day_on_which_it_was_last_used_also_after_a_restart(tmp_path: Path) -> None:
+    def shown() -> Any:
+        return {item["id"]: item["last_used_on"] for item in running.call("GET", "/v1/tokens").json["items"]}
+
+    running = DaemonProcess(tmp_path / "d", "--simulate", "1")
+    try:
+        running.start()
+        used, unused = token(running, "ann").json, token(running, "ann").json
+        assert used["last_used_on"] is None
+        before = datetime.now(UTC).date()
+        assert call(running.port, "GET", "/v1/gpus", bearer=used["bearer"]).status == 200
+        day = shown()[used["id"]]
+        assert day in {before.isoformat(), (before + timedelta(days=1)).isoformat()}
+        running.stop()
+        running.start()
+        assert shown() == {used["id"]: day, unused["id"]: None}
+    finally:
+        running.stop()
+
+
+@ROOT_ONLY
+def test_administrators_see_in_the_history_who_made_and_revoked_a_token_and_others_do_not(
+    running: DaemonProcess,
+) -> None:
+    viewer = token(running, "ann-elsewhere", role="viewer").json["bearer"]
+    made = token(running, "ann", role="user", note="laptop")
+    revoke(running, made)
+    marked = lease(running)["id"]
+    seen = {one["kind"]: one for one in events(running) if made.json["id"] in (one["reason"] or "")}
+    assert set(seen) == {"token.created", "token.revoked"}
+    for one in seen.values():
+        assert one["reason"] == f"{made.json['id']} of user ann, role user, by root"
+        assert made.json["bearer"] not in str(one)
+    before = seen["token.created"]["seq"] - 1
+    path = f"/v1/events?after={before}&limit="
+    assert call(running.port, "GET", f"{path}1", bearer=viewer).json["items"][0]["kind"] != "token.created"
+    listed = call(running.port, "GET", f"{path}1000", bearer=viewer).json["items"]
+    assert listed != []
+    assert not [one for one in listed if one["kind"].startswith("token.")]
+    for bearer, told in ((viewer, False), (None, True)):
+        headers = {} if bearer is None else {"Authorization": f"Bearer {bearer}"}
+        with stream(running, f"?after={before}", **headers) as watched:
+            watched.until(marked.encode())
+            assert (b"token.revoked" in watched.text) is told

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -268,3 +270,20 @@ def test_db_upgrade_makes_a_database_and_can_be_repeated(gpulease: Program, tmp_
         result = gpulease("db", "upgrade", "--data-dir", str(tmp_path))
         assert result.returncode == 0, result.stderr
     assert (tmp_path / "gpulease.db").exists()
+
+
+def test_db_current_and_check_print_what_they_find_as_json(gpulease: Program, tmp_path: Path) -> None:
+    place = ("--data-dir", str(tmp_path), "--json")
+    assert gpulease("db", "upgrade", *place[:2]).returncode == 0
+    newest = gpulease("db", "current", *place)
+    revision = json.loads(newest.stdout)
+    assert (newest.returncode, revision) == (0, {"revision": revision["newest"], "newest": revision["newest"]})
+    well = gpulease("db", "check", *place)
+    assert (well.returncode, json.loads(well.stdout)) == (0, {"items": [], "next": None})
+    with closing(sqlite3.connect(tmp_path / "gpulease.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = '0001'")
+    old = gpulease("db", "current", *place)
+    assert (old.returncode, json.loads(old.stdout)) == (1, {"revision": "0001", "newest": revision["newest"]})
+    wrong = gpulease("db", "check", *place)
+    assert wrong.returncode == 1
+    assert ["0001" in finding for finding in json.loads(wrong.stdout)["items"]] == [True]

@@ -53,6 +53,23 @@ def test_every_command_has_an_example() -> None:
     assert {path_of(words) for words in examples()} == {path for path, _ in commands()}
 
 
+WITHOUT_JSON = {
+    ("serve",): "it logs, and the log may be JSON",
+    ("worker",): "it logs, and the log may be JSON",
+    ("run",): "what it prints is the command's own",
+    ("logs",): "what it prints is the job's own",
+    ("db", "upgrade"): "it prints nothing",
+    ("db", "backup"): "its result is the file that it was told to make",
+    ("config", "check"): "its result is the exit code, and the error that names the line",
+}
+"""Why these need no `--json`."""
+
+
+def test_every_command_that_prints_a_result_has_json() -> None:
+    without = {path for path, command in commands() if not any("--json" in option.opts for option in command.params)}
+    assert without == set(WITHOUT_JSON)
+
+
 def test_every_exit_code_is_there() -> None:
     codes = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", PAGE, re.MULTILINE)}
     assert codes == {output.DONE, output.REFUSED, output.USAGE, output.UNREACHABLE, output.LOST}

@@ -69,6 +69,8 @@ def written(path: Path, text: str) -> None:
 def samples(option: Any) -> tuple[Any, Any, Any]:
     """Three values that it takes and that are not its default: for a file, a variable and an option."""
     wanted = option.type_descriptor.annotation
+    if option.name == "cors_origins":
+        return ["http://a", "https://b:1"], ["http://c", "http://[::1]:2"], ["http://e"]
     if option.name == "simulate":
         return "2", "3", "4"
     if isinstance(wanted, type) and issubclass(wanted, Enum):
@@ -78,7 +80,7 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
         return not option.default, bool(option.default), not option.default
     if wanted in (int, float):
         first = wanted(option.min if option.min is not None else 1)
-        return first, first + (first if option.max is not None else 1), option.default
+        return first, first + (first or 1), option.default
     return {list[str]: (["a", "b"], ["c", "d"], ["e"]), Path: ("/file", "/variable", "/option")}.get(
         wanted, ("http://file:1", "http://variable:2", "http://option:3")
     )
@@ -137,6 +139,12 @@ def test_an_option_counts_before_a_variable_before_a_file_before_the_default(
         ("[serve]\nlog_format = 'xml'\n", 2, "log_format in [serve] cannot be that", "configuration.md"),
         ("[serve]\nkill_leftovers = true\n", 2, "belongs into [worker]", "configuration.md"),
         ("[serve]\nwith_parent = true\n", 2, "[serve] has no with_parent", "There are"),
+        (
+            "[serve]\ncors_origins = ['http://a', '*']\n",
+            2,
+            "cors_origins in [serve] cannot be that",
+            "configuration.md",
+        ),
         ("[client]\nurl = 3\n", 2, "url in [client] has to be a text", "configuration.md"),
         ("[client]\nurll = 'x'\n", 2, "[client] has no urll", "Did you mean url?"),
     ],

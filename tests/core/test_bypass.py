@@ -9,9 +9,12 @@ import pytest
 from gpulease.errors import NotNow
 from gpulease.exchange import JobReport, RunState
 from gpulease.model import ComputeMode, Explanation, GpuState, Lease, LeaseState, NodeMode, Selection
+from gpulease_server.core import bypass
 from gpulease_server.core.explain import explain
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.quota import Limits
 from gpulease_server.core.turn import Policy
+from gpulease_server.core.view import gpu_view, gpu_views
 
 from .build import GIB, World, gpu, uuid
 from .test_arrays import submit
@@ -271,6 +274,58 @@ def test_explain_says_how_often_it_was_passed_what_is_held_and_what_not_yet() ->
     assert explanation.held == (uuid(0), uuid(1), uuid(2))
     younger = explained(world, ask(world))
     assert (younger.position, younger.passed, younger.held, younger.behind) == (2, 0, (), (elder.id,))
+
+
+def shown(world: World) -> list[tuple[GpuState, str | None]]:
+    """State and reason of every GPU, in a list; and each by itself says the same."""
+    found = [(gpu.state, gpu.reason) for gpu in gpu_views(world.ledger, world.now, world.policy)]
+    single = [gpu_view(world.ledger, gpu, world.now, world.policy) for gpu in world.ledger.gpus.values()]
+    assert sorted((gpu.state, str(gpu.reason)) for gpu in single) == sorted((state, str(why)) for state, why in found)
+    return found
+
+
+def test_a_free_gpu_that_is_held_is_shown_as_free_and_says_for_whom() -> None:
+    world = world_of(max_bypass=1)
+    held, elder = elder_of_four(world, held_index=2)
+    assert [why for state, why in shown(world) if state is GpuState.FREE] == [None] * 3
+    pass_by(world, 1)
+    kept = (GpuState.FREE, f"is held for {elder.id} (user ann)")
+    holding = (GpuState.LEASED, f"is held by {held.id} (user ann)")
+    assert shown(world) == [kept, kept, holding, kept]
+    assert explained(world, elder).held == (uuid(0), uuid(1), uuid(3))
+    world.release(elder)
+    assert [why for state, why in shown(world) if state is GpuState.FREE] == [None] * 3
+
+
+def test_two_elders_hold_and_each_gpu_says_for_which() -> None:
+    world = world_of(max_bypass=0, a=2, b=2)
+    for node in "ab":
+        ask(world, selection=Selection.LISTED, indices=(1,), node=node)
+    first, second = ask(world, 2, node="b"), ask(world, 2, node="a", user="bob")
+    assert [why for state, why in shown(world) if state is GpuState.FREE] == [
+        f"is held for {second.id} (user bob)",
+        f"is held for {first.id} (user ann)",
+    ]
+
+
+def test_nothing_is_held_for_whom_a_limit_keeps_out_of_the_queue() -> None:
+    world = World(policy=Policy(max_bypass=0, limits=Limits(leases=1))).node("a", gpus=4)
+    elder_of_four(world)
+    assert [why for state, why in shown(world) if state is GpuState.FREE] == [None] * 3
+    assert ask(world, user="bob").state is LeaseState.ACTIVE
+
+
+def test_a_list_of_gpus_does_not_cost_a_walk_over_them_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = world_of(max_bypass=1000, a=8)
+    ask(world, selection=Selection.LISTED, indices=(7,), node="a")
+    for number in range(3 * bypass.LOOKED_AT):
+        ask(world, 8, min_free_memory_bytes=GIB + number)
+    walks: list[str] = []
+    for name in ("place", "candidates"):
+        walk = getattr(bypass, name)
+        monkeypatch.setattr(bypass, name, lambda *what, walk=walk, name=name: walks.append(name) or walk(*what))
+    gpu_views(world.ledger, world.now, world.policy)
+    assert 0 < len(walks) <= bypass.LOOKED_AT
 
 
 def test_a_job_whose_array_is_at_its_limit_is_not_passed() -> None:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date, timedelta
 from typing import TypeVar
 
 import pytest
@@ -16,6 +18,7 @@ from gpulease.access import Role, TokenRequest
 from gpulease.errors import NotFound, Unavailable
 from gpulease_server.core.turn import Policy
 from gpulease_server.runtime import bearers as of_bearers
+from gpulease_server.runtime import clock
 from gpulease_server.runtime.bearers import Bearers
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store import bearers as stored
@@ -158,6 +161,84 @@ def test_what_is_made_or_revoked_while_the_tokens_are_read_stays_so(
         slow.let.set()
         assert [token.user for token in await looking] == ["ann", "eve"]
         assert await bearers.find(new.bearer) is not None
+
+    with daemon(database_url) as (bearers, store):
+        asyncio.run(story(bearers, store))
+
+
+def last_used(store: Store) -> list[date | None]:
+    with store.engine.connect() as connection:
+        return list(connection.execute(select(tables.bearer_token.c.last_used_on)).scalars())
+
+
+def test_the_day_of_a_tokens_last_use_is_written_once_a_day_and_not_with_each_request(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[dict[str, date]] = []
+    note_use = stored.note_use
+    monkeypatch.setattr(stored, "note_use", lambda store, days: noted.append(days) or note_use(store, days))
+    moment = clock.now()
+    today, tomorrow = moment.at.date(), moment.at.date() + timedelta(days=1)
+    monkeypatch.setattr(clock, "now", lambda: moment)
+
+    async def story(bearers: Bearers, store: Store) -> None:
+        nonlocal moment
+        made = await bearers.create(TokenRequest(user="ann"), "root")
+        unused = await bearers.create(TokenRequest(user="bob"), "root")
+        assert await bearers.find(f"{made.id}.wrong") is None
+        await bearers.save_uses()
+        assert [token.last_used_on for token in await bearers.all()] == [None, None]
+        for _ in range(3):
+            assert await bearers.find(made.bearer) is not None
+        assert {token.id: token.last_used_on for token in await bearers.all()} == {made.id: today, unused.id: None}
+        assert (noted, last_used(store)) == ([], [None, None]), "it was written with the request"
+        for _ in range(2):
+            await bearers.save_uses()
+            await bearers.find(made.bearer)
+        assert noted == [{made.id: today}]
+        assert set(last_used(store)) == {today, None}
+        moment = replace(moment, at=moment.at + timedelta(days=1))
+        await bearers.find(made.bearer)
+        await bearers.save_uses()
+        moment = replace(moment, at=moment.at - timedelta(days=3))
+        await bearers.find(made.bearer)
+        await bearers.save_uses()
+        assert noted[1:] == [{made.id: tomorrow}], "a clock that goes back takes nothing back"
+        assert set(last_used(store)) == {tomorrow, None}
+        assert (await bearers.revoke(made.id, "root")).last_used_on == tomorrow
+
+    with daemon(database_url) as (bearers, store):
+        asyncio.run(story(bearers, store))
+    with daemon(database_url) as (again, _):
+        assert [token.last_used_on for token in asyncio.run(again.all())] == [None]
+
+
+def test_a_use_on_a_daemon_that_stands_by_is_written_when_it_takes_over(database_url: str) -> None:
+    async def story(writer: Bearers, standby: Bearers, store: Store) -> None:
+        made = await writer.create(TokenRequest(user="ann"), "root")
+        await eventually(lambda: standby.find(made.bearer), lambda found: found is not None)
+        await standby.save_uses()
+        assert last_used(store) == [None], "who stands by writes nothing"
+        await asyncio.to_thread(standby.restore)
+        await standby.save_uses()
+        assert last_used(store) == [clock.now().at.date()]
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, store):
+        asyncio.run(story(writer, standby, store))
+
+
+def test_a_use_that_cannot_be_written_is_written_later(database_url: str) -> None:
+    async def story(bearers: Bearers, store: Store) -> None:
+        made = await bearers.create(TokenRequest(user="ann"), "root")
+        await bearers.find(made.bearer)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
+        await bearers.save_uses()
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
+        assert last_used(store) == [None]
+        await bearers.save_uses()
+        assert last_used(store) == [clock.now().at.date()]
 
     with daemon(database_url) as (bearers, store):
         asyncio.run(story(bearers, store))

@@ -14,6 +14,7 @@ from gpulease.cli import (
     config,
     database,
     doctor,
+    events,
     jobs,
     leases,
     metrics,
@@ -111,6 +112,7 @@ for job_command in (jobs.logs, jobs.cancel, jobs.wait, metrics.metrics):
 for lease_command in (leases.acquire, leases.renew, leases.release, leases.explain):
     app.command()(lease_command)
 app.command("leases")(leases.list_leases)
+app.command("events")(events.list_events)
 for database_command in (database.upgrade, database.current, database.check, database.backup):
     databases.command()(database_command)
 app.add_typer(databases, name="db")

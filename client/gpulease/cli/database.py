@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,9 @@ import typer
 
 from gpulease.addresses import default_data_dir
 from gpulease.cli import output
+from gpulease.cli.options import Json
 from gpulease.cli.serve import DatabaseUrl, DataDir, extra
+from gpulease.model import Noun
 
 
 def upgrade(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> None:
@@ -19,11 +22,24 @@ def upgrade(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> None:
     to_newest(_url(database_url, data_dir))
 
 
-def current(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision(Noun):
+    """How far the schema of a database is."""
+
+    revision: str | None
+    """That of the database; null while it is empty."""
+    newest: str
+    """The one that this version works with."""
+
+
+def current(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json = False) -> int:
     """Print the revision of the schema, and whether it is the newest. Exits 1 if it is not."""
     with extra("server"):
         from gpulease_server.store.examine import revisions  # noqa: PLC0415 - an extra
     found, newest = revisions(_url(database_url, data_dir))
+    if json:
+        output.noun(Revision(revision=found, newest=newest))
+        return output.DONE if found == newest else output.REFUSED
     if found == newest:
         typer.echo(f"{found} (the newest)")
         return output.DONE
@@ -31,7 +47,7 @@ def current(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> int:
     return output.REFUSED
 
 
-def check(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> int:
+def check(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json = False) -> int:
     """Look for what is wrong with the database: its files, its schema, and whether the ledger agrees with itself.
 
     Prints a line for each thing that is wrong, and exits 1 if there is one.
@@ -39,6 +55,9 @@ def check(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> int:
     with extra("server"):
         from gpulease_server.store.examine import examine  # noqa: PLC0415 - an extra
     findings = examine(_url(database_url, data_dir))
+    if json:
+        output.nouns(findings)
+        return output.REFUSED if findings else output.DONE
     for finding in findings:
         typer.echo(f"wrong: {finding}")
     if not findings:

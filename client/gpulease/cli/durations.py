@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import re
 
+LONGEST_S = 100 * 366 * 86400.0
+"""A century: nothing here takes longer."""
 UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str) -> float:
-    """Seconds in `90s`, `10m`, `1.5h`, `2d`, `300`. Raises ValueError for anything else."""
+    """Seconds in `90s`, `10m`, `1.5h`, `2d`, `300`; at most a century. Raises ValueError for anything else."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip().lower())
-    if match is None or not math.isfinite(float(match[1])):
+    if match is None:
         raise ValueError(f"{text!r} is not a length of time; write it like 90s, 10m, 1.5h or 300 (seconds)")
-    return float(match[1]) * UNITS_S[match[2]]
+    length_s = float(match[1]) * UNITS_S[match[2]]
+    if length_s > LONGEST_S:
+        raise ValueError(f"{text!r} is longer than a century; write it like 90s, 10m, 1.5h or 300 (seconds)")
+    return length_s

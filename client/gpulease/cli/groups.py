@@ -12,7 +12,7 @@ HELP = ("-h", "--help")
 SUBJECTS: dict[str, tuple[str, ...]] = {
     "Use GPUs now": ("run", "acquire", "renew", "release"),
     "Trainings in the queue": ("submit", "jobs", "logs", "metrics", "wait", "cancel"),
-    "Who has what, and why": ("status", "leases", "explain"),
+    "Who has what, and why": ("status", "leases", "explain", "events"),
     "The daemon and its host": ("serve", "worker", "doctor", "db", "config"),
     "Out of use, and back": ("node", "gpu"),
     "Who may ask": ("token",),

@@ -21,7 +21,7 @@ from gpulease.launchers import scrubbed
 from gpulease.model import Job, JobState, Launcher, Page
 from gpulease.table import columns, plain
 from gpulease.table import duration as spell
-from gpulease.wire import LIMITS, ArrayRequest, JobRequest
+from gpulease.wire import LIMITS, ArrayRequest, CancelRequest, JobRequest
 
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job.")]
 JobOrArrayId = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job or of an array.")]
@@ -149,6 +149,8 @@ def cancel(
     json: Json = False,
 ) -> None:
     """End a job, or withdraw it from the queue; or all jobs of an array."""
+    if grace is not None:
+        checked(lambda: CancelRequest(grace_s=grace))
     with Client() as client:
         if not _names_array(job):
             cancelled = [client.cancel_job(job, grace)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
@@ -11,6 +12,8 @@ from gpulease.cli.durations import seconds
 from gpulease.errors import InvalidRequest
 
 Body = TypeVar("Body")
+LEAST_STEP = 0.001
+"""A setting that is a fraction is 0, or this at least: what is smaller is a slip, and divides to infinity."""
 
 
 def duration(text: str | float) -> float:
@@ -21,6 +24,13 @@ def duration(text: str | float) -> float:
         return seconds(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def fraction(value: float | None) -> float | None:
+    """The callback of an option that is a fraction and may be 0. Raises BadParameter for NaN and next to nothing."""
+    if value is None or value == 0 or (math.isfinite(value) and abs(value) >= LEAST_STEP):
+        return value
+    raise typer.BadParameter(f"{value:g} is no such number; give 0 where that is allowed, or at least {LEAST_STEP:g}")
 
 
 def checked(make: Callable[[], Body]) -> Body:
@@ -44,7 +54,10 @@ Wait = Annotated[
     ),
 ]
 Token = Annotated[
-    int | None, typer.Option(help="The lease's token; by default from the environment, else from the daemon.")
+    int | None,
+    typer.Option(
+        min=1, max=2**63 - 1, help="The lease's token; by default from the environment, else from the daemon."
+    ),
 ]
 Model = Annotated[str | None, typer.Option("--model", help="Only GPUs whose name contains this text.")]
 Node = Annotated[str | None, typer.Option("--node", help="Only GPUs of this node.")]

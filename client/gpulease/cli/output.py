@@ -33,6 +33,11 @@ def noun(value: Any) -> None:
     _json(to_json(value))
 
 
+def line(value: Any) -> None:
+    """Print one REST noun as JSON on a line of its own, for programs that read as it comes."""
+    sys.stdout.write(json.dumps(to_json(value), ensure_ascii=False) + "\n")
+
+
 def nouns(values: Sequence[Any]) -> None:
     """Print a list as the REST API would: one page with everything in it."""
     _json(to_json(Page(items=tuple(values))))

@@ -18,9 +18,11 @@ import typer
 from gpulease.addresses import DEFAULT_URL, candidates, default_data_dir
 from gpulease.cli import output, settings
 from gpulease.cli.access_options import (
+    MANY,
     Admins,
     BehindProxy,
     Commands,
+    CorsOrigins,
     Host,
     MaxGpusPerUser,
     MaxLeasesPerUser,
@@ -33,6 +35,7 @@ from gpulease.cli.access_options import (
     TlsKey,
     octal,
 )
+from gpulease.cli.options import fraction
 from gpulease.config_file import load
 from gpulease.log_lines import LogFormat, LogLevel
 
@@ -141,6 +144,7 @@ MaxBypass = Annotated[
     typer.Option(
         envvar="GPULEASE_MAX_BYPASS",
         min=0,
+        max=MANY,
         help="How often younger requests may pass one that waits, before GPUs are held for it; 0 is strict order.",
     ),
 ]
@@ -149,6 +153,8 @@ MaxBypassSeconds = Annotated[
     typer.Option(
         envvar="GPULEASE_MAX_BYPASS_S",
         min=0,
+        max=366 * 24 * 3600,
+        callback=fraction,
         help="For how long from the first time on they may; 0 is strict order. Seconds.",
     ),
 ]
@@ -163,10 +169,12 @@ KeepDays = Annotated[
 ]
 KeepEnded = Annotated[
     int,
-    typer.Option(envvar="GPULEASE_KEEP_ENDED", min=1000, help="How many ended leases and jobs are kept, at most."),
+    typer.Option(
+        envvar="GPULEASE_KEEP_ENDED", min=1000, max=10**9, help="How many ended leases and jobs are kept, at most."
+    ),
 ]
 KeepEvents = Annotated[
-    int, typer.Option(envvar="GPULEASE_KEEP_EVENTS", min=1000, help="How many events are kept, at most.")
+    int, typer.Option(envvar="GPULEASE_KEEP_EVENTS", min=1000, max=10**9, help="How many events are kept, at most.")
 ]
 
 
@@ -186,6 +194,7 @@ def serve(
     tls_key: TlsKey = None,
     behind_proxy: BehindProxy = False,
     admins: Admins = None,
+    cors_origins: CorsOrigins = None,
     show_commands: ShowCommands = Commands.ALL,
     max_leases_per_user: MaxLeasesPerUser = 0,
     max_gpus_per_user: MaxGpusPerUser = 0,
@@ -241,6 +250,7 @@ def _settings(given: Mapping[str, Any], worker_options: tuple[str, ...]) -> Serv
         access=Access(
             admins=frozenset(given["admins"] or ()),
             behind_proxy=given["behind_proxy"],
+            origins=frozenset(given["cors_origins"] or ()),
             show_commands=given["show_commands"] is Commands.ALL,
             max_rps_per_user=given["max_rps_per_user"],
         ),
@@ -277,7 +287,10 @@ def worker(
     log_bytes: Annotated[
         int,
         typer.Option(
-            envvar="GPULEASE_LOG_BYTES", min=2**16, help="How much of each log file of a job stays on disk. Bytes."
+            envvar="GPULEASE_LOG_BYTES",
+            min=2**16,
+            max=2**50,
+            help="How much of each log file of a job stays on disk. Bytes.",
         ),
     ] = 256 * 2**20,
     keep_jobs: Annotated[

@@ -51,7 +51,7 @@ def list_tokens(json: Json = False) -> None:
         output.nouns(tokens)
         return
     now = datetime.now(UTC)
-    heads = ("TOKEN", "USER", "ROLE", "EXPIRES", "MADE BY", "NOTE")
+    heads = ("TOKEN", "USER", "ROLE", "EXPIRES", "LAST USED", "MADE BY", "NOTE")
     output.text(columns(heads, [_row(token, now) for token in tokens]))
 
 
@@ -71,4 +71,13 @@ def revoke(
 def _row(token: BearerToken, now: datetime) -> tuple[str, ...]:
     left_s = None if token.expires_at is None else (token.expires_at - now).total_seconds()
     expires = "never" if left_s is None else "expired" if left_s <= 0 else f"in {spell(left_s)}"
-    return (token.id, token.user, token.role.value, expires, token.created_by or "-", plain(token.note, 60) or "-")
+    used = "-" if token.last_used_on is None else token.last_used_on.isoformat()
+    return (
+        token.id,
+        token.user,
+        token.role.value,
+        expires,
+        used,
+        token.created_by or "-",
+        plain(token.note, 60) or "-",
+    )

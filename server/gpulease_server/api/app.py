@@ -23,7 +23,9 @@ from .boundary import Boundary
 from .current import OnlyCurrent
 from .daemon import Daemon
 from .exposition import Exposition
+from .heads import Headed
 from .identity import allow
+from .origins import ListedOrigins
 from .peer import Peer, Way
 from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
 from .query import VERSIONED, only_known_parameters
@@ -35,8 +37,17 @@ LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
 BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
 
 
-def create_app(daemon: Daemon, lifespan: Any = None, constant: Sequence[BaseRoute] = ()) -> FastAPI:
-    """The REST application of a daemon. `constant` are routes that come before its own, and answer the same always."""
+def create_app(
+    daemon: Daemon,
+    lifespan: Any = None,
+    origins: frozenset[str] = frozenset(),
+    constant: Sequence[BaseRoute] = (),
+) -> FastAPI:
+    """The REST application of a daemon.
+
+    Pages of `origins` may read what they are answered. `constant` are routes that come before its own, and answer the
+    same always.
+    """
     app = FastAPI(
         title="gpulease",
         version=version("gpulease"),
@@ -45,6 +56,7 @@ def create_app(daemon: Daemon, lifespan: Any = None, constant: Sequence[BaseRout
         lifespan=lifespan or _nothing,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
     )
     traffic = Traffic()
     app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
@@ -55,7 +67,10 @@ def create_app(daemon: Daemon, lifespan: Any = None, constant: Sequence[BaseRout
     app.add_middleware(Tagged)
     app.add_middleware(OnlyCurrent, standing=daemon.standing, constant=constant)
     app.add_middleware(OnlyFromHere)
+    if origins:
+        app.add_middleware(ListedOrigins, origins=origins)
     app.add_middleware(Compressed)
+    app.add_middleware(Headed)
     app.add_middleware(Boundary)
     app.add_middleware(RequestLog)
     app.add_middleware(Measured, traffic=traffic)

@@ -64,6 +64,8 @@ class Access:
     """TCP callers are known by token alone: the connection is the proxy's."""
     show_commands: bool = True
     """Everybody sees the command lines of everybody's processes, as `ps` shows them; else only his own."""
+    origins: frozenset[str] = frozenset()
+    """Origins whose web pages may read what they are answered, in the spelling of a browser."""
     max_rps_per_user: float = 0.0
     """Requests per second of one user, over time; 0: any number."""
     rates: Rates = field(default_factory=Rates)

@@ -45,7 +45,7 @@ from ..runtime.recent import EVENTS
 from .callers import Caller
 from .connection import SHARE
 from .daemon import Daemon
-from .visible import event_for
+from .visible import event_for, kinds_hidden
 
 MEDIA_TYPE = "text/event-stream"
 MAX_STREAMS = 512
@@ -171,7 +171,10 @@ class EventStream(Response):
                 self._over = True
                 yield NOT_KNOWN
                 return
-            yield b"".join(_spelled(event_for(self._caller, event, ledger)) for event in found or ())
+            hidden = kinds_hidden(self._caller)
+            shown = [event for event in found or () if hidden is None or not event.kind.startswith(hidden)]
+            if shown:
+                yield b"".join(_spelled(event_for(self._caller, event, ledger)) for event in shown)
 
     async def _wait(self, gone: asyncio.Future[None]) -> bool:
         """True when there may be news, False when the time was over."""

@@ -14,7 +14,7 @@ from gpulease.wire import addressable, spell_uuid
 
 from ..core.happenings import NodeReported
 from ..core.node import desired_state
-from ..core.view import gpu_view, node_view
+from ..core.view import gpu_view, gpu_views, node_view
 from ..runtime import ids
 from .bodies import JsonBody
 from .daemon import Daemon, TheDaemon
@@ -31,10 +31,8 @@ OWNERS_S = 0.25
 
 @router.get("/gpus", tags=["gpus"])
 async def list_gpus(daemon: TheDaemon, caller: TheCaller) -> Page[Gpu]:
-    """Every GPU: its last reading, its state, who holds it."""
-    now = daemon.now()
-    records = sorted(daemon.ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
-    views = (gpu_view(daemon.ledger, gpu, now, daemon.policy) for gpu in records)
+    """Every GPU: its last reading, its state, who holds it, or whom it is held for."""
+    views = gpu_views(daemon.ledger, daemon.now(), daemon.policy)
     return Page(items=tuple(gpu_for(caller, gpu, daemon.access) for gpu in views))
 
 

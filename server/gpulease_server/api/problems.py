@@ -125,12 +125,15 @@ async def _http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """What this address takes; it may have a route for each method."""
+    """What this address takes; it may have a route for each method. HEAD is taken wherever GET is."""
     routes = request.app.router.routes
     return [
         method
         for method in METHODS
-        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in routes)
+        if any(
+            route.matches({**request.scope, "method": "GET" if method == "HEAD" else method})[0] is Match.FULL
+            for route in routes
+        )
     ]
 
 

@@ -12,12 +12,12 @@ from gpulease.errors import Unavailable
 from gpulease.history import EventPage
 from gpulease.table import render
 
-from ..core.view import gpu_view, lease_view, node_view
+from ..core.view import gpu_views, lease_view, node_view
 from . import event_stream
 from .daemon import TheDaemon
 from .identity import TheCaller
 from .problems import documented
-from .visible import event_for, gpu_for, job_for
+from .visible import event_for, gpu_for, job_for, kinds_hidden
 from .waiting import Limit
 
 router = APIRouter()
@@ -46,7 +46,8 @@ async def list_events(
     limit: Limit = 100,
 ) -> Any:
     """What was recorded, oldest first. Go on with `after` = the last `seq`. When events between that and the next one
-    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is.
+    are no longer kept, the answer is 410 with `pruned_seq`, after which the rest is. Events of bearer tokens are for
+    administrators alone.
 
     With `Accept: text/event-stream` it is a stream of server-sent events that goes on for ever: `id` is `seq`, `event`
     the kind, `data` the event. `Last-Event-ID` goes on where an earlier one ended.
@@ -54,12 +55,13 @@ async def list_events(
     if event_stream.wanted(request):
         return await event_stream.opened(daemon, caller, request, after)
     after = after or 0
-    found, pruned_seq = await asyncio.to_thread(daemon.store.history, after, limit)
+    found, pruned_seq = await asyncio.to_thread(daemon.store.history, after, limit, kinds_hidden(caller))
     if 0 < after < pruned_seq:
         raise event_stream.pruned(after, pruned_seq)
     items = tuple(event_for(caller, event, daemon.ledger) for event in found)
     following = str(found[-1].seq) if len(found) == limit else None
-    return EventPage(items=items, next=following, pruned_seq=pruned_seq)
+    last_seq = await asyncio.to_thread(daemon.store.last_seq)
+    return EventPage(items=items, next=following, pruned_seq=pruned_seq, last_seq=max(last_seq, pruned_seq))
 
 
 @router.get("/healthz", tags=["service"])
@@ -84,8 +86,7 @@ async def front_page(daemon: TheDaemon, caller: TheCaller, response: Response) -
     """GPUs, holders and the queue as a text table. Who prefers `text/html` gets the dashboard instead."""
     response.headers["Vary"] = "Accept"
     now, ledger = daemon.now(), daemon.ledger
-    records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
-    gpus = [gpu_for(caller, gpu_view(ledger, gpu, now, daemon.policy), daemon.access) for gpu in records]
+    gpus = [gpu_for(caller, gpu, daemon.access) for gpu in gpu_views(ledger, now, daemon.policy)]
     live = [record for record in ledger.leases.values() if record.lease.ended_at is None]
     leases = [
         lease_view(ledger, record, now, daemon.policy) for record in sorted(live, key=lambda record: record.number)

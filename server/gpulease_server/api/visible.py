@@ -38,6 +38,15 @@ def gpu_for(caller: Caller, gpu: Gpu, access: Access) -> Gpu:
     return replace(gpu, processes=tuple(_process_for(caller, one) for one in gpu.processes), opened_by=opened_by)
 
 
+OF_TOKENS = "token."
+"""How the kinds of events begin that are for administrators alone."""
+
+
+def kinds_hidden(caller: Caller) -> str | None:
+    """How the kinds of events begin that this caller is not shown; None where he is shown all."""
+    return None if caller.admin else OF_TOKENS
+
+
 def event_for(caller: Caller, event: Event, ledger: Ledger) -> Event:
     """The event as this caller may see it: without another's fencing token, and why his job failed. So it is, too, when
     the lease is no longer in memory."""

@@ -41,12 +41,15 @@ from gpulease.model import Demand, GpuState, Selection
 from .array import takes_part, under_way
 from .gpu import is_cordoned, state_of
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, Passed
-from .placement import Blocked, candidates, lacks_memory, place
+from .placement import Blocked, candidates, lacks_memory, least, place
+from .quota import had
 from .turn import Policy, Turn
 
 RECALLED = 100
 """Different demands whose passing is counted again after a restart, at most; the eldest."""
 EVERY_NODE = 2**30
+LOOKED_AT = 100
+"""Different demands for which a list of GPUs tells what is held, at most; the eldest."""
 
 
 @dataclass(slots=True)
@@ -179,19 +182,39 @@ class Elders:
 
 def claims_before(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Claims:
     """What is kept for the elders of a waiting request at this moment, and for itself."""
+    return _claims(ledger, record, now, policy)
+
+
+def claims_now(ledger: Ledger, now: Instant, policy: Policy) -> Claims:
+    """What is kept at this moment, for whoever waits. One walk over the queue, while any free GPU is kept for nobody,
+    and over the GPUs one for each of the `LOOKED_AT` eldest different demands and for each that something is kept for.
+    """
+    return _claims(ledger, None, now, policy)
+
+
+def _claims(ledger: Ledger, until: LeaseRecord | None, now: Instant, policy: Policy) -> Claims:
+    """What `settle` keeps for the requests up to one; for all where none is given."""
     claims, running, blocked = Claims(ledger, now, policy), under_way(ledger), set[Demand]()
+    if not ledger.queue:
+        return claims
+    users = had(ledger, policy.limits)
     for elder in ledger.queued():
-        if elder.number > record.number or not claims.open:
+        if (until is not None and elder.number > until.number) or not claims.open:
             break
         if not takes_part(ledger, elder, now, running):
             continue
-        if elder.lease.demand not in blocked:
-            placed = place(ledger, elder.lease.demand, claims.by_uuid.keys(), now, policy)
+        demand = elder.lease.demand
+        if demand not in blocked:
+            if until is None and len(blocked) == LOOKED_AT:
+                continue
+            if users.limit_met(elder.lease, least(ledger, demand)) is not None:
+                continue
+            placed = place(ledger, demand, claims.by_uuid.keys(), now, policy)
             if not isinstance(placed, Blocked):
-                if elder.number < record.number:
+                if elder is not until:
                     claims.keep(elder, placed.gpus)
                 continue
-            blocked.add(elder.lease.demand)
+            blocked.add(demand)
         claims.hold_for(elder)
     return claims
 

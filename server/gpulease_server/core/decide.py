@@ -20,6 +20,7 @@ from .happenings import (
     NodeModeSet,
     NodeReported,
     Ticked,
+    TokenChanged,
     WaiterSeen,
 )
 from .job import on_cancelled, on_submitted
@@ -51,6 +52,9 @@ def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901
             on_mode_set(turn, happening)
         case CordonSet():
             on_cordon_set(turn, happening)
+        case TokenChanged():
+            turn.event(happening.kind, reason=happening.reason)
+            turn.answer(happening.cause, None)
         case Ticked():
             on_ticked(turn, happening)
 

@@ -153,7 +153,7 @@ def obstacle(
         return _obstacle(gpu, "too_little_memory", f"{name} has too little free memory.")
     elder = elders.get(gpu.device.uuid)
     if elder is not None:
-        found = _obstacle(gpu, "claimed", f"{name} is held for the earlier {_who(ledger, elder)}.")
+        found = _obstacle(gpu, "claimed", f"{name} {why_kept(ledger, elder, 'the earlier ')}.")
         return replace(found, lease_id=elder, holder=ledger.leases[elder].lease.holder)
     if gpu.device.uuid in unread:
         return _obstacle(gpu, "unread", f"{name} looked free, and a fresh reading of it is awaited.")
@@ -190,6 +190,11 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
             return f"is used outside any lease by {_processes(reading, policy)}"
         case _:
             return None
+
+
+def why_kept(ledger: Ledger, lease_id: str, which: str = "") -> str:
+    """The end of a sentence that begins with a free GPU: the request it is held for."""
+    return f"is held for {which}{_who(ledger, lease_id)}"
 
 
 def _until(ledger: Ledger, gpu: GpuRecord, now: Instant) -> datetime | None:

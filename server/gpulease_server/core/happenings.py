@@ -140,6 +140,17 @@ class CordonSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChanged:
+    """A bearer token was made or revoked, which no decision rests on; it is for the history. Answered with None."""
+
+    cause: str
+    kind: str
+    """The event: `token.created` or `token.revoked`."""
+    reason: str
+    """Which token, whose, and who did it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed. Not answered."""
 
@@ -158,5 +169,6 @@ Happening = (
     | NodeReported
     | NodeModeSet
     | CordonSet
+    | TokenChanged
     | Ticked
 )

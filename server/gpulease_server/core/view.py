@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
 from gpulease.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState, Node, NodeState
 
-from .explain import why_not_free
+from .bypass import claims_now
+from .explain import why_kept, why_not_free
 from .gpu import activity_of, is_cordoned, node_problem, reading_of, state_of, strangers
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, NodeRecord
 from .remains import named
@@ -45,9 +47,25 @@ def problems_of(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> t
     return tuple(found)
 
 
-def gpu_view(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> Gpu:
-    """A GPU: its last reading, and what the ledger says of it. A stale reading is not shown."""
+def gpu_views(ledger: Ledger, now: Instant, policy: Policy) -> list[Gpu]:
+    """Every GPU, by node and index. What is held is found out once for all of them."""
+    kept = claims_now(ledger, now, policy).by_uuid
+    records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
+    return [gpu_view(ledger, gpu, now, policy, kept) for gpu in records]
+
+
+def gpu_view(
+    ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy, kept: Mapping[str, str] | None = None
+) -> Gpu:
+    """A GPU: its last reading, and what the ledger says of it. A stale reading is not shown.
+
+    `kept`: the waiting request that a free GPU is held for, by UUID, where that is known already.
+    """
     state = state_of(ledger, gpu, now, policy)
+    reason = why_not_free(ledger, gpu, state, now, policy)
+    if state is GpuState.FREE:
+        kept = claims_now(ledger, now, policy).by_uuid if kept is None else kept
+        reason = why_kept(ledger, kept[gpu.device.uuid]) if gpu.device.uuid in kept else None
     reading = None if state is GpuState.UNKNOWN else reading_of(ledger, gpu)
     sighting = ledger.sightings.get(gpu.device.node)
     holding = ledger.leases.get(gpu.lease_id or "")
@@ -63,7 +81,7 @@ def gpu_view(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> Gp
         **({name: getattr(reading, name) for name in READ} if reading else {"health": "unknown"}),
         state=state,
         activity=activity_of(ledger, gpu, reading),
-        reason=why_not_free(ledger, gpu, state, now, policy),
+        reason=reason,
         lease_id=gpu.lease_id,
         holder=holder,
         cordoned=is_cordoned(ledger, gpu),

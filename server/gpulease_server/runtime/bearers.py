@@ -12,6 +12,10 @@ stands by has them no older than `READ_S`, and reads them whole again when it ta
 | the database is away when one is made or revoked | 503; whether it was done is read once the database is back |
 | the database is away on a daemon that stands by | the copy stays, as its ledger does |
 | the wall clock jumps | a token expires by it, so sooner or later than it should |
+| a token is used | the day is in memory at once, and in the database within `NOTE_S`, once a day for each token |
+| it is used on a daemon that stands by | the day is written when that takes over |
+| the daemon is killed | the days of the last `NOTE_S` are missing |
+| it is killed, or the database is away, between a change and its event | the change holds; only the log tells of it |
 | somebody reads the database or a backup | he finds hashes of 256 random bits, which are of no use to him |
 """
 
@@ -24,14 +28,15 @@ import logging
 import pwd
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease.access import BearerToken, NewBearerToken, Role, TokenRequest
 from gpulease.errors import NotFound, Unavailable
 
+from ..core.happenings import TokenChanged
 from ..store import bearers
 from ..store.bearers import BearerRecord
 from ..store.dialects import why
@@ -41,6 +46,8 @@ from .writer import Writer
 
 log = logging.getLogger("gpulease.access")
 
+NOTE_S = 60.0
+"""Time between two looks at which tokens were used today for the first time."""
 READ_S = 1.0
 """How old the tokens may be where this daemon is not their only writer."""
 UNKNOWN = "0" * 64
@@ -84,6 +91,8 @@ class Bearers:
         self._read_s: float | None = None
         self._complete = False
         """True while nobody else can have changed what is in memory."""
+        self._used: dict[str, date] = {}
+        """Days of use that are not in the database yet, by token."""
         self._reading = asyncio.Lock()
         self._changes = 0
         """How often they were changed but by reading them again."""
@@ -104,7 +113,9 @@ class Bearers:
         matches = hmac.compare_digest(_hash(bearer), expected)
         if record is None or not matches or _expired(record.token, clock.now().at):
             return None
-        token = record.token
+        token, today = record.token, clock.now().at.date()
+        if token.last_used_on is None or token.last_used_on < today:
+            self._used[token.id] = today
         return Known(token.id, token.user, token.uid, record.gid, token.role)
 
     def in_force(self, token_id: str) -> bool:
@@ -120,7 +131,32 @@ class Bearers:
     async def all(self) -> tuple[BearerToken, ...]:
         """Every token that was not revoked, oldest first. Raises `Unavailable`."""
         await self._refresh()
-        return tuple(record.token for record in self._records.values())
+        return tuple(self._shown(record.token) for record in self._records.values())
+
+    async def note_uses(self) -> None:
+        """Write now and then on which day each token was last used, until cancelled."""
+        while True:
+            await asyncio.sleep(NOTE_S)
+            await self.save_uses()
+
+    async def save_uses(self) -> None:
+        """Write it now, where this daemon is the writer. What cannot be written is tried again the next time."""
+        self._used = {token_id: day for token_id, day in self._used.items() if token_id in self._records}
+        days = dict(self._used)
+        if not days or not self._complete:
+            return
+        try:
+            await self._writer.between_turns(bearers.note_use, self._store, days)
+        except StoreFailed as error:
+            log.debug("the last use of tokens cannot be written: %s", error.detail)
+            return
+        with self._changing:
+            for token_id, day in days.items():
+                record = self._records.get(token_id)
+                if record is not None:
+                    self._records[token_id] = replace(record, token=replace(record.token, last_used_on=day))
+                if self._used.get(token_id) == day:
+                    del self._used[token_id]
 
     async def create(self, asked: TokenRequest, by: str | None, account: Account | None = None) -> NewBearerToken:
         """A new token, kept before it is shown; `account` is that of its user, looked up when left out. Raises
@@ -144,6 +180,7 @@ class Bearers:
             self._changes += 1
             self._records[token_id] = record
         log.info("%s made token %s of %s with role %s", by, token_id, token.user, token.role)
+        await self._record("token.created", token, by)
         return NewBearerToken(**{name: getattr(token, name) for name in BearerToken.__slots__}, bearer=bearer)
 
     async def revoke(self, token_id: str, by: str | None) -> BearerToken:
@@ -158,7 +195,21 @@ class Bearers:
             self._changes += 1
             self._records.pop(token_id, None)
         log.info("%s revoked token %s of %s", by, token_id, record.token.user)
-        return record.token
+        await self._record("token.revoked", record.token, by)
+        return self._shown(record.token)
+
+    def _shown(self, token: BearerToken) -> BearerToken:
+        """The token with a use that is not written yet."""
+        day = self._used.get(token.id)
+        return token if day is None else replace(token, last_used_on=day)
+
+    async def _record(self, kind: str, token: BearerToken, by: str | None) -> None:
+        """Have it in the history before anybody is answered. What was done to the token is not undone without that."""
+        reason = f"{token.id} of user {token.user}, role {token.role}, by {by or 'nobody who is known'}"
+        try:
+            await self._writer.submit(TokenChanged(cause=ids.make("request"), kind=kind, reason=reason))
+        except Unavailable as error:
+            log.warning("%s is not in the history: %s", kind, error.detail)
 
     async def _change(self, work: Callable[[], None]) -> None:
         try:

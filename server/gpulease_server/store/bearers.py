@@ -5,11 +5,12 @@ Who may read the database may not use a token: there is only its hash.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import date, datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Engine, delete, func, insert, select
+from sqlalchemy import Engine, bindparam, delete, func, insert, select, update
 
 from gpulease.access import BearerToken, Role
 from gpulease.errors import OverQuota
@@ -56,6 +57,7 @@ def add(store: Store, record: BearerRecord, now: datetime) -> None:
         "created_at": token.created_at,
         "created_by": token.created_by,
         "expires_at": token.expires_at,
+        "last_used_on": token.last_used_on,
     }
     with store.writing() as connection:
         connection.execute(delete(table).where(table.c.expires_at < now - EXPIRED_KEPT))
@@ -70,6 +72,15 @@ def remove(store: Store, token_id: str) -> None:
         connection.execute(delete(tables.bearer_token).where(tables.bearer_token.c.id == token_id))
 
 
+def note_use(store: Store, days: Mapping[str, date]) -> None:
+    """Keep the last day on which each of these tokens, by id, was used. Blocks. Raises `StoreFailed`."""
+    table = tables.bearer_token
+    later = table.c.last_used_on.is_(None) | (table.c.last_used_on < bindparam("day"))
+    change = update(table).where(table.c.id == bindparam("token_id"), later).values(last_used_on=bindparam("day"))
+    with store.writing() as connection:
+        connection.execute(change, [{"token_id": token_id, "day": day} for token_id, day in days.items()])
+
+
 def _record(row: Any) -> BearerRecord:
     token = BearerToken(
         id=row.id,
@@ -80,5 +91,6 @@ def _record(row: Any) -> BearerRecord:
         created_at=row.created_at,
         created_by=row.created_by,
         expires_at=row.expires_at,
+        last_used_on=row.last_used_on,
     )
     return BearerRecord(token=token, hash=row.hash, gid=row.gid)

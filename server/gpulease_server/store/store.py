@@ -146,15 +146,23 @@ class Store:
         """Events with a `seq` over `after`, oldest first."""
         return self.history(after, limit)[0]
 
-    def history(self, after: int, limit: int) -> tuple[list[Event], int]:
-        """Events with a `seq` over `after`, oldest first, and the `seq` up to which events are pruned.
+    def history(self, after: int, limit: int, without: str | None = None) -> tuple[list[Event], int]:
+        """Events with a `seq` over `after`, oldest first, and the `seq` up to which events are pruned. `without`: how
+        the kinds begin that are left out.
 
         Both of one moment: else what is pruned between the two readings would be missed in silence.
         """
         query = select(tables.event).where(tables.event.c.seq > after).order_by(tables.event.c.seq).limit(limit)
+        if without is not None:
+            query = query.where(tables.event.c.kind.not_like(f"{without}%"))
         with snapshot(self.engine) as connection:
             found = [rows.event_noun(row) for row in connection.execute(query)]
             return found, connection.execute(select(tables.pruned.c.seq)).scalar() or 0
+
+    def last_seq(self) -> int:
+        """`seq` of the newest event; 0 while there is none."""
+        with self.engine.connect() as connection:
+            return connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
 
     def _page(
         self, table: Table, states: Collection[str], after: int | None, limit: int, *where: ColumnElement[bool]

@@ -9,6 +9,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    Date,
     DateTime,
     Dialect,
     Float,
@@ -182,6 +183,7 @@ bearer_token = Table(
     Column("created_at", UtcDateTime, nullable=False),
     Column("created_by", String(255)),
     Column("expires_at", UtcDateTime),
+    Column("last_used_on", Date),
 )
 """One row for each token that was not revoked. `hash` is SHA-256 of the whole token, which has 256 random bits: nothing
 slower would make it harder to guess. See `store.bearers`."""

@@ -1,0 +1,160 @@
+"""`gpulease events`: the history in words and as JSON, what comes, and what is gone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gpulease import Client
+from gpulease.cli.events import in_words
+from gpulease.model import Event
+from tests.daemon import daemon
+
+from .programs import Program, environ, wait_until
+
+AT = datetime(2026, 11, 22, 9, 8, 7, 654321, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            Event(
+                seq=7,
+                at=AT,
+                kind="lease.granted",
+                cause="request-0123456789abcdef",
+                lease_id="lease-1",
+                node="gpubox",
+                gpus=("GPU-bf4cfdfc-6704", "GPU-09c729ea-5efa"),
+                token=3,
+            ),
+            "2026-11-22 09:08:07       7  lease.granted     lease-1 on gpubox GPU-bf4cfdfc, GPU-09c729ea"
+            " (asked for in request-0123456789abcdef)",
+        ),
+        (
+            Event(
+                seq=1234567, at=AT, kind="job.ended", cause="report-1", lease_id="lease-1", job_id="job-2", reason="x"
+            ),
+            "2026-11-22 09:08:07  1234567  job.ended         lease-1 job-2: x (seen in report-1)",
+        ),
+        (
+            Event(seq=8, at=AT, kind="node.unknown", cause="tick", node="gpubox", reason="silent\x1b[2J\nfor 3 s"),
+            "2026-11-22 09:08:07       8  node.unknown      on gpubox: silent?[2J?for 3 s (by the clock)",
+        ),
+        (
+            Event(seq=9, at=AT, kind="ledger.recovered", cause="recovery"),
+            "2026-11-22 09:08:07       9  ledger.recovered   (after an outage of the database)",
+        ),
+    ],
+)
+def test_an_event_in_words(event: Event, line: str) -> None:
+    assert in_words(event) == line
+
+
+def test_json_is_the_events_of_the_rest_api_one_on_each_line(client: Client, gpulease: Program, url: str) -> None:
+    with client.lease(1, wait_s=20):
+        pass
+    shown = [json.loads(line) for line in gpulease("events", "--after", "0", "--json").stdout.splitlines()]
+    curl = ["curl", "-s", "--unix-socket", url.removeprefix("unix://"), "http://d/v1/events?limit=1000"]
+    page = json.loads(subprocess.run(curl, capture_output=True, check=True).stdout)["items"]
+    assert [(one["seq"], one["kind"], set(one)) for one in shown[: len(page)]] == [
+        (one["seq"], one["kind"], set(one)) for one in page
+    ]
+    assert len(shown) >= len(page) > 2
+
+
+def test_without_a_number_the_newest_are_shown_and_with_one_those_after_it(client: Client, gpulease: Program) -> None:
+    with client.lease(1, wait_s=20) as lease:
+        pass
+    wait_until(lambda: all(gpu.state == "free" for gpu in client.gpus()))
+    everything = gpulease("events", "--after", "0").stdout.splitlines()
+    assert gpulease("events", "--limit", "2").stdout.splitlines() == everything[-2:]
+    assert gpulease("events").stdout.splitlines() == everything[-50:]
+    assert gpulease("events", "--after", "2", "--limit", "3").stdout.splitlines() == everything[2:5]
+    assert gpulease("events", "--after", "999999999").stdout == ""
+    granted = next(line for line in everything if "lease.granted" in line and lease.id in line)
+    assert "(asked for in request-" in granted
+
+
+@contextmanager
+def following(url: str, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """`gpulease events --follow`, whose output can be read line by line."""
+    # Tests that run in the background of a script inherit an ignored SIGINT, which no terminal would.
+    program = subprocess.Popen(
+        ["env", "--default-signal=INT", sys.executable, "-m", "gpulease.cli", "events", "-f", *options],
+        env=environ(GPULEASE_URL=url),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield program
+    finally:
+        program.kill()
+        program.communicate()
+
+
+def read_until(program: subprocess.Popen[str], *words: str) -> list[str]:
+    """What it writes, up to the line that has all these words."""
+    assert program.stdout is not None
+    lines = []
+    for line in program.stdout:
+        lines.append(line)
+        if all(word in line for word in words):
+            return lines
+    raise AssertionError(f"it ended: {program.stderr and program.stderr.read()}; {lines}")
+
+
+def test_follow_goes_on_where_a_restart_of_the_daemon_broke_it_off_until_ctrl_c(tmp_path: Path) -> None:
+    with daemon(tmp_path) as running, following(running.url, "--after", "0", "--json") as program:
+        with running.client() as client, client.lease(1, wait_s=20) as lease:
+            before = read_until(program, "lease.granted", lease.id)
+        running.stop()
+        running.start()
+        with running.client() as client, client.lease(1, wait_s=20) as lease:
+            after = read_until(program, "lease.granted", lease.id)
+        seqs = [json.loads(line)["seq"] for line in before + after]
+        assert seqs == list(range(1, len(seqs) + 1)), "one is missing, or was shown twice"
+        program.send_signal(signal.SIGINT)
+        assert program.wait(20) == 130
+        assert program.stderr is not None
+        assert program.stderr.read() == ""
+
+
+def test_follow_with_a_limit_ends_by_itself(client: Client, url: str) -> None:
+    with following(url, "--after", "0", "--limit", "2") as program:
+        assert len(program.communicate(timeout=30)[0].splitlines()) == 2
+        assert program.returncode == 0
+
+
+def test_who_wants_events_that_are_no_longer_kept_is_told_from_where_there_are_some(
+    gpulease: Program, tmp_path: Path
+) -> None:
+    with daemon(tmp_path) as running:
+        with running.client() as client, client.lease(1, wait_s=20):
+            pass
+        running.stop()
+        with closing(sqlite3.connect(running.data_dir / "gpulease.db")) as database, database:
+            database.execute("DELETE FROM event WHERE seq <= 3")
+            database.execute("INSERT INTO pruned (id, seq) VALUES (1, 3) ON CONFLICT (id) DO UPDATE SET seq = 3")
+        running.start()
+        for form in ([], ["--follow"], ["--json"]):
+            refused = gpulease("events", "--after", "1", *form, GPULEASE_URL=running.url)
+            assert (refused.returncode, refused.stdout) == (1, "")
+            assert refused.stderr.splitlines() == [
+                "gpulease: events pruned",
+                "  why: Events 2 to 3 are no longer kept.",
+                "  do:  Go on with after=3, and look at leases, jobs and GPUs for what they are now.",
+            ]
+        newest = gpulease("events", "--limit", "1000", GPULEASE_URL=running.url).stdout.splitlines()
+        assert newest[0].split()[2] == "4"

@@ -1,0 +1,101 @@
+"""No number that cannot be is taken: from an option, from its variable, from its key in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from gpulease import config_file
+from gpulease.cli import main, output, settings
+from gpulease.cli.commands import app
+from gpulease.cli.options import duration
+from gpulease.config_file import ConfigurationRefused
+
+PROGRAM: Any = typer.main.get_command(app)
+
+
+def commands(command: Any = PROGRAM, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and what one types to have it."""
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, *words, name)
+
+
+NUMBERS = [
+    pytest.param(words, option, id=f"{' '.join(words)} {option.opts[0]}")
+    for words, command in commands()
+    for option in command.params
+    if option.type_descriptor.annotation in (int, float)
+]
+SETTINGS = [
+    pytest.param(section, option, id=f"{section} {key}")
+    for section in ("serve", "worker")
+    for key, option in settings.declared(PROGRAM, section).items()
+    if option.type_descriptor.annotation in (int, float)
+]
+REQUIRED = {
+    "run": ("--", "true"),
+    "submit": ("--", "train.py"),
+    "logs": ("job-82c4b92c1f47e880",),
+    "cancel": ("job-82c4b92c1f47e880",),
+    "renew": ("lease-6434526eb94cfb23",),
+    "release": ("lease-6434526eb94cfb23",),
+    "token create": ("--user", "ada"),
+}
+"""What a command cannot do without, after its options."""
+OF_THE_REQUEST = {"gpus": (1, 4096), "retries": (0, 100), "max_restarts": (0, 100)}
+"""Numbers whose bounds the body of the request has, for the library and the command line alike."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting of this machine, and no daemon: what is refused is refused before anybody is asked."""
+    for name in [name for name in os.environ if name.startswith("GPULEASE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(config_file, "SYSTEM", tmp_path / "none.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("GPULEASE_URL", "http://127.0.0.1:9")
+
+
+def impossible(option: Any) -> list[str]:
+    """Texts that this option must not take."""
+    if option.type_descriptor.parameter_info.parser is duration:
+        return ["nan", "inf", "-1", "9" * 400, "99999999999d"]
+    least, most = OF_THE_REQUEST.get(option.name, (option.min, option.max))
+    assert least is not None, f"{option.opts[0]} has no least value"
+    assert most is not None, f"{option.opts[0]} has no greatest value"
+    below, above = least - 1, most * 2 + 1
+    return ["nan", "inf", "-inf", "1e400", "1e-320", str(below), str(above), "9" * 30]
+
+
+@pytest.mark.parametrize(("words", "option"), NUMBERS)
+def test_an_option_takes_no_number_that_cannot_be(
+    words: tuple[str, ...], option: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in impossible(option):
+        asked = [*words, f"{option.opts[-1]}={text}", *REQUIRED.get(" ".join(words), ())]
+        assert main(asked) == output.USAGE, asked
+        said = capsys.readouterr().err
+        assert option.opts[-1] in said or option.name in OF_THE_REQUEST, asked
+        assert "  do:  " in said
+
+
+@pytest.mark.parametrize(("section", "option"), SETTINGS)
+def test_neither_a_variable_nor_a_file_may_say_such_a_number(
+    section: str, option: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in impossible(option):
+        monkeypatch.setenv(option.envvar, text)
+        assert main([section]) == output.USAGE, text
+        assert "  do:  " in capsys.readouterr().err
+        monkeypatch.delenv(option.envvar)
+
+        file = tmp_path / "config.toml"
+        file.write_text(f"[{section}]\n{option.name} = {text}\n")
+        with pytest.raises(ConfigurationRefused, match=f"{option.name} in"):
+            settings.check(PROGRAM, config_file.read(file))
