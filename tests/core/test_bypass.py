@@ -315,6 +315,19 @@ def test_nothing_is_held_for_whom_a_limit_keeps_out_of_the_queue() -> None:
     assert ask(world, user="bob").state is LeaseState.ACTIVE
 
 
+def test_nothing_is_held_for_whom_a_limit_keeps_out_although_an_elder_asks_for_the_same() -> None:
+    world = World(policy=Policy(max_bypass=1, max_bypass_s=LONG_S, limits=Limits(leases=1)))
+    for node, user in (("a", "bob"), ("b", "cleo"), ("c", "ann")):
+        world.node(node, gpus=1 if node == "c" else 2)
+        ask(world, selection=Selection.LISTED, indices=(0,), node=node, user=user)
+    elder, kept_out = ask(world, 2, user="dan"), ask(world, 2, user="ann")
+    pass_by(world, 1, user="eve")
+    assert set(world.ledger.passed) == {elder.id}, f"{kept_out.id} is not passed: it takes no part"
+    held = [why for state, why in shown(world) if state is GpuState.FREE]
+    assert sorted(held, key=str) == [None, f"is held for {elder.id} (user dan)"]
+    assert ask(world, user="frank").state is LeaseState.ACTIVE
+
+
 def test_a_list_of_gpus_does_not_cost_a_walk_over_them_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(max_bypass=1000, a=8)
     ask(world, selection=Selection.LISTED, indices=(7,), node="a")

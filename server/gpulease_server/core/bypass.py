@@ -42,7 +42,7 @@ from .array import takes_part, under_way
 from .gpu import is_cordoned, state_of
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, Passed
 from .placement import Blocked, candidates, lacks_memory, least, place
-from .quota import had
+from .quota import Had, had
 from .turn import Policy, Turn
 
 RECALLED = 100
@@ -180,6 +180,16 @@ class Elders:
                 self.claims.hold_for(record)
 
 
+def kept_out(ledger: Ledger, users: Had, record: LeaseRecord) -> bool:
+    """True while a limit of its user keeps a request out of the queue: it claims nothing, and is not passed."""
+    if not users.limited:
+        return False
+    demand = record.lease.demand
+    if demand not in users.least:
+        users.least[demand] = least(ledger, demand)
+    return users.limit_met(record.lease, users.least[demand]) is not None
+
+
 def claims_before(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Claims:
     """What is kept for the elders of a waiting request at this moment, and for itself."""
     return _claims(ledger, record, now, policy)
@@ -204,10 +214,10 @@ def _claims(ledger: Ledger, until: LeaseRecord | None, now: Instant, policy: Pol
         if not takes_part(ledger, elder, now, running):
             continue
         demand = elder.lease.demand
+        if kept_out(ledger, users, elder):
+            continue
         if demand not in blocked:
             if until is None and len(blocked) == LOOKED_AT:
-                continue
-            if users.limit_met(elder.lease, least(ledger, demand)) is not None:
                 continue
             placed = place(ledger, demand, claims.by_uuid.keys(), now, policy)
             if not isinstance(placed, Blocked):

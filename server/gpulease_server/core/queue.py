@@ -10,7 +10,7 @@ from gpulease.errors import NeverFits, NotNow, OverQuota
 from gpulease.model import JobState, Selection
 
 from .array import array_of, takes_part, under_way
-from .bypass import Claims, Elders, recall
+from .bypass import Claims, Elders, kept_out, recall
 from .explain import explain, is_never
 from .lease import grant
 from .ledger import GpuRecord, JobRecord, LeaseRecord
@@ -41,7 +41,8 @@ def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 break
             continue
         if pending is None and elders.knows(demand):
-            elders.add(record)
+            if not kept_out(turn.ledger, users, record):
+                elders.add(record)
             continue
         undecided -= pending is not None
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
@@ -75,7 +76,7 @@ def _place(
 ) -> Placed | NeedsReading | Blocked | None:
     """GPUs for a request, no more than its user may have; None where that keeps it from any."""
     demand = record.lease.demand
-    if users.limit_met(record.lease, least(turn.ledger, demand)) is not None:
+    if kept_out(turn.ledger, users, record):
         return None
     found = place(turn.ledger, demand, claims.by_uuid.keys(), turn.now, turn.policy, overdue, hopeful=hopeful)
     room = users.room(record.lease)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpulease.errors import OverQuota
-from gpulease.model import Lease, LeaseState
+from gpulease.model import Demand, Lease, LeaseState
 
 from .ledger import Ledger
 
@@ -45,6 +45,13 @@ class Had:
     limits: Limits
     leases: Counter[str | None] = field(default_factory=Counter)
     gpus: Counter[str | None] = field(default_factory=Counter)
+    least: dict[Demand, int] = field(default_factory=dict)
+    """How many GPUs a demand gets at least, of those that were looked at."""
+
+    @property
+    def limited(self) -> bool:
+        """True when there is any limit on what a user has."""
+        return bool(self.limits.leases or self.limits.gpus)
 
     def granted(self, lease: Lease, gpus: int) -> None:
         """Count one more."""
@@ -68,7 +75,7 @@ class Had:
 def had(ledger: Ledger, limits: Limits) -> Had:
     """What each user has now. One walk over the GPUs where there is a limit, and over nothing where there is none."""
     found = Had(limits)
-    if limits.leases or limits.gpus:
+    if found.limited:
         held = Counter(gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id is not None and not gpu.draining)
         for lease_id, gpus in held.items():
             lease = ledger.leases[lease_id].lease
