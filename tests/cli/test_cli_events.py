@@ -53,7 +53,11 @@ AT = datetime(2026, 11, 22, 9, 8, 7, 654321, tzinfo=UTC)
         ),
         (
             Event(seq=9, at=AT, kind="ledger.recovered", cause="recovery"),
-            "2026-11-22 09:08:07       9  ledger.recovered   (after an outage of the database)",
+            "2026-11-22 09:08:07       9  ledger.recovered  (after an outage of the database)",
+        ),
+        (
+            Event(seq=10, at=AT, kind="token.revoked", cause="request-1", reason="token-1 of user ann, by root"),
+            "2026-11-22 09:08:07      10  token.revoked     token-1 of user ann, by root (asked for in request-1)",
         ),
     ],
 )

@@ -72,11 +72,13 @@ def _recorded(client: Client, after: int | None, limit: int | None) -> Iterator[
 def in_words(event: Event) -> str:
     """An event on one line: when, number, kind, what it is about, why, and what led to it."""
     about = [event.lease_id, event.job_id, event.node and f"on {event.node}", _gpus(event.gpus)]
-    sentence = " ".join(plain(word, 255) for word in about if word)
-    sentence += f": {plain(event.reason, 300)}" if event.reason else ""
+    parts = [" ".join(plain(word, 255) for word in about if word), plain(event.reason or "", 300)]
+    what = ": ".join(part for part in parts if part)
     kind, _, _ = event.cause.partition("-")
     cause = plain(CAUSES.get(kind, "{}").format(event.cause), 100)
-    return f"{event.at:%Y-%m-%d %H:%M:%S}  {event.seq:>6}  {plain(event.kind):<16}  {sentence} ({cause})"
+    return (
+        f"{event.at:%Y-%m-%d %H:%M:%S}  {event.seq:>6}  {plain(event.kind):<16}  {f'{what} ' if what else ''}({cause})"
+    )
 
 
 def _gpus(uuids: tuple[str, ...]) -> str:
