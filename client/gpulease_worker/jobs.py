@@ -12,25 +12,26 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from gpulease.exchange import JobOrder, JobReport, RunState, run_name
 from gpulease.model import Launcher
 from gpulease_worker import accounts, launch, launcher_argv, records
 from gpulease_worker.job import Job
+from gpulease_worker.removal import Removal
 from gpulease_worker.watch import Watch
 
 GONE_GRACE_S = 2.0
 """Grace for a job that runs and that the daemon does not ask for."""
 KEEP_JOBS = 1000
 """Directories of forgotten jobs that are kept for their logs; the oldest go first."""
+THINNED = 20
+"""Of those that are too many, so many go at a time: after `--keep-jobs` was lowered it may be a million."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Jobs:
         self._log_bytes = log_bytes
         self._keep = keep
         self._watch = Watch(changed)
+        self._removal = Removal()
         self._jobs: dict[str, Job] = {}
         self._refused: dict[str, JobReport] = {}
         self._forgotten: dict[str, None] = {}
@@ -75,7 +77,7 @@ class Jobs:
         self._forgotten = dict.fromkeys(name for _, name in sorted(marks))
         for directory in sorted(self._root.iterdir()):
             if directory.name.startswith("."):
-                _remove(directory)  # made by a worker that ended before it could rename it, or not yet gone
+                self._removal.put(directory)  # made by a worker that ended before it could rename it, or not yet gone
             elif JOB_ID.fullmatch(directory.name) and _holds_job(directory):
                 self._load(directory)
 
@@ -96,6 +98,7 @@ class Jobs:
             del self._refused[run]
         for job in [job for run, job in self._jobs.items() if run not in ordered]:
             self._drop(job)
+        self._thin_out()
         return self.reports() != before
 
     def close(self) -> None:
@@ -123,10 +126,10 @@ class Jobs:
         if not JOB_ID.fullmatch(order.job_id):
             raise ValueError(f"its id {order.job_id!r} is not a plain name")
         directory = self._root / _run(order)
+        self._forgotten.pop(directory.name, None)
         if not directory.is_dir():
             return None
         (directory / records.FORGOTTEN).unlink(missing_ok=True)
-        self._forgotten.pop(directory.name, None)
         if not _holds_job(directory):
             raise ValueError(f"{directory} is in the way: it has no {records.ORDER}; remove it")
         self._load(directory)
@@ -221,7 +224,6 @@ class Jobs:
         try:
             (job.directory / records.FORGOTTEN).touch()
             self._forgotten[job.directory.name] = None
-            self._thin_out()
         except FileNotFoundError:
             pass  # someone has removed it
         except OSError as error:
@@ -229,13 +231,16 @@ class Jobs:
             job.say(f"it cannot be marked as forgotten: {error}")
 
     def _thin_out(self) -> None:
-        while len(self._forgotten) > self._keep:
-            name = next(iter(self._forgotten))
-            gone = self._root / f".gone-{name}"
-            with suppress(FileNotFoundError):  # someone has removed it
-                (self._root / name).rename(gone)
-                _remove(gone)
+        """Remove the directories of jobs that were forgotten longest ago, where there are too many."""
+        for name in list(islice(self._forgotten, min(THINNED, max(0, len(self._forgotten) - self._keep)))):
             del self._forgotten[name]
+            directory, gone = self._root / name, self._root / f".gone-{name}"
+            try:
+                if name not in self._jobs and (directory / records.FORGOTTEN).exists():
+                    directory.rename(gone)
+                    self._removal.put(gone)
+            except OSError as error:
+                log.warning("%s stays, because it cannot be removed: %s", directory, error)
 
     def _refuse(self, order: JobOrder, reason: str) -> None:
         log.error("job %s: %s", order.job_id, reason)
@@ -244,14 +249,6 @@ class Jobs:
         self._refused[_run(order)] = JobReport(
             job_id=order.job_id, attempt=order.attempt, state=RunState.EXITED, ended_at=records.now(), reason=reason
         )
-
-
-def _remove(directory: Path) -> None:
-    """Remove a directory, in the background: its user may have put a million files into it. By rm(1), because `rmtree`
-    goes down by recursion, and he may have made it as deep as he likes."""
-    command = ["rm", "-rf", "--", str(directory)]
-    rm = partial(subprocess.run, command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
-    threading.Thread(target=rm, name="remove", daemon=True).start()
 
 
 def _run(order: JobOrder) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from gpulease.exchange import JobOrder, JobReport, RunState
 from gpulease.model import Launcher
-from gpulease_worker import processes, records
+from gpulease_worker import jobs, processes, records
 from tests.worker.build import free_port, kill, living, number_in, order, python, spec, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
@@ -231,6 +233,47 @@ def test_only_so_many_forgotten_jobs_are_kept(tmp_path: Path) -> None:
         )
 
     play(tmp_path, story, keep=2)
+
+
+def test_a_job_that_is_asked_for_again_keeps_its_directory_though_the_one_before_was_removed_by_hand(
+    tmp_path: Path,
+) -> None:
+    again = order("again", spec("true"))
+
+    async def story(worker: Worker) -> None:
+        await worker.end_of(again)
+        worker.jobs.reconcile([])
+        shutil.rmtree(tmp_path / "jobs" / "again")
+        await worker.end_of(again)
+        for number in range(3):
+            await worker.until([again, order(f"j{number}", spec("true"))], RunState.EXITED)
+            worker.jobs.reconcile([again])
+        until(lambda: not (tmp_path / "jobs" / "j1").exists(), "what is too much is removed")
+        assert (tmp_path / "jobs" / "again" / records.ORDER).exists()
+
+    play(tmp_path, story, keep=1)
+
+
+def test_a_worker_that_is_to_keep_less_than_the_one_before_removes_the_rest_bit_by_bit(tmp_path: Path) -> None:
+    for number in range(2 * jobs.THINNED + 5):
+        directory = tmp_path / "jobs" / f"j{number:03}"
+        directory.mkdir(parents=True)
+        (directory / records.FORGOTTEN).touch()
+        os.utime(directory / records.FORGOTTEN, ns=(number, number))
+    stubborn = tmp_path / "jobs" / ".gone-j000"
+    (stubborn / "x").mkdir(parents=True)
+
+    def left() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "jobs").glob("j*"))
+
+    async def story(worker: Worker) -> None:
+        worker.jobs.reconcile([])
+        assert len(left()) in {jobs.THINNED + 5, jobs.THINNED + 6}, "one may be in the way of its removal"
+        worker.jobs.reconcile([])
+        worker.jobs.reconcile([])
+        assert [name for name in left() if name != "j000"] == [f"j{2 * jobs.THINNED + 4:03}"]
+
+    play(tmp_path, story, keep=1)
 
 
 def test_jobs_are_found_again_and_not_started_twice(tmp_path: Path) -> None:
