@@ -234,6 +234,8 @@ def test_a_use_that_cannot_be_written_is_written_later(database_url: str) -> Non
         with store.engine.begin() as connection:
             connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
         await bearers.save_uses()
+        with pytest.raises(Unavailable):
+            await bearers.create(TokenRequest(user="bob"), None)
         with store.engine.begin() as connection:
             connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
         assert last_used(store) == [None]

@@ -91,6 +91,8 @@ class Bearers:
         self._read_s: float | None = None
         self._complete = False
         """True while nobody else can have changed what is in memory."""
+        self._writes = False
+        """True from the moment at which this daemon became the writer."""
         self._used: dict[str, date] = {}
         """Days of use that are not in the database yet, by token."""
         self._reading = asyncio.Lock()
@@ -103,7 +105,7 @@ class Bearers:
         records = bearers.load(self._store.engine)
         with self._changing:
             self._changes += 1
-            self._records, self._complete = records, True
+            self._records, self._complete, self._writes = records, True, True
 
     async def find(self, bearer: str) -> Known | None:
         """Whose token this is; None if it is none that is in force. Raises `Unavailable`."""
@@ -143,7 +145,7 @@ class Bearers:
         """Write it now, where this daemon is the writer. What cannot be written is tried again the next time."""
         self._used = {token_id: day for token_id, day in self._used.items() if token_id in self._records}
         days = dict(self._used)
-        if not days or not self._complete:
+        if not days or not self._writes:
             return
         try:
             await self._writer.between_turns(bearers.note_use, self._store, days)
