@@ -53,7 +53,7 @@ def test_a_page_of_a_listed_origin_reads_answers_with_a_token(running: DaemonPro
     told = of_cors(answer)
     assert told["access-control-allow-origin"] == LISTED
     shown = told["access-control-expose-headers"].lower().split(", ")
-    assert {"etag", "retry-after", "location", "x-request-id"} <= set(shown)
+    assert {"etag", "retry-after", "location", "x-request-id", "gpulease-log-offset"} <= set(shown)
     assert "Origin" in answer.headers["vary"]
     made = running.call("POST", "/v1/leases", {"count": 1}, Origin=LISTED, **token)
     assert (made.status, of_cors(made)["access-control-allow-origin"]) == (201, LISTED)

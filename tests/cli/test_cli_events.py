@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client
+from gpulease.access import Role, TokenRequest
 from gpulease.cli.events import in_words
 from gpulease.model import Event
 from tests.daemon import daemon
@@ -88,6 +89,19 @@ def test_without_a_number_the_newest_are_shown_and_with_one_those_after_it(clien
     assert gpulease("events", "--after", "999999999").stdout == ""
     granted = next(line for line in everything if "lease.granted" in line and lease.id in line)
     assert "(asked for in request-" in granted
+
+
+def test_the_newest_are_those_that_the_caller_is_shown(client: Client, gpulease: Program) -> None:
+    with client.lease(1, wait_s=20):
+        pass
+    wait_until(lambda: all(gpu.state == "free" for gpu in client.gpus()))
+    viewer = client.create_token(TokenRequest(user="ann", role=Role.VIEWER))
+    for _ in range(9):
+        client.revoke_token(client.create_token(TokenRequest(user="bob")).id)
+    newest = gpulease("events", "--limit", "2", GPULEASE_TOKEN=viewer.bearer).stdout.splitlines()
+    everything = gpulease("events", "--after", "0").stdout.splitlines()
+    assert "token.revoked" in everything[-1]
+    assert newest == [line for line in everything if "token." not in line][-2:]
 
 
 @contextmanager

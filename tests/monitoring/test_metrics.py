@@ -127,6 +127,9 @@ def test_a_request_is_counted_under_the_template_of_its_route(scene: DaemonProce
     after = scrape(scene)
     for route in routes:
         assert statuses(after, route)["404"] == statuses(before, route).get("404", 0) + 30
+    headed = {"method": "HEAD", "route": "/v1/gpus", "status": "200"}
+    assert scene.call("HEAD", "/v1/gpus").status == 200
+    assert scrape(scene).value("gpulease_http_requests_total", **headed) == 1
     assert statuses(after, "unmatched")["403"] == statuses(before, "unmatched").get("403", 0) + 1
     assert "lease-1" not in after.text
     assert "/nothing" not in after.text

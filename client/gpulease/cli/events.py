@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Annotated
 
@@ -64,9 +65,19 @@ def list_events(
 def _recorded(client: Client, after: int | None, limit: int | None) -> Iterator[Event]:
     """What is recorded by now after a number, or the newest."""
     if after is None:
-        page = client.send(calls.events(0, 1))
-        after = max(page.pruned_seq, page.last_seq - (NEWEST if limit is None else limit))
+        return iter(_newest(client, NEWEST if limit is None else limit))
     return client.events(after, PAGE if limit is None else min(limit, PAGE))
+
+
+def _newest(client: Client, count: int) -> Collection[Event]:
+    """The newest of those that this caller is shown: there may be others between them."""
+    page, looked_at = client.send(calls.events(0, 1)), count
+    while True:
+        after = max(page.pruned_seq, page.last_seq - looked_at)
+        found = deque(client.events(after, min(looked_at, PAGE)), maxlen=count)
+        if len(found) == count or after == page.pruned_seq:
+            return found
+        looked_at *= 4
 
 
 def in_words(event: Event) -> str:

@@ -30,4 +30,9 @@ class Headed:
                 over = True
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await self.app({**scope, "method": "GET"}, receive, bodiless)
+        asked = {**scope, "method": "GET"}
+        try:
+            await self.app(asked, receive, bodiless)
+        finally:
+            if "route" in asked:
+                scope["route"] = asked["route"]  # requests are counted by method and route

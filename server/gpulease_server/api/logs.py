@@ -36,6 +36,8 @@ from .problems import documented
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
+OFFSET, LENGTH, KEPT = "Gpulease-Log-Offset", "Gpulease-Log-Bytes", "Gpulease-Log-Kept-Bytes"
+"""Headers of an answer that is text."""
 MAX_FOLLOWERS = 256
 """Followers of logs at one time, of all jobs together."""
 THREADS = 4
@@ -147,9 +149,9 @@ class Reading:
         await self._turn_to((await self._record()).log_directory)
         length, kept = await self._feed.blocking(self._reader.sizes) if self._reader else (0, 0)
         return {
-            "Gpulease-Log-Offset": self.place,
-            "Gpulease-Log-Bytes": str(length),
-            "Gpulease-Log-Kept-Bytes": str(kept),
+            OFFSET: self.place,
+            LENGTH: str(length),
+            KEPT: str(kept),
             "X-Content-Type-Options": "nosniff",
         }
 

@@ -11,13 +11,14 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from . import logs
 from .current import AS_OF, STANDBY
 from .problems import REQUEST_ID_HEADER
 
 METHODS = ("GET", "HEAD", "POST", "DELETE")
 SENT = ("Authorization", "Content-Type", "Idempotency-Key", "If-None-Match", "Last-Event-ID", REQUEST_ID_HEADER)
 """Headers that a page may send."""
-SHOWN = ("ETag", "Retry-After", "Location", REQUEST_ID_HEADER, AS_OF, STANDBY)
+SHOWN = ("ETag", "Retry-After", "Location", REQUEST_ID_HEADER, AS_OF, STANDBY, logs.OFFSET, logs.LENGTH, logs.KEPT)
 """Headers of an answer that it may read."""
 
 
