@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -95,6 +96,29 @@ def test_a_log_keeps_its_lines_and_loses_what_steers(modules: Path) -> None:
         modules, 'import * as f from "./format.js"; console.log(JSON.stringify(given.map(f.printed)));', texts
     )
     assert said == ["a\nb\tc", "red", "100%\ndone", "windows\nline", "bell? ?back"]
+
+
+def test_a_carriage_return_overwrites_its_line(modules: Path) -> None:
+    texts = ["".join(letters) for length in range(6) for letters in itertools.product("a\r\n", repeat=length)]
+    said = in_node(
+        modules, 'import * as f from "./format.js"; console.log(JSON.stringify(given.map(f.printed)));', texts
+    )
+    assert said == ["\n".join(line.rstrip("\r").split("\r")[-1] for line in text.split("\n")) for text in texts]
+
+
+@pytest.mark.parametrize("letters", ["a", "\r", "a\r", "\x1b[1", "\r\n"])
+def test_a_long_line_of_a_log_takes_no_time(modules: Path, letters: str) -> None:
+    took_ms = in_node(
+        modules,
+        """
+        import { printed } from "./format.js";
+        const begun = process.cpuUsage();
+        printed(given);
+        console.log(process.cpuUsage(begun).user / 1000);
+        """,
+        letters * (200_000 // len(letters)),
+    )
+    assert took_ms < 2000  # some 10 ms; with a regular expression that tries every start, half a minute
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
