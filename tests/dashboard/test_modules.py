@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -97,6 +98,29 @@ def test_a_log_keeps_its_lines_and_loses_what_steers(modules: Path) -> None:
     assert said == ["a\nb\tc", "red", "100%\ndone", "windows\nline", "bell? ?back"]
 
 
+def test_a_carriage_return_overwrites_its_line(modules: Path) -> None:
+    texts = ["".join(letters) for length in range(6) for letters in itertools.product("a\r\n", repeat=length)]
+    said = in_node(
+        modules, 'import * as f from "./format.js"; console.log(JSON.stringify(given.map(f.printed)));', texts
+    )
+    assert said == ["\n".join(line.rstrip("\r").split("\r")[-1] for line in text.split("\n")) for text in texts]
+
+
+@pytest.mark.parametrize("letters", ["a", "\r", "a\r", "\x1b[1", "\r\n"])
+def test_a_long_line_of_a_log_takes_no_time(modules: Path, letters: str) -> None:
+    took_ms = in_node(
+        modules,
+        """
+        import { printed } from "./format.js";
+        const begun = process.cpuUsage();
+        printed(given);
+        console.log(process.cpuUsage(begun).user / 1000);
+        """,
+        letters * (200_000 // len(letters)),
+    )
+    assert took_ms < 2000  # some 10 ms; with a regular expression that tries every start, half a minute
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_a_stream_is_read_in_pieces_of_any_size(modules: Path, size: int) -> None:
     stream = (
@@ -134,6 +158,282 @@ def test_time_is_the_daemons(modules: Path) -> None:
     )
     assert said[0] == pytest.approx(datetime(2031, 5, 6, tzinfo=UTC).timestamp(), abs=5)
     assert said[1] is True
+
+
+ASKING = """
+import { mock } from "node:test";
+mock.timers.enable({ apis: ["setTimeout", "Date"] });
+const kept = new Map();
+globalThis.document = { baseURI: "http://daemon/" };
+globalThis.sessionStorage = {
+    getItem: (name) => kept.get(name) ?? null, setItem: (name, text) => kept.set(name, text),
+    removeItem: (name) => kept.delete(name),
+};
+const asked = [];
+const found = (value) => ({ ok: true, status: 200, headers: new Headers(), json: async () => value });
+const refused = (status, said = {}, headers = {}) => (
+    { ok: false, status, headers: new Headers(headers), json: async () => said });
+let reply; // what the daemon answers to an address, or to the stream; undefined: an empty list
+const stream = (text) => ({ ok: true, status: 200, headers: new Headers(), body: new ReadableStream({
+    start: (controller) => controller.enqueue(new TextEncoder().encode(text)),
+}) });
+globalThis.fetch = async (address, { headers, signal }) => {
+    const streams = headers.Accept === "text/event-stream";
+    const path = address.href.slice("http://daemon/".length);
+    asked.push(streams ? "stream" : path);
+    const answer = reply(path, streams, signal);
+    if (answer === undefined) return streams ? refused(503) : found({ items: [], next: null });
+    return answer;
+};
+/** Let time go by, and everything that is due happen. */
+async function pass(ms) {
+    for (let at = 0; at <= ms; at += 250) {
+        mock.timers.tick(at === 0 ? 0 : 250);
+        for (let turn = 0; turn < 5; turn += 1) await new Promise((resolve) => setImmediate(resolve));
+    }
+}
+const { Follow, LISTS } = await import("./follow.js");
+const seen = { events: [] };
+const told = { current: 0, failed: [], refused: 0 };
+const follow = new Follow(seen, {
+    drawn() {}, current() { told.current += 1; }, failed(problem) { told.failed.push(problem.sentence); },
+    refused() { told.refused += 1; },
+});
+const tell = (value) => console.log(JSON.stringify(value));
+"""
+"""A page without its picture: what is asked of a daemon that is made up, in time that is, too."""
+
+
+def test_what_is_no_answer_of_the_daemon_is_said_and_asked_again(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        let wrong = [{ hello: "from a proxy" }, null, "text", 7, { items: 7 }];
+        reply = (path, streams) => (path === "v1/nodes" && !streams && wrong.length ? found(wrong.shift()) : undefined);
+        follow.start();
+        await pass(60_000);
+        tell({ ...told, failed: told.failed.length, first: told.failed[0], nodes: seen.nodes });
+        """,
+        None,
+    )
+    assert said["failed"] == 5
+    assert said["first"] == "Something else than the daemon answers."
+    assert said["current"] >= 1
+    assert said["nodes"] == {"items": [], "more": False}
+
+
+def test_an_error_of_the_page_itself_is_said_and_asked_again(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        console.error = () => {};
+        let faults = 2;
+        reply = (path) => (path === "v1/gpus" && faults-- > 0
+            ? { ...found(), headers: { get() { throw new TypeError("no such thing"); } } } : undefined);
+        follow.start();
+        await pass(20_000);
+        tell(told);
+        """,
+        None,
+    )
+    assert said["failed"] == ["What came cannot be read: no such thing."] * 2
+    assert said["current"] >= 1
+
+
+def test_a_dialog_says_that_something_else_answers(modules: Path) -> None:
+    """With a document of which there is no more than the dialog needs."""
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        console.error = () => {};
+        const made = () => ({
+            children: [], setAttribute() {}, append() {}, showModal() {},
+            replaceChildren(...parts) { this.children = parts; },
+        });
+        const places = new Map();
+        document.createElement = made;
+        document.getElementById = (id) => places.get(id) ?? places.set(id, made()).get(id);
+        reply = () => found({ hello: "from a proxy" });
+        const { showWhy } = await import("./details.js");
+        showWhy("l-1", String);
+        await pass(0);
+        tell(document.getElementById("details-body").children.map((part) => part.textContent));
+        """,
+        None,
+    )
+    assert len(said) == 1
+    assert said[0].startswith("What came cannot be read: ")
+
+
+@pytest.mark.parametrize("said", [None, [], "text", {"detail": [{"loc": ["query"]}], "remedy": 7}])
+def test_a_problem_may_be_anything(modules: Path, said: Any) -> None:
+    sentence = in_node(
+        modules,
+        'import { Problem } from "./api.js"; console.log(JSON.stringify(new Problem(502, given).sentence));',
+        said,
+    )
+    assert sentence == "The daemon answered 502."
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_long_list_comes_in_the_end_where_every_other_request_is_refused(modules: Path, status: int) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        let turn = 0;
+        reply = (path, streams) => {
+            if (streams) return refused(503, {}, { "Retry-After": "3600" });
+            if (turn++ % 2) return refused(given, {}, { "Retry-After": "1" });
+            if (!path.startsWith("v1/leases?state=queued")) return undefined;
+            const page = Number(new URLSearchParams(path.split("?")[1]).get("cursor") ?? 0);
+            return found({ items: [page], next: page < 5 ? String(page + 1) : null });
+        };
+        follow.start();
+        await pass(30_000);
+        tell({ lists: LISTS.every((name) => name in seen), queued: seen.queued, current: told.current,
+            again: asked.filter((path) => path.includes("cursor=2")).length });
+        """,
+        status,
+    )
+    assert said == {"lists": True, "queued": {"items": [0, 1, 2, 3, 4, 5], "more": False}, "current": 1, "again": 2}
+
+
+def test_of_thousands_of_jobs_those_that_are_drawn_are_asked_for(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        reply = (path, streams) => {
+            if (streams || !path.startsWith("v1/jobs")) return undefined;
+            const limit = Number(new URLSearchParams(path.split("?")[1]).get("limit"));
+            return found({ items: Array(limit).fill({}), next: "on" });
+        };
+        follow.start();
+        await pass(0);
+        const jobs = asked.filter((path) => path.startsWith("v1/jobs"));
+        tell({
+            most: Math.max(...jobs.map((path) => Number(new URLSearchParams(path.split("?")[1]).get("limit")))),
+            sizes: ["waiting", "working", "over"].map((name) => [seen[name].items.length, seen[name].more]),
+        });
+        """,
+        None,
+    )
+    assert said == {"most": 50, "sizes": [[200, True], [200, True], [50, True]]}
+
+
+def test_a_stream_that_was_refused_once_is_opened_again(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        let refusals = 1;
+        reply = (path, streams) => {
+            if (streams) return refusals-- > 0 ? refused(401) : stream("id: 3\\n\\n");
+            return path.startsWith("v1/events") ? found({ items: [], last_seq: 3, pruned_seq: 0 }) : undefined;
+        };
+        follow.start();
+        await pass(5000);
+        tell({ streams: asked.filter((path) => path === "stream").length, at: follow.lastId, refused: told.refused });
+        """,
+        None,
+    )
+    assert said == {"streams": 2, "at": "3", "refused": 0}
+
+
+def test_nothing_is_asked_after_who_asks_was_not_known(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        reply = () => refused(401);
+        follow.start();
+        await pass(30_000);
+        const before = asked.length;
+        reply = () => undefined;
+        follow.start();
+        await pass(1000);
+        tell({ before, refused: told.refused, after: asked.length > before, current: told.current > 0 });
+        """,
+        None,
+    )
+    assert said == {"before": 2, "refused": 1, "after": True, "current": True}
+
+
+def test_another_token_is_tried_at_once(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        reply = () => refused(403, {}, { "Retry-After": "60" });
+        follow.start();
+        await pass(3000);
+        const before = told.current;
+        reply = () => undefined;
+        follow.anew();
+        await pass(0);
+        tell([before, told.current]);
+        """,
+        None,
+    )
+    assert said == [0, 1]
+
+
+def test_events_come_in_pages_where_there_is_no_stream(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        let last = 250;
+        let refusals = 2;
+        reply = (path, streams) => {
+            if (streams) return refused(503, {}, { "Retry-After": "10" });
+            if (!path.startsWith("v1/events")) return undefined;
+            if (refusals-- > 0) return refused(503);
+            const asks = new URLSearchParams(path.split("?")[1]);
+            const [after, limit] = [Math.max(200, Number(asks.get("after"))), Number(asks.get("limit"))];
+            const items = Array.from({ length: Math.min(limit, last - after) }, (_, at) => ({ seq: after + 1 + at }));
+            return found({ items, last_seq: last, pruned_seq: 200 });
+        };
+        follow.start();
+        await pass(5000);
+        const first = seen.events.map((event) => event.seq);
+        last = 253;
+        await pass(20_000);
+        tell([first, seen.events.map((event) => event.seq)]);
+        """,
+        None,
+    )
+    assert said == [list(range(250, 200, -1)), list(range(253, 200, -1))]
+
+
+def test_what_is_under_way_ends_when_nothing_is_asked_any_more(modules: Path) -> None:
+    said = in_node(
+        modules,
+        ASKING
+        + """
+        const ended = [];
+        reply = (path, streams, signal) => new Promise((resolve, reject) => {
+            signal.addEventListener("abort", () => { ended.push(streams ? "stream" : path); reject(signal.reason); });
+        });
+        follow.start();
+        await pass(0);
+        follow.stop();
+        await pass(0);
+        const stopped = [...ended];
+        reply = () => undefined;
+        follow.lastId = "7"; // as the former was shown it
+        follow.anew();
+        await pass(0);
+        tell({ stopped, lastId: follow.lastId, failed: told.failed, current: told.current });
+        """,
+        None,
+    )
+    assert sorted(said["stopped"]) == ["stream", "v1/gpus"]
+    assert (said["lastId"], said["failed"], said["current"]) == (None, [], 1)
 
 
 def schemes() -> list[dict[str, str]]:

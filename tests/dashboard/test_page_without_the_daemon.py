@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.callers import call
 from tests.daemon import DaemonProcess, daemon
@@ -22,6 +22,19 @@ def closed(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A daemon that knows nobody by his connection to its port."""
     with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as started:
         yield started
+
+
+def hide(page: Page) -> None:
+    """As when another tab is looked at."""
+    page.evaluate(
+        "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+
+
+def show(page: Page) -> None:
+    """As when its tab is looked at again."""
+    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
 
 
 def test_it_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(watched: Watched, running: DaemonProcess) -> None:
@@ -89,6 +102,32 @@ def test_a_token_that_is_revoked_is_asked_for_again(browser: Browser, closed: Da
         expect(page.get_by_role("alert")).to_contain_text("revoked")
 
 
+def test_another_token_shows_nothing_of_what_the_former_showed(browser: Browser, closed: DaemonProcess) -> None:
+    former, other, third = (
+        call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": role}).json
+        for role in ("admin", "viewer", "viewer")
+    )
+    with watching(browser, closed) as watched:
+        page = watched.page
+        page.goto(closed.url)
+        page.get_by_label("Token").fill(former["bearer"])
+        page.keyboard.press("Enter")
+        expect(page.locator("#events")).to_contain_text("token created")
+        call(closed.socket, "DELETE", f"/v1/tokens/{former['id']}")
+        page.get_by_label("Token").fill(other["bearer"])
+        page.keyboard.press("Enter")
+        expect(page.get_by_label("Token")).to_be_hidden()
+        expect(gpu_row(page, 1)).to_contain_text("free")
+        expect(page.locator("#events")).not_to_contain_text("token")
+
+        call(closed.socket, "DELETE", f"/v1/tokens/{other['id']}")
+        expect(page.get_by_label("Token")).to_be_focused()
+        page.evaluate("bearer => sessionStorage.setItem('gpulease-token', bearer)", third["bearer"])
+        hide(page)
+        show(page)
+        expect(page.get_by_label("Token")).to_be_hidden()
+
+
 def test_a_standby_shows_its_copy_and_names_the_writer(browser: Browser, tmp_path: Path, postgres_url: str) -> None:
     with pair(tmp_path, postgres_url) as both:
         ask(both.writer, count=1, label="ada: resnet", ttl_s=3600)
@@ -96,6 +135,7 @@ def test_a_standby_shows_its_copy_and_names_the_writer(browser: Browser, tmp_pat
             page = watched.open()
             expect(page.get_by_role("status")).to_contain_text("This daemon stands by")
             expect(page.locator("table.gpus")).to_contain_text("ada: resnet")
+            expect(page.locator("#events")).to_contain_text("lease granted")
 
 
 def test_who_may_ask_seldom_is_shown_everything_in_the_end(browser: Browser, tmp_path: Path) -> None:
@@ -109,14 +149,11 @@ def test_who_may_ask_seldom_is_shown_everything_in_the_end(browser: Browser, tmp
 
 def test_a_hidden_page_asks_for_nothing(watched: Watched, running: DaemonProcess) -> None:
     page = watched.open()
-    page.evaluate(
-        "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
-        "document.dispatchEvent(new Event('visibilitychange'))"
-    )
+    hide(page)
     submit(running, "true", name="unseen")
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.wait_for_function("start => performance.now() > start + 8000", arg=page.evaluate("performance.now()"))
     assert asked == []
-    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    show(page)
     expect(page.locator("#jobs")).to_contain_text("unseen")

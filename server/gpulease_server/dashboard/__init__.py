@@ -27,11 +27,14 @@ into rows that stay the same elements while they show the same thing (`rows.js`)
 |---|---|
 | the daemon does not answer | says since when, greys what it shows, asks again after 1 s, 2 s, up to 15 s |
 | the stream of events ends | opens it again with Last-Event-ID; meanwhile asks for everything every few seconds |
-| 401 | stops, and asks for a token |
-| 429, 503 | waits as long as Retry-After says, and shows what the daemon said |
+| no stream is to be had | reads the last events in pages, as often as it tries to open one |
+| something else answers, or the page fails | says so, and asks again as if nothing had come |
+| 401 | stops, and asks for a token; asks again when the page is seen again |
+| another token is given | forgets all that was seen under the former |
+| 429, 503 | waits as long as Retry-After says, shows what the daemon said, and goes on with the page it was at |
 | a standby answers | shows its copy, and says of whom and of when it is |
-| the page is hidden | asks for nothing and gives its stream back; goes on where it was when it is seen again |
-| thousands of rows | draws a few hundred, and says how many more there are |
+| the page is hidden | ends its stream and what is under way, asks for nothing; goes on when it is seen again |
+| thousands of rows | draws a few hundred, and says how many more there are; of jobs it asks for a few hundred, too |
 """
 
 from __future__ import annotations

@@ -3,16 +3,16 @@
 import { heard, nowMs } from "./clock.js";
 
 const LIMIT_MS = 20_000;
-const PAGE_ITEMS = 1000;
 const MAX_TAGS = 64;
 const TOKEN = "gpulease-token";
 
 /** An answer that is none: what the daemon said, or that nothing came (status 0). */
 export class Problem extends Error {
-  constructor(status, said = {}, retryAfterS = null) {
-    super(said.detail || (status ? `The daemon answered ${status}.` : "The daemon does not answer."));
+  constructor(status, said, retryAfterS = null) {
+    const { detail, remedy } = texts(said);
+    super(detail || (status ? `The daemon answered ${status}.` : "The daemon does not answer."));
     this.status = status;
-    this.said = said;
+    this.said = { ...said, detail, remedy };
     this.retryAfterS = retryAfterS;
   }
 
@@ -20,6 +20,19 @@ export class Problem extends Error {
   get sentence() {
     return [this.message, this.said.remedy].filter(Boolean).join(" ");
   }
+}
+
+/** What is text of a problem's detail and remedy; a proxy may answer with anything. */
+function texts(said) {
+  const text = (given) => (typeof given === "string" ? given : "");
+  return { detail: text(said?.detail), remedy: text(said?.remedy) };
+}
+
+/** An error as a Problem: one that the modules did not foresee, too, so that it is shown and asked again. */
+export function asProblem(error) {
+  if (error instanceof Problem) return error;
+  console.error(error);
+  return new Problem(0, { detail: `What came cannot be read: ${error?.message ?? error}.` });
 }
 
 /** The token of this tab; "" without one. */
@@ -36,8 +49,8 @@ export function setToken(text) {
 
 const known = new Map(); // path -> what came last, with its tag
 
-/** The answer of success at a path. Throws Problem. `signal` ends it early; without one it has LIMIT_MS. */
-export async function answer(path, { headers = {}, signal = AbortSignal.timeout(LIMIT_MS) } = {}) {
+/** The answer of success at a path. Throws Problem. `signal` ends it early. */
+export async function answer(path, { headers = {}, signal } = {}) {
   const sent = token() ? { ...headers, Authorization: `Bearer ${token()}` } : headers;
   const askedMs = Date.now();
   let came;
@@ -54,10 +67,17 @@ export async function answer(path, { headers = {}, signal = AbortSignal.timeout(
   throw new Problem(came.status, await came.json().catch(() => ({})), Number.isNaN(wait) ? null : wait);
 }
 
+/** A signal for what may not take longer than LIMIT_MS, and ends with another signal if one is given. */
+export function limited(signal) {
+  const limit = AbortSignal.timeout(LIMIT_MS);
+  return signal ? AbortSignal.any([signal, limit]) : limit;
+}
+
 /** The JSON at a path, with how current it is: `{ value, standby, asOfMs }`. What is unchanged is not sent again. */
-export async function json(path) {
+export async function json(path, signal) {
   const before = known.get(path);
-  const came = await answer(path, { headers: before ? { "If-None-Match": before.tag } : {} });
+  const headers = before ? { "If-None-Match": before.tag } : {};
+  const came = await answer(path, { headers, signal: limited(signal) });
   let value;
   try {
     value = came.status === 304 ? before.value : await came.json();
@@ -72,17 +92,30 @@ export async function json(path) {
   return { value, standby: came.headers.get("Gpulease-Standby"), asOfMs: Number.isNaN(asOf) ? nowMs() : asOf };
 }
 
-/** Items of a list over its pages, at most `most`; `more` says that there are others. */
-export async function list(path, most = PAGE_ITEMS) {
-  const asked = new URL(path, document.baseURI);
-  const paged = most < PAGE_ITEMS ? most : PAGE_ITEMS;
-  const items = [];
-  let last;
-  do {
-    asked.searchParams.set("limit", String(paged));
-    last = await json(asked.href);
-    items.push(...last.value.items);
-    if (last.value.next !== null) asked.searchParams.set("cursor", last.value.next);
-  } while (last.value.next !== null && items.length < most);
-  return { ...last, items, more: last.value.next !== null };
+/** The items at a path, with what `json` says. Throws Problem where there are none, as from something else than the daemon. */
+export async function items(path, signal) {
+  const came = await json(path, signal);
+  if (!Array.isArray(came.value?.items)) throw new Problem(0, { detail: "Something else than the daemon answers." });
+  return { ...came, items: came.value.items };
+}
+
+/** A list in pages of `size`, at most `most` items. When a page is refused, those before it are kept. */
+export class Pages {
+  constructor(path, most, size) {
+    this.address = new URL(path, document.baseURI);
+    this.address.searchParams.set("limit", String(size));
+    this.most = most;
+    this.items = [];
+  }
+
+  /** All that was asked for, with what `json` says; `more`: there are others. Called again, it goes on where it was. */
+  async rest(signal) {
+    for (;;) {
+      const page = await items(this.address.href, signal);
+      const next = page.value.next ?? null;
+      this.items.push(...page.items);
+      if (next !== null) this.address.searchParams.set("cursor", next);
+      if (next === null || this.items.length >= this.most) return { ...page, items: this.items, more: next !== null };
+    }
+  }
 }

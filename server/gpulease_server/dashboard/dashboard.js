@@ -3,11 +3,11 @@
 import { setToken, token } from "./api.js";
 import { prepareDetails, showLog, showWhy } from "./details.js";
 import { drawEvents } from "./events.js";
-import { Follow } from "./follow.js";
+import { Follow, LISTS } from "./follow.js";
 import { plain } from "./format.js";
 import { drawNodes } from "./gpus.js";
 import { drawJobs } from "./jobs.js";
-import { current, lost, waiting } from "./notice.js";
+import { cleared, current, lost, waiting } from "./notice.js";
 import { drawQueue } from "./queue.js";
 import { tick } from "./rows.js";
 import { drawTotals } from "./totals.js";
@@ -15,7 +15,6 @@ import { drawTotals } from "./totals.js";
 const byId = (id) => document.getElementById(id);
 const seen = { events: [] };
 let drawWaits = false;
-const LISTS = ["gpus", "nodes", "active", "queued", "ended", "live", "over"];
 
 const nodes = { place: byId("nodes"), more: byId("nodes-more") };
 const queue = { table: byId("queue"), none: byId("queue-none"), more: byId("queue-more") };
@@ -37,6 +36,20 @@ function draw() {
   drawJobs(jobs, seen, showLog);
   drawEvents(events, seen);
   document.body.dataset.drawn = "yes";
+  byId("shown").hidden = false;
+}
+
+/** Show nothing more of what was seen: who looks now may be somebody else. */
+function clear() {
+  seen.events = [];
+  if (document.body.dataset.drawn) {
+    for (const name of LISTS) seen[name] = { items: [], more: false };
+    draw();
+    byId("details-body").replaceChildren();
+    byId("shown").hidden = true; // it would say that there is nothing
+  }
+  for (const name of LISTS) delete seen[name];
+  cleared();
 }
 
 /** Draw once for all that came since the last picture. */
@@ -56,8 +69,7 @@ const follow = new Follow(seen, {
   failed: lost,
   refused(problem) {
     waiting();
-    const first = byId("sign-in").hidden && !token();
-    byId("sign-in-problem").textContent = first ? "" : problem.sentence;
+    byId("sign-in-problem").textContent = token() ? problem.sentence : "";
     byId("sign-in").hidden = false;
     byId("token").focus();
   },
@@ -65,9 +77,11 @@ const follow = new Follow(seen, {
 
 byId("sign-in").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
+  follow.stop(); // no answer to the former token may come any more
   setToken(byId("token").value.trim());
   byId("token").value = "";
-  follow.start();
+  clear();
+  follow.anew();
 });
 
 byId("forget").addEventListener("click", () => {
@@ -83,7 +97,7 @@ function look() {
 
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) follow.stop();
-  else if (byId("sign-in").hidden) follow.start();
+  else follow.start();
   look();
 });
 addEventListener("online", () => follow.hurry());

@@ -1,6 +1,6 @@
 // The dialog: why a lease waits, GPU by GPU, and the end of a job's log. Asked for when it is opened, not before.
 
-import { answer, json, Problem } from "./api.js";
+import { answer, asProblem, json, limited, Problem } from "./api.js";
 import { duration, plain, printed } from "./format.js";
 import { cell, element, setText } from "./rows.js";
 
@@ -55,8 +55,7 @@ async function show(fill) {
   try {
     parts = await fill();
   } catch (error) {
-    if (!(error instanceof Problem)) throw error;
-    parts = [element("p", { class: "problem", role: "alert", text: error.sentence })];
+    parts = [element("p", { class: "problem", role: "alert", text: asProblem(error).sentence })];
   }
   if (own !== turn) return; // another one was opened meanwhile
   place("-body").replaceChildren(...parts);
@@ -99,7 +98,7 @@ function withoutPlace({ sentence, index, node }) {
 
 /** The end of a text, of which no more is kept than is shown. */
 async function lastLines(path) {
-  const came = await answer(path);
+  const came = await answer(path, { signal: limited() });
   const pieces = came.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   let read = 0;

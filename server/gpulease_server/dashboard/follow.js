@@ -1,7 +1,7 @@
 // What is asked when: everything at the start, what an event concerns when it comes, readings every few seconds; and
 // when the daemon does not answer, again and again ever more slowly. Nothing while the page is hidden.
 
-import { json, list, Problem } from "./api.js";
+import { asProblem, items, Pages } from "./api.js";
 import { readEvents } from "./stream.js";
 
 const READINGS_MS = 3000;
@@ -10,24 +10,32 @@ const LEAST_MS = 1000; // between two rounds
 const IDLE_SHARE = 4; // rounds that take long come less often: at most a fifth of the time is spent in them
 const BACK_OFF_MS = [1000, 2000, 4000, 8000, 15_000];
 export const MAX_EVENTS = 100;
+const MAX_JOBS = 200; // as many as are drawn
+const JOBS = 50; // on a page: each has its whole command
 
 const ENDED = "state=succeeded&state=failed&state=cancelled&state=timed_out&state=lost";
-const LIVE = "state=queued&state=starting&state=running&state=stopping";
+const WORKING = "state=starting&state=running&state=stopping";
+// Lists begin with what is newest. Of the leases all are asked for: the oldest is the first in the queue, and the GPUs
+// that are drawn may have any. Jobs that run are not asked with those that wait, which are newer and may be thousands.
 const QUESTIONS = {
-  gpus: () => json("v1/gpus"),
-  nodes: () => json("v1/nodes"),
-  active: () => list("v1/leases?state=active", 4000),
-  queued: () => list("v1/leases?state=queued", 8000),
-  ended: () => list("v1/leases?state=ended", 100), // only for the users of jobs that have ended
-  live: () => list(`v1/jobs?${LIVE}`, 2000),
-  over: () => list(`v1/jobs?${ENDED}`, 50),
+  gpus: { path: "v1/gpus" },
+  nodes: { path: "v1/nodes" },
+  active: { path: "v1/leases?state=active", most: 4000, size: 1000 },
+  queued: { path: "v1/leases?state=queued", most: 8000, size: 1000 },
+  ended: { path: "v1/leases?state=ended", most: 100, size: 100 }, // only for the users of jobs that have ended
+  waiting: { path: "v1/jobs?state=queued", most: MAX_JOBS, size: JOBS },
+  working: { path: `v1/jobs?${WORKING}`, most: MAX_JOBS, size: JOBS },
+  over: { path: `v1/jobs?${ENDED}`, most: 50, size: 50 },
 };
+export const LISTS = Object.keys(QUESTIONS);
+const EVENTS = "events";
 const READINGS = ["gpus", "nodes"];
+const REFUSALS = [429, 503]; // nothing is wrong with what came before
 const CONCERNED = {
   gpu: READINGS,
   node: READINGS,
   lease: ["gpus", "active", "queued"],
-  job: ["gpus", "active", "queued", "live", "over", "ended"],
+  job: ["gpus", "active", "queued", "ended", "waiting", "working", "over"],
 };
 
 /** Keeps `seen` current. `told` has `drawn()`, `current(standby, asOfMs)`, `failed(problem)`, `refused(problem)`. */
@@ -42,6 +50,8 @@ export class Follow {
     this.timer = null;
     this.asking = false;
     this.lastId = null;
+    this.recalled = false; // the events before the stream were asked for, and came
+    this.begun = new Map(); // what is asked -> what of it came before the rest was refused
     this.over = null; // ends the stream; null while nothing is followed
   }
 
@@ -51,7 +61,8 @@ export class Follow {
     this.over = new AbortController();
     this.failures = 0;
     this.nextMs = 0;
-    this.want(...Object.keys(QUESTIONS));
+    this.begun.clear();
+    this.want(...LISTS);
     this.listen(this.over.signal);
   }
 
@@ -63,11 +74,18 @@ export class Follow {
     this.timer = null;
   }
 
+  /** Begin as somebody else, who may be shown other events. */
+  anew() {
+    this.stop();
+    this.forgetPosition();
+    this.start();
+  }
+
   /** Called every second: readings grow old, and not everything that changes is an event. */
   look() {
     if (this.over === null || this.failures > 0) return;
     const now = Date.now();
-    if (now - this.askedMs.everything >= EVERYTHING_MS) this.want(...Object.keys(QUESTIONS));
+    if (now - this.askedMs.everything >= EVERYTHING_MS) this.want(...LISTS);
     else if (now - this.askedMs.readings >= READINGS_MS) this.want(...READINGS);
   }
 
@@ -76,7 +94,7 @@ export class Follow {
     this.nextMs = 0;
     clearTimeout(this.timer);
     this.timer = null;
-    this.want(...Object.keys(QUESTIONS));
+    this.want(...LISTS);
   }
 
   /** Have something asked in the next round. */
@@ -89,29 +107,53 @@ export class Follow {
   async round() {
     const { signal } = this.over;
     const begunMs = Date.now();
-    const names = [...this.wanted];
+    const names = [...LISTS, EVENTS].filter((name) => this.wanted.has(name));
     this.timer = null;
     this.asking = true;
+    this.advanced = false;
     this.wanted.clear();
     if (READINGS.every((name) => names.includes(name))) this.askedMs.readings = begunMs;
-    if (Object.keys(QUESTIONS).every((name) => names.includes(name))) this.askedMs.everything = begunMs;
+    if (LISTS.every((name) => names.includes(name))) this.askedMs.everything = begunMs;
     try {
       let found;
       while (names.length) {
-        found = await QUESTIONS[names[0]]();
+        found = await this.ask(names[0], signal);
         if (signal.aborted) return;
-        this.seen[names.shift()] = { items: found.items ?? found.value.items, more: found.more ?? false };
+        names.shift();
       }
       this.failures = 0;
       this.nextMs = Date.now() + Math.max(LEAST_MS, IDLE_SHARE * (Date.now() - begunMs));
       if (found) this.told.current(found.standby, found.asOfMs);
     } catch (error) {
-      if (!(error instanceof Problem)) throw error;
-      if (!signal.aborted) this.failed(error, names);
+      if (!signal.aborted) this.failed(asProblem(error), names);
     } finally {
       this.asking = false;
-      this.told.drawn();
       if (this.wanted.size) this.want();
+      this.told.drawn();
+    }
+  }
+
+  /** Ask for one thing and keep what came. It says how current that is. */
+  async ask(name, signal) {
+    if (name === EVENTS) return this.recall(signal);
+    const found = await this.pages(name, signal);
+    if (!signal.aborted) this.seen[name] = { items: found.items, more: found.more ?? false };
+    this.advanced = true;
+    return found;
+  }
+
+  async pages(name, signal) {
+    const { path, most, size } = QUESTIONS[name];
+    if (!size) return items(path, signal);
+    const pages = this.begun.get(name) ?? new Pages(path, most, size);
+    const before = pages.items.length;
+    this.begun.set(name, pages);
+    try {
+      const found = await pages.rest(signal);
+      if (!signal.aborted) this.begun.delete(name);
+      return found;
+    } finally {
+      if (pages.items.length > before) this.advanced = true;
     }
   }
 
@@ -121,63 +163,78 @@ export class Follow {
       this.told.refused(problem);
       return;
     }
+    const refused = REFUSALS.includes(problem.status);
+    if (refused && this.advanced) this.failures = 0; // who may ask seldom gets on with each attempt
     const waitMs = BACK_OFF_MS[Math.min(this.failures, BACK_OFF_MS.length - 1)];
     this.failures += 1;
     this.nextMs = Date.now() + Math.max(waitMs, 1000 * (problem.retryAfterS ?? 0));
-    // Who asks too often gets on by asking only for what is missing; else much may have changed meanwhile.
-    const missing = problem.status === 429 ? unanswered : Object.keys(QUESTIONS);
-    for (const name of missing) this.wanted.add(name);
+    // Who is put off gets on by asking only for what is missing; else much may have changed meanwhile.
+    if (!refused) this.begun.clear();
+    for (const name of refused ? unanswered : [...LISTS, ...unanswered]) this.wanted.add(name);
     this.told.failed(problem);
   }
 
-  /** Follow the events, opening the stream again whenever it ends. */
+  /** Follow the events, opening the stream again whenever it ends. Where there is none, pages are asked for. */
   async listen(signal) {
     let failures = 0;
     while (!signal.aborted) {
       let waitMs = BACK_OFF_MS[Math.min(failures, BACK_OFF_MS.length - 1)];
       failures += 1;
+      let problem = null;
       try {
         await readEvents(this.lastId, signal, (id) => {
           failures = 0;
-          this.reached(id);
-        }, (kind, data) => this.happened(kind, data));
-      } catch (problem) {
-        if (problem.status === 410) this.lastId = null;
+          if (!signal.aborted) this.reached(id);
+        }, (kind, data) => {
+          if (!signal.aborted) this.happened(kind, data);
+        });
+      } catch (error) {
+        problem = asProblem(error);
         waitMs = Math.max(waitMs, 1000 * (problem.retryAfterS ?? 0));
-        if (problem.status === 401) return; // the next round is told so, too
       }
       if (signal.aborted) return;
-      this.want(...Object.keys(QUESTIONS)); // whether the daemon is away shows there
+      if (problem?.status === 410) this.forgetPosition();
+      if (problem?.status !== 429) this.want(...LISTS); // whether the daemon is away shows there
+      if (problem !== null) this.want(EVENTS);
       await new Promise((resolve) => setTimeout(resolve, waitMs));
     }
   }
 
-  /** The stream is at this event. The first time, those before it are asked for. */
+  /** The stream is at this event. Those before it are asked for once. */
   reached(id) {
-    const first = this.lastId === null;
     this.lastId = id;
-    if (first) this.recall(Math.max(0, Number(id) - MAX_EVENTS));
+    if (!this.recalled) this.want(EVENTS);
   }
 
-  async recall(after) {
-    try {
-      const { value } = await json(`v1/events?after=${after}&limit=${MAX_EVENTS}`);
-      this.remember(value.items);
-    } catch (problem) {
-      const pruned = problem.said?.pruned_seq;
-      if (problem.status === 410 && pruned > after) await this.recall(pruned);
-      // Otherwise those that come are shown, and the earlier ones are missing.
+  /** The stream cannot go on where it was. */
+  forgetPosition() {
+    this.lastId = null;
+    this.recalled = false;
+  }
+
+  /** The last events, in a page. Where they begin is kept, too, when the page itself is refused. */
+  async recall(signal) {
+    if (!this.begun.has(EVENTS)) {
+      const { value: kept } = await items("v1/events?after=0&limit=1", signal);
+      this.begun.set(EVENTS, Math.max(0, kept.pruned_seq, kept.last_seq - MAX_EVENTS));
+      this.advanced = true;
     }
+    const found = await items(`v1/events?after=${this.begun.get(EVENTS)}&limit=${MAX_EVENTS}`, signal);
+    if (signal.aborted) return found;
+    this.begun.delete(EVENTS);
+    this.remember(found.items);
+    this.recalled = true;
+    return found;
   }
 
   happened(kind, data) {
     if (kind === "events_pruned") {
-      this.lastId = null;
+      this.forgetPosition();
       return;
     }
     const event = JSON.parse(data);
     this.remember([event]);
-    this.want(...(CONCERNED[event.kind.split(".")[0]] ?? Object.keys(QUESTIONS)));
+    this.want(...(CONCERNED[event.kind.split(".")[0]] ?? LISTS));
   }
 
   remember(events) {

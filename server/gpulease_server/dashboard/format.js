@@ -1,5 +1,5 @@
 // How things are said: the words and forms of gpulease.table, so that page, terminal and curl say the same.
-// Pure: no time, no document. tests/dashboard/test_format.py compares them with Python's.
+// Pure: no time, no document. tests/dashboard/test_modules.py compares them with Python's.
 
 const GIB = 1024 ** 3;
 const UNPRINTABLE = /(?! )[\p{C}\p{Z}]/gu; // also what turns the direction of text around
@@ -70,6 +70,13 @@ export function places(devices, severalNodes) {
 /** What a user's program printed, for a block of text: lines stay, what steers a terminal goes. */
 export function printed(text) {
   const uncoloured = text.replace(/\u001b\[[0-9;:?]*[ -/]*[@-~]/g, "");
-  // A carriage return overwrites the line, as progress bars do.
-  return uncoloured.replace(/\r\n/g, "\n").replace(/[^\n]*\r(?=[^\n])/g, "").replace(/(?![\n\t ])\p{C}/gu, "?");
+  return uncoloured.split("\n").map(overwritten).join("\n").replace(/(?![\n\t ])\p{C}/gu, "?");
+}
+
+/** What is left of a line: a carriage return overwrites it, as progress bars do. No regular expression, because one
+    takes the square of the time for a line without a return. */
+function overwritten(line) {
+  let end = line.length;
+  while (line[end - 1] === "\r") end -= 1; // nothing came after it
+  return line.slice(line.lastIndexOf("\r", end - 1) + 1, end);
 }

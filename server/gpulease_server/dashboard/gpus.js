@@ -18,9 +18,9 @@ export function drawNodes({ place, more }, seen) {
   setText(more, views.length > MAX_NODES ? `… and ${views.length - MAX_NODES} more nodes` : "");
 }
 
-/** What live jobs are called, by their lease. */
+/** What live jobs are called, by their lease; of the jobs that were asked for. */
 export function namesOfJobs(seen) {
-  return new Map(seen.live.items.map((job) => [job.lease_id, job.name || job.id]));
+  return new Map([...seen.waiting.items, ...seen.working.items].map((job) => [job.lease_id, job.name || job.id]));
 }
 
 function nodeViews(seen, leases, names) {

@@ -13,15 +13,21 @@ export function drawJobs(place, seen, log) {
     users.set(lease.id, lease.holder.user);
   }
   const severalNodes = seen.nodes.items.length > 1;
-  const byState = (one, other) => ORDER.indexOf(one.state) - ORDER.indexOf(other.state);
-  const jobs = [...seen.live.items.toSorted(byState), ...seen.over.items];
+  const jobs = known(seen);
   const views = jobs.slice(0, MAX_ROWS).map(({ command, traceback, launcher, ...job }) => ({
     ...job, gpus: places(job.gpus, severalNodes), user: users.get(job.lease_id) ?? null,
   }));
   place.table.hidden = views.length === 0;
   place.none.hidden = views.length > 0;
   keep(place.table.tBodies[0], views, (view) => view.id, (view) => make(view, log), draw);
-  sayMore(place.more, jobs.length - views.length, seen.live.more || seen.over.more);
+  sayMore(place.more, jobs.length - views.length, seen.waiting.more || seen.working.more || seen.over.more);
+}
+
+/** Every job once: one that went on between two answers is in both, and the later one counts. */
+function known(seen) {
+  const all = [...seen.waiting.items, ...seen.working.items, ...seen.over.items];
+  const place = ({ state }) => (ORDER.includes(state) ? ORDER.indexOf(state) : ORDER.length);
+  return [...new Map(all.map((job) => [job.id, job])).values()].sort((one, other) => place(one) - place(other));
 }
 
 function make(view, log) {

@@ -20,7 +20,7 @@ export function current(standby, asOfMs) {
 export function lost(problem) {
   lostMs ??= nowMs();
   const what = problem.status === 0 ? "Not connected" : "Not current";
-  const why = problem.status === 0 ? "" : ` ${plain(problem.sentence, 400)}`;
+  const why = problem.status === 0 && !problem.said.detail ? "" : ` ${plain(problem.sentence, 400)}`;
   const shown = currentMs === null ? "" : ` What is shown is of ${moment(currentMs)}.`;
   say(`${what} since ${moment(lostMs)}.${why}${shown}`, true);
 }
@@ -28,6 +28,13 @@ export function lost(problem) {
 /** The daemon wants to know who asks. */
 export function waiting() {
   say("", currentMs !== null);
+}
+
+/** Nothing is shown any more. */
+export function cleared() {
+  currentMs = null;
+  lostMs = null;
+  say("", false);
 }
 
 function say(text, stale) {

@@ -8,7 +8,7 @@ const STATES = ["free", "leased", "draining", "foreign", "cordoned", "prohibited
 export function drawTotals(place, seen) {
   const gpus = seen.gpus.items;
   const of = (state) => gpus.filter((gpu) => gpu.state === state).length;
-  const running = seen.live.items.filter((job) => job.state === "running").length;
+  const running = seen.working.items.filter((job) => job.state === "running").length;
   const atLeast = (list) => (list.more ? "+" : "");
   const views = [
     { word: gpus.length === 1 ? "GPU" : "GPUs", number: String(gpus.length) },
@@ -16,7 +16,7 @@ export function drawTotals(place, seen) {
       word: state, number: String(of(state)), state,
     })),
     { word: "in the queue", number: seen.queued.items.length + atLeast(seen.queued) },
-    { word: running === 1 ? "job runs" : "jobs run", number: running + atLeast(seen.live) },
+    { word: running === 1 ? "job runs" : "jobs run", number: running + atLeast(seen.working) },
   ];
   keep(place, views, ({ word, state }) => state ?? (word.startsWith("job") ? "jobs" : word), make, draw);
   document.title = `${of("free")} of ${gpus.length} free · gpulease`;
