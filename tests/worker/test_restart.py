@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gpulease.exchange import JobOrder, JobReport, RunState
@@ -37,18 +38,17 @@ records.write = write
 
 
 @pytest.fixture
-def started_here() -> Callable[[], set[processes.Identity]]:
-    """What the test has started: not the daemons and servers that are there for other tests, nor what those start."""
-    before = processes.descendants(os.getpid())
+def started_here(tmp_path: Path) -> Callable[[], set[processes.Identity]]:
+    """The living supervisors that workers of this test have started: not what those start, and nothing of others."""
 
-    def others() -> set[processes.Identity]:
-        return before | {below for one in before for below in processes.descendants(one.pid)}
+    def is_supervisor(pid: int) -> bool:
+        try:
+            process = psutil.Process(pid)
+            return process.ppid() == os.getpid() and str(tmp_path / "jobs") in " ".join(process.cmdline())
+        except psutil.NoSuchProcess:
+            return False
 
-    def since() -> set[processes.Identity]:
-        earlier = others()
-        return processes.descendants(os.getpid()) - earlier - others()
-
-    return since
+    return lambda: {one for one in processes.descendants(os.getpid()) if is_supervisor(one.pid)}
 
 
 def noting(note: Path, *, ignore: str = "") -> JobOrder:
