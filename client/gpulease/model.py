@@ -62,7 +62,7 @@ class Noun:
     """Marks a public noun: field docstrings become the OpenAPI descriptions."""
 
     __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True, "allow_inf_nan": False}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"allow_inf_nan": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,11 +53,7 @@ class Body:
     """Marks a request body: unknown fields are refused."""
 
     __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "use_attribute_docstrings": True,
-        "extra": "forbid",
-        "allow_inf_nan": False,
-    }
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

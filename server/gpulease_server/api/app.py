@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import is_dataclass
 from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,9 +15,9 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpulease.errors import NotAllowed
-from gpulease.model import Explanation, Gpu, GpuReading
+from gpulease.model import Explanation
 
-from . import administration, exposition, gpus, jobs, leases, links, logs, metrics, reference, service, tokens
+from . import administration, exposition, gpus, jobs, leases, links, logs, meanings, metrics, reference, service, tokens
 from .boundary import Boundary
 from .current import OnlyCurrent
 from .daemon import Daemon
@@ -136,7 +135,7 @@ def _complete_openapi(app: FastAPI) -> None:
             explanation = TypeAdapter(Explanation).json_schema(ref_template="#/components/schemas/{model}")
             schemas |= explanation.pop("$defs", {})
             schemas |= {"Explanation": explanation, "Problem": PROBLEM_SCHEMA}
-            _describe_inherited(schemas)
+            meanings.describe(schemas)
             _document_refusals(document)
             links.add(document)
             schemas.pop("HTTPValidationError", None)
@@ -145,17 +144,6 @@ def _complete_openapi(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _describe_inherited(schemas: dict[str, Any]) -> None:
-    """Pydantic reads the docstrings of a class's own fields only; those of inherited ones come from the parent."""
-    for kind in (GpuReading, Gpu):
-        parents = [TypeAdapter(parent).json_schema() for parent in kind.__mro__[1:] if is_dataclass(parent)]
-        for field, schema in schemas[kind.__name__]["properties"].items():
-            for parent in parents:
-                text = parent["properties"].get(field, {}).get("description")
-                if text is not None:
-                    schema.setdefault("description", text)
 
 
 def _document_refusals(document: dict[str, Any]) -> None:
