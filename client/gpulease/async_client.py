@@ -244,10 +244,12 @@ class AsyncClient:
         """The job, queued or already starting."""
         return await self.send(calls.submit(request, uuid.uuid4().hex))
 
-    async def jobs(self, state: str | Iterable[str] = (), *, array: str | None = None) -> tuple[Job, ...]:
-        """Jobs of this state or these states, else of every state; of one array, or of any."""
+    async def jobs(
+        self, state: str | Iterable[str] = (), *, array: str | None = None, user: str | None = None
+    ) -> tuple[Job, ...]:
+        """Jobs of this state or these states, else of every state; of one array and one user, or of any."""
         return await self._transport.run(
-            self._talk.every(lambda cursor: calls.jobs(several(state), cursor, array=array))
+            self._talk.every(lambda cursor: calls.jobs(several(state), cursor, array=array, user=user))
         )
 
     async def job(self, job_id: str) -> Job:

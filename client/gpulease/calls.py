@@ -143,11 +143,17 @@ def submit(request: JobRequest, idempotency_key: str) -> Call[Job]:
 
 
 def jobs(
-    states: Iterable[str] = (), cursor: str | None = None, limit: int | None = None, array: str | None = None
+    states: Iterable[str] = (),
+    cursor: str | None = None,
+    limit: int | None = None,
+    *,
+    array: str | None = None,
+    user: str | None = None,
 ) -> Call[Page[Job]]:
-    """`GET /v1/jobs`, of these states or of every state, of one array or of any; at most `limit` of them."""
+    """`GET /v1/jobs`, of these states or of every state, of one array and one user or of any; at most `limit`."""
     query = [("state", str(state)) for state in states]
     query += [] if array is None else [("array", array)]
+    query += [] if user is None else [("user", user)]
     query += [] if limit is None else [("limit", str(limit))]
     return _list("/v1/jobs", Job, cursor, query)
 

@@ -250,9 +250,13 @@ class Client:
         """The job, queued or already starting."""
         return self.send(calls.submit(request, uuid.uuid4().hex))
 
-    def jobs(self, state: str | Iterable[str] = (), *, array: str | None = None) -> tuple[Job, ...]:
-        """Jobs of this state or these states, else of every state; of one array, or of any."""
-        return self._transport.run(self._talk.every(lambda cursor: calls.jobs(several(state), cursor, array=array)))
+    def jobs(
+        self, state: str | Iterable[str] = (), *, array: str | None = None, user: str | None = None
+    ) -> tuple[Job, ...]:
+        """Jobs of this state or these states, else of every state; of one array and one user, or of any."""
+        return self._transport.run(
+            self._talk.every(lambda cursor: calls.jobs(several(state), cursor, array=array, user=user))
+        )
 
     def job(self, job_id: str) -> Job:
         """One job. Raises NotFound."""

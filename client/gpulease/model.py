@@ -291,6 +291,8 @@ class Job(Noun):
     """A sentence that says why it waits or how it ended."""
     lease_id: str
     """The lease it runs under."""
+    user: str | None = None
+    """Login name of whom it is, as of its lease's holder; null where nobody knows it."""
     launcher: Launcher
     """What starts the ranks."""
     command: tuple[str, ...]

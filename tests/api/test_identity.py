@@ -115,6 +115,16 @@ def test_what_is_for_the_holder_alone_is_not_shown_to_others(here: Installation)
 
 
 @ROOT_ONLY
+@ROOT_ONLY
+def test_a_job_says_whose_it_is_to_everybody(here: Installation) -> None:
+    owner = here.ask("owner", "GET", f"/v1/leases/{here.job['lease_id']}").json["holder"]["user"]
+    for who in ("owner", "other", "viewer"):
+        assert here.ask(who, "GET", f"/v1/jobs/{here.job['id']}").json["user"] == owner
+        his = here.ask(who, "GET", f"/v1/jobs?user={owner}").json["items"]
+        assert here.job["id"] in [job["id"] for job in his]
+        assert here.ask(who, "GET", "/v1/jobs?user=somebody-else").json["items"] == []
+
+
 def test_what_a_job_has_printed_is_for_its_holder(here: Installation) -> None:
     # Printed as Python would, and in no command line.
     program = """printf 'Traceback (most recent call last):\\n  File "x", line 1, in f\\nValueError: s3c''ret\\n' >&2"""

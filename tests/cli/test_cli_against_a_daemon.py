@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
@@ -191,6 +192,9 @@ def test_jobs_can_be_limited_and_filtered(client: Client, gpulease: Program) -> 
     failed = gpulease("jobs", "--state", "failed", "--state", "lost", "--limit", "1")
     assert ids[1] in failed.stdout
     assert gpulease("jobs", "--state", "queued").stdout.splitlines()[1:] == []
+    mine = gpulease("jobs", "--user", getpass.getuser(), "--state", "succeeded", "--limit", "1").stdout
+    assert mine.splitlines()[1].split()[:2] == [ids[2], getpass.getuser()]
+    assert gpulease("jobs", "--user", "somebody-else").stdout.splitlines()[1:] == []
 
 
 def test_status_watch_goes_on_until_ctrl_c(client: Client, url: str) -> None:

@@ -35,8 +35,8 @@ ROWS = (
     "INSERT INTO node (name, host, simulated) VALUES ('a', 'a', false)",
     f"INSERT INTO gpu (uuid, device, lease_id, draining, token) VALUES ('GPU-1', '{DEVICE}', 'lease-1', false, 7)",
     "INSERT INTO lease (id, number, state, holder, demand, gpus, env, token, ttl_s, liveness, job_id, cause,"
-    f" created_at) VALUES ('lease-1', 1, 'active', '{{}}', '{{\"count\": 1}}', '[{DEVICE}]', '{{}}', 7, 60, 'job',"
-    f" 'job-1', 'r', {AT})",
+    f" created_at) VALUES ('lease-1', 1, 'active', '{{\"user\": \"ada\"}}', '{{\"count\": 1}}', '[{DEVICE}]', '{{}}',"
+    f" 7, 60, 'job', 'job-1', 'r', {AT})",
     "INSERT INTO job (id, number, name, state, lease_id, spec, gpus, grace_s, attempts, created_at)"
     f" VALUES ('job-1', 2, '', 'running', 'lease-1', '{{\"command\": [\"t.py\"], \"gpus\": 1}}', '[]', 35, 1, {AT})",
     f"INSERT INTO event (seq, at, kind, cause, gpus) VALUES (3, {AT}, 'lease.granted', 'r', '[]')",
@@ -128,6 +128,7 @@ def test_a_ledger_of_the_first_version_is_in_use_after_the_upgrade(empty_url: st
     assert ledger.gpus["GPU-1"].cordoned is False
     assert ledger.leases["lease-1"].lease.token == 7
     assert ledger.live_jobs["job-1"].uid is None
+    assert ledger.live_jobs["job-1"].job.user == "ada"
     assert ledger.next_token == 8
 
 

@@ -106,6 +106,7 @@ def list_jobs(
         list[JobState] | None, typer.Option("--state", help="Only jobs in this state; may be repeated.")
     ] = None,
     array: Annotated[str | None, typer.Option(metavar="ARRAY", help="Only the jobs of this array.")] = None,
+    user: Annotated[str | None, typer.Option(metavar="USER", help="Only jobs of this user.")] = None,
     limit: Annotated[
         int, typer.Option("--limit", min=1, max=1000, help="How many, at most; an array is shown whole.")
     ] = 50,
@@ -114,17 +115,18 @@ def list_jobs(
     """List the jobs, newest first; those of an array by their index."""
     with Client() as client:
         if array is None:
-            page = client.send(calls.jobs(state or (), limit=limit))
+            page = client.send(calls.jobs(state or (), limit=limit, user=user))
         else:
             members = [member for member in _members(client, array) if not state or member.state in state]
+            members = [member for member in members if user is None or member.user == user]
             page = Page(items=tuple(members), next=None)
     if json:
         output.noun(page)
         return
-    heads = ("JOB", "NAME", "STATE", "GPUS", "CODE", "AGE", "COMMAND")
+    heads = ("JOB", "NAME", "USER", "STATE", "GPUS", "CODE", "AGE", "COMMAND")
     output.text(columns(heads, [_row(job, datetime.now(UTC)) for job in page.items]))
     if page.next is not None:
-        typer.echo(f"These are the newest {limit}; more with --limit, fewer with --state.", err=True)
+        typer.echo(f"These are the newest {limit}; more with --limit, fewer with --state and --user.", err=True)
 
 
 def logs(
@@ -277,6 +279,7 @@ def _row(job: Job, now: datetime) -> tuple[str, ...]:
     return (
         job.id,
         plain(job.name if job.array_index is None else f"{job.name}[{job.array_index}]", 30),
+        plain(job.user or "-", 20),
         job.state.value,
         ", ".join(f"{gpu.node}:{gpu.index}" for gpu in job.gpus) or "-",
         "-" if job.exit_code is None else str(job.exit_code),

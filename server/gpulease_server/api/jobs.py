@@ -80,12 +80,13 @@ async def list_jobs(
     caller: TheCaller,
     state: Annotated[list[JobState] | None, Query(description="Only jobs in these states.")] = None,
     array: Annotated[str | None, Query(description="Only jobs of this array.", max_length=64)] = None,
+    user: Annotated[str | None, Query(description="Only jobs of this user.", max_length=255)] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Job]:
     """Jobs, newest first."""
     states, after = [item.value for item in state or ()], number_of(cursor)
-    found = await asyncio.to_thread(daemon.store.jobs, states, after, limit, array)
+    found = await asyncio.to_thread(daemon.store.jobs, states, after, limit, array=array, user=user)
     current = (daemon.ledger.jobs.get(record.job.id, record) for record in found)
     items = tuple(job_for(caller, record, daemon.ledger, daemon.access) for record in current)
     return Page(items=items, next=str(found[-1].number) if len(found) == limit else None)

@@ -75,6 +75,7 @@ def _waiting(turn: Turn, submitted: JobSubmitted, member: ArrayMember, number: i
         state=JobState.QUEUED,
         reason="waits for its GPUs",
         lease_id=member.lease_id,
+        user=submitted.holder.user,
         launcher=member.spec.launcher,
         command=member.spec.command,
         created_at=turn.now.at,

@@ -22,7 +22,7 @@ const QUESTIONS = {
   nodes: { path: "v1/nodes" },
   active: { path: "v1/leases?state=active", most: 4000, size: 1000 },
   queued: { path: "v1/leases?state=queued", most: 8000, size: 1000 },
-  ended: { path: "v1/leases?state=ended", most: 100, size: 100 }, // only for the users of jobs that have ended
+  ended: { path: "v1/leases?state=ended", most: 100, size: 100 }, // only for whose they were, beside their events
   waiting: { path: "v1/jobs?state=queued", most: MAX_JOBS, size: JOBS },
   working: { path: `v1/jobs?${WORKING}`, most: MAX_JOBS, size: JOBS },
   over: { path: `v1/jobs?${ENDED}`, most: 50, size: 50 },

@@ -8,14 +8,10 @@ const ORDER = ["running", "starting", "stopping", "queued"];
 
 /** Draw the jobs; `log(job)` is called by the button of a row. */
 export function drawJobs(place, seen, log) {
-  const users = new Map();
-  for (const lease of [...seen.ended.items, ...seen.queued.items, ...seen.active.items]) {
-    users.set(lease.id, lease.holder.user);
-  }
   const severalNodes = seen.nodes.items.length > 1;
   const jobs = known(seen);
   const views = jobs.slice(0, MAX_ROWS).map(({ command, traceback, launcher, ...job }) => ({
-    ...job, gpus: places(job.gpus, severalNodes), user: users.get(job.lease_id) ?? null,
+    ...job, gpus: places(job.gpus, severalNodes),
   }));
   place.table.hidden = views.length === 0;
   place.none.hidden = views.length > 0;

@@ -84,6 +84,7 @@ def _watch(columns: dict[str, Any]) -> OwnerWatch | None:
 def _job_row(record: JobRecord) -> dict[str, Any]:
     row = _fields(record.job) | {
         "number": record.number,
+        "user_name": record.job.user,
         "spec": to_json(record.spec),
         "gpus": [to_json(device) for device in record.job.gpus],
         "grace_s": record.grace_s,
@@ -91,7 +92,7 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "uid": record.uid,
         "gid": record.gid,
     }
-    del row["launcher"], row["command"]
+    del row["launcher"], row["command"], row["user"]
     return row
 
 
@@ -115,6 +116,7 @@ def job_record(row: Row[Any]) -> JobRecord:
     own = {name: values.pop(name) for name in ("number", "grace_s", "log_directory", "uid", "gid")}
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
+    values["user"] = values.pop("user_name")
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
     return JobRecord(job=Job(launcher=spec.launcher, command=spec.command, **values), spec=spec, **own)
 

@@ -126,11 +126,20 @@ class Store:
         """Leases in these states (all when empty), newest first, those that arrived before number `after`."""
         return [rows.lease_record(row) for row in self._page(tables.lease, states, after, limit)]
 
-    def jobs(self, states: Collection[str], after: int | None, limit: int, array: str | None = None) -> list[JobRecord]:
-        """Jobs in these states (all when empty) and of one array (any when None), newest first, those that arrived
-        before number `after`."""
-        of_array = () if array is None else (tables.job.c.array_id == array,)
-        return [rows.job_record(row) for row in self._page(tables.job, states, after, limit, *of_array)]
+    def jobs(
+        self,
+        states: Collection[str],
+        after: int | None,
+        limit: int,
+        *,
+        array: str | None = None,
+        user: str | None = None,
+    ) -> list[JobRecord]:
+        """Jobs in these states (all when empty), of one array and of one user (any when None), newest first, those that
+        arrived before number `after`."""
+        given = {tables.job.c.array_id: array, tables.job.c.user_name: user}
+        only = [column == value for column, value in given.items() if value is not None]
+        return [rows.job_record(row) for row in self._page(tables.job, states, after, limit, *only)]
 
     def lease(self, lease_id: str) -> LeaseRecord | None:
         """One lease, however long ago it ended."""

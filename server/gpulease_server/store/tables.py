@@ -88,6 +88,7 @@ job = Table(
     Column("state", String(16), nullable=False),
     Column("reason", Text),
     Column("lease_id", String(64), nullable=False),
+    Column("user_name", String(255)),
     Column("spec", JSON, nullable=False),
     Column("gpus", JSON, nullable=False),
     Column("grace_s", Float, nullable=False),
