@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.daemon import DaemonProcess, daemon, eventually
 
@@ -66,3 +67,5 @@ def test_a_job_cancelled_at_epoch_3_and_resumed_ends_as_an_uninterrupted_one(
     assert [ended(running, job)["state"] for job in (whole, resumed)] == ["succeeded", "succeeded"]
     assert 4 <= view(running, resumed)["first_epoch"] <= EPOCHS
     assert view(running, resumed)["test_accuracy"] == view(running, whole)["test_accuracy"]
+    ends = [torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("whole", "resumed")]
+    assert all(torch.equal(weights, ends[1][name]) for name, weights in ends[0].items())

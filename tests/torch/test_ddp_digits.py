@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -62,41 +61,35 @@ def test_two_ranks_learn_the_digits_and_each_prints_its_view() -> None:
     assert first["test_images"] == 359, "every held-out image is to be counted, and none twice"
 
 
-def test_it_trains_alone_without_a_launcher() -> None:
-    (view,) = views(finish([sys.executable, str(EXAMPLE)]))
-
-    assert view["test_accuracy"] >= 0.95
-    assert (view["rank"], view["world_size"], view["test_images"]) == (0, 1, 359)
-
-
-def test_a_killed_run_resumed_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> None:
+def test_it_trains_alone_and_killed_and_resumed_ends_where_an_uninterrupted_run_does(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = ("--epochs", "10", "--seed", "3")
-    uninterrupted = views(finish(torchrun(2, *options, "--checkpoint-dir", str(whole))))
+    alone = [sys.executable, str(EXAMPLE), "--epochs", "25", "--seed", "3", "--checkpoint-dir"]  # ranks: test_preemption
+    (uninterrupted,) = views(finish([*alone, str(whole)]))
+    assert uninterrupted["test_accuracy"] >= 0.95
+    assert (uninterrupted["rank"], uninterrupted["world_size"], uninterrupted["test_images"]) == (0, 1, 359)
 
-    kill_after_epoch(2, torchrun(2, *options, "--checkpoint-dir", str(cut)), tmp_path / "killed.log")
+    kill_after_epoch(2, [*alone, str(cut)], tmp_path / "killed.log")
     reached = torch.load(cut / "checkpoint.pt", weights_only=True)["epoch"]
-    assert 2 <= reached < 10
-    resumed = views(finish(torchrun(2, *options, "--checkpoint-dir", str(cut), "--resume")))
+    assert 2 <= reached < 25
+    (resumed,) = views(finish([*alone, str(cut), "--resume"]))
 
-    assert resumed[0]["first_epoch"] == reached + 1
-    assert resumed[0]["test_accuracy"] == uninterrupted[0]["test_accuracy"]
+    assert resumed["first_epoch"] == reached + 1
+    assert resumed["test_accuracy"] == uninterrupted["test_accuracy"]
     for name, weights in torch.load(whole / "checkpoint.pt", weights_only=True)["model"].items():
         assert torch.equal(weights, torch.load(cut / "checkpoint.pt", weights_only=True)["model"][name]), name
 
 
 def kill_after_epoch(epoch: int, command: list[str], log: Path) -> None:
-    """Start the command, and SIGKILL its ranks once that epoch is in its log."""
+    """Start the command, and SIGKILL it once that epoch is in its log."""
     with log.open("wb") as file:
-        launcher = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
+        training = subprocess.Popen(command, env=environment(), stdout=file, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 100
     while f"epoch {epoch} of" not in log.read_text():
-        assert launcher.poll() is None, f"ended before epoch {epoch}: {log.read_text()[-3000:]}"
+        assert training.poll() is None, f"ended before epoch {epoch}: {log.read_text()[-3000:]}"
         assert time.monotonic() < deadline, f"no epoch {epoch} after 100 s: {log.read_text()[-3000:]}"
         time.sleep(0.01)
-    for rank in psutil.Process(launcher.pid).children(recursive=True):
-        rank.send_signal(signal.SIGKILL)
-    assert launcher.wait(timeout=60) != 0
+    training.kill()
+    assert training.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_resume_without_a_directory_is_refused() -> None:
