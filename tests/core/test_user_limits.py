@@ -63,7 +63,7 @@ def test_who_would_not_wait_is_told_of_his_limit() -> None:
     here.lease()
     answer = asked(here, queue=False)
     assert isinstance(answer, NotNow)
-    assert "user ann has 1 leases, and may have 1" in answer.detail
+    assert "user ann has 1 lease, and may have 1" in answer.detail
 
 
 def test_a_request_over_what_its_user_may_ever_have_is_refused_for_good() -> None:

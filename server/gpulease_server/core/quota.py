@@ -66,9 +66,10 @@ class Had:
         """The limit that keeps a lease of so many GPUs from its user now, in words; None where there is room for it."""
         user, limits = lease.holder.user, self.limits
         if limits.leases and self.leases[user] >= limits.leases:
-            return f"user {user} has {self.leases[user]} leases, and may have {limits.leases} at a time"
+            return f"user {user} has {_counted(self.leases[user], 'lease')}, and may have {limits.leases} at a time"
         if limits.gpus and self.gpus[user] + wanted > limits.gpus:
-            return f"user {user} has {self.gpus[user]} GPUs, asks for {wanted}, and may have {limits.gpus} at a time"
+            has = _counted(self.gpus[user], "GPU")
+            return f"user {user} has {has}, asks for {wanted}, and may have {limits.gpus} at a time"
         return None
 
 
@@ -82,6 +83,10 @@ def had(ledger: Ledger, limits: Limits) -> Had:
             if lease.state is LeaseState.ACTIVE:
                 found.granted(lease, gpus)
     return found
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def never_within(limits: Limits, lease: Lease, wanted: int) -> NeverWithinLimits | None:
