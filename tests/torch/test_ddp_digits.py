@@ -63,7 +63,8 @@ def test_two_ranks_learn_the_digits_and_each_prints_its_view() -> None:
 
 def test_it_trains_alone_and_killed_and_resumed_ends_where_an_uninterrupted_run_does(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    alone = [sys.executable, str(EXAMPLE), "--epochs", "25", "--seed", "3", "--checkpoint-dir"]  # ranks: test_preemption
+    # Of ranks of a job: tests/system/test_preemption.py.
+    alone = [sys.executable, str(EXAMPLE), "--epochs", "25", "--seed", "3", "--checkpoint-dir"]
     (uninterrupted,) = views(finish([*alone, str(whole)]))
     assert uninterrupted["test_accuracy"] >= 0.95
     assert (uninterrupted["rank"], uninterrupted["world_size"], uninterrupted["test_images"]) == (0, 1, 359)
