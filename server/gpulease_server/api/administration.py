@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 
 from gpulease.model import Gpu, Node, NodeMode
 from gpulease.wire import PauseRequest, spell_uuid
@@ -17,8 +17,9 @@ from .daemon import Daemon, TheDaemon
 from .gpus import show_gpu, show_node
 from .identity import TheCaller
 from .problems import documented
+from .routers import new_router
 
-router = APIRouter(prefix="/v1")
+router = new_router("/v1")
 PAUSE = JsonBody(PauseRequest, empty=PauseRequest())
 ANSWERS = documented("not_found", "unavailable")
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from pydantic import TypeAdapter
 from starlette.datastructures import Headers
 from starlette.routing import BaseRoute
@@ -23,11 +23,10 @@ from .current import OnlyCurrent
 from .daemon import Daemon
 from .exposition import Exposition
 from .heads import Headed
-from .identity import allow
 from .origins import ListedOrigins
 from .peer import Peer, Way
 from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
-from .query import VERSIONED, only_known_parameters
+from .query import VERSIONED
 from .request_log import RequestLog
 from .traffic import Measured, Traffic
 from .validators import Compressed, Tagged
@@ -60,7 +59,7 @@ def create_app(
     traffic = Traffic()
     app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
     for part in (gpus, administration, leases, jobs, logs, metrics, tokens, service, exposition, reference):
-        app.include_router(part.router, dependencies=[Depends(allow), Depends(only_known_parameters)])
+        app.router.routes.extend(part.router.routes)
     app.router.routes[:0] = constant
     install(app)
     app.add_middleware(Tagged)

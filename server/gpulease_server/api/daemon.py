@@ -73,7 +73,7 @@ class Daemon:
         return clock.now()
 
 
-def _daemon(request: Request) -> Daemon:
+async def _daemon(request: Request) -> Daemon:
     daemon: Daemon = request.app.state.daemon
     return daemon
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import Header, Request, Response
 from prometheus_client import ProcessCollector, exposition
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -24,9 +24,10 @@ from ..core.ledger import Ledger
 from ..runtime.standing import Verdict
 from .daemon import Daemon, TheDaemon
 from .figures import Moment, families
+from .routers import new_router
 from .traffic import Traffic
 
-router = APIRouter()
+router = new_router()
 
 OPENMETRICS, TEXT = "application/openmetrics-text", "text/plain"
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"

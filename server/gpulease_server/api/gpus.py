@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 
 from gpulease.errors import InvalidRequest, NotFound
 from gpulease.exchange import DesiredState, NodeReport
@@ -20,9 +20,10 @@ from .bodies import JsonBody
 from .daemon import Daemon, TheDaemon
 from .identity import TheCaller
 from .problems import documented
+from .routers import new_router
 from .visible import gpu_for
 
-router = APIRouter(prefix="/v1")
+router = new_router("/v1")
 REPORT = JsonBody(NodeReport)
 MAX_HOLD_S = 30.0
 OWNERS_S = 0.25

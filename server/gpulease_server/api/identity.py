@@ -176,13 +176,13 @@ def peer_of_request(request: Request) -> Peer:
     return getattr(request.state, "peer", None) or Peer()
 
 
-def caller_of(request: Request) -> Caller:
+async def caller_of(request: Request) -> Caller:
     """Who asks; `allow` has found out."""
     caller: Caller = request.state.caller
     return caller
 
 
-def _believed_peer(request: Request, daemon: TheDaemon) -> Peer:
+async def _believed_peer(request: Request, daemon: TheDaemon) -> Peer:
     return daemon.access.believed(peer_of_request(request))
 
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 
 from gpulease import arrays
 from gpulease.errors import InvalidRequest, NotFound
@@ -20,10 +20,11 @@ from .bodies import KEYED, JsonBody, idempotency_key
 from .daemon import Daemon, TheDaemon
 from .identity import TheCaller, ThePeer
 from .problems import PERHAPS_PRUNED, documented
+from .routers import new_router
 from .visible import job_for
 from .waiting import Cursor, Limit, WaitSeconds, hold, number_of
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = new_router("/v1/jobs", "jobs")
 SUBMIT = JsonBody(JobRequest)
 CANCEL = JsonBody(CancelRequest, empty=CancelRequest())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 
 from gpulease.errors import InvalidRequest, NotFound
 from gpulease.model import Explanation, Holder, Lease, LeaseState, Page
@@ -23,10 +23,11 @@ from .callers import Caller
 from .daemon import Daemon, TheDaemon
 from .identity import TheCaller, ThePeer
 from .problems import PERHAPS_PRUNED, documented
+from .routers import new_router
 from .visible import lease_for
 from .waiting import SLICE_S, Cursor, Limit, WaitSeconds, hold, number_of
 
-router = APIRouter(prefix="/v1/leases", tags=["leases"])
+router = new_router("/v1/leases", "leases")
 ASK = JsonBody(LeaseRequest)
 PROOF = JsonBody(HolderProof)
 ACCEPTED: dict[int | str, dict[str, Any]] = {

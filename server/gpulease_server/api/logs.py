@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -33,8 +33,9 @@ from .jobs import _find
 from .log_reader import LAUNCHER, LogReader, key_of
 from .log_watch import LOOK_S, LOOK_UNTOLD_S, Watching
 from .problems import documented
+from .routers import new_router
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = new_router("/v1/jobs", "jobs")
 
 OFFSET, LENGTH, KEPT = "Gpulease-Log-Offset", "Gpulease-Log-Bytes", "Gpulease-Log-Kept-Bytes"
 """Headers of an answer that is text."""

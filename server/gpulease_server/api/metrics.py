@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import Header, Query, Response
 from pydantic import TypeAdapter
 
 from gpulease.errors import NotFound
@@ -22,8 +22,9 @@ from ..runtime.series import MEASURES, DamagedSeries, Series
 from ..store import metrics
 from .daemon import Daemon, TheDaemon
 from .problems import PERHAPS_PRUNED, documented
+from .routers import new_router
 
-router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+router = new_router("/v1/jobs", "jobs")
 log = logging.getLogger("gpulease.metrics")
 
 MAX_ANSWER_POINTS = 60_000

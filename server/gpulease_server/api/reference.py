@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse
 
 from .problems import ANYWHERE
+from .routers import new_router
 
-router = APIRouter()
+router = new_router()
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 SUBJECTS = ("leases", "jobs", "gpus", "nodes", "events", "tokens", "service")
 """The order of the page: what one comes for first. Others follow."""

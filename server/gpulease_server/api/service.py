@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gpulease.errors import Unavailable
@@ -17,10 +17,11 @@ from . import event_stream
 from .daemon import TheDaemon
 from .identity import TheCaller
 from .problems import documented
+from .routers import new_router
 from .visible import event_for, gpu_for, job_for, kinds_hidden
 from .waiting import Limit
 
-router = APIRouter()
+router = new_router()
 
 
 @router.get(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import Depends
 
 from gpulease.access import BearerToken, NewBearerToken, Role, TokenRequest
 from gpulease.errors import NotAllowed, Unavailable
@@ -17,8 +17,9 @@ from .callers import Caller
 from .daemon import Daemon, TheDaemon
 from .identity import TheCaller
 from .problems import documented
+from .routers import new_router
 
-router = APIRouter(prefix="/v1/tokens", tags=["tokens"])
+router = new_router("/v1/tokens", "tokens")
 ASK = JsonBody(TokenRequest)
 
 
