@@ -202,3 +202,33 @@ def test_a_lease_that_is_first_seen_when_it_has_ended_has_no_beginning(tmp_path:
     told = replace(lease("mine", *GPUS, state=LeaseState.ENDED), owner_pid=os.getpid())
     (known,) = Holders(tmp_path).see([told])
     assert (known.owner, known.since_ticks) == (None, None)
+
+
+@pytest.mark.parametrize("state", [LeaseState.ACTIVE, LeaseState.ENDED])
+def test_a_lease_began_after_the_last_question_whose_answer_did_not_name_it(tmp_path: Path, state: LeaseState) -> None:
+    holders = Holders(tmp_path)
+    holders.see([], 1000)
+    holders.see([])
+    (known,) = holders.see([lease("mine", *GPUS, state=state)], 2000)
+    assert known.since_ticks == 1000
+    (known, _) = holders.see([lease("mine", *GPUS, state=state), lease("next", *GPUS, state=state)], 3000)
+    assert known.since_ticks == 1000
+
+
+def test_a_monitor_that_nobody_knows_does_not_keep_a_gpu_from_a_lease_that_was_over_when_it_was_first_seen(
+    device: Path, tmp_path: Path
+) -> None:
+    with opening(device) as monitor:
+        holders = Holders(tmp_path)
+        until(lambda: processes.ticks_now() > _start(monitor), "time has passed since it was started")
+        holders.see([], processes.ticks_now())
+        with opening(device) as ours:
+            short = lease("mine", *GPUS, state=LeaseState.ENDED)
+            (gpu,) = attribution.complete(reading(), holders.see([short], processes.ticks_now())).gpus
+            assert [one.pid for one in gpu.opened_by or ()] == [ours]
+
+
+def _start(pid: int) -> int:
+    found = processes.Identity.of(pid)
+    assert found is not None
+    return found.start_ticks
