@@ -165,10 +165,12 @@ class Exchange:
         if desired is None:
             return Reading(problem=JUST_STARTED, simulated=self._settings.simulate is not None)
         if desired.paused:
-            # Another probe takes its place, and starts with the first reading that is wanted again.
-            await self._probe.close()
-            self._probe = self._new_probe()
-            return Reading(problem=PAUSED, simulated=self._settings.simulate is not None)
+            closed = await self._probe.end()
+            if closed:
+                # Another takes its place, and starts with the first reading that is wanted again.
+                self._probe = self._new_probe()
+            problem = PAUSED if closed else f"{PAUSED}, but a probe that was killed has not ended yet"
+            return Reading(problem=problem, simulated=self._settings.simulate is not None)
         fresh = desired.fresh or bool(self._draining)
         return await self._probe.read(self._holders.see(desired.leases), fresh)
 

@@ -108,14 +108,21 @@ class Probe:
             raise ModeNotSet(found.problem, refused=found.refused)
         return found.found
 
-    async def close(self) -> None:
-        """End the probe."""
+    async def end(self) -> bool:
+        """End the probe. True when none is left, so that NVML is closed; one that hangs in the driver, or that is its
+        last client and so tears every GPU down, takes longer than this waits. A later reading starts another."""
         if self._starting is not None:
             await cancel(self._starting)
+            self._starting = None
         await self._kill()
+        if self._ends:
+            await asyncio.wait(list(self._ends.values()), timeout=DYING_S)
+        return not self._ends
+
+    async def close(self) -> None:
+        """End the probe for good."""
+        await self.end()
         ends = list(self._ends.values())
-        if ends:
-            await asyncio.wait(ends, timeout=DYING_S)
         for task in ends:
             task.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
