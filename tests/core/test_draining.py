@@ -6,6 +6,7 @@ import pytest
 
 from gpulease.model import GpuReading, GpuState, Lease, LeaseState, Process
 from gpulease_server.core.node import desired_state
+from gpulease_server.core.turn import Policy
 from gpulease_server.core.view import gpu_view
 
 from .build import GIB, World, gpu, uuid
@@ -190,3 +191,35 @@ def test_the_node_is_told_whose_lease_it_is_only_where_the_pid_means_something()
     world.lease()
     (told_lease,) = desired_state(world.ledger, "a", 1).leases
     assert (told_lease.owner_pid, told_lease.job_id) == (None, None)
+
+
+def test_a_draining_gpu_that_is_not_shown_for_a_while_drains_on_when_it_is_back() -> None:
+    world, lease = drained(gpu(0, processes=(LEFT,)))
+    for _ in range(2):
+        world.node(gpus=[])
+        world.pass_time(5)
+        assert world.state() is GpuState.UNKNOWN
+        waiting = world.lease()
+        assert waiting.state is LeaseState.QUEUED
+        world.node(gpus=[gpu(0, opened_by=(LEFT,))])  # its process list is empty by now
+        assert world.state() is GpuState.DRAINING
+        assert world.now_of(waiting).state is LeaseState.QUEUED, "granted while what the former holder left has it open"
+        assert f"cleaned of {lease.id}" in reason(world)
+        world.release(waiting)
+    world.node(gpus=1)
+    assert world.state() is GpuState.FREE
+
+
+def test_a_draining_gpu_that_was_taken_out_is_forgotten_in_the_end() -> None:
+    world, lease = drained(gpu(0, processes=(LEFT,)))
+    world.policy = Policy(gone_after_s=5.0)
+    world.node(gpus=[])
+    world.pass_time(4)
+    world.node(gpus=[gpu(0, processes=(LEFT,))])
+    world.node(gpus=[])
+    world.pass_time(4)
+    assert told(world, "gpu.gone") == [], "counted from the first time that it was missing"
+    world.pass_time(2)
+    assert told(world, "gpu.gone") == [None]
+    assert not world.ledger.gpus
+    assert lease.id not in {item.id for item in desired_state(world.ledger, "a", 1).leases}

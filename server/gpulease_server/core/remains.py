@@ -84,8 +84,11 @@ def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWa
 
 
 def free_clean(turn: Turn, sighting: Sighting) -> None:
-    """Free each draining GPU that a reading begun after the end of its lease shows clean, and forget one that is no
-    longer there: should it come back, it comes with whatever is on it."""
+    """Free each draining GPU that a reading begun after the end of its lease shows clean.
+
+    One that is not shown drains on: a driver that starts anew leaves out a GPU that it cannot reach for a moment, and
+    nobody has seen it clean. One that stays away was taken out, with all that was on it, and is forgotten.
+    """
     if sighting.observed_at_s is None:
         return
     for uuid, since_s in list(turn.ledger.draining_since.items()):
@@ -93,6 +96,9 @@ def free_clean(turn: Turn, sighting: Sighting) -> None:
         if gpu.device.node != sighting.node or sighting.observed_at_s <= since_s:
             continue
         if reading is None:
+            missing_s = sighting.watches[uuid].missing_since_s
+            if missing_s is None or sighting.observed_at_s - missing_s < turn.policy.gone_after_s:
+                continue
             turn.event("gpu.gone", node=sighting.node, gpus=(uuid,), lease_id=gpu.lease_id)
             turn.put(replace(gpu, lease_id=None, draining=False) if gpu.cordoned else GpuGone(uuid))
             continue

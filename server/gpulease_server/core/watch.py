@@ -27,7 +27,13 @@ def watch(turn: Turn, sighting: Sighting) -> dict[str, GpuWatch]:
         gpu = turn.ledger.gpus.get(uuid)
         if gpu is not None and gpu.device.node == sighting.node:
             known = sighting.watches.get(uuid, GpuWatch())
-            watches[uuid] = _watched(turn, gpu, reading, known, sighting.observed_at_s)
+            shown = replace(known, missing_since_s=None)
+            watches[uuid] = _watched(turn, gpu, reading, shown, sighting.observed_at_s)
+    for uuid in turn.ledger.draining_since.keys() - sighting.readings.keys():
+        if turn.ledger.gpus[uuid].device.node == sighting.node:
+            known = sighting.watches.get(uuid, GpuWatch())
+            since_s = known.missing_since_s if known.missing_since_s is not None else sighting.observed_at_s
+            watches[uuid] = replace(known, missing_since_s=since_s)
     return watches
 
 
