@@ -18,7 +18,7 @@ from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode
 from gpulease_worker.health import xid_of
 from gpulease_worker.processes import MARKER
-from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start
+from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start, name_of
 from gpulease_worker.tasks import cancel
 
 START_S = 30.0
@@ -86,7 +86,9 @@ class Probe:
             return await self._replace(reading.problem or "The probe ended itself.")
         if reading.problem is None:
             xids = {gpu.uuid: xid for gpu in reading.gpus if (xid := xid_of(gpu.health)) is not None}
-            self._told = replace(self._told, xids=xids)
+            # Only a driver loses GPUs; thousands of simulated ones have no room on a command line.
+            named = () if self._simulated else tuple(name_of(gpu) for gpu in reading.gpus)
+            self._told = replace(self._told, xids=xids, gpus=named)
         return reading
 
     async def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
