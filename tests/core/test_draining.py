@@ -59,6 +59,7 @@ def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: 
     [
         Process(pid=9, command="/usr/bin/nvidia-persistenced --verbose"),
         Process(pid=9, command="/usr/bin/python3 /usr/bin/gpustat -i"),
+        Process(pid=9, command="/usr/bin/python3 -u -m nvitop"),
         Process(pid=9, command="/usr/lib/xorg/Xorg vt2"),
     ],
 )
@@ -98,6 +99,19 @@ def test_the_baseline_is_learnt_while_the_gpu_is_free_and_one_odd_reading_does_n
     assert world.state() is GpuState.DRAINING
     world.node(gpus=[gpu(0, memory_used_bytes=2 * GIB + 2**20)])
     assert world.state() is GpuState.FREE
+
+
+def test_the_memory_of_processes_that_cannot_be_seen_is_not_that_of_a_free_gpu() -> None:
+    """In a container, where memory alone tells that something of a holder is left."""
+    world = World().node(gpus=[gpu(0, memory_used_bytes=40 * GIB, hidden_use=True)])
+    world.pass_time(5)
+    world.node(gpus=1)
+    lease = world.lease()
+    assert world.ledger.gpus[uuid(0)].baseline_bytes == 0
+    world.release(lease)
+    world.node(gpus=[gpu(0, memory_used_bytes=39 * GIB, hidden_use=True)])
+    assert world.state() is GpuState.DRAINING
+    assert lease.id in reason(world)
 
 
 def test_the_baseline_follows_a_desktop_that_takes_more_while_the_gpu_is_free() -> None:

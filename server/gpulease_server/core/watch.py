@@ -68,7 +68,7 @@ def _health(turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuWatch) ->
 
 def _free(reading: GpuReading, known: GpuWatch) -> GpuWatch:
     """Learn from a GPU that nobody holds and nobody uses."""
-    if reading.health != "ok" or occupants(reading) or reading.memory_used_bytes is None:
+    if reading.health != "ok" or occupants(reading) or reading.hidden_use or reading.memory_used_bytes is None:
         return known
     return replace(known, free_bytes=(*known.free_bytes, reading.memory_used_bytes)[-BASELINE_READINGS:])
 
