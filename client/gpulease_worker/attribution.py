@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpulease.model import GpuReading, LeaseState, Process
+from gpulease.owner import stat
 from gpulease_worker import processes
 from gpulease_worker.holders import SeenLease
 from gpulease_worker.open_files import Openers, openers
@@ -20,14 +21,21 @@ from gpulease_worker.source import Reading, attribute
 
 DEVICE_FILES = "GPULEASE_DEVICE_FILES"
 """Environment variable: device files without their minor number, where they are not `/dev/nvidia`."""
+Known = dict[int, tuple[int | None, str]]
+"""By pid: start time of a process on a GPU, None where it was gone already, and its lease."""
 OUR_OWN = "-m gpulease_worker."
 """Command lines of probes, this node's and other daemons': each has every device file open, and holds no memory."""
 
 
-def complete(reading: Reading, leases: Sequence[SeenLease]) -> Reading:
-    """The reading with every process attributed, and with who has the device file of a draining GPU open."""
+def complete(reading: Reading, leases: Sequence[SeenLease], known: Known | None = None) -> Reading:
+    """The reading with every process attributed, and with who has the device file of a draining GPU open.
+
+    `known`: whose the processes of the last reading were; it is brought up to date.
+    """
     holding = {uuid: lease for lease in leases for uuid in lease.gpus}
     gpus = [_attributed(gpu, holding.get(gpu.uuid)) for gpu in reading.gpus]
+    if known is not None:
+        gpus = _remembered(gpus, known)
     if reading.simulated:
         gpus = [replace(gpu, minor_number=gpu.index) for gpu in gpus]
     draining = {
@@ -73,6 +81,28 @@ def _attributed(gpu: GpuReading, lease: SeenLease | None) -> GpuReading:
             for process in gpu.processes
         ),
     )
+
+
+def _remembered(gpus: Sequence[GpuReading], known: Known) -> list[GpuReading]:
+    """The GPUs with each process that was a lease's still its.
+
+    A process that ends loses its environment, and its parent, before the driver has given its memory back and takes it
+    off the lists; without this its last moments would be a conflict with its own lease.
+    """
+    before, found = dict(known), []
+    known.clear()
+    for gpu in gpus:
+        shown = []
+        for process in gpu.processes:
+            seen = stat(process.pid)
+            then_ticks, lease_id = before.get(process.pid, (None, None))
+            if process.lease_id is None and lease_id is not None and (seen is None or seen.start_ticks == then_ticks):
+                process = replace(process, lease_id=lease_id)  # noqa: PLW2901
+            if process.lease_id is not None:
+                known[process.pid] = (then_ticks if seen is None else seen.start_ticks, process.lease_id)
+            shown.append(process)
+        found.append(replace(gpu, processes=tuple(shown)))
+    return found
 
 
 def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, found: Openers) -> GpuReading:

@@ -55,6 +55,7 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
     """Answer every request until stdin ends, or until the source can never be read again."""
     print(json.dumps({"ready": True}), file=answers, flush=True)
     threading.Thread(target=_watch, args=(source, answers, call_deadline_s), daemon=True).start()
+    known: attribution.Known = {}
     for line in requests:
         request = json.loads(line)
         if "compute_mode" in request:
@@ -62,7 +63,7 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
             continue
         leases = [wire.from_json(SeenLease, lease) for lease in request["leases"]]
         try:
-            reading = attribution.complete(source.read(leases, request.get("fresh", True)), leases)
+            reading = attribution.complete(source.read(leases, request.get("fresh", True)), leases, known)
         except ReadingFailed as failed:
             reading = Reading(problem=str(failed), over=failed.over)
         answer(answers, reading)

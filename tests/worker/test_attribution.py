@@ -122,6 +122,32 @@ def test_the_marker_of_another_lease_leaves_a_process_a_stranger_on_this_gpu() -
             process.kill()
 
 
+def test_a_process_that_ends_stays_its_leases_until_the_driver_has_taken_it_off_its_lists() -> None:
+    """It loses its environment before the driver has given its memory back; that is no conflict with its own lease."""
+    known: attribution.Known = {}
+
+    def whose(*pids: int, on: str = "mine") -> dict[int, str | None]:
+        return leases_of(attribution.complete(reading(*pids), [seen(on)], known))
+
+    with subprocess.Popen(["sleep", "60"]) as stranger, under("mine") as ours:
+        until(lambda: processes.marker(ours.pid) == "mine", "it has begun")
+        listed = (ours.pid, stranger.pid)
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
+        for process in (ours, stranger):
+            process.kill()
+        until(lambda: processes.marker(ours.pid) is None, "it has no environment any more")
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
+        ours.wait()
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}, "a pid that is in no /proc any more"
+        assert whose(*listed, on="next") == {ours.pid: "mine", stranger.pid: None}, "and not of whoever comes next"
+        assert whose(stranger.pid) == {stranger.pid: None}
+        assert whose(*listed) == {ours.pid: None, stranger.pid: None}, "the pid may be another's by now"
+    here = processes.Identity.of(os.getpid())
+    assert here is not None
+    known[here.pid] = (here.start_ticks - 1, "mine")
+    assert whose(here.pid) == {here.pid: None}, "the pid was another's then"
+
+
 @pytest.mark.parametrize("code", [OPEN, MAPPED, THREAD], ids=["descriptor", "mapping", "thread of a zombie"])
 def test_who_has_a_file_open_is_found_in_every_way_of_having_it(device: Path, code: str) -> None:
     with opening(device, code) as pid:
