@@ -9,14 +9,14 @@ true is foreign.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpulease.model import GpuReading, LeaseState, Process
 from gpulease.owner import stat
 from gpulease_worker import processes
 from gpulease_worker.holders import SeenLease
-from gpulease_worker.open_files import Openers, openers
+from gpulease_worker.open_files import Looker, Openers, Sought
 from gpulease_worker.source import Reading, attribute
 
 DEVICE_FILES = "GPULEASE_DEVICE_FILES"
@@ -27,11 +27,16 @@ OUR_OWN = "-m gpulease_worker."
 """Command lines of probes, this node's and other daemons': each has every device file open, and holds no memory."""
 
 
-def complete(reading: Reading, leases: Sequence[SeenLease], known: Known | None = None) -> Reading:
-    """The reading with every process attributed, and with who has the device file of a draining GPU open.
+def complete(
+    reading: Reading, leases: Sequence[SeenLease], known: Known | None = None, looker: Looker | None = None
+) -> Reading:
+    """The reading with every process attributed, and with who has the device file of a draining GPU open, as soon as
+    that is known.
 
-    `known`: whose the processes of the last reading were; it is brought up to date.
+    `known`: whose the processes of the last reading were; it is brought up to date. `looker`: the one of the last
+    reading; where there is none, this waits for a look.
     """
+    looker = looker or Looker(wait_s=None)
     holding = {uuid: lease for lease in leases for uuid in lease.gpus}
     gpus = [_attributed(gpu, holding.get(gpu.uuid)) for gpu in reading.gpus]
     if known is not None:
@@ -44,8 +49,10 @@ def complete(reading: Reading, leases: Sequence[SeenLease], known: Known | None 
         if gpu.uuid in holding and holding[gpu.uuid].state is LeaseState.ENDED
     }
     if not draining:
+        looker.forget()
         return replace(reading, gpus=tuple(gpus))
-    found = openers({path for path in draining.values() if path is not None})
+    wanted = {(path, holding[uuid].id) for uuid, path in draining.items() if path is not None}
+    found = looker.look(wanted) if wanted else {}
     seen = [
         _with_openers(gpu, draining[gpu.uuid], holding[gpu.uuid], found) if gpu.uuid in draining else gpu
         for gpu in gpus
@@ -105,9 +112,12 @@ def _remembered(gpus: Sequence[GpuReading], known: Known) -> list[GpuReading]:
     return found
 
 
-def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, found: Openers) -> GpuReading:
+def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, looks: Mapping[Sought, Openers]) -> GpuReading:
     if path is None:
         return replace(gpu, opened_by=(), unreadable_processes=None)
+    found = looks.get((path, lease.id))
+    if found is None:
+        return gpu
     shown = [_opener(process, lease) for process in found.by_path.get(path, ())]
     return replace(
         gpu,

@@ -38,7 +38,7 @@ LEFT = Process(pid=9, user="ann", command="python train.py")
         (gpu(0, opened_by=(LEFT,)), "its device file is kept open by pid 9 of ann (python train.py)"),
         (gpu(0, memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB in use, 0.0 GiB while it"),
         (gpu(0, memory_used_bytes=None), "no process is left, but its memory is unknown"),
-        (gpu(0, opened_by=None), ""),
+        (gpu(0, opened_by=None), "who has its device file open is being looked for"),
         (gpu(0, processes=(Process(pid=8, lease_id="another"),)), "pid 8 left"),
     ],
 )
@@ -159,6 +159,17 @@ def test_retained_memory_is_waited_for_only_once_nobody_is_left(left: GpuReading
     world.pass_time(29)
     assert world.state() is GpuState.DRAINING
     world.pass_time(2)
+    assert world.state() is GpuState.FREE
+
+
+def test_retained_memory_is_waited_for_also_where_not_every_reading_has_looked_who_has_the_gpu_open() -> None:
+    retained = {"memory_used_bytes": 9 * GIB}
+    world, _ = drained(gpu(0, **retained))
+    for _ in range(16):
+        world.node(gpus=[gpu(0, opened_by=None, **retained)])
+        world.pass_time(1)
+        world.node(gpus=[gpu(0, **retained)])
+        world.pass_time(1)
     assert world.state() is GpuState.FREE
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,39 @@ def test_only_a_draining_gpu_is_looked_at(device: Path) -> None:
         assert "time.sleep(600)" in (draining.opened_by[0].command or "")
         (free,) = attribution.complete(reading(), []).gpus
         assert free.opened_by is None
+
+
+def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was looked for before a lease had ended says nothing of it."""
+    done, looks, real = threading.Event(), [], open_files.openers
+
+    def openers(paths: Collection[str]) -> open_files.Openers:
+        looks.append(paths)
+        assert done.wait(20)
+        return real(paths)
+
+    monkeypatch.setattr(open_files, "openers", openers)
+    looker = open_files.Looker(wait_s=0.01)
+
+    def opened_by(lease_id: str, *, ended: bool = True) -> tuple[Process, ...] | None:
+        return attribution.complete(reading(), [seen(lease_id, ended=ended)], {}, looker).gpus[0].opened_by
+
+    with opening(device) as pid:
+        assert [opened_by("mine") for _ in range(3)] == [None] * 3
+        assert len(looks) == 1
+        assert opened_by("next") is None
+        done.set()
+        found = until(lambda: opened_by("next"), "a look that was begun for this one ends")
+        assert [one.pid for one in found] == [pid]
+        assert len(looks) == 2
+        done.clear()
+        assert opened_by("next") is None
+        assert opened_by("next", ended=False) is None, "it is revived"
+        done.set()
+        until(lambda: opened_by("next"), "it has ended again")
+        assert len(looks) == 4, "what was found before that is of no use"
 
 
 def test_who_had_the_device_open_before_the_lease_keeps_it_from_nobody_unless_it_is_the_leases(device: Path) -> None:

@@ -73,6 +73,8 @@ def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWa
             reason="left behind: " + named(left, turn.policy),
         )
         watch = replace(watch, leftovers=pids)
+    if reading.opened_by is None and reading.health == "ok" and not left:
+        return watch  # a look at open files takes longer than this reading
     if not remains.nobody:
         return replace(watch, quiet_since_s=None, lowest_bytes=None)
     used, lowest = reading.memory_used_bytes, watch.lowest_bytes
@@ -146,6 +148,8 @@ def left_words(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
         return f": {named(remains.processes[:4], policy)} left"
     if remains.openers:
         return f": its device file is kept open by {named(remains.openers[:4], policy)}"
+    if reading.opened_by is None:
+        return ": who has its device file open is being looked for"
     if remains.looked and not remains.memory_back:
         used = reading.memory_used_bytes
         now = "unknown" if used is None else f"{gibibytes(used)} in use"
