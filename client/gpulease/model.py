@@ -144,7 +144,7 @@ class GpuReading(Device):
     """What holds its clocks down, such as `sw_power_cap`; empty when nothing does."""
     opened_by: tuple[Process, ...] | None = None
     """Processes that have its device file open or mapped, since the lease began or as the lease's own; null unless the
-    GPU drains, because nobody looks then."""
+    GPU drains, and while that is being looked for."""
     unreadable_processes: int | None = None
     """How many processes' open files the worker may not read, so that `opened_by` may lack some; null where nobody
     looked, or where its device file is not known."""

@@ -9,25 +9,38 @@ true is foreign.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpulease.model import GpuReading, LeaseState, Process
+from gpulease.owner import stat
 from gpulease_worker import processes
 from gpulease_worker.holders import SeenLease
-from gpulease_worker.open_files import Openers, openers
+from gpulease_worker.open_files import Looker, Openers, Sought
 from gpulease_worker.source import Reading, attribute
 
 DEVICE_FILES = "GPULEASE_DEVICE_FILES"
 """Environment variable: device files without their minor number, where they are not `/dev/nvidia`."""
+Known = dict[int, tuple[int | None, str]]
+"""By pid: start time of a process on a GPU, None where it was gone already, and its lease."""
 OUR_OWN = "-m gpulease_worker."
 """Command lines of probes, this node's and other daemons': each has every device file open, and holds no memory."""
 
 
-def complete(reading: Reading, leases: Sequence[SeenLease]) -> Reading:
-    """The reading with every process attributed, and with who has the device file of a draining GPU open."""
+def complete(
+    reading: Reading, leases: Sequence[SeenLease], known: Known | None = None, looker: Looker | None = None
+) -> Reading:
+    """The reading with every process attributed, and with who has the device file of a draining GPU open, as soon as
+    that is known.
+
+    `known`: whose the processes of the last reading were; it is brought up to date. `looker`: the one of the last
+    reading; where there is none, this waits for a look.
+    """
+    looker = looker or Looker(wait_s=None)
     holding = {uuid: lease for lease in leases for uuid in lease.gpus}
     gpus = [_attributed(gpu, holding.get(gpu.uuid)) for gpu in reading.gpus]
+    if known is not None:
+        gpus = _remembered(gpus, known)
     if reading.simulated:
         gpus = [replace(gpu, minor_number=gpu.index) for gpu in gpus]
     draining = {
@@ -36,8 +49,10 @@ def complete(reading: Reading, leases: Sequence[SeenLease]) -> Reading:
         if gpu.uuid in holding and holding[gpu.uuid].state is LeaseState.ENDED
     }
     if not draining:
+        looker.forget()
         return replace(reading, gpus=tuple(gpus))
-    found = openers({path for path in draining.values() if path is not None})
+    wanted = {(path, holding[uuid].id) for uuid, path in draining.items() if path is not None}
+    found = looker.look(wanted) if wanted else {}
     seen = [
         _with_openers(gpu, draining[gpu.uuid], holding[gpu.uuid], found) if gpu.uuid in draining else gpu
         for gpu in gpus
@@ -75,9 +90,34 @@ def _attributed(gpu: GpuReading, lease: SeenLease | None) -> GpuReading:
     )
 
 
-def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, found: Openers) -> GpuReading:
+def _remembered(gpus: Sequence[GpuReading], known: Known) -> list[GpuReading]:
+    """The GPUs with each process that was a lease's still its.
+
+    A process that ends loses its environment, and its parent, before the driver has given its memory back and takes it
+    off the lists; without this its last moments would be a conflict with its own lease.
+    """
+    before, found = dict(known), []
+    known.clear()
+    for gpu in gpus:
+        shown = []
+        for process in gpu.processes:
+            seen = stat(process.pid)
+            then_ticks, lease_id = before.get(process.pid, (None, None))
+            if process.lease_id is None and lease_id is not None and (seen is None or seen.start_ticks == then_ticks):
+                process = replace(process, lease_id=lease_id)  # noqa: PLW2901
+            if process.lease_id is not None:
+                known[process.pid] = (then_ticks if seen is None else seen.start_ticks, process.lease_id)
+            shown.append(process)
+        found.append(replace(gpu, processes=tuple(shown)))
+    return found
+
+
+def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, looks: Mapping[Sought, Openers]) -> GpuReading:
     if path is None:
         return replace(gpu, opened_by=(), unreadable_processes=None)
+    found = looks.get((path, lease.id))
+    if found is None:
+        return gpu
     shown = [_opener(process, lease) for process in found.by_path.get(path, ())]
     return replace(
         gpu,

@@ -112,7 +112,7 @@ class ComputeModes:
     async def _set(self, former: FormerMode) -> None:
         self._done.add(former.uuid)
         try:
-            found = await self._change(ModeChange(pci_bus_id=former.pci_bus_id, expected=former.mode, mode=OURS))
+            found = await self._changed(former, former.mode, OURS)
         except ModeNotSet as error:
             self._say(f"the compute mode of {former.uuid} cannot be set: {error}")
             if error.refused:
@@ -145,7 +145,7 @@ class ComputeModes:
                 self._done.discard(former.uuid)
                 return following
         try:
-            found = await self._change(ModeChange(pci_bus_id=former.pci_bus_id, expected=OURS, mode=former.mode))
+            found = await self._changed(former, OURS, former.mode)
         except ModeNotSet as error:
             self._say(f"the compute mode of {former.uuid} cannot be put back to {former.mode} yet: {error}")
             return former
@@ -154,9 +154,16 @@ class ComputeModes:
         self._forget(former)
         return None
 
-    def _leave(self, former: FormerMode, found: ComputeMode | None) -> None:
-        mode = "unknown" if found is None else found.value
-        self._say(f"the compute mode of {former.uuid} was set to {mode} by somebody else, and is left so")
+    async def _changed(self, former: FormerMode, expected: ComputeMode, mode: ComputeMode) -> ComputeMode:
+        """Change a GPU's mode if it is as expected; what it was. Raises ModeNotSet, also where the driver does not tell
+        what it was: then nothing was changed, and it is not known that somebody else did."""
+        found = await self._change(ModeChange(pci_bus_id=former.pci_bus_id, expected=expected, mode=mode))
+        if found is None:
+            raise ModeNotSet("the driver does not tell what it is")
+        return found
+
+    def _leave(self, former: FormerMode, found: ComputeMode) -> None:
+        self._say(f"the compute mode of {former.uuid} was set to {found.value} by somebody else, and is left so")
 
     def _record(self, former: FormerMode) -> None:
         """Have it on disk, with fsync, before anything is changed. Raises OSError."""

@@ -14,6 +14,14 @@ RELEASED_S = 1767225600.0
 DISK_BYTES = 2**30
 """Less free space than this is soon none: the ledger, and the logs of jobs."""
 CLOCK_TOLERANCE_S = 60.0
+WHAT_HELPS = {
+    "mig": "Take MIG away to lease the GPU whole (gpulease node pause, nvidia-smi -i INDEX -mig 0).",
+    "processes_unknown": "Run the worker with the right to list processes.",
+    "reboot_required": "Reboot this host.",
+    "row_remap_failed": "Replace the GPU.",
+}
+RESET = "nvidia-smi -q -i INDEX says more; gpulease node pause lets go of the GPUs for a reset."
+"""What helps a GPU of any other health that is not ok."""
 
 
 class Health(StrEnum):
@@ -87,6 +95,10 @@ def examine(facts: Facts) -> tuple[Finding, ...]:
 
 def driver(facts: Facts) -> Finding:
     """Is the kernel driver loaded?"""
+    if facts.kernel_driver is None and facts.gpus:
+        return _unknown(
+            "driver", "NVML answers, though /proc does not show the driver: as under WSL and in some containers."
+        )
     if facts.kernel_driver is None and facts.daemon_has_readings:
         return _unknown("driver", "No NVIDIA driver is loaded; the daemon's GPUs are simulated, or on other hosts.")
     if facts.kernel_driver is None:
@@ -104,7 +116,8 @@ def library(facts: Facts) -> Finding:
             return _unknown("driver library", what)
         return _wrong("driver library", what, "Install the driver's user-space libraries, or give LD_LIBRARY_PATH.")
     if facts.kernel_driver is None:
-        return _unknown("driver library", f"It is of version {facts.library}, and no driver is loaded.")
+        beside = "the driver's is not known" if facts.gpus else "no driver is loaded"
+        return _unknown("driver library", f"It is of version {facts.library}, and {beside}.")
     if facts.library != facts.kernel_driver:
         sentence = f"The library is of version {facts.library}, the loaded driver {facts.kernel_driver}: new processes \
 cannot use CUDA."
@@ -130,8 +143,8 @@ def nvml(facts: Facts) -> Finding:
         return _wrong("NVML", facts.nvml_problem, "See the checks above; nvidia-smi should list the GPUs.")
     sick = [f"GPU {gpu.index} is {gpu.health}" for gpu in facts.gpus if gpu.health != "ok"]
     if sick:
-        remedy = "nvidia-smi -q -i INDEX says more; gpulease node pause lets go of the GPUs for a reset."
-        return _wrong("NVML", f"{', '.join(sick)}.", remedy)
+        remedies = dict.fromkeys(WHAT_HELPS.get(gpu.health, RESET) for gpu in facts.gpus if gpu.health != "ok")
+        return _wrong("NVML", f"{', '.join(sick)}.", " ".join(remedies))
     return _fine("NVML", f"It answers and shows {len(facts.gpus)} GPU{'' if len(facts.gpus) == 1 else 's'}.")
 
 

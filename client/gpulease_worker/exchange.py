@@ -20,7 +20,7 @@ from gpulease import wire
 from gpulease.exchange import JUST_STARTED, PAUSED, DesiredState, NodeReport
 from gpulease.model import ComputeMode, LeaseState
 from gpulease.owner import realm
-from gpulease_worker import ports
+from gpulease_worker import ports, processes
 from gpulease_worker.compute_modes import ComputeModes
 from gpulease_worker.daemons import Daemons
 from gpulease_worker.holders import Holders
@@ -95,6 +95,7 @@ class Exchange:
     async def _turn(self, daemons: Daemons) -> bool:
         """One reading and its report. False when the daemon did not answer as it should."""
         report = await self._report()
+        asked_ticks = processes.ticks_now()
         # From here on, news of a job is news that this report does not have.
         sending = asyncio.create_task(self._send(daemons, report))
         try:
@@ -111,7 +112,7 @@ class Exchange:
         self._pace_draining(self._desired)
         self._owners.watch(self._desired.owners)
         self._jobs.reconcile(self._desired.jobs)
-        leases = self._holders.see(self._desired.leases)
+        leases = self._holders.see(self._desired.leases, asked_ticks)
         self._leftovers.look(leases, report.gpus)
         if not self._desired.paused:
             await self._modes.reconcile(leases, report.gpus)
@@ -164,10 +165,12 @@ class Exchange:
         if desired is None:
             return Reading(problem=JUST_STARTED, simulated=self._settings.simulate is not None)
         if desired.paused:
-            # Another probe takes its place, and starts with the first reading that is wanted again.
-            await self._probe.close()
-            self._probe = self._new_probe()
-            return Reading(problem=PAUSED, simulated=self._settings.simulate is not None)
+            closed = await self._probe.end()
+            if closed:
+                # Another takes its place, and starts with the first reading that is wanted again.
+                self._probe = self._new_probe()
+            problem = PAUSED if closed else f"{PAUSED}, but a probe that was killed has not ended yet"
+            return Reading(problem=problem, simulated=self._settings.simulate is not None)
         fresh = desired.fresh or bool(self._draining)
         return await self._probe.read(self._holders.see(desired.leases), fresh)
 

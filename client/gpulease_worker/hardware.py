@@ -5,8 +5,9 @@ in every *whole* reading: when one is asked for, and every `processes_s`. How a 
 decided by that. A reading that is not whole repeats the processes and the health of the last that was, and says so.
 Only where memory in use has changed are they read anew, so that who comes or goes is seen within a second.
 
-The errors of one GPU stay with that GPU. One that was known and does not answer keeps its name and is `lost`,
-`reset_required` or `unreadable`; one that could never be identified is left out, because nothing can be said of it.
+The errors of one GPU stay with that GPU. One that was known, to this probe or to the one before it, and does not answer
+keeps its name and is `lost`, `reset_required` or `unreadable`; one that could never be identified is left out, because
+nothing can be said of it.
 While a GPU is lost, NVML is opened anew every `health_s`, because a session does not always find it again.
 """
 
@@ -66,8 +67,8 @@ class Hardware:
         self._opened_at_s = 0.0
         self._known: dict[int, Sighted] = {}
         """By the driver's index, which stays the same for a session."""
-        self._gone: list[Sighted] = []
-        """GPUs of an earlier session that this one does not show."""
+        self._gone = [Sighted(_device(gpu, node), gpu.minor_number) for gpu in start.gpus]
+        """GPUs of an earlier session, or of the probe before this one, that this one does not show."""
         self._links: tuple[GpuLink, ...] = ()
         self._linked: set[str] = set()
         """GPUs that were asked for their links."""
@@ -75,6 +76,8 @@ class Hardware:
         for uuid, xid in start.xids.items():
             self._xids.saw(uuid, xid, time.monotonic())
         self._watch: XidWatch | None = None
+        self._watched: set[str] = set()
+        """GPUs whose Xids it tells."""
         self._whole_at_s = self._condition_at_s = -float("inf")
 
     @property
@@ -92,8 +95,11 @@ class Hardware:
             version = self._nvml.driver_version()
             if whole and (misfit := driver.misfit(version)) is not None:
                 raise ReadingFailed(misfit, over=driver.outdated())
-            found = [self._read_at(position, whole, condition) for position in range(self._nvml.count())]
+            count = self._nvml.count()
+            self._gone += [self._known.pop(position) for position in list(self._known) if position >= count]
+            found = [self._read_at(position, whole, condition) for position in range(count)]
             self._link()
+            self._watch_xids()
         except LibraryFailed as failed:
             self._stop()
             raise self._explained(failed) from failed
@@ -152,12 +158,10 @@ class Hardware:
     def _identify_all(self) -> None:
         """Find out which GPU has which index in this session. One that is silent keeps the index it had."""
         former = {sighted.device.uuid: sighted for sighted in (*self._known.values(), *self._gone)}
-        before, self._known, handles = self._known, {}, []
+        before, self._known = self._known, {}
         for position in range(self._nvml.count()):
             try:
-                handle = self._nvml.handle(position)
-                self._known[position] = self._identified(handle, position)
-                handles.append(handle)
+                self._known[position] = self._identified(self._nvml.handle(position), position)
             except GpuFailed as failed:
                 print(f"GPU {position} cannot be identified: {failed}", file=sys.stderr, flush=True)
         present = {sighted.device.uuid for sighted in self._known.values()}
@@ -169,7 +173,7 @@ class Hardware:
         count = self._nvml.count()
         self._gone += [self._known.pop(position) for position in list(self._known) if position >= count]
         self._linked.clear()
-        self._watch = XidWatch(self._nvml, handles)
+        self._watch_xids()
 
     def _identified(self, handle: Any, position: int) -> Sighted:
         memory = self._nvml.memory(handle)
@@ -183,14 +187,30 @@ class Hardware:
         )
         return Sighted(device, self._nvml.number("nvmlDeviceGetMinorNumber", handle))
 
-    def _stop(self) -> None:
+    def _watch_xids(self) -> None:
+        """Have the Xids told of every GPU that answers, also of one that did not when the session began."""
+        answering = {one.device.uuid: position for position, one in self._known.items() if one.failed is None}
+        if answering.keys() <= self._watched:
+            return
+        self._stop_watch()
+        handles = {}
+        for uuid, position in answering.items():
+            with suppress(GpuFailed):
+                handles[uuid] = self._nvml.handle(position)
+        self._watch, self._watched = XidWatch(self._nvml, list(handles.values())), set(handles)
+
+    def _stop_watch(self) -> None:
         if self._watch is not None:
             with suppress(LibraryFailed, GpuFailed):
                 self._watch.close()
             self._note_xids()
+        self._watch, self._watched = None, set()
+
+    def _stop(self) -> None:
+        self._stop_watch()
         if self._open:
             self._nvml.close()
-        self._open, self._watch = False, None
+        self._open = False
 
     def _note_xids(self) -> None:
         for uuid, xid, at_s in self._watch.seen() if self._watch is not None else ():
@@ -203,6 +223,7 @@ class Hardware:
             handle = self._nvml.handle(position)
             if sighted is None:
                 sighted = self._known[position] = self._identified(handle, position)
+                self._gone = [one for one in self._gone if one.device.uuid != sighted.device.uuid]
             return self._read_one(handle, sighted, whole, condition)
         except GpuFailed as failed:
             if sighted is None:
@@ -263,6 +284,11 @@ class Hardware:
 def _silent(sighted: Sighted, word: str) -> GpuReading:
     """A GPU that does not answer: its name, and why."""
     return _reading(sighted, health=word)
+
+
+def _device(gpu: Device, node: str) -> Device:
+    """What does not change of a GPU."""
+    return Device(**{name: getattr(gpu, name) for name in Device.__dataclass_fields__} | {"node": node})
 
 
 def _reading(sighted: Sighted, **members: Any) -> GpuReading:

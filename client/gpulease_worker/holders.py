@@ -31,7 +31,8 @@ class SeenLease(NodeLease):
     owner: processes.Identity | None = None
     """The process that owns it; null if only its pid is known and it was gone when the worker first saw the lease."""
     since_ticks: int | None = None
-    """When the worker first saw it, in clock ticks since boot; null if it had ended by then."""
+    """A moment before the lease began, in clock ticks since boot: the last at which it was certainly not granted yet.
+    Where this worker knows none: when it first saw the lease; null if that had ended by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class Holders:
     def __init__(self, data_dir: Path) -> None:
         self._path = data_dir / FILE
         self._seen: dict[str, SeenLease] = {}
+        self._asked_ticks: int | None = None
 
     def recover(self) -> None:
         """Take up what an earlier worker has seen since the machine was started."""
@@ -67,10 +69,16 @@ class Holders:
         if kept.boot_id == boot_id():
             self._seen = {lease.id: lease for lease in kept.leases}
 
-    def see(self, leases: Sequence[NodeLease]) -> tuple[SeenLease, ...]:
-        """The leases that the daemon names now, with what is known of each. Forgets all others."""
+    def see(self, leases: Sequence[NodeLease], asked_ticks: int | None = None) -> tuple[SeenLease, ...]:
+        """The leases that the daemon names now, with what is known of each. Forgets all others.
+
+        `asked_ticks`: when the daemon was asked, if it has just answered with them. A lease that an answer does not
+        name was granted after that was asked for, however short it was and however late the next answer shows it.
+        """
         known = self._seen
         self._seen = {lease.id: self._sight(lease, known.get(lease.id)) for lease in leases}
+        if asked_ticks is not None:
+            self._asked_ticks = asked_ticks
         if self._seen != known:
             self._keep()
         return tuple(self._seen.values())
@@ -79,8 +87,10 @@ class Holders:
         told = {item.name: getattr(lease, item.name) for item in fields(NodeLease)}
         if known is not None:
             return SeenLease(**told, owner=known.owner, since_ticks=known.since_ticks)
-        active = lease.state is LeaseState.ACTIVE
-        return SeenLease(**told, owner=_owner(lease), since_ticks=processes.ticks_now() if active else None)
+        since_ticks = self._asked_ticks
+        if since_ticks is None and lease.state is LeaseState.ACTIVE:
+            since_ticks = processes.ticks_now()
+        return SeenLease(**told, owner=_owner(lease), since_ticks=since_ticks)
 
     def _keep(self) -> None:
         # Not synced: after a crash of the machine start times mean nothing, and a crash of the worker loses nothing.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,14 @@ LIBRARY_GONE = {
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
 }
 """Errors that concern every GPU. All the others mean: this value is not to be had."""
+ABSENT = {
+    pynvml.NVML_ERROR_NOT_SUPPORTED,
+    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    pynvml.NVML_ERROR_NOT_FOUND,
+    pynvml.NVML_ERROR_INVALID_ARGUMENT,
+    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
+}
+"""Errors that say that a GPU or its driver has no such thing; after any other it may have one that cannot be read."""
 COMPUTE_MODES = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: ComputeMode.DEFAULT,
     # Exclusive-thread went away with CUDA 8; a driver that still says so admits one process at most.
@@ -87,6 +96,7 @@ ANCESTORS = {
 }
 CAPS_READ = 0
 """NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py spells as a tuple by mistake."""
+UNTOLD = {2**32 - 1, 2**64 - 1}
 ECC_COUNTERS = (pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
 LIBRARY = "libnvidia-ml.so"
 SHADOWED = "is the deprecated package pynvml, not nvidia-ml-py. Uninstall it and reinstall nvidia-ml-py."
@@ -109,7 +119,11 @@ class LibraryFailed(Exception):
 
 
 class Refused(Exception):
-    """The driver cannot or may not do or tell one thing. The text is its reason."""
+    """The driver cannot or may not do or tell one thing. The text is its reason; `absent`: there is no such thing."""
+
+    def __init__(self, text: str, *, absent: bool = False) -> None:
+        super().__init__(text)
+        self.absent = absent
 
 
 class ProcessV1(ctypes.Structure):
@@ -188,21 +202,21 @@ class Nvml:
 
     def number(self, call: str, handle: Any) -> int | None:
         """The answer of a call that answers with one whole number."""
-        found = self.ask(call, handle)
-        return None if found is None else int(found)
+        return _told(self.ask(call, handle))
 
     def memory(self, handle: Any) -> tuple[int, int] | None:
         """Total and used bytes, without what the driver reserves; with it where the driver is too old to tell."""
         found = self.ask("nvmlDeviceGetMemoryInfo", handle, version=pynvml.nvmlMemory_v2)
         found = found or self.ask("nvmlDeviceGetMemoryInfo", handle)
-        return None if found is None else (int(found.total), int(found.used))
+        total, used = (None, None) if found is None else (_told(found.total), _told(found.used))
+        return None if total is None or used is None else (total, used)
 
     def activity(self, handle: Any) -> dict[str, Any]:
         """Members of a `GpuReading` that change from second to second."""
         memory = self.memory(handle)
         busy = self.ask("nvmlDeviceGetUtilizationRates", handle)
-        celsius = self.ask("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
-        milliwatts = self.ask("nvmlDeviceGetPowerUsage", handle)
+        celsius = _told(self.ask("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU))
+        milliwatts = _told(self.ask("nvmlDeviceGetPowerUsage", handle))
         return {
             "memory_used_bytes": None if memory is None else memory[1],
             "utilization_ratio": None if busy is None else min(1.0, busy.gpu / 100),
@@ -212,13 +226,17 @@ class Nvml:
         }
 
     def processes(self, handle: Any) -> list[Listed] | None:
-        """Every process on the GPU, once each; None when the compute list cannot be read: that is not an empty one."""
+        """Every process on the GPU, once each; None when a list cannot be read: that is not an empty one."""
         found: dict[int, Listed] = {}
         for kind, name in PROCESS_LISTS:
-            listed = self._list(name, handle)
-            if listed is None and kind is ProcessType.COMPUTE:
-                return None
-            for pid, used in listed or ():
+            try:
+                listed = self._list(name, handle)
+            except Refused as refused:
+                # Where there is no MPS and no graphics, nobody can use them; a GPU always computes.
+                if kind is ProcessType.COMPUTE or not refused.absent:
+                    return None
+                continue
+            for pid, used in listed:
                 found.setdefault(pid, Listed(pid, kind, used))
         return list(found.values())
 
@@ -237,7 +255,8 @@ class Nvml:
     def condition(self, handle: Any) -> dict[str, Any]:
         """Members of a `GpuReading` that tell how the GPU fares, and decide nothing."""
         corrected, uncorrected = (
-            self.ask("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC) for kind in ECC_COUNTERS
+            _told(self.ask("nvmlDeviceGetTotalEccErrors", handle, kind, pynvml.NVML_VOLATILE_ECC))
+            for kind in ECC_COUNTERS
         )
         mask = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         mask = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) if mask is None else mask
@@ -274,7 +293,8 @@ class Nvml:
         """An event set that tells of the Xids of these GPUs; None where the driver has none."""
         events = self.ask("nvmlEventSetCreate")
         for handle in handles if events is not None else ():
-            self.ask("nvmlDeviceRegisterEvents", handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            with suppress(GpuFailed):  # its readings say what ails it
+                self.ask("nvmlDeviceRegisterEvents", handle, pynvml.nvmlEventTypeXidCriticalError, events)
         return events
 
     def wait_for_xid(self, events: Any, timeout_s: float) -> tuple[str, int] | None:
@@ -305,7 +325,7 @@ class Nvml:
         """The answer of one call. Raises Refused, GpuFailed and LibraryFailed."""
         function = getattr(pynvml, call, None)
         if function is None:
-            raise Refused(f"nvidia-ml-py does not know {call}")
+            raise Refused(f"nvidia-ml-py does not know {call}", absent=True)
         self.under_way = (call, time.monotonic())
         try:
             return function(*words, **named)
@@ -315,9 +335,9 @@ class Nvml:
                 raise LibraryFailed(str(error), mismatch=mismatch) from error
             if error.value in LOST:
                 raise GpuFailed(LOST[error.value], str(error)) from error
-            raise Refused(str(error)) from error
+            raise Refused(str(error), absent=error.value in ABSENT) from error
         except pynvml.NVMLLibraryMismatchError as error:  # not an NVMLError: it misses a function of the library
-            raise Refused(str(error)) from error
+            raise Refused(str(error), absent=True) from error
         finally:
             self.under_way = None
 
@@ -334,16 +354,16 @@ class Nvml:
         finally:
             self.under_way = None
 
-    def _list(self, name: str, handle: Any) -> list[tuple[int, int | None]] | None:
+    def _list(self, name: str, handle: Any) -> list[tuple[int, int | None]]:
+        """Pid and memory of each process on one list. Raises Refused and GpuFailed."""
         version = self._lists[name]
         if version is None:
-            return None
+            raise Refused(f"the driver has no {name}", absent=True)
         if version == "":
             return self._list_v1(name, handle)
-        listed = self.ask(name + version, handle)
-        return None if listed is None else [(int(one.pid), _bytes(one.usedGpuMemory)) for one in listed]
+        return [(int(one.pid), _told(one.usedGpuMemory)) for one in self.call(name + version, handle)]
 
-    def _list_v1(self, name: str, handle: Any) -> list[tuple[int, int | None]] | None:
+    def _list_v1(self, name: str, handle: Any) -> list[tuple[int, int | None]]:
         """A list by its oldest call, which nvidia-ml-py no longer offers. As there: one call for the size, one more."""
         self.under_way = (name, time.monotonic())
         try:
@@ -358,8 +378,8 @@ class Nvml:
         if answer in LOST:
             raise GpuFailed(LOST[answer], name)
         if answer != pynvml.NVML_SUCCESS:
-            return None
-        return [(int(one.pid), _bytes(one.usedGpuMemory)) for one in entries[: count.value]]
+            raise Refused(f"{name} fails with {answer}", absent=answer in ABSENT)
+        return [(int(one.pid), _told(one.usedGpuMemory)) for one in entries[: count.value]]
 
     def _recovery_action(self, handle: Any) -> str | None:
         found = self.ask("nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
@@ -390,9 +410,9 @@ def _has(symbol: str) -> bool:
     return True
 
 
-def _bytes(used: int | None) -> int | None:
-    """Memory of a process; None for the driver's word for unknown, all bits set."""
-    return None if used is None or used == 2**64 - 1 else int(used)
+def _told(number: int | None) -> int | None:
+    """A number as the driver tells it; None for its word for unknown, all bits set, which no amount of anything is."""
+    return None if number is None or number in UNTOLD else int(number)
 
 
 def _text(value: str | bytes | None) -> str | None:

@@ -18,7 +18,7 @@ from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode
 from gpulease_worker.health import xid_of
 from gpulease_worker.processes import MARKER
-from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start
+from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start, name_of
 from gpulease_worker.tasks import cancel
 
 START_S = 30.0
@@ -86,7 +86,9 @@ class Probe:
             return await self._replace(reading.problem or "The probe ended itself.")
         if reading.problem is None:
             xids = {gpu.uuid: xid for gpu in reading.gpus if (xid := xid_of(gpu.health)) is not None}
-            self._told = replace(self._told, xids=xids)
+            # Only a driver loses GPUs; thousands of simulated ones have no room on a command line.
+            named = () if self._simulated else tuple(name_of(gpu) for gpu in reading.gpus)
+            self._told = replace(self._told, xids=xids, gpus=named)
         return reading
 
     async def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
@@ -108,14 +110,21 @@ class Probe:
             raise ModeNotSet(found.problem, refused=found.refused)
         return found.found
 
-    async def close(self) -> None:
-        """End the probe."""
+    async def end(self) -> bool:
+        """End the probe. True when none is left, so that NVML is closed; one that hangs in the driver, or that is its
+        last client and so tears every GPU down, takes longer than this waits. A later reading starts another."""
         if self._starting is not None:
             await cancel(self._starting)
+            self._starting = None
         await self._kill()
+        if self._ends:
+            await asyncio.wait(list(self._ends.values()), timeout=DYING_S)
+        return not self._ends
+
+    async def close(self) -> None:
+        """End the probe for good."""
+        await self.end()
         ends = list(self._ends.values())
-        if ends:
-            await asyncio.wait(ends, timeout=DYING_S)
         for task in ends:
             task.cancel()
         await asyncio.gather(*ends, return_exceptions=True)

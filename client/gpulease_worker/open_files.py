@@ -8,6 +8,7 @@ them, because looking at a file that lies on a network may hang.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,8 +17,12 @@ from pathlib import Path
 from gpulease.owner import stat
 from gpulease_worker import processes
 
+WAIT_S = 0.25
+"""How long a reading waits for a look: long enough for a host of a thousand processes, short beside its deadline."""
 KERNEL_THREADS = 2
 """Pid of kthreadd, the parent of every kernel thread."""
+Sought = tuple[str, str]
+"""Path of a device file, and the lease that has ended on its GPU."""
 GONE = " (deleted)"
 """What the kernel appends to the name of a file that has been removed."""
 
@@ -30,6 +35,50 @@ class Openers:
     """Processes that have a file open or mapped, by its path."""
     unreadable: int = 0
     """Processes that this user may not look into."""
+
+
+class Looker:
+    """Looks who has the device files of draining GPUs open, without making a reading wait for it.
+
+    A look takes as long as the host has processes and open files, a second for some thousand, and hangs where one of
+    them does so in the kernel. A reading that waited would miss its deadline, and every GPU of the node be unknown for
+    as long as one drains.
+
+    Args:
+        wait_s: How long a reading waits for it; None: until it is over.
+    """
+
+    def __init__(self, wait_s: float | None = WAIT_S) -> None:
+        self._wait_s = wait_s
+        self._thread: threading.Thread | None = None
+        self._wanted: frozenset[Sought] = frozenset()
+        self._found: Openers | None = None
+
+    def look(self, wanted: Collection[Sought]) -> dict[Sought, Openers]:
+        """What was found, for each that was wanted already when the look was begun; of the others nothing is known yet.
+
+        `wanted`: each file, with the lease that has ended on it: a look from before that does not count.
+        """
+        self._wanted &= frozenset(wanted)  # a lease that was revived may end again
+        for _ in range(2):  # the look under way may have been begun for none of these
+            if self._thread is None:
+                self._wanted, self._found = frozenset(wanted), None
+                self._thread = threading.Thread(target=self._look, args=({path for path, _ in wanted},), daemon=True)
+                self._thread.start()
+            self._thread.join(self._wait_s)
+            if self._thread.is_alive():
+                return {}
+            self._thread = None
+            if self._found is not None and self._wanted:
+                return dict.fromkeys(self._wanted, self._found)
+        return {}
+
+    def forget(self) -> None:
+        """Nothing drains: what is found by a look under way is of no use."""
+        self._wanted = frozenset()
+
+    def _look(self, paths: Collection[str]) -> None:
+        self._found = openers(paths)
 
 
 def openers(paths: Collection[str]) -> Openers:

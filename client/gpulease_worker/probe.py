@@ -24,7 +24,7 @@ from typing import TextIO
 from gpulease import wire
 from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode
-from gpulease_worker import attribution, processes
+from gpulease_worker import attribution, open_files, processes
 from gpulease_worker.holders import SeenLease
 from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Reading, ReadingFailed, Source, Start
 
@@ -55,6 +55,8 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
     """Answer every request until stdin ends, or until the source can never be read again."""
     print(json.dumps({"ready": True}), file=answers, flush=True)
     threading.Thread(target=_watch, args=(source, answers, call_deadline_s), daemon=True).start()
+    known: attribution.Known = {}
+    looker = open_files.Looker()
     for line in requests:
         request = json.loads(line)
         if "compute_mode" in request:
@@ -62,7 +64,7 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
             continue
         leases = [wire.from_json(SeenLease, lease) for lease in request["leases"]]
         try:
-            reading = attribution.complete(source.read(leases, request.get("fresh", True)), leases)
+            reading = attribution.complete(source.read(leases, request.get("fresh", True)), leases, known, looker)
         except ReadingFailed as failed:
             reading = Reading(problem=str(failed), over=failed.over)
         answer(answers, reading)

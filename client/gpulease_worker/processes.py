@@ -31,6 +31,8 @@ ANCESTORS = 64
 """How far up the tree of processes a marker is looked for."""
 KILL_ROUND_S = 0.05
 """Pause between two rounds of SIGKILL: long enough for the dead to go, short beside any grace."""
+NAME_WAIT_S, NAME_KEPT_S = 0.1, 60.0
+"""How long a name is waited for, short beside a reading's deadline; how long it is taken to be the same."""
 
 INITIAL_PID_NAMESPACE = 4026531836
 """Inode of the host's own PID namespace (`PROC_PID_INIT_INO` in the kernel's proc_ns.h)."""
@@ -83,6 +85,35 @@ class Identity:
         finally:
             os.close(descriptor)
         return True
+
+
+class UserNames:
+    """Login names, from a user database that may lie on a network and not answer: nobody waits long for it."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[str, float]] = {}
+        """By number: the name, and when it is asked for again."""
+        self._asking: threading.Thread | None = None
+
+    def name_of(self, uid: int) -> str:
+        """The name; the one that was known before, or else the number, while the database does not answer."""
+        name, until_s = self._known.get(uid, (str(uid), 0.0))
+        if time.monotonic() < until_s or (self._asking is not None and self._asking.is_alive()):
+            return name
+        self._asking = threading.Thread(target=self._ask, args=(uid,), daemon=True)
+        self._asking.start()
+        self._asking.join(NAME_WAIT_S)
+        return self._known.get(uid, (name, 0.0))[0]
+
+    def _ask(self, uid: int) -> None:
+        try:
+            name = pwd.getpwuid(uid).pw_name
+        except (KeyError, OSError):
+            name = str(uid)
+        self._known[uid] = (name, time.monotonic() + NAME_KEPT_S)
+
+
+USERS = UserNames()
 
 
 def pids() -> Iterator[int]:
@@ -188,15 +219,12 @@ def descendants(root: int) -> set[Identity]:
 
 
 def user_of(pid: int) -> str | None:
-    """Login name of a process's owner, its number where it has no name; None if the process is gone."""
+    """Login name of a process's owner, its number where it has none or none can be had; None if the process is gone."""
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return USERS.name_of(uid)
 
 
 def command_of(pid: int) -> str | None:

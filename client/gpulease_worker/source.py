@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gpulease.exchange import NodeLease
-from gpulease.model import ComputeMode, GpuLink, GpuReading, Noun, Process
+from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Noun, Process
 from gpulease_worker import processes
 
 
@@ -100,6 +100,8 @@ class Start:
     """How often what is read, and how long one call may take."""
     xids: dict[str, int] = field(default_factory=dict)
     """By UUID: critical Xids that the probe before this one saw, which the driver tells only once."""
+    gpus: tuple[GpuReading, ...] = ()
+    """The GPUs that the probe before this one knew, by name: one that does not answer any more is lost, not nothing."""
 
 
 class Source(Protocol):
@@ -114,6 +116,12 @@ class Source(Protocol):
 
     def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
         """Change a GPU's mode if it is as expected. What it was before. Raises ModeNotSet, ReadingFailed."""
+
+
+def name_of(gpu: GpuReading) -> GpuReading:
+    """What is left of a reading when the GPU does not answer."""
+    names = (*Device.__dataclass_fields__, "minor_number")
+    return GpuReading(**{name: getattr(gpu, name) for name in names})
 
 
 def attribute(process: Process) -> Process:

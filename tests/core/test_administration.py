@@ -9,6 +9,7 @@ from gpulease.exchange import JUST_STARTED, PAUSED
 from gpulease.model import ComputeMode, Event, GpuReading, GpuState, Lease, LeaseState, NodeMode
 from gpulease_server.core.explain import explain
 from gpulease_server.core.node import desired_state
+from gpulease_server.core.turn import Policy
 from gpulease_server.core.view import gpu_view, node_view
 
 from .build import World, gpu, uuid
@@ -184,11 +185,12 @@ def test_that_a_worker_has_just_started_is_no_event_and_what_follows_is(problem:
 
 
 def test_a_cordon_outlives_the_gpu_being_taken_out_while_it_drains() -> None:
-    world = World().node(gpus=2)
+    world = World(policy=Policy(gone_after_s=2.0)).node(gpus=2)
     lease = world.lease()
     world.cordon(0)
     world.release(lease)
     world.node(gpus=[gpu(1)])
+    world.pass_time(2.5)
     world.node(gpus=2)
     assert world.state(0) is GpuState.CORDONED
     assert kinds(world)[-1] == "gpu.gone", "the log must say why it need not be seen clean any more"

@@ -6,6 +6,7 @@ import pytest
 
 from gpulease.model import GpuReading, GpuState, Lease, LeaseState, Process
 from gpulease_server.core.node import desired_state
+from gpulease_server.core.turn import Policy
 from gpulease_server.core.view import gpu_view
 
 from .build import GIB, World, gpu, uuid
@@ -37,7 +38,7 @@ LEFT = Process(pid=9, user="ann", command="python train.py")
         (gpu(0, opened_by=(LEFT,)), "its device file is kept open by pid 9 of ann (python train.py)"),
         (gpu(0, memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB in use, 0.0 GiB while it"),
         (gpu(0, memory_used_bytes=None), "no process is left, but its memory is unknown"),
-        (gpu(0, opened_by=None), ""),
+        (gpu(0, opened_by=None), "who has its device file open is being looked for"),
         (gpu(0, processes=(Process(pid=8, lease_id="another"),)), "pid 8 left"),
     ],
 )
@@ -58,6 +59,7 @@ def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: 
     [
         Process(pid=9, command="/usr/bin/nvidia-persistenced --verbose"),
         Process(pid=9, command="/usr/bin/python3 /usr/bin/gpustat -i"),
+        Process(pid=9, command="/usr/bin/python3 -u -m nvitop"),
         Process(pid=9, command="/usr/lib/xorg/Xorg vt2"),
     ],
 )
@@ -97,6 +99,19 @@ def test_the_baseline_is_learnt_while_the_gpu_is_free_and_one_odd_reading_does_n
     assert world.state() is GpuState.DRAINING
     world.node(gpus=[gpu(0, memory_used_bytes=2 * GIB + 2**20)])
     assert world.state() is GpuState.FREE
+
+
+def test_the_memory_of_processes_that_cannot_be_seen_is_not_that_of_a_free_gpu() -> None:
+    """In a container, where memory alone tells that something of a holder is left."""
+    world = World().node(gpus=[gpu(0, memory_used_bytes=40 * GIB, hidden_use=True)])
+    world.pass_time(5)
+    world.node(gpus=1)
+    lease = world.lease()
+    assert world.ledger.gpus[uuid(0)].baseline_bytes == 0
+    world.release(lease)
+    world.node(gpus=[gpu(0, memory_used_bytes=39 * GIB, hidden_use=True)])
+    assert world.state() is GpuState.DRAINING
+    assert lease.id in reason(world)
 
 
 def test_the_baseline_follows_a_desktop_that_takes_more_while_the_gpu_is_free() -> None:
@@ -147,6 +162,17 @@ def test_retained_memory_is_waited_for_only_once_nobody_is_left(left: GpuReading
     assert world.state() is GpuState.FREE
 
 
+def test_retained_memory_is_waited_for_also_where_not_every_reading_has_looked_who_has_the_gpu_open() -> None:
+    retained = {"memory_used_bytes": 9 * GIB}
+    world, _ = drained(gpu(0, **retained))
+    for _ in range(16):
+        world.node(gpus=[gpu(0, opened_by=None, **retained)])
+        world.pass_time(1)
+        world.node(gpus=[gpu(0, **retained)])
+        world.pass_time(1)
+    assert world.state() is GpuState.FREE
+
+
 def test_what_a_user_left_behind_is_told_once_for_each_change_and_not_while_it_may_be_ending() -> None:
     world, lease = drained(gpu(0, processes=(LEFT,)))
     assert told(world, "gpu.leftover") == []
@@ -190,3 +216,35 @@ def test_the_node_is_told_whose_lease_it_is_only_where_the_pid_means_something()
     world.lease()
     (told_lease,) = desired_state(world.ledger, "a", 1).leases
     assert (told_lease.owner_pid, told_lease.job_id) == (None, None)
+
+
+def test_a_draining_gpu_that_is_not_shown_for_a_while_drains_on_when_it_is_back() -> None:
+    world, lease = drained(gpu(0, processes=(LEFT,)))
+    for _ in range(2):
+        world.node(gpus=[])
+        world.pass_time(5)
+        assert world.state() is GpuState.UNKNOWN
+        waiting = world.lease()
+        assert waiting.state is LeaseState.QUEUED
+        world.node(gpus=[gpu(0, opened_by=(LEFT,))])  # its process list is empty by now
+        assert world.state() is GpuState.DRAINING
+        assert world.now_of(waiting).state is LeaseState.QUEUED, "granted while what the former holder left has it open"
+        assert f"cleaned of {lease.id}" in reason(world)
+        world.release(waiting)
+    world.node(gpus=1)
+    assert world.state() is GpuState.FREE
+
+
+def test_a_draining_gpu_that_was_taken_out_is_forgotten_in_the_end() -> None:
+    world, lease = drained(gpu(0, processes=(LEFT,)))
+    world.policy = Policy(gone_after_s=5.0)
+    world.node(gpus=[])
+    world.pass_time(4)
+    world.node(gpus=[gpu(0, processes=(LEFT,))])
+    world.node(gpus=[])
+    world.pass_time(4)
+    assert told(world, "gpu.gone") == [], "counted from the first time that it was missing"
+    world.pass_time(2)
+    assert told(world, "gpu.gone") == [None]
+    assert not world.ledger.gpus
+    assert lease.id not in {item.id for item in desired_state(world.ledger, "a", 1).leases}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpulease.errors import NeverFits, NotNow
-from gpulease.model import ComputeMode, Explanation, Lease, NodeMode, Obstacle, Selection
+from gpulease.model import ComputeMode, Explanation, GpuReading, Lease, NodeMode, Obstacle, Selection
 from gpulease_server.core.explain import explain
 from gpulease_server.core.turn import Policy
 
@@ -177,3 +177,25 @@ def test_a_lease_that_has_gpus_or_has_ended_says_so() -> None:
     assert explained(world, lease.id).verdict == "granted"
     world.release(lease)
     assert explained(world, lease.id).sentence == "The lease has ended: released."
+
+
+@pytest.mark.parametrize(
+    ("reading", "words"),
+    [
+        (gpu(0, memory_used_bytes=75 * GIB), "GPU 0 of a has too little free memory."),
+        (gpu(0, memory_used_bytes=None), "GPU 0 of a does not tell how much of its memory is free."),
+    ],
+)
+def test_too_little_memory_now_is_what_is_said_to_be_in_the_way(reading: GpuReading, words: str) -> None:
+    explanation = refused(World().node(gpus=[reading]), min_free_memory_bytes=10 * GIB)
+    assert only(explanation).sentence == words
+    assert explanation.sentence == f"Not now: asked for 1 GPU with 10.0 GiB free. {words}"
+
+
+def test_memory_that_no_gpu_tells_is_not_none() -> None:
+    mute = gpu(0, memory_total_bytes=None, memory_used_bytes=None)
+    explanation = refused(World().node(gpus=[mute]), min_free_memory_bytes=10 * GIB)
+    assert explanation.obstacles[0].sentence == "GPU 0 of a does not tell how much memory it has."
+    assert "Of 1 it is not known how much memory it has. Node a has 1 GPU." in explanation.sentence
+    explanation = refused(World().node(gpus=[mute, gpu(1)]), min_free_memory_bytes=81 * GIB)
+    assert "The largest has 80.0 GiB. Of 1 it is not known how much memory it has." in explanation.sentence

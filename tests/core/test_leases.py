@@ -450,11 +450,11 @@ def test_a_node_that_is_always_late_holds_nobody_up_for_ever() -> None:
 
 
 def test_a_draining_gpu_that_is_gone_is_forgotten_and_holds_nobody_up() -> None:
-    world = World().node(gpus=2)
+    world = World(policy=Policy(gone_after_s=2.0)).node(gpus=2)
     lease = world.lease(selection=Selection.LISTED, indices=(0,))
     world.node(gpus=[gpu(1)])
     world.release(lease)
-    world.pass_time(1)
+    world.pass_time(3)
     assert set(world.ledger.gpus) == {uuid(1)}
     assert isinstance(world.answers[world.ask(2)], NeverFits)
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from gpulease.errors import NotAllowed, NotFound
-from gpulease.exchange import JobReport, RunState
-from gpulease.model import Demand, EndReason, GpuState, Holder, Job, JobSpec, JobState, Launcher, LeaseState
+from gpulease.exchange import PAUSED, JobReport, RunState
+from gpulease.model import Demand, EndReason, GpuState, Holder, Job, JobSpec, JobState, Launcher, LeaseState, NodeMode
 from gpulease_server.core.happenings import JobSubmitted
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.turn import Policy
@@ -313,3 +313,23 @@ def test_a_draining_gpu_follows_its_node_to_a_new_name() -> None:
     world.node("b", gpus=readings)
     world.report("b")
     assert world.state(0, "a") is GpuState.FREE
+
+
+@pytest.mark.parametrize("problem", ["The driver hangs.", PAUSED])
+def test_a_node_that_has_no_reading_is_not_asked_for_one_again_and_again(problem: str) -> None:
+    world = World().node(gpus=2)
+    lease = world.lease()
+    if problem == PAUSED:
+        world.set_mode(NodeMode.PAUSED, force=True)
+    world.release(lease)
+    assert "a" in world.wanted, "it is asked at once"
+    world.report(problem=problem)
+    assert "a" not in world.wanted
+    assert world.lease().state is LeaseState.QUEUED
+    assert "a" not in world.wanted
+    if problem == PAUSED:
+        world.set_mode(NodeMode.ACTIVE)
+        assert "a" in world.wanted
+    world.report()
+    assert world.state() is not GpuState.UNKNOWN
+    assert "a" not in world.wanted

@@ -15,6 +15,7 @@
  *   remap INDEX 1|2      a row remap is pending (1), has failed (2)
  *   xid INDEX N          an Xid; each line is told once, and lines are only ever added
  *   idle INDEX 1         it has no processes       gone INDEX 1      nor these, but their memory is still in use
+ *   odd INDEX 1          its memory, temperature, power and ECC counts have every bit set
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -53,6 +54,7 @@ static int fault(const char *call, int index) {
 }
 #define FAULT(index) do { int code_ = fault(__func__, index); if (code_) return code_; } while (0)
 #define DEVICE FAULT(device->index)
+#define ODD told("odd", device->index, NULL)
 
 typedef struct { char legacy[16]; unsigned domain, bus, device, id, subsystem; char bus_id[32]; } PciInfo;
 typedef struct { unsigned long long total, free, used; } Memory;
@@ -115,6 +117,7 @@ int nvmlDeviceGetMemoryInfo(Device device, Memory *memory) {
     DEVICE;
     if (poor(device)) return NOT_SUPPORTED;
     memory->total = 80 * GIB; memory->used = idle(device) ? GIB : 4 * GIB; memory->free = memory->total - memory->used;
+    if (ODD) memory->used = memory->total = ~0ULL;
     return SUCCESS;
 }
 #ifndef BEFORE_510
@@ -124,6 +127,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device device, Memory2 *memory) {
     if (poor(device)) return NOT_SUPPORTED;
     memory->total = 80 * GIB; memory->reserved = 1 * GIB; memory->used = idle(device) ? 0 : 3 * GIB;
     memory->free = 79 * GIB - memory->used;
+    if (ODD) memory->used = memory->total = ~0ULL;
     return SUCCESS;
 }
 #endif
@@ -168,10 +172,10 @@ int nvmlDeviceGetUtilizationRates(Device device, Utilization *busy) {
     busy->memory = 0;
     return poor(device) ? NOT_SUPPORTED : SUCCESS;
 }
-int nvmlDeviceGetTemperature(Device device, unsigned sensor, unsigned *celsius) { DEVICE; *celsius = 40 + device->index; return SUCCESS; }
+int nvmlDeviceGetTemperature(Device device, unsigned sensor, unsigned *celsius) { DEVICE; *celsius = ODD ? ~0u : 40u + device->index; return SUCCESS; }
 int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatts) {
     DEVICE;
-    *milliwatts = 250500;
+    *milliwatts = ODD ? ~0u : 250500;
     return poor(device) ? NO_PERMISSION : SUCCESS;
 }
 static unsigned modes[MAX_GPUS] = {3, 2};
@@ -208,7 +212,7 @@ int nvmlDeviceGetRemappedRows(Device device, unsigned *corrected, unsigned *unco
 }
 int nvmlDeviceGetTotalEccErrors(Device device, unsigned kind, unsigned counter, unsigned long long *errors) {
     DEVICE;
-    *errors = kind ? 0 : 7;
+    *errors = ODD ? ~0ULL : kind ? 0 : 7;
     return poor(device) ? NOT_SUPPORTED : SUCCESS;
 }
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
@@ -229,7 +233,7 @@ int nvmlDeviceGetP2PStatus(Device device, Device other, unsigned what, unsigned 
 int nvmlDeviceGetTopologyCommonAncestor(Device device, Device other, unsigned *level) { DEVICE; *level = 40; return SUCCESS; }
 
 static unsigned registered;
-int nvmlEventSetCreate(void **set) { FAULT(-1); *set = &registered; return SUCCESS; }
+int nvmlEventSetCreate(void **set) { FAULT(-1); registered = 0; *set = &registered; return SUCCESS; }
 int nvmlEventSetFree(void *set) { return SUCCESS; }
 int nvmlDeviceRegisterEvents(Device device, unsigned long long types, void *set) { DEVICE; registered |= 1u << device->index; return SUCCESS; }
 int nvmlEventSetWait_v2(void *set, Event *event, unsigned timeout_ms) {
@@ -242,6 +246,7 @@ int nvmlEventSetWait_v2(void *set, Event *event, unsigned timeout_ms) {
         for (place = 0; file && fgets(line, sizeof line, file);)
             if (sscanf(line, "xid %d %d", &index, &xid) == 2 && place++ == known) {
                 known++;
+                if (!(registered & 1u << index)) continue;
                 fclose(file);
                 memset(event, 0, sizeof *event);
                 event->device = (Device)&devices[index]; event->type = 8; event->value = xid;

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,32 @@ def test_the_marker_of_another_lease_leaves_a_process_a_stranger_on_this_gpu() -
             process.kill()
 
 
+def test_a_process_that_ends_stays_its_leases_until_the_driver_has_taken_it_off_its_lists() -> None:
+    """It loses its environment before the driver has given its memory back; that is no conflict with its own lease."""
+    known: attribution.Known = {}
+
+    def whose(*pids: int, on: str = "mine") -> dict[int, str | None]:
+        return leases_of(attribution.complete(reading(*pids), [seen(on)], known))
+
+    with subprocess.Popen(["sleep", "60"]) as stranger, under("mine") as ours:
+        until(lambda: processes.marker(ours.pid) == "mine", "it has begun")
+        listed = (ours.pid, stranger.pid)
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
+        for process in (ours, stranger):
+            process.kill()
+        until(lambda: processes.marker(ours.pid) is None, "it has no environment any more")
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
+        ours.wait()
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}, "a pid that is in no /proc any more"
+        assert whose(*listed, on="next") == {ours.pid: "mine", stranger.pid: None}, "and not of whoever comes next"
+        assert whose(stranger.pid) == {stranger.pid: None}
+        assert whose(*listed) == {ours.pid: None, stranger.pid: None}, "the pid may be another's by now"
+    here = processes.Identity.of(os.getpid())
+    assert here is not None
+    known[here.pid] = (here.start_ticks - 1, "mine")
+    assert whose(here.pid) == {here.pid: None}, "the pid was another's then"
+
+
 @pytest.mark.parametrize("code", [OPEN, MAPPED, THREAD], ids=["descriptor", "mapping", "thread of a zombie"])
 def test_who_has_a_file_open_is_found_in_every_way_of_having_it(device: Path, code: str) -> None:
     with opening(device, code) as pid:
@@ -155,6 +182,39 @@ def test_only_a_draining_gpu_is_looked_at(device: Path) -> None:
         assert "time.sleep(600)" in (draining.opened_by[0].command or "")
         (free,) = attribution.complete(reading(), []).gpus
         assert free.opened_by is None
+
+
+def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was looked for before a lease had ended says nothing of it."""
+    done, looks, real = threading.Event(), [], open_files.openers
+
+    def openers(paths: Collection[str]) -> open_files.Openers:
+        looks.append(paths)
+        assert done.wait(20)
+        return real(paths)
+
+    monkeypatch.setattr(open_files, "openers", openers)
+    looker = open_files.Looker(wait_s=0.01)
+
+    def opened_by(lease_id: str, *, ended: bool = True) -> tuple[Process, ...] | None:
+        return attribution.complete(reading(), [seen(lease_id, ended=ended)], {}, looker).gpus[0].opened_by
+
+    with opening(device) as pid:
+        assert [opened_by("mine") for _ in range(3)] == [None] * 3
+        assert len(looks) == 1
+        assert opened_by("next") is None
+        done.set()
+        found = until(lambda: opened_by("next"), "a look that was begun for this one ends")
+        assert [one.pid for one in found] == [pid]
+        assert len(looks) == 2
+        done.clear()
+        assert opened_by("next") is None
+        assert opened_by("next", ended=False) is None, "it is revived"
+        done.set()
+        until(lambda: opened_by("next"), "it has ended again")
+        assert len(looks) == 4, "what was found before that is of no use"
 
 
 def test_who_had_the_device_open_before_the_lease_keeps_it_from_nobody_unless_it_is_the_leases(device: Path) -> None:
@@ -202,3 +262,33 @@ def test_a_lease_that_is_first_seen_when_it_has_ended_has_no_beginning(tmp_path:
     told = replace(lease("mine", *GPUS, state=LeaseState.ENDED), owner_pid=os.getpid())
     (known,) = Holders(tmp_path).see([told])
     assert (known.owner, known.since_ticks) == (None, None)
+
+
+@pytest.mark.parametrize("state", [LeaseState.ACTIVE, LeaseState.ENDED])
+def test_a_lease_began_after_the_last_question_whose_answer_did_not_name_it(tmp_path: Path, state: LeaseState) -> None:
+    holders = Holders(tmp_path)
+    holders.see([], 1000)
+    holders.see([])
+    (known,) = holders.see([lease("mine", *GPUS, state=state)], 2000)
+    assert known.since_ticks == 1000
+    (known, _) = holders.see([lease("mine", *GPUS, state=state), lease("next", *GPUS, state=state)], 3000)
+    assert known.since_ticks == 1000
+
+
+def test_a_monitor_that_nobody_knows_does_not_keep_a_gpu_from_a_lease_that_was_over_when_it_was_first_seen(
+    device: Path, tmp_path: Path
+) -> None:
+    with opening(device) as monitor:
+        holders = Holders(tmp_path)
+        until(lambda: processes.ticks_now() > _start(monitor), "time has passed since it was started")
+        holders.see([], processes.ticks_now())
+        with opening(device) as ours:
+            short = lease("mine", *GPUS, state=LeaseState.ENDED)
+            (gpu,) = attribution.complete(reading(), holders.see([short], processes.ticks_now())).gpus
+            assert [one.pid for one in gpu.opened_by or ()] == [ours]
+
+
+def _start(pid: int) -> int:
+    found = processes.Identity.of(pid)
+    assert found is not None
+    return found.start_ticks

@@ -29,10 +29,13 @@ class Driver:
         self.mode = mode
         self.changes: list[ComputeMode] = []
         self.trouble: Exception | None = None
+        self.mute = False
 
-    async def change(self, change: ModeChange) -> ComputeMode:
+    async def change(self, change: ModeChange) -> ComputeMode | None:
         if self.trouble is not None:
             raise self.trouble
+        if self.mute:
+            return None
         found = self.mode
         if found is change.expected:
             self.mode = change.mode
@@ -185,6 +188,25 @@ def test_a_probe_that_hangs_is_asked_again(tmp_path: Path) -> None:
     driver.trouble = None
     turn(modes, driver)
     assert (driver.mode, kept(tmp_path)) == (DEFAULT, [])
+
+
+def test_a_driver_that_does_not_tell_the_mode_is_asked_again_and_nothing_is_forgotten(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver()
+    modes = worker(tmp_path, driver)
+    driver.mute = True
+    turn(modes, driver, lease())
+    driver.mute = False
+    turn(modes, driver, lease())
+    assert driver.mode is EXCLUSIVE
+    driver.mute = True
+    turn(modes, driver)
+    assert (driver.mode, kept(tmp_path)) == (EXCLUSIVE, ["default"])
+    driver.mute = False
+    turn(modes, driver)
+    assert (driver.mode, kept(tmp_path)) == (DEFAULT, [])
+    assert not [record for record in caplog.records if "somebody else" in record.message]
 
 
 def test_without_being_told_to_no_mode_is_touched(tmp_path: Path) -> None:

@@ -40,6 +40,14 @@ def found(facts: Facts) -> dict[str, Finding]:
     return {finding.check: finding for finding in examine(facts)}
 
 
+def test_a_driver_that_proc_does_not_show_is_not_said_to_be_missing_where_nvml_answers() -> None:
+    facts = found(replace(WELL, kernel_driver=None))
+    assert facts["driver"].health is facts["driver library"].health is Health.UNKNOWN
+    assert "NVML answers" in facts["driver"].sentence
+    assert "no driver" not in facts["driver library"].sentence
+    assert facts["NVML"].health is Health.FINE
+
+
 def test_on_a_host_that_is_well_every_check_is_fine() -> None:
     assert {finding.health for finding in examine(WELL)} == {Health.FINE}
     assert len(found(WELL)) == len(CHECKS)
@@ -48,13 +56,16 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
 @pytest.mark.parametrize(
     ("what", "check", "said", "remedy"),
     [
-        ({"kernel_driver": None}, "driver", "No NVIDIA driver", "Install it"),
+        ({"kernel_driver": None, "gpus": ()}, "driver", "No NVIDIA driver", "Install it"),
         ({"library": "580.105.08"}, "driver library", "580.105.08, the loaded driver 580.95.05", "Restart"),
         ({"library": None, "nvml_problem": "x"}, "driver library", "was not found", "Install"),
         ({"binding": None}, "pynvml", "not installed", "pip install"),
         ({"binding": "/s/pynvml/__init__.py"}, "pynvml", "/s/pynvml/__init__.py", "pip uninstall -y pynvml"),
         ({"nvml_problem": "The probe did not answer within 10 s."}, "NVML", "did not answer", "nvidia-smi"),
-        ({"gpus": (gpu(0), gpu(1, health="xid:79"))}, "NVML", "GPU 1 is xid:79", "pause"),
+        ({"gpus": (gpu(0), gpu(1, health="xid:79"))}, "NVML", "GPU 1 is xid:79", "for a reset"),
+        ({"gpus": (gpu(0, health="mig"),)}, "NVML", "GPU 0 is mig", "-mig 0"),
+        ({"gpus": (gpu(0, health="processes_unknown"),)}, "NVML", "GPU 0 is processes_unknown", "the right to list"),
+        ({"gpus": (gpu(0, health="row_remap_failed"),)}, "NVML", "GPU 0 is row_remap_failed", "Replace the GPU."),
         ({"pid_namespace": 4026532999}, "PID namespace", "look free", "--pid=host"),
         ({"persistence": (True, False)}, "persistence mode", "GPU 1", "nvidia-smi -pm 1"),
         (

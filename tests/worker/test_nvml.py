@@ -34,6 +34,7 @@ from tests.worker.stand_in import (
 )
 
 LISTS = "nvmlDeviceGetComputeRunningProcesses_v3"
+GRAPHICS, MPS = "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"
 MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (x@y)\nGCC version: gcc 12.2.0\n"
 
 
@@ -82,6 +83,32 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             replace(WHOLE, memory_total_bytes=None, memory_used_bytes=None),
             id="integrated: no memory of its own",
         ),
+        pytest.param(
+            (("odd", 0, 1),),
+            replace(
+                WHOLE,
+                **dict.fromkeys(("memory_total_bytes", "memory_used_bytes", "temperature_c", "power_w")),
+                ecc_corrected=None,
+                ecc_uncorrected=None,
+            ),
+            id="a number with every bit set is none",
+        ),
+        pytest.param(
+            ((GRAPHICS, 0, NO_PERMISSION),),
+            replace(WHOLE, health="processes_unknown", processes=()),
+            id="nor is one of the other lists empty when it may not be read",
+        ),
+        pytest.param(
+            ((MPS, 0, UNKNOWN),),
+            replace(WHOLE, health="processes_unknown", processes=()),
+            id="or cannot be read",
+        ),
+        pytest.param(
+            ((GRAPHICS, 0, NOT_SUPPORTED), (MPS, 0, NOT_SUPPORTED)),
+            replace(WHOLE, processes=WHOLE.processes[:2]),
+            id="a GPU that has no graphics and no MPS",
+        ),
+        pytest.param((("nvmlDeviceRegisterEvents", 0, GPU_IS_LOST),), WHOLE, id="its Xids cannot be had"),
         pytest.param((("mig", 0, 1),), replace(WHOLE, health="mig", mig=True), id="split by MIG"),
         pytest.param(
             (("action", 0, 1),),
@@ -140,6 +167,54 @@ def test_a_gpu_that_fell_off_the_bus_is_lost_also_in_the_next_session(tmp_path: 
         until(lambda: probe.read(fresh=False).gpus == (POOR, WHOLE, silent(THIRD, "lost")), "NVML was opened anew")
         library.says(("count", EVERY, 3))
         until(lambda: probe.read(fresh=False).gpus == (POOR, WHOLE, THIRD), "it is found again")
+
+
+def test_a_gpu_that_comes_back_before_the_next_session_is_there_once(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3))
+    with library.probe(Pace(health_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE, THIRD)
+        library.says()
+        assert probe.read().gpus == (POOR, WHOLE, silent(THIRD, "lost")), "the driver counts it no more"
+        library.says(("count", EVERY, 3))
+        assert probe.read().gpus == (POOR, WHOLE, THIRD)
+
+
+def test_a_gpu_that_did_not_answer_when_the_session_began_is_watched_for_xids_once_it_does(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    library.says(("nvmlDeviceGetHandleByIndex_v2", 0, UNKNOWN))
+    with library.probe(Pace(health_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR,)
+        library.says()
+        assert probe.read().gpus == (POOR, WHOLE)
+        library.says(("xid", 0, 79))
+        until(lambda: probe.read(fresh=False).gpus[1].health == "xid:79", "it is told", 5)
+
+
+def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_others_their_indices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Driver(tmp_path)
+    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
+        monkeypatch.setenv(name, library.environment[name])
+
+    async def story() -> None:
+        probe = Probe("n", None, 10.0)
+        try:
+            while not (first := await probe.read(())).gpus:
+                pass
+            assert first.gpus == (POOR, WHOLE)
+            await probe._kill()
+            library.says(("nvmlDeviceGetHandleByIndex_v2", 1, GPU_IS_LOST))
+            while not (second := await probe.read(())).gpus:
+                pass
+            assert second.gpus == (silent(POOR, "lost"), WHOLE)
+            library.says()
+            assert (await probe.read(())).gpus == (POOR, WHOLE)
+        finally:
+            await probe.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_a_critical_xid_counts_until_the_gpu_has_recovered_and_an_applications_own_does_not(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gpulease.exchange import PAUSED, DesiredState
 from gpulease_worker import occupancy, processes
+from gpulease_worker.exchange import Exchange
 from gpulease_worker.occupancy import Probe
+from gpulease_worker.settings import WorkerSettings
 from gpulease_worker.source import Pace, Reading
 from tests.worker.build import GPUS
 
@@ -156,6 +159,42 @@ def test_probes_that_no_signal_reaches_are_not_started_without_end(monkeypatch: 
             for end in list(probe._ends.values()):
                 await asyncio.wait({end}, timeout=5)
             await probe.close()
+
+    asyncio.run(story())
+
+
+def test_a_node_is_not_said_to_be_paused_while_a_probe_that_was_killed_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP in place of SIGKILL: like the last client of a driver, which tears every GPU down before it is gone."""
+    settings = WorkerSettings(urls=("http://127.0.0.1:1",), node="n", data_dir=tmp_path, simulate="2")
+
+    async def story() -> None:
+        exchange, active, paused = Exchange(settings), DesiredState(ticket=1), DesiredState(ticket=2, paused=True)
+        try:
+            async with asyncio.timeout(30):
+                while (await exchange._read(active)).problem is not None:
+                    pass
+            (stuck,) = probe_pids()
+            monkeypatch.setattr(
+                asyncio.subprocess.Process, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP), raising=True
+            )
+            for _ in range(2):
+                problem = (await exchange._read(paused)).problem
+                assert probe_pids() == [stuck]
+                assert problem != PAUSED, "NVML is still open"
+                assert problem == f"{PAUSED}, but a probe that was killed has not ended yet"
+            monkeypatch.undo()
+            os.kill(stuck, signal.SIGKILL)
+            async with asyncio.timeout(5):
+                while (await exchange._read(paused)).problem != PAUSED:
+                    pass
+            assert not probe_pids()
+        finally:
+            monkeypatch.undo()
+            for pid in probe_pids():
+                os.kill(pid, signal.SIGKILL)
+            await exchange._probe.close()
 
     asyncio.run(story())
 

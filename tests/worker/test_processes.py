@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pwd
 import signal
 import subprocess
+import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,3 +66,28 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
             assert ended
         finally:
             process.kill()
+
+
+def test_a_user_database_that_does_not_answer_holds_nobody_up_and_is_asked_once_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where names come over a network: a reading that waited would miss its deadline, and every GPU be unknown."""
+    answers, asked = threading.Event(), []
+
+    def getpwuid(uid: int) -> SimpleNamespace:
+        asked.append(uid)
+        assert answers.wait(20)
+        if uid == 2:
+            raise KeyError(uid)
+        return SimpleNamespace(pw_name=f"user{uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", getpwuid)
+    names = processes.UserNames()
+    begun_s = time.monotonic()
+    assert [names.name_of(uid) for uid in (1, 2, 3, 1)] == ["1", "2", "3", "1"]
+    assert time.monotonic() - begun_s < 5
+    assert asked == [1]
+    answers.set()
+    until(lambda: [names.name_of(uid) for uid in (1, 2, 3)] == ["user1", "2", "user3"], "it answers")
+    assert [names.name_of(uid) for uid in (1, 2, 3)] == ["user1", "2", "user3"]
+    assert sorted(asked) == [1, 2, 3], "what is known is not asked for again and again"

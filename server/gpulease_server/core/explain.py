@@ -80,7 +80,8 @@ def explain(
     if is_never(ledger, lease.demand):
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {size_of(ledger)}"
         return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles)
-    in_the_way = [item for item in obstacles if item.code not in NEVER]
+    # By the GPU and not by the code: too little memory may be a matter of now or of ever.
+    in_the_way = [item for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
     details = " ".join(item.sentence for item in in_the_way[:16]) or "No node has reported its GPUs yet."
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
     times, since_s = ledger.passed.get(lease.id, (0, now.mono_s))
@@ -142,7 +143,8 @@ def obstacle(
     name = f"GPU {gpu.device.index} of {gpu.device.node}"
     code = mismatch(demand, gpu)
     if code is not None:
-        return _obstacle(gpu, code, f"{name} {NEVER[code]}.")
+        unknown = code == "too_little_memory" and gpu.device.memory_total_bytes is None
+        return _obstacle(gpu, code, f"{name} {'does not tell how much memory it has' if unknown else NEVER[code]}.")
     state = state_of(ledger, gpu, now, policy)
     if state is not GpuState.FREE:
         until = _until(ledger, gpu, now) if state is GpuState.LEASED else None
@@ -150,7 +152,10 @@ def obstacle(
         found = _held_or_worse(ledger, gpu, state, f"{name} {why}{_afterwards(ledger, gpu, until)}.")
         return replace(found, until=until)
     if lacks_memory(ledger, demand, gpu):
-        return _obstacle(gpu, "too_little_memory", f"{name} has too little free memory.")
+        reading = reading_of(ledger, gpu)
+        unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
+        why = "does not tell how much of its memory is free" if unknown else "has too little free memory"
+        return _obstacle(gpu, "too_little_memory", f"{name} {why}.")
     elder = elders.get(gpu.device.uuid)
     if elder is not None:
         found = _obstacle(gpu, "claimed", f"{name} {why_kept(ledger, elder, 'the earlier ')}.")

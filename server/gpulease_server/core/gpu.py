@@ -72,8 +72,11 @@ def _is_desktop(process: Process, policy: Policy) -> bool:
 
 
 def _programs(process: Process) -> tuple[str, ...]:
-    """What a command line runs: its first word, and for an interpreter's sake its second, without directories."""
-    return tuple(word.rpartition("/")[2] for word in (process.command or "").split(" ")[:2])
+    """What a command line runs: its first word, and for an interpreter's sake the next that is no option (`python -m
+    nvitop`), without directories."""
+    first, *others = (process.command or "").split(" ")
+    words = [first, *(word for word in others if not word.startswith("-"))]
+    return tuple(word.rpartition("/")[2] for word in words[:2])
 
 
 def is_fresh(sighting: Sighting | None, now: Instant, policy: Policy) -> bool:

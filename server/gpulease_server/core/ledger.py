@@ -120,6 +120,8 @@ class GpuWatch:
     """Since when the draining GPU has had no process, nobody had it open, and its memory fell no further."""
     lowest_bytes: int | None = None
     """Least memory in use in that time."""
+    missing_since_s: float | None = None
+    """Since when its node's readings have not shown the draining GPU."""
     free_bytes: tuple[int, ...] = ()
     """Memory in use in the last readings that showed the GPU free, oldest first."""
 

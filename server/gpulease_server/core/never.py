@@ -53,8 +53,11 @@ def _of_model(demand: Demand, gpus: list[GpuRecord]) -> tuple[list[GpuRecord], s
 def _of_size(demand: Demand, gpus: list[GpuRecord]) -> tuple[list[GpuRecord], str]:
     wanted = demand.min_free_memory_bytes or 0
     fitting = [gpu for gpu in gpus if (gpu.device.memory_total_bytes or 0) >= wanted]
-    largest = max((gpu.device.memory_total_bytes or 0 for gpu in gpus), default=0)
-    return fitting, "" if fitting else f"The largest has {largest / 2**30:.1f} GiB."
+    known = [gpu.device.memory_total_bytes for gpu in gpus if gpu.device.memory_total_bytes is not None]
+    largest = f"The largest has {max(known) / 2**30:.1f} GiB." if known else ""
+    mute = len(gpus) - len(known)
+    unknown = f"Of {mute} it is not known how much memory {'it has' if mute == 1 else 'they have'}." if mute else ""
+    return fitting, "" if fitting else f"{largest} {unknown}".strip()
 
 
 def _on_one_node(demand: Demand, gpus: list[GpuRecord]) -> str:

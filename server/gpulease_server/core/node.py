@@ -66,6 +66,10 @@ def on_reported(turn: Turn, reported: NodeReported) -> None:
     free_clean(turn, sighting)
     if is_fresh(sighting, turn.now, turn.policy) and (observed_at_s or 0.0) > turn.wanted.get(name, float("inf")):
         del turn.wanted[name]
+    elif report.problem is not None:
+        # It has answered that there is none to be had, and says by itself when there is: asked again at once for as
+        # long as it is paused, or its driver is away, it would do nothing but answer.
+        turn.wanted.pop(name, None)
     turn.answer(reported.cause, None)
 
 

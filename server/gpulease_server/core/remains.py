@@ -73,6 +73,8 @@ def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWa
             reason="left behind: " + named(left, turn.policy),
         )
         watch = replace(watch, leftovers=pids)
+    if reading.opened_by is None and reading.health == "ok" and not left:
+        return watch  # a look at open files takes longer than this reading
     if not remains.nobody:
         return replace(watch, quiet_since_s=None, lowest_bytes=None)
     used, lowest = reading.memory_used_bytes, watch.lowest_bytes
@@ -84,8 +86,11 @@ def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWa
 
 
 def free_clean(turn: Turn, sighting: Sighting) -> None:
-    """Free each draining GPU that a reading begun after the end of its lease shows clean, and forget one that is no
-    longer there: should it come back, it comes with whatever is on it."""
+    """Free each draining GPU that a reading begun after the end of its lease shows clean.
+
+    One that is not shown drains on: a driver that starts anew leaves out a GPU that it cannot reach for a moment, and
+    nobody has seen it clean. One that stays away was taken out, with all that was on it, and is forgotten.
+    """
     if sighting.observed_at_s is None:
         return
     for uuid, since_s in list(turn.ledger.draining_since.items()):
@@ -93,6 +98,9 @@ def free_clean(turn: Turn, sighting: Sighting) -> None:
         if gpu.device.node != sighting.node or sighting.observed_at_s <= since_s:
             continue
         if reading is None:
+            missing_s = sighting.watches[uuid].missing_since_s
+            if missing_s is None or sighting.observed_at_s - missing_s < turn.policy.gone_after_s:
+                continue
             turn.event("gpu.gone", node=sighting.node, gpus=(uuid,), lease_id=gpu.lease_id)
             turn.put(replace(gpu, lease_id=None, draining=False) if gpu.cordoned else GpuGone(uuid))
             continue
@@ -140,6 +148,8 @@ def left_words(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
         return f": {named(remains.processes[:4], policy)} left"
     if remains.openers:
         return f": its device file is kept open by {named(remains.openers[:4], policy)}"
+    if reading.opened_by is None:
+        return ": who has its device file open is being looked for"
     if remains.looked and not remains.memory_back:
         used = reading.memory_used_bytes
         now = "unknown" if used is None else f"{gibibytes(used)} in use"

@@ -46,6 +46,8 @@ class Policy:
     retained_memory_s: float = 30.0
     """Memory that stays in use with no process, no open device file and no change for so long is the driver's own, as
     on coherent systems (GH200), and no longer keeps a GPU from being clean."""
+    gone_after_s: float = 600.0
+    """A draining GPU that its node has not shown for so long is forgotten; one that comes back sooner drains on."""
     leftover_after_s: float = 1.0
     """What is still on a draining GPU after so long was left behind; before, it is taken to be ending."""
     desktop_names: frozenset[str] = DESKTOP_NAMES

@@ -27,7 +27,13 @@ def watch(turn: Turn, sighting: Sighting) -> dict[str, GpuWatch]:
         gpu = turn.ledger.gpus.get(uuid)
         if gpu is not None and gpu.device.node == sighting.node:
             known = sighting.watches.get(uuid, GpuWatch())
-            watches[uuid] = _watched(turn, gpu, reading, known, sighting.observed_at_s)
+            shown = replace(known, missing_since_s=None)
+            watches[uuid] = _watched(turn, gpu, reading, shown, sighting.observed_at_s)
+    for uuid in turn.ledger.draining_since.keys() - sighting.readings.keys():
+        if turn.ledger.gpus[uuid].device.node == sighting.node:
+            known = sighting.watches.get(uuid, GpuWatch())
+            since_s = known.missing_since_s if known.missing_since_s is not None else sighting.observed_at_s
+            watches[uuid] = replace(known, missing_since_s=since_s)
     return watches
 
 
@@ -62,7 +68,7 @@ def _health(turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuWatch) ->
 
 def _free(reading: GpuReading, known: GpuWatch) -> GpuWatch:
     """Learn from a GPU that nobody holds and nobody uses."""
-    if reading.health != "ok" or occupants(reading) or reading.memory_used_bytes is None:
+    if reading.health != "ok" or occupants(reading) or reading.hidden_use or reading.memory_used_bytes is None:
         return known
     return replace(known, free_bytes=(*known.free_bytes, reading.memory_used_bytes)[-BASELINE_READINGS:])
 
