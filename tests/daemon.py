@@ -55,12 +55,14 @@ class DaemonProcess:
         return [*start, *self.options]
 
     def start(self, *, ready: bool = True) -> DaemonProcess:
-        """Start it, and wait until it can grant."""
+        """Start it, and wait until it can grant; else until it has read its ledger, or stands by."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
         environment |= self.environment
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
         eventually(lambda: self.answers("/readyz" if ready else "/healthz"), START_S, self.story)
+        if not ready and "--standby" not in self.options:
+            eventually(lambda: self.call("GET", "/v1/nodes").status != 503, START_S, self.story)
         return self
 
     def answers(self, path: str) -> bool:
