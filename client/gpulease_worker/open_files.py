@@ -41,7 +41,7 @@ def openers(paths: Collection[str]) -> Openers:
         if seen is None or pid == os.getpid() or KERNEL_THREADS in (pid, seen.parent):
             continue
         try:
-            has = _open_in(pid, wanted, seen.dead)
+            has = _open_in(pid, wanted, seen.headless)
         except PermissionError:
             found.unreadable += 1
             continue
@@ -52,9 +52,9 @@ def openers(paths: Collection[str]) -> Openers:
     return found
 
 
-def _open_in(pid: int, wanted: set[str], zombie: bool) -> set[str]:
-    """Which of the files a process has open. A zombie's first thread has ended, but others may still run."""
-    if not zombie:
+def _open_in(pid: int, wanted: set[str], headless: bool) -> set[str]:
+    """Which of the files a process has open. Where its first thread has ended, the others tell."""
+    if not headless:
         return _descriptors(f"/proc/{pid}", wanted) | _mapped(f"/proc/{pid}", wanted)
     has: set[str] = set()
     for task in _other_tasks(pid):

@@ -2,7 +2,7 @@
 
 A pid alone names nobody, because pids are used again. Everything here that lasts longer than one look holds an
 `Identity` (pid and start time), and a signal goes through a pidfd that was checked against it. A zombie counts as dead:
-it holds no GPU and no port.
+it holds no GPU and no port. One whose first thread alone has ended lives: another may hang in the kernel, GPU in hand.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -93,12 +94,8 @@ def pids() -> Iterator[int]:
 
 def marker(pid: int) -> str | None:
     """The lease in the environment that the process was started with; None if there is none, or it may not be read."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
     prefix = MARKER.encode() + b"="
-    for entry in environment.split(b"\0"):
+    for entry in _environment(pid).split(b"\0"):
         if entry.startswith(prefix):
             return entry[len(prefix) :].decode(errors="replace") or None
     return None
@@ -106,11 +103,19 @@ def marker(pid: int) -> str | None:
 
 def has_rank(pid: int) -> bool:
     """True for a process that was started as a rank: its environment says which."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return any(entry.partition(b"=")[0] in RANK_VARIABLES for entry in environment.split(b"\0"))
+    return any(entry.partition(b"=")[0] in RANK_VARIABLES for entry in _environment(pid).split(b"\0"))
+
+
+def _environment(pid: int) -> bytes:
+    """What a process was started with; empty where that may not be read. Its first thread may have ended before the
+    others, and tells nothing then."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                return Path(f"/proc/{pid}/task/{task}/environ").read_bytes()
+    return b""
 
 
 def lease_of(pid: int) -> str | None:

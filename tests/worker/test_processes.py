@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from gpulease.owner import Stat, stat
 from gpulease_worker import processes
-from tests.worker.build import living, under, until
+from gpulease_worker.open_files import openers
+from tests.worker.build import living, python, under, until
 
 
 def test_a_zombie_counts_as_dead() -> None:
@@ -24,6 +27,32 @@ def test_a_zombie_counts_as_dead() -> None:
         assert seen is not None
         assert seen.dead
         assert processes.Identity.of(process.pid) is None
+
+
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_lives_until_its_last_thread_has_ended(tmp_path: Path) -> None:
+    device, lease = tmp_path / "nvidia0", "lease-headless"
+    device.touch()
+    script = f"held = open({str(device)!r})\n{WITHOUT_ITS_FIRST_THREAD}"
+    with under(lease, *python("-c", script)) as process:
+        try:
+            until(lambda: (seen := stat(process.pid)) is not None and seen.headless, "its first thread has ended")
+            identity = processes.Identity.of(process.pid)
+            assert identity is not None
+            assert identity.alive()
+            assert processes.marked({lease}) == {identity: lease}
+            assert identity in processes.descendants(os.getpid())
+            assert openers({str(device)}).by_path == {str(device): [identity]}
+        finally:
+            process.kill()
+        until(lambda: not identity.alive(), "it is dead")
+    assert not processes.marked({lease})
 
 
 def test_a_signal_does_not_reach_another_process_that_has_the_pid_now() -> None:
