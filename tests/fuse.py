@@ -1,9 +1,9 @@
 """A file system that takes a request and never answers it, so that a process hangs in the kernel.
 
 `python -m tests.fuse DIR` mounts it (FUSE, by hand: mount(2) and a few answers) and serves it until it is ended. A
-read of `DIR/hangs` is not answered, nor is anything about `DIR/nowhere`. A process that waits
-for such an answer takes no signal, SIGKILL included, once the request was taken, until the connection ends: here, when
-this process ends.
+read of `DIR/hangs` is not answered, nor is anything about `DIR/nowhere`; `DIR/written` can be read and mapped, and what
+is written back to it is not answered. A process that waits for such an answer takes no signal, SIGKILL included, once
+the request was taken, until the connection ends: here, when this process ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import pytest
 from gpulease_worker.processes import end_with_parent
 from tests.daemon import eventually
 
-ROOT, HANGS = 1, 2
+ROOT, HANGS, WRITTEN = 1, 2, 3
+NAMES = {b"hangs": HANGS, b"written": WRITTEN}
+DIRECT_IO, KEEP_CACHE = 1, 2
 MNT_DETACH = 2
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -40,6 +42,11 @@ class Hanging:
     def file(self) -> Path:
         """A file of which a read is never answered."""
         return self.place / "hangs"
+
+    @property
+    def written(self) -> Path:
+        """A file that can be mapped, and to which nothing is ever written."""
+        return self.place / "written"
 
     @property
     def nowhere(self) -> Path:
@@ -92,22 +99,24 @@ def _answer(operation: int, node: int, rest: bytes) -> tuple[int, bytes] | None:
             return 0, struct.pack("<IIIIHHIIHHI7I", 7, 31, 0, 0, 12, 9, 4096, 1, 0, 0, 0, *[0] * 7)
         case 1 if rest.rstrip(b"\0") == b"nowhere":  # LOOKUP
             return None
-        case 1 if rest.rstrip(b"\0") == b"hangs":
-            return 0, struct.pack("<QQQQII", HANGS, 0, 0, 0, 0, 0) + _attributes(HANGS)
+        case 1 if (name := rest.rstrip(b"\0")) in NAMES:
+            return 0, struct.pack("<QQQQII", NAMES[name], 0, 0, 0, 0, 0) + _attributes(NAMES[name])
         case 1:
             return errno.ENOENT, b""
         case 3:  # GETATTR
             return 0, struct.pack("<QII", 0, 0, 0) + _attributes(node)
-        case 14:  # OPEN, with FOPEN_DIRECT_IO: each read is a request
-            return 0, struct.pack("<QII", 1, 1, 0)
-        case 15 | 2 | 36 | 42:  # READ, which hangs; FORGET, twice, which want none; INTERRUPT, which is not heeded
+        case 14:  # OPEN: with FOPEN_DIRECT_IO each read is a request
+            return 0, struct.pack("<QII", 1, DIRECT_IO if node == HANGS else KEEP_CACHE, 0)
+        case 15 if node == WRITTEN:
+            return 0, bytes(4096)
+        case 15 | 16 | 2 | 36 | 42:  # READ, WRITE, which hang; INTERRUPT, not heeded; FORGET, twice, which want none
             return None
         case _:
             return errno.ENOSYS, b""
 
 
 def _attributes(node: int) -> bytes:
-    mode, size = (0o40755, 0) if node == ROOT else (0o100644, 4096)
+    mode, size = (0o40777, 0) if node == ROOT else (0o100666, 4096)
     return struct.pack("<QQQQQQIIIIIIIIII", node, size, 0, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
 
 

@@ -80,6 +80,7 @@ What each failure does
   the job; the other ends, which means nothing.
 - A record cannot be read: the job is reported as `starting` and looked at again; after 60 s without a supervisor it is
   given up, and what carries its marker is killed.
+- A process hangs with the lock of its memory, and with it whoever reads its environment: it is left out (`patience`).
 - The driver hangs: the report carries the problem; jobs are started, stopped and reported as ever.
 - A job prints without end: its supervisor gives the oldest blocks of its log files back (`log_bound`). The job writes
   them itself, through no pipe, so that a supervisor that hangs or dies neither stalls it nor ends it by SIGPIPE.

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,20 @@ LEAVES_A_READER = (
     f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {READS!r}, sys.argv[1]])\n"
     "time.sleep(1)\nsys.exit(4)"
 )
+
+LOCKS_ITS_MEMORY = """
+import ctypes, mmap, os, sys, threading, time
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+place = libc.mmap(None, 4096, 3, mmap.MAP_SHARED, os.open(sys.argv[1], os.O_RDWR), 0)
+ctypes.memset(place, 66, 10)
+# What was changed is written before another mapping takes its place, with the lock of the memory held.
+MAP_FIXED = 0x10
+threading.Thread(target=libc.mmap, args=(place, 4096, 3, MAP_FIXED | 0x22, -1, 0)).start()
+time.sleep(0.5)
+libc.mmap(None, 4096, 3, 0x22, -1, 0)
+"""
 
 
 @pytest.fixture
@@ -143,6 +159,67 @@ def test_a_job_whose_directory_does_not_answer_can_be_cancelled_before_it_has_be
     system.abort()
     eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
     assert (job(running, job_id)["state"], job(running, job_id)["started_at"]) == ("cancelled", None)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("whose", ["somebody's", "the job's"])
+def test_who_hangs_with_the_lock_of_its_memory_hangs_nobody_who_looks_for_processes(
+    running: DaemonProcess, system: Hanging, whose: str
+) -> None:
+    command = [sys.executable, "-c", LOCKS_ITS_MEMORY, str(system.written)]
+    with subprocess.Popen(command) if whose == "somebody's" else nullcontext() as stranger:
+        try:
+            if stranger is None:
+                job_id = submit(running, *command)
+                pid = launcher_of(running, job_id)
+            else:
+                pid = stranger.pid
+            eventually(lambda: cannot_be_read(pid), 30)
+            if stranger is None:
+                running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
+                eventually(lambda: says_why(running, job_id), 30, running.story)
+                assert (job(running, job_id)["state"], states(running)) == ("stopping", ["leased"])
+            else:
+                job_id = submit(running, "sh", "-c", "setsid sleep 600 & exit 3")
+                eventually(lambda: job(running, job_id)["state"] == "failed", 30, running.story)
+                eventually(lambda: states(running) == ["free"], 30, running.story)
+            running.kill()
+            running.start()
+            waiting = submit(running, "true")
+            if stranger is None:
+                eventually(lambda: states(running) == ["leased"], 30, running.story)
+                assert job(running, waiting)["state"] == "queued"
+                system.abort()
+            eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
+        finally:
+            system.abort()
+            if stranger is not None:
+                stranger.kill()
+    assert job(running, job_id)["state"] == ("cancelled" if stranger is None else "failed")
+
+
+def launcher_of(running: DaemonProcess, job_id: str) -> int:
+    def start() -> records.Start | None:
+        directory = running.data_dir / "worker" / "jobs" / job_id
+        found = records.read(directory, records.START, records.Start)
+        return found if found is not None and found.launcher is not None else None
+
+    eventually(lambda: start() is not None, 30, running.story)
+    found = start()
+    assert found is not None
+    assert found.launcher is not None
+    return found.launcher.pid
+
+
+def cannot_be_read(pid: int) -> bool:
+    """True when whoever reads a process's environment hangs."""
+    with subprocess.Popen(["cat", f"/proc/{pid}/environ"], stdout=subprocess.DEVNULL) as reader:
+        try:
+            reader.wait(0.5)
+        except subprocess.TimeoutExpired:
+            reader.kill()
+            return True
+    return False
 
 
 @pytest.mark.timeout(180)

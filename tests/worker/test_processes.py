@@ -73,7 +73,7 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
     with under(lease) as process:
         try:
             until(lambda: living(lease), "it is up")
-            marker = processes.marker
+            marker = processes._marker
 
             def marker_of_one_that_then_ends(pid: int) -> str | None:
                 found = marker(pid)
@@ -85,7 +85,7 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
                 seen = stat(pid)
                 return seen._replace(start_ticks=seen.start_ticks + 1) if seen and pid in ended else seen
 
-            monkeypatch.setattr(processes, "marker", marker_of_one_that_then_ends)
+            monkeypatch.setattr(processes, "_marker", marker_of_one_that_then_ends)
             monkeypatch.setattr(processes, "stat", stat_of_whoever_has_the_pid)
             assert processes.marked({lease}) == {}
             assert ended
