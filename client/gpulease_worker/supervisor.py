@@ -96,7 +96,7 @@ class Supervisor:
             self._conclude(str(error))
             return
         except OSError as error:
-            self._conclude(f"Its log cannot be written: {error.strerror}.")
+            self._conclude(f"Its log cannot be written: {error.strerror or error}.")
             return
         launcher, at = self._launcher.identity, records.now()
         self._start = replace(self._start, launcher=launcher, started_at=at, rank_at=at if self._plan.alone else None)
