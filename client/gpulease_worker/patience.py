@@ -3,8 +3,9 @@
 What /proc shows out of a process's memory (`environ`, `cmdline`, `maps`) is read under a lock of that memory. A process
 that hangs in the kernel while it has the lock, in a file system or a driver, hangs everybody who reads: this is why
 `ps` hangs on a sick machine. One such process, of whatever user, must not keep the jobs of others from ending, nor the
-GPUs of a node from being read. So a look that makes no progress is given up, and its process is left out until the
-thread that hangs there has returned. That thread ends with its own process at the latest: SIGKILL does end this wait.
+GPUs of a node from being read. So a look that makes no progress, and of which the kernel shows that it sleeps
+uninterruptibly, is given up: one that only waits for a processor is not. Its process is left out until the thread that
+hangs there has returned. That thread ends with its own process at the latest: SIGKILL does end this wait.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PATIENCE_S = 0.1
 PARTS = 16
 """Once something hangs, so many threads share the rest: the ranks of one job may all hang at once."""
 DOUBT_S = 5.0
-"""A look that was given up more recently may just have been slow, on a machine that is short of processors."""
+"""A look that was given up more recently may just have been slow, on a machine that swaps."""
 
 _given_up: dict[int, tuple[threading.Thread, float]] = {}
 """The thread that hangs at a process and since when, by pid."""
@@ -61,7 +62,7 @@ class _Walk(Generic[Seen]):
     def wait(self) -> list[int]:
         """Until it is over, or hangs; what is then left to look at, without the process at which it hangs."""
         while not self.over.wait(PATIENCE_S):
-            if self.place == self.last_place:
+            if self.place == self.last_place and _sleeps_in_kernel(self.thread):
                 self.given_up = True
                 _given_up[self.pids[self.last_place]] = self.thread, time.monotonic()
                 return self.pids[self.last_place + 1 :]
@@ -81,6 +82,16 @@ def each(look: Callable[[int], Seen], pids: Iterable[int]) -> dict[int, Seen]:
         for walk in walks:
             found.update(list(walk.seen.items()))
     return found
+
+
+def _sleeps_in_kernel(thread: threading.Thread) -> bool:
+    """True for a thread in state D."""
+    try:
+        with open(f"/proc/self/task/{thread.native_id}/stat", encoding="utf-8", errors="replace") as file:
+            status = file.read()
+    except OSError:
+        return False
+    return status[status.rindex(")") + 2] == "D"
 
 
 def one(look: Callable[[int], Seen], pid: int, otherwise: Seen) -> Seen:

@@ -29,7 +29,8 @@ def hanging_at(stuck: threading.Event, *pids: int) -> Callable[[int], int]:
     return look
 
 
-def test_what_hangs_is_left_out_and_the_rest_is_seen(stuck: threading.Event) -> None:
+def test_what_hangs_is_left_out_and_the_rest_is_seen(stuck: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "_sleeps_in_kernel", lambda thread: True)
     pids = range(10**9, 10**9 + 400)
     hung = [pids[0], *pids[100:108], pids[-1]]
     begun = time.monotonic()
@@ -47,6 +48,13 @@ def test_what_hangs_is_left_out_and_the_rest_is_seen(stuck: threading.Event) -> 
         time.sleep(0.01)
     assert patience.one(hanging_at(stuck, *hung), pids[0], 7) == -pids[0]
     assert not patience.doubtful()
+
+
+def test_what_is_only_slow_is_waited_for(stuck: threading.Event) -> None:
+    timer = threading.Timer(4 * patience.PATIENCE_S, stuck.set)
+    timer.start()
+    assert patience.one(hanging_at(stuck, 10**9), 10**9, 7) == -(10**9)
+    timer.join()
 
 
 def test_what_a_look_raises_reaches_who_asked() -> None:
