@@ -58,13 +58,14 @@ class JobReport(Noun):
     """Exit code once it has exited, of the rank that failed first where that is known, else of the launcher; 128 + N
     when signal N ended it; null if nothing could be started."""
     reason: str | None = None
-    """A sentence that says why it could not start or how it failed."""
+    """A sentence that says why it could not start or how it failed; while some of it is `unkillable`, why that is."""
     timed_out: bool = False
     """True when the worker ended it because of its `timeout_s`."""
     traceback: str | None = None
     """Traceback of the rank that failed first, where it left one; at most 4 KiB."""
     unkillable: tuple[int, ...] = ()
-    """Processes that SIGKILL did not end: they hang in the kernel, and their GPUs are not free."""
+    """Processes that SIGKILL does not end, because they hang in the kernel or are another user's. It has not exited
+    while there are any."""
     log_directory: str | None = None
     """Where its log files lie on the node: `launcher.log`, `rank-0.log`, `rank-1.log`, ..."""
 

@@ -78,13 +78,15 @@ class Stat(NamedTuple):
     name: str
     """Name of its program, at most 15 bytes; it can name itself otherwise."""
     dead: bool
-    """True when it has ended and only waits to be reaped."""
+    """True when it has ended, to its last thread, and only waits to be reaped."""
     parent: int
     """Pid of its parent."""
     group: int
     """Its process group."""
     start_ticks: int
     """Start time in clock ticks since boot."""
+    headless: bool = False
+    """True when its first thread has ended and others have not: its own files in /proc then tell nothing."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -92,7 +94,11 @@ class Stat(NamedTuple):
         # The name is in brackets and may itself contain brackets and spaces: count from the last one.
         opened, closed = text.index("("), text.rindex(")")
         words = text[closed + 2 :].split()
-        return cls(text[opened + 1 : closed], words[0] in "ZX", int(words[1]), int(words[2]), int(words[19]))
+        # The state is that of its first thread. Where that has ended, others may go on or hang in the kernel: so does a
+        # killed process look of which one thread is in a driver call.
+        ended, threads = words[0] in "ZX", int(words[17])
+        name, dead, headless = text[opened + 1 : closed], ended and threads <= 1, ended and threads > 1
+        return cls(name, dead, int(words[1]), int(words[2]), int(words[19]), headless)
 
 
 def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:

@@ -39,7 +39,8 @@ The life of a job
    never launched again, whoever tries: at most once is what a training needs, because twice would be two on one GPU.
    A process that has become the job's user looks for what is in the way (`launch.obstacle`), the job's own interpreter
    is asked whether it has the launcher, and that is started in his directory, with his limits (`entry`): what he may
-   not do, root does not do for him.
+   not do, root does not do for him. Where his file system hangs, his process hangs, and the supervisor heeds orders on.
+   Until it runs its program a process has no marker, so the kernel ends it with the supervisor, as the launcher.
 3. Up. `start.json` is written again with the launcher in it, and once more when the first rank is up. The worker sees
    that and reports `running`. torchrun, accelerate, deepspeed and horovodrun start ranks; a rank is told so by its
    environment. What any other launcher starts is rank 0 itself.
@@ -61,7 +62,7 @@ What must always hold
 - A job runs as the user who submitted it, or not at all (`accounts`). His log directory is his: it is read without
   following links (`gpulease.log_files`).
 - A job whose lock is held is somebody's: the worker looks for the supervisor and does not clean up (`watch`).
-- `exit.json` exists only when no process of the job lives, save those that hang in the kernel, which it names.
+- `exit.json` exists only when no process of the job lives, not even one that hangs in the kernel.
 - A signal goes to exactly the process that was meant: by pidfd, checked against pid and start time; never by pid alone.
 - A job that the daemon does not order does not run.
 - A reading named after a ticket was begun, in all that a grant rests on, after the answer with that ticket had arrived.
@@ -79,14 +80,16 @@ What each failure does
   the job; the other ends, which means nothing.
 - A record cannot be read: the job is reported as `starting` and looked at again; after 60 s without a supervisor it is
   given up, and what carries its marker is killed.
+- A process hangs with the lock of its memory, and with it whoever reads its environment: it is left out (`patience`).
 - The driver hangs: the report carries the problem; jobs are started, stopped and reported as ever.
 - A job prints without end: its supervisor gives the oldest blocks of its log files back (`log_bound`). The job writes
   them itself, through no pipe, so that a supervisor that hangs or dies neither stalls it nor ends it by SIGPIPE.
 - The disk is full: a new job is refused with that reason; what runs goes on. The room for `exit.json` was taken with
   the directory. An order to stop that cannot be written is passed on as SIGTERM alone, which means the default grace,
   and written later.
-- A job's processes cannot be killed, because they hang in the kernel or run as another user: 20 s after the grace the
-  end is recorded without a code, and names them.
+- A job's processes cannot be killed, because they hang in the kernel or run as another user: 5 s after the first
+  SIGKILL they are noted in `stuck.json` and reported, and they are killed on, once a second, until they have ended. A
+  process of which the first thread alone has ended is one of them, though the kernel shows it as a zombie.
 - An owner cannot be watched (no descriptor left, no right to look): it is `unknown`, and its leases must be renewed.
 - The worker is killed while an owner dies: the next one is told of the same owners, and finds it gone.
 - A second worker on the same data directory waits 15 s for the lock and gives up.

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from gpulease.owner import stat
 from gpulease_worker.accounts import Account
 from gpulease_worker.cgroup import Cgroup
 from gpulease_worker.launch import Plan, obstacle
+from gpulease_worker.processes import Identity, end_with_parent
 
+BEGIN_S = 60.0
+"""How long a process may take to run its program: to enter the job's directory, and to find the program there."""
 ASK_S = 30.0
 """How long the job's interpreter may take to say whether it has the launcher; a cold virtual environment on a network
 takes seconds."""
@@ -40,41 +43,47 @@ class CannotStart(Exception):
     """A job that cannot be started here; the message says why, as a sentence."""
 
 
-def launch(plan: Plan, log: int, group: Cgroup | None) -> subprocess.Popen[bytes]:
-    """Start a plan's launcher, its output going to a descriptor. Raises CannotStart."""
-    return _start(plan, plan.argv, log, group)
+class Child:
+    """A process of the job, from the fork on. Until it runs its program, what the job's user has may hold it up: nobody
+    waits for it but with an eye on everything else."""
+
+    def __init__(self, pid: int, complaints: int) -> None:
+        self.pid = pid
+        # It may end at once; as long as nobody has reaped it, its start time can be read.
+        seen = stat(pid)
+        self.identity = Identity(pid, seen.start_ticks if seen else 0)
+        self.complaints = complaints
+        """Becomes readable when it runs its program, or never will."""
+
+    def begins(self) -> bool:
+        """True once it runs its program, or has ended. Raises CannotStart where it never will, with the reason."""
+        try:
+            said = os.read(self.complaints, 4096)
+        except BlockingIOError:
+            return False
+        if said:
+            raise CannotStart(said.decode(errors="replace"))
+        return True
+
+    def close(self) -> None:
+        """Stop listening to it."""
+        os.close(self.complaints)
 
 
-def lack(plan: Plan, group: Cgroup | None) -> str | None:
-    """What the job's own interpreter lacks for it, as a sentence; None when nothing. Takes at most ASK_S.
-
-    Raises CannotStart when the interpreter cannot be started.
-    """
+def question(plan: Plan) -> tuple[str, ...] | None:
+    """Arguments that have the job's own interpreter say what it lacks; None where there is nothing to ask."""
     if not plan.modules and plan.script is None:
         return None
-    python = plan.argv[0]
-    question = (python, "-c", ASK, plan.script or "", *plan.modules)
-    reading, writing = os.pipe()
-    try:
-        asked = _start(plan, question, writing, group)
-        os.close(writing)
-        writing = -1
-        try:
-            code = asked.wait(ASK_S)
-        except subprocess.TimeoutExpired:
-            return f"The interpreter {python} did not answer within {ASK_S:g} s."
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(asked.pid, signal.SIGKILL)
-            asked.wait()
-        os.set_blocking(reading, False)
-        with suppress(BlockingIOError):
-            return None if code == 0 else _sentence(plan, os.read(reading, 4096).decode(errors="replace").strip())
-        return f"The interpreter {python} does not work: it ended with status {code}."
-    finally:
-        os.close(reading)
-        if writing >= 0:
-            os.close(writing)
+    return (plan.argv[0], "-c", ASK, plan.script or "", *plan.modules)
+
+
+def lack(plan: Plan, code: int, said: str) -> str | None:
+    """What the interpreter lacks by its answer, as a sentence; None when nothing."""
+    if code == 0:
+        return None
+    if not said:
+        return f"The interpreter {plan.argv[0]} does not work: it ended with status {code}."
+    return _sentence(plan, said)
 
 
 def _sentence(plan: Plan, said: str) -> str:
@@ -89,29 +98,64 @@ def _sentence(plan: Plan, said: str) -> str:
     return f"The interpreter {python} does not work: {said.splitlines()[-1] if said else 'it said nothing'}."
 
 
-def _start(plan: Plan, argv: tuple[str, ...], output: int, group: Cgroup | None) -> subprocess.Popen[bytes]:
+def fork(plan: Plan, argv: tuple[str, ...], output: int, group: Cgroup | None) -> Child:
+    """Start a program of a plan, its output going to a descriptor. Raises CannotStart.
+
+    The caller has one thread, so it is safe to run Python between fork and exec.
+    """
     reading, writing = os.pipe()
+    supervisor = os.getpid()
     try:
-        return subprocess.Popen(
-            argv,
-            env=plan.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # The supervisor has one thread, so it is safe to run Python between fork and exec.
-            preexec_fn=lambda: _enter(plan, group, writing),  # noqa: PLW1509
-        )
-    except subprocess.SubprocessError as error:
-        os.set_blocking(reading, False)
-        with suppress(BlockingIOError):
-            raise CannotStart(os.read(reading, 4096).decode(errors="replace")) from None
-        raise CannotStart(f"The program {argv[0]!r} could not be started: {error}") from error
+        pid = os.fork()
     except OSError as error:
-        raise CannotStart(f"The program {argv[0]!r} could not be started: {error.strerror}.") from error
-    finally:
         os.close(reading)
         os.close(writing)
+        raise CannotStart(f"The program {argv[0]!r} could not be started: {error.strerror}.") from error
+    if pid == 0:
+        try:
+            _alone(supervisor, output, writing)
+            _enter(plan, group, writing)
+            _run(plan, argv, writing)
+        finally:
+            os._exit(255)
+    os.close(writing)
+    os.set_blocking(reading, False)
+    return Child(pid, reading)
+
+
+def _alone(supervisor: int, output: int, complain: int) -> None:
+    """In the new process: keep nothing of the supervisor but these two descriptors, and end with it.
+
+    Were it killed now, nobody would know of this process, which has no marker yet: it would begin under a lease that
+    has ended.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    _end_with(supervisor)
+    os.setsid()
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(descriptor, 0)
+    os.closerange(3, complain)
+    os.closerange(complain + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def _end_with(supervisor: int) -> None:
+    """Die when the supervisor does. The kernel forgets it when a process becomes another user."""
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(255)
+
+
+def _run(plan: Plan, argv: tuple[str, ...], complain: int) -> None:
+    """Become the program, found on the job's own PATH."""
+    try:
+        os.execvpe(argv[0], argv, plan.environment)  # noqa: S606
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        os.write(complain, f"The program {argv[0]!r} could not be started: {why}.".encode(errors="replace"))
 
 
 def _enter(plan: Plan, group: Cgroup | None, complain: int) -> None:
@@ -128,6 +172,8 @@ def _enter(plan: Plan, group: Cgroup | None, complain: int) -> None:
     if (account := plan.account) is not None:
         steps.append(("The worker's privileges over other processes cannot be given up", _be_ordinary))
         steps.append((f"It cannot be run as {account.name}", lambda: _become(account)))
+        supervisor = os.getppid()
+        steps.append(("Nothing would end it with its supervisor", lambda: _end_with(supervisor)))
     who = f"{account.name}" if account is not None else "this user"
     steps.append(("", lambda: _look(plan)))
     steps.append((f"The working directory {plan.working_directory} cannot be entered by {who}", lambda: _go(plan)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Job:
     """The marker of its processes; None while its order cannot be read."""
     start: records.Start | None = None
     exit: records.Exit | None = None
+    stuck: records.Stuck | None = None
+    """What of it does not die, as was last noted."""
     child: int | None = None
     """Pid of the supervisor, when this worker started it and must reap it."""
     watched: int | None = None
@@ -57,6 +60,13 @@ class Job:
         """Take over what its directory says. Raises ValueError that names a record that cannot be read."""
         self.start = records.read(self.directory, records.START, records.Start)
         self.exit = records.read(self.directory, records.EXIT, records.Exit)
+        self.read_stuck()
+
+    def read_stuck(self) -> None:
+        """Learn which of its processes do not die, while it has not ended."""
+        if self.exit is None:
+            with suppress(ValueError):  # it is asked again
+                self.stuck = records.read(self.directory, records.STUCK, records.Stuck)
 
     def read_lease(self) -> None:
         """Learn the lease from the order on disk, unless it is known. Raises ValueError like `read`."""
@@ -88,9 +98,9 @@ class Job:
             started_at=(self.start.rank_at or (self.start.started_at if self.exit else None)) if self.start else None,
             ended_at=self.exit.ended_at if self.exit else None,
             exit_code=self.exit.exit_code if self.exit else None,
-            reason=self.exit.reason if self.exit else None,
+            reason=self.exit.reason if self.exit else self.stuck.reason if self.stuck else None,
             traceback=self.exit.traceback if self.exit else None,
-            unkillable=self.exit.unkillable if self.exit else (),
+            unkillable=self.stuck.pids if self.stuck and not self.exit else (),
             timed_out=self.exit.timed_out if self.exit else False,
             log_directory=str(self.directory / records.LOGS),
         )

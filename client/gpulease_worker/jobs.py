@@ -88,6 +88,8 @@ class Jobs:
     def reconcile(self, orders: Sequence[JobOrder]) -> bool:
         """Start what is ordered, stop what is to stop or no longer ordered. True when a report is different now."""
         before = self.reports()
+        for job in self._jobs.values():
+            job.read_stuck()
         ordered = {_run(order) for order in orders}
         for order in orders:
             try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpulease.owner import stat
-from gpulease_worker import processes
+from gpulease_worker import patience, processes
 
 WAIT_S = 0.25
 """How long a reading waits for a look: long enough for a host of a thousand processes, short beside its deadline."""
@@ -85,30 +85,40 @@ def openers(paths: Collection[str]) -> Openers:
     """Who has these files open, save the caller. One walk of /proc, some tens of microseconds for each process."""
     found = Openers()
     wanted = set(paths)
-    for pid in processes.pids():
-        seen = stat(pid)
-        if seen is None or pid == os.getpid() or KERNEL_THREADS in (pid, seen.parent):
-            continue
-        try:
-            has = _open_in(pid, wanted, seen.dead)
-        except PermissionError:
-            found.unreadable += 1
-            continue
-        except OSError:
-            continue  # it has ended, and has nothing open
-        for path in has:
-            found.by_path.setdefault(path, []).append(processes.Identity(pid, seen.start_ticks))
+    seen = {pid: one for pid in processes.pids() if pid != os.getpid() and (one := stat(pid)) is not None}
+    seen = {pid: one for pid, one in seen.items() if KERNEL_THREADS not in (pid, one.parent)}
+    looks: list[Callable[[str, set[str]], set[str]]] = [_descriptors, _mapped]
+    has: dict[int, set[str]] = {}
+    closed: set[int] = set()
+    for look in looks:
+
+        def at(pid: int, look: Callable[[str, set[str]], set[str]] = look) -> set[str] | None:
+            return _open_in(pid, wanted, seen[pid].headless, look)
+
+        # A process whose map cannot be read, because it hangs, may still have told what its descriptors are.
+        shown = patience.each(at, seen)
+        for pid, paths_found in shown.items():
+            has.setdefault(pid, set()).update(paths_found or ())
+        closed |= {pid for pid in seen if pid not in shown or shown[pid] is None}
+    found.unreadable = len(closed)
+    for pid, paths_found in has.items():
+        for path in paths_found:
+            found.by_path.setdefault(path, []).append(processes.Identity(pid, seen[pid].start_ticks))
     return found
 
 
-def _open_in(pid: int, wanted: set[str], zombie: bool) -> set[str]:
-    """Which of the files a process has open. A zombie's first thread has ended, but others may still run."""
-    if not zombie:
-        return _descriptors(f"/proc/{pid}", wanted) | _mapped(f"/proc/{pid}", wanted)
+def _open_in(pid: int, wanted: set[str], headless: bool, look: Callable[[str, set[str]], set[str]]) -> set[str] | None:
+    """Which of the files a process has open; None where that is not told. Where its first thread has ended, the others
+    tell."""
     has: set[str] = set()
-    for task in _other_tasks(pid):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            has |= _descriptors(task, wanted) | _mapped(task, wanted)
+    try:
+        for place in _other_tasks(pid) if headless else (f"/proc/{pid}",):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, and has nothing open
+                has |= look(place, wanted)
+    except PermissionError:
+        return None
+    except OSError:
+        return set()
     return has
 
 

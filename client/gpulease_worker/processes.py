@@ -2,7 +2,7 @@
 
 A pid alone names nobody, because pids are used again. Everything here that lasts longer than one look holds an
 `Identity` (pid and start time), and a signal goes through a pidfd that was checked against it. A zombie counts as dead:
-it holds no GPU and no port.
+it holds no GPU and no port. One whose first thread alone has ended lives: another may hang in the kernel, GPU in hand.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from gpulease.owner import Stat, stat
+from gpulease_worker import patience
 
 MARKER = "GPULEASE_LEASE_ID"
 """Environment variable that says under which lease a process works."""
@@ -123,13 +125,13 @@ def pids() -> Iterator[int]:
 
 
 def marker(pid: int) -> str | None:
-    """The lease in the environment that the process was started with; None if there is none, or it may not be read."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
+    """The lease in the environment that the process was started with; None if there is none, or it cannot be read."""
+    return patience.one(_marker, pid, None)
+
+
+def _marker(pid: int) -> str | None:
     prefix = MARKER.encode() + b"="
-    for entry in environment.split(b"\0"):
+    for entry in _environment(pid).split(b"\0"):
         if entry.startswith(prefix):
             return entry[len(prefix) :].decode(errors="replace") or None
     return None
@@ -137,11 +139,23 @@ def marker(pid: int) -> str | None:
 
 def has_rank(pid: int) -> bool:
     """True for a process that was started as a rank: its environment says which."""
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return False
-    return any(entry.partition(b"=")[0] in RANK_VARIABLES for entry in environment.split(b"\0"))
+    return patience.one(_has_rank, pid, False)
+
+
+def _has_rank(pid: int) -> bool:
+    return any(entry.partition(b"=")[0] in RANK_VARIABLES for entry in _environment(pid).split(b"\0"))
+
+
+def _environment(pid: int) -> bytes:
+    """What a process was started with; empty where that may not be read. Its first thread may have ended before the
+    others, and tells nothing then."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                return Path(f"/proc/{pid}/task/{task}/environ").read_bytes()
+    return b""
 
 
 def lease_of(pid: int) -> str | None:
@@ -187,16 +201,24 @@ def ticks_now() -> int:
 
 def marked(leases: Collection[str]) -> dict[Identity, str]:
     """Every living process that carries the marker of one of these leases, and of which. One walk of /proc."""
-    found: dict[Identity, str] = {}
     if not leases:
-        return found
-    for pid in pids():
+        return {}
+
+    def look(pid: int) -> tuple[Identity, str] | None:
         # Who it is before and after the marker is read: the marker of a process that ended in between is not the one of
         # the stranger that has the pid then.
         process = Identity.of(pid)
-        lease_id = marker(pid) if process is not None else None
-        if process is not None and lease_id is not None and lease_id in leases and process.alive():
-            found[process] = lease_id
+        lease_id = _marker(pid) if process is not None else None
+        if process is None or lease_id is None or lease_id not in leases or not process.alive():
+            return None
+        return process, lease_id
+
+    everybody = list(pids())
+    found = dict(one for one in patience.each(look, everybody).values() if one is not None)
+    for pid in filter(patience.hangs, everybody):  # its environment cannot be read; its cgroup can
+        for lease_id in leases:
+            if cgroup_names(pid, lease_id) and (process := Identity.of(pid)) is not None:
+                found[process] = lease_id
     return found
 
 
@@ -228,7 +250,11 @@ def user_of(pid: int) -> str | None:
 
 
 def command_of(pid: int) -> str | None:
-    """Command line of a process, cut at 200 characters; None if the process is gone."""
+    """Command line of a process, cut at 200 characters; None if the process is gone, or it cannot be read."""
+    return patience.one(_command, pid, None)
+
+
+def _command(pid: int) -> str | None:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         line = b" ".join(words) or Path(f"/proc/{pid}/comm").read_bytes().strip()
@@ -253,7 +279,7 @@ def kill_marked(lease_id: str, deadline_s: float, closing: threading.Event | Non
     end = time.monotonic() + deadline_s
     while True:
         left = {process for process in marked({lease_id}) if process.pid != os.getpid()}
-        if not left or time.monotonic() > end or closing.is_set():
+        if (not left and not patience.doubtful()) or time.monotonic() > end or closing.is_set():
             return left
         send_all(left, signal.SIGKILL)
         closing.wait(KILL_ROUND_S)

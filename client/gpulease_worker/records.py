@@ -5,6 +5,7 @@ JOB_DIR/            mode 0700: the environment in order.json may hold secrets; 0
   order.json        what to run, as ordered and as planned     written by the worker, with the directory itself
   start.json        who supervises, who was launched           written by the supervisor, before and after it launches
   stop.json         an order to stop                           written by the worker, then SIGTERM to the supervisor
+  stuck.json        what SIGKILL does not end                  written by whoever has the lock
   exit.json         how it ended                               written by whoever saw the end, once
   forgotten         the daemon no longer asks for this job     written by the worker
   lock              held by the supervisor while it lives, and by the worker while it records an end
@@ -35,8 +36,8 @@ from gpulease.owner import boot_id
 from gpulease_worker import processes
 from gpulease_worker.launch import Plan
 
-ORDER, START, STOP, EXIT, FORGOTTEN = "order.json", "start.json", "stop.json", "exit.json", "forgotten"
-LOGS, WORK, LOCK = "logs", "work", "lock"
+ORDER, START, STOP, STUCK, EXIT = "order.json", "start.json", "stop.json", "stuck.json", "exit.json"
+FORGOTTEN, LOGS, WORK, LOCK = "forgotten", "logs", "work", "lock"
 RESERVED_BYTES = 32768
 """Room for one record: a traceback of 4,096 characters, each written as six, and the rest."""
 
@@ -84,6 +85,16 @@ class Stop(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stuck(Noun):
+    """Processes of a job that would not die: `stuck.json`. What the job holds, it keeps until they have ended."""
+
+    pids: tuple[int, ...]
+    """The first of them."""
+    reason: str
+    """What keeps them, as the end of a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exit(Noun):
     """How a job ended: `exit.json`."""
 
@@ -94,8 +105,6 @@ class Exit(Noun):
     """A sentence that says why it failed; null when it did not."""
     traceback: str | None = None
     """Traceback of the rank that failed first; null where it left none."""
-    unkillable: tuple[int, ...] = ()
-    """Processes that would not die, the first of them."""
     timed_out: bool = False
     """True when it was ended because of its `timeout_s`."""
     ended_at: datetime

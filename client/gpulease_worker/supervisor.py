@@ -17,17 +17,16 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from gpulease.log_files import open_beneath
-from gpulease.owner import boot_id, stat
-from gpulease_worker import cgroup, entry, failure, processes, records
+from gpulease.owner import boot_id
+from gpulease_worker import cgroup, entry, failure, processes, records, stuck
 from gpulease_worker.launch import Plan
 from gpulease_worker.log_bound import LogBound
 
@@ -35,8 +34,10 @@ TIMEOUT_GRACE_S = 35.0
 """Between SIGTERM and SIGKILL for a job that ran out of time: over torchrun's own 30 s for its ranks."""
 LEFTOVER_GRACE_S = 2.0
 """Between SIGTERM and SIGKILL for what a job left behind after it ended by itself."""
-KILL_DEADLINE_S = 20.0
-"""How long SIGKILL is repeated; what lives on then is stuck in the kernel."""
+STUCK_AFTER_S = 5.0
+"""What has outlived SIGKILL for so long is noted as stuck; it is killed on until it has ended, however long that is."""
+STUCK_LOOK_S = 1.0
+"""How often that is looked at."""
 LOOK_S = 0.05
 """How often leftovers are looked for while they have their grace."""
 IDLE_S = 60.0
@@ -49,8 +50,6 @@ DEFAULT_GRACE_S = 35.0
 """Between SIGTERM and SIGKILL where no record says how long; as `JobOrder.grace_s`."""
 RANK_LOOK_S = (0.1, 0.5)
 """First and longest pause between two looks for the first rank: torchrun takes seconds to start one."""
-NAMED_PIDS = 20
-"""How many of the processes that cannot be killed are named: the record has room for so many."""
 
 
 class Supervisor:
@@ -59,9 +58,13 @@ class Supervisor:
     def __init__(self, directory: Path, plan: Plan) -> None:
         self._directory = directory
         self._plan = plan
-        self._status: int | None = None
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._statuses: dict[int, int] = {}
+        """Wait statuses of its own children that have ended, by pid: of those that it has forked."""
+        self._forked: set[int] = set()
+        self._launcher: entry.Child | None = None
         self._kill_at_s: float | None = None
+        self._killing_since_s: float | None = None
+        self._stuck: records.Stuck | None = None
         self._timed_out = False
         self._told = False
         self._stopped = False
@@ -93,21 +96,17 @@ class Supervisor:
             self._conclude(str(error))
             return
         except OSError as error:
-            self._conclude(f"Its log cannot be written: {error.strerror}.")
+            self._conclude(f"Its log cannot be written: {error.strerror or error}.")
             return
-        # The launcher may have ended already; as long as nobody has reaped it, its start time can still be read.
-        seen = stat(self._launcher.pid)
-        launcher = processes.Identity(self._launcher.pid, seen.start_ticks if seen else 0)
-        at = records.now()
+        launcher, at = self._launcher.identity, records.now()
         self._start = replace(self._start, launcher=launcher, started_at=at, rank_at=at if self._plan.alone else None)
         self._announce()
         timeout_s = self._plan.timeout_s
         self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
         stopped = self._stopped
-        # Where the launcher itself would not die, everything had its SIGKILL for long enough.
-        left = self._left() if self._status is None else self._sweep()
+        self._sweep()
         self._logs.finish()
-        self._record(self._end_of(None if self._status is None else exit_code(self._status), stopped, left))
+        self._record(self._end_of(None if self._status is None else exit_code(self._status), stopped))
         if self._cgroup is not None and not self._cgroup.remove():
             self._say(f"{self._cgroup.path} is not empty and stays")
 
@@ -122,23 +121,73 @@ class Supervisor:
     def _tell(self, *_: object) -> None:
         self._told = True
 
-    def _launch(self) -> subprocess.Popen[bytes]:
+    @property
+    def _status(self) -> int | None:
+        """The launcher's wait status; None while it has not ended."""
+        return None if self._launcher is None else self._statuses.get(self._launcher.pid)
+
+    def _launch(self) -> entry.Child:
         """Start the launcher. Raises CannotStart, or OSError where there is no log to write to."""
         log = open_beneath(self._directory / records.LOGS, "launcher.log", flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            lack = entry.lack(self._plan, self._cgroup)
-            if lack is not None:
-                raise entry.CannotStart(lack)
-            if self._told:
-                raise entry.CannotStart("It was stopped before it started.")
-            return entry.launch(self._plan, log, self._cgroup)
+            if (question := entry.question(self._plan)) is not None:
+                self._ask(question)
+            return self._begin(self._plan.argv, log)
         finally:
             os.close(log)
 
+    def _ask(self, question: tuple[str, ...]) -> None:
+        """Ask the job's own interpreter what it lacks. Raises CannotStart where that is anything."""
+        reading, writing = os.pipe()
+        try:
+            try:
+                asked = self._begin(question, writing)
+            finally:
+                os.close(writing)
+            python = self._plan.argv[0]
+            late = f"The interpreter {python} did not answer within {entry.ASK_S:g} s."
+            self._wait(lambda: asked.pid in self._statuses, entry.ASK_S, late)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(asked.pid, signal.SIGKILL)  # what it has started, in its session
+            os.set_blocking(reading, False)
+            said = ""
+            with suppress(BlockingIOError):
+                said = os.read(reading, 4096).decode(errors="replace").strip()
+            if (lack := entry.lack(self._plan, exit_code(self._statuses[asked.pid]), said)) is not None:
+                raise entry.CannotStart(lack)
+        finally:
+            os.close(reading)
+
+    def _begin(self, argv: tuple[str, ...], output: int) -> entry.Child:
+        """Fork a process of the job, and wait until it runs its program. Raises CannotStart."""
+        child = entry.fork(self._plan, argv, output, self._cgroup)
+        self._forked.add(child.pid)
+        where = f"{self._plan.working_directory}, or where {argv[0]!r} lies, does not answer"
+        late = f"It could not be started within {entry.BEGIN_S:g} s: {where}."
+        try:
+            self._wait(child.begins, entry.BEGIN_S, late, child.complaints)
+        finally:
+            child.close()
+        return child
+
+    def _wait(self, condition: Callable[[], bool], seconds: float, late: str, *descriptors: int) -> None:
+        """Until a condition is true. Raises CannotStart when that takes too long, or the job is stopped meanwhile; what
+        was waited for is then ended with everything else."""
+        until_s = time.monotonic() + seconds
+        while True:
+            self._reap()
+            if condition():
+                return
+            if self._told:
+                raise entry.CannotStart("It was stopped before it started.")
+            if (left_s := until_s - time.monotonic()) <= 0:
+                raise entry.CannotStart(late)
+            self._sleep(left_s, *descriptors)
+
     def _conclude(self, reason: str) -> None:
         """Record the end of a job that was never launched."""
-        left = self._sweep()
-        self._record(records.Exit(exit_code=None, reason=reason, unkillable=_pids(left), ended_at=records.now()))
+        self._sweep()
+        self._record(records.Exit(exit_code=None, reason=reason, ended_at=records.now()))
         if self._cgroup is not None:
             self._cgroup.remove()
 
@@ -151,7 +200,7 @@ class Supervisor:
             self._say(f"the start is not on disk: {error}")
 
     def _watch(self, timeout_at_s: float | None) -> None:
-        """Until the launcher has ended, or would not die; stop it when it is told to, or out of time."""
+        """Until the launcher has ended; stop it when it is told to, or out of time."""
         while True:
             self._reap()
             if self._status is not None:
@@ -166,11 +215,8 @@ class Supervisor:
                 self._timed_out = True
                 self._end(TIMEOUT_GRACE_S)
             if self._kill_at_s is not None and now >= self._kill_at_s:
-                if now >= self._kill_at_s + KILL_DEADLINE_S:
-                    return
                 self._kill()
-                self._logs.look()
-                self._sleep(LOOK_S)
+                self._sleep(STUCK_LOOK_S if self._stuck else LOOK_S)
                 continue
             waits = [at - now for at in (timeout_at_s, self._kill_at_s) if at is not None and at > now]
             waits.append(self._logs.next_at_s - now)
@@ -213,8 +259,8 @@ class Supervisor:
         at_s = time.monotonic() + grace_s
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
 
-    def _sweep(self) -> set[processes.Identity]:
-        """End what the launcher left: SIGTERM, the rest of the grace, SIGKILL. Returns what would not die."""
+    def _sweep(self) -> None:
+        """End what the launcher left: SIGTERM, the rest of the grace, SIGKILL. Returns when nothing is left."""
         if self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + LEFTOVER_GRACE_S
         told: set[processes.Identity] = set()
@@ -224,18 +270,33 @@ class Supervisor:
             told |= left
             self._logs.look()
             self._sleep(LOOK_S)
-        end = time.monotonic() + KILL_DEADLINE_S
-        while (left := self._left()) and time.monotonic() < end:
+        while self._left():
             self._kill()
             self._logs.look()
-            self._sleep(LOOK_S)
-        return left
+            self._sleep(STUCK_LOOK_S if self._stuck else LOOK_S)
 
     def _kill(self) -> None:
         """SIGKILL to all of the job: at once where it has a cgroup, and to each that may have left it."""
         if self._cgroup is not None:
             self._cgroup.kill()
-        processes.send_all(self._left(), signal.SIGKILL)
+        left = self._left()
+        processes.send_all(left, signal.SIGKILL)
+        now_s = time.monotonic()
+        if self._killing_since_s is None:
+            self._killing_since_s = now_s
+        elif left and now_s - self._killing_since_s >= STUCK_AFTER_S:
+            self._note(stuck.note(left))
+
+    def _note(self, noted: records.Stuck) -> None:
+        """Record what does not die, for the worker to report."""
+        if noted == self._stuck:
+            return
+        try:
+            records.write(self._directory, records.STUCK, noted)
+            self._stuck = noted
+            self._say(noted.reason)
+        except OSError as error:
+            self._say(f"what does not die is not on disk: {error}")
 
     def _left(self) -> set[processes.Identity]:
         """Every living process of the job, wherever it has gone."""
@@ -252,28 +313,18 @@ class Supervisor:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                if self._launcher is not None and pid == self._launcher.pid:
-                    self._status = status
-                    self._launcher.returncode = os.waitstatus_to_exitcode(status)
+                if pid in self._forked:
+                    self._statuses[pid] = status
 
-    def _sleep(self, seconds: float) -> None:
-        if select.select([self._wake], [], [], max(0.0, seconds))[0]:
+    def _sleep(self, seconds: float, *descriptors: int) -> None:
+        wake = self._wake.fileno()
+        if wake in select.select([wake, *descriptors], [], [], max(0.0, seconds))[0]:
             with suppress(BlockingIOError):
                 self._wake.recv(4096)
 
-    def _end_of(self, code: int | None, stopped: bool, left: set[processes.Identity]) -> records.Exit:
+    def _end_of(self, code: int | None, stopped: bool) -> records.Exit:
         """The record of the end, with the reason where there is one to tell."""
-        end = records.Exit(
-            exit_code=code, timed_out=self._timed_out, unkillable=_pids(left), ended_at=records.now(), reason=None
-        )
-        if left:
-            stuck = ", ".join(map(str, _pids(left)))
-            more = f" and {len(left) - NAMED_PIDS} more" if len(left) > NAMED_PIDS else ""
-            return replace(
-                end,
-                reason=f"Processes of the job could not be killed: {stuck}{more}."
-                " They hang in the kernel, or run as a user whom this worker may not signal.",
-            )
+        end = records.Exit(exit_code=code, timed_out=self._timed_out, ended_at=records.now(), reason=None)
         if self._timed_out:
             return replace(end, reason=f"It ran longer than its timeout_s of {self._plan.timeout_s:g} s.")
         if stopped:
@@ -309,11 +360,6 @@ def exit_code(status: int) -> int:
     """The shell's number for a wait status: the exit code, or 128 + N for signal N."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
-
-
-def _pids(left: set[processes.Identity]) -> tuple[int, ...]:
-    """The first of these pids, in order."""
-    return tuple(sorted(process.pid for process in left)[:NAMED_PIDS])
 
 
 def _self() -> processes.Identity:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpulease.log_lines import fields
-from gpulease_worker import cgroup, processes, records
+from gpulease_worker import cgroup, processes, records, stuck
 from gpulease_worker.job import Job
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,10 @@ SEEK_S = (0.02, 1.0)
 """First and longest pause between two looks for the supervisor of a job that somebody has."""
 DOUBT_S = 60.0
 """How long records that cannot be read are tried again before a job without a supervisor is given up."""
-NAMED_PIDS = 20
-"""How many of the processes that cannot be killed are named."""
-ORPHANS_DEADLINE_S = 20.0
-"""How long the processes of a job without supervisor are killed for."""
+ORPHANS_DEADLINE_S = 5.0
+"""How long the processes of a job without supervisor are killed for before those that live on are noted."""
+STUCK_LOOK_S = 1.0
+"""Pause between two more attempts on those."""
 
 
 class Watch:
@@ -109,9 +109,9 @@ class Watch:
         line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=child)
         log.info("job.launched", extra=line)
 
-    def record_end(self, job: Job, reason: str, unkillable: tuple[int, ...] = ()) -> None:
+    def record_end(self, job: Job, reason: str) -> None:
         """End a job whose lock is held, and let go of it once that is on disk."""
-        job.exit = records.Exit(exit_code=None, reason=reason, unkillable=unkillable, ended_at=records.now())
+        job.exit = records.Exit(exit_code=None, reason=reason, ended_at=records.now())
         self.write_end(job)
 
     def write_end(self, job: Job) -> None:
@@ -246,32 +246,46 @@ class Watch:
             job.read_lease()
         if job.lease_id is None:
             self.record_end(job, f"{what}. Its lease is not known, so its processes could not be looked for.")
-        elif left := await self._kill(job, job.lease_id):
-            self.record_end(
-                job,
-                f"{what}, and {len(left)} of its processes cannot be killed.",
-                tuple(sorted(process.pid for process in left)[:NAMED_PIDS]),
-            )
         else:
+            await self._kill(job, job.lease_id)
             self.record_end(job, f"{what}; its processes were killed.")
         job.cleaning = False
         self._changed()
 
-    async def _kill(self, job: Job, lease_id: str) -> set[processes.Identity]:
+    async def _kill(self, job: Job, lease_id: str) -> None:
+        """Until nothing of the job lives, however long that takes; what does not die is noted meanwhile."""
         group = cgroup.Cgroup(Path(job.start.cgroup)) if job.start and job.start.cgroup else None
+        deadline_s = ORPHANS_DEADLINE_S
         while True:
             try:
-                return await asyncio.to_thread(_kill_all, lease_id, group, self._closing)
+                left = await asyncio.to_thread(_kill_all, lease_id, group, deadline_s, self._closing)
+                if not left:
+                    return
+                self._note(job, stuck.note(left))
             except OSError as error:  # no file descriptor for /proc: unknown is not none
                 job.say(f"its processes cannot be looked for: {error}")
-                await asyncio.sleep(SEEK_S[1])
+            deadline_s = 2 * processes.KILL_ROUND_S  # briefly, so that a few such jobs do not occupy every thread
+            await asyncio.sleep(STUCK_LOOK_S)
+
+    def _note(self, job: Job, noted: records.Stuck) -> None:
+        if noted == job.stuck:
+            return
+        job.say(noted.reason)
+        job.stuck = noted
+        try:
+            records.write(job.directory, records.STUCK, noted)
+        except OSError as error:
+            job.say(f"what does not die is not on disk: {error}")
+        self._changed()
 
 
-def _kill_all(lease_id: str, group: cgroup.Cgroup | None, closing: threading.Event) -> set[processes.Identity]:
+def _kill_all(
+    lease_id: str, group: cgroup.Cgroup | None, deadline_s: float, closing: threading.Event
+) -> set[processes.Identity]:
     """End everything in the job's cgroup, and everything with its marker. Returns what would not die."""
     if group is not None and group.path.exists():
         group.kill()
-    left = processes.kill_marked(lease_id, ORPHANS_DEADLINE_S, closing)
+    left = processes.kill_marked(lease_id, deadline_s, closing)
     if group is not None and group.path.exists() and not left and not group.remove():
         left |= group.members()
     return left

@@ -164,7 +164,6 @@ def test_a_job_that_failed_is_tried_again_after_a_pause_under_a_new_lease_and_a_
         ({"started_at": None, "exit_code": None, "reason": "no such script"}, JobState.FAILED),
         ({"timed_out": True}, JobState.TIMED_OUT),
         ({"exit_code": 0}, JobState.SUCCEEDED),
-        ({"unkillable": (7,), "reason": "Processes could not be killed: 7."}, JobState.LOST),
     ],
 )
 def test_what_trying_again_would_not_help_is_not_tried_again(what: dict[str, Any], state: JobState) -> None:
@@ -195,22 +194,45 @@ def test_the_report_of_an_earlier_attempt_does_not_end_the_next() -> None:
     assert world.ledger.jobs[job_id].job.state is JobState.STARTING
 
 
-def test_a_job_that_cannot_be_killed_is_lost_and_its_gpu_drains_with_that_reason() -> None:
+def hangs(world: World, job_id: str, reason: str) -> None:
+    """A worker reports a process of the job that does not die."""
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING, unkillable=(7,), reason=reason)]
+    world.report()
+
+
+@pytest.mark.parametrize(
+    ("cancelled", "shown", "end"),
+    [
+        ("before", "cancelled; 7 hangs in the kernel", JobState.CANCELLED),
+        ("meanwhile", "cancelled; 7 hangs in the kernel", JobState.CANCELLED),
+        ("never", "7 hangs in the kernel", JobState.FAILED),
+    ],
+)
+def test_a_job_that_cannot_be_killed_stops_and_keeps_its_gpu_until_it_has_ended(
+    cancelled: str, shown: str, end: JobState
+) -> None:
     world = World().node(gpus=1)
     job_id = world.submit()
-    lease_id = world.ledger.jobs[job_id].job.lease_id
-    world.cancel(job_id)
-    world.nodes["a"] = [gpu(0, pids=(7,), lease=lease_id)]
-    fails(world, job_id, 1, unkillable=(7,), exit_code=None, reason="Processes of the job could not be killed: 7.")
+    waiting = world.submit()
+    if cancelled == "before":
+        world.cancel(job_id)
+    hangs(world, job_id, "7 hangs in the kernel")
+    if cancelled == "meanwhile":
+        world.cancel(job_id)
+        assert world.ledger.jobs[job_id].job.reason == "7 hangs in the kernel"
+    hangs(world, job_id, "7 hangs in the kernel")
+    world.pass_time(50)
     job = world.ledger.jobs[job_id].job
-    assert (job.state, job.reason) == (JobState.LOST, "Processes of the job could not be killed: 7.")
-    world.pass_time(5)
-    assert world.state() is GpuState.DRAINING
+    assert (job.state, job.reason) == (JobState.STOPPING, shown)
+    assert order(world, job_id).stop is (cancelled != "never")
+    assert world.state() is GpuState.LEASED
     view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
-    assert "pid 7" in str(view.reason)
-    world.node(gpus=[gpu(0)])
-    world.report()
-    assert world.state() is GpuState.FREE
+    assert str(view.reason).endswith(f"whose job stops: {shown}")
+    assert world.ledger.jobs[waiting].job.state is JobState.QUEUED
+    fails(world, job_id, 1)
+    assert world.ledger.jobs[job_id].job.state is end
+    world.pass_time(1)
+    assert world.ledger.jobs[waiting].job.state is JobState.STARTING
 
 
 def test_a_job_whose_launcher_a_worker_had_is_lost_with_its_record_although_no_rank_was_up() -> None:

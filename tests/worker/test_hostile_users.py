@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +14,7 @@ import pytest
 
 from gpulease import log_files
 from gpulease_worker import accounts, failure, records
-from tests.worker.build import order, python, spec, until
+from tests.worker.build import furnished, order, python, spec, supervising, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
 
@@ -89,6 +90,22 @@ def test_a_file_of_somebody_else_under_a_logs_name_is_neither_read_nor_written(t
     assert log_files.tail(logs, "launcher.log", size_bytes=100) == ""
     with pytest.raises(FileNotFoundError, match="not a regular file of the directory's owner"):
         log_files.open_beneath(logs, "launcher.log", flags=os.O_WRONLY | os.O_APPEND)
+
+
+def test_a_log_that_its_user_has_taken_away_is_the_reason(tmp_path: Path) -> None:
+    directory = furnished(tmp_path / "j", order("j", spec("true")))
+    if ROOT:
+        os.chown(directory / records.LOGS, STRANGER, STRANGER)  # what root makes anew there is not his
+    else:
+        (directory / records.LOGS).rmdir()
+    with supervising(directory) as supervisor:
+        assert supervisor.wait(60) == 0
+    end = records.read(directory, records.EXIT, records.Exit)
+    assert end is not None
+    expected = (
+        "launcher.log in .* is not a regular file of the directory's owner" if ROOT else "No such file or directory"
+    )
+    assert re.fullmatch(f"Its log cannot be written: {expected}\\.", end.reason or "")
 
 
 def test_nothing_is_imported_from_the_directory_in_which_a_worker_was_started(

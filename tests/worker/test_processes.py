@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 import signal
 import subprocess
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from gpulease.owner import Stat, stat
 from gpulease_worker import processes
-from tests.worker.build import living, under, until
+from gpulease_worker.open_files import openers
+from tests.worker.build import living, python, under, until
 
 
 def test_a_zombie_counts_as_dead() -> None:
@@ -28,6 +31,32 @@ def test_a_zombie_counts_as_dead() -> None:
         assert seen is not None
         assert seen.dead
         assert processes.Identity.of(process.pid) is None
+
+
+WITHOUT_ITS_FIRST_THREAD = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_process_lives_until_its_last_thread_has_ended(tmp_path: Path) -> None:
+    device, lease = tmp_path / "nvidia0", "lease-headless"
+    device.touch()
+    script = f"held = open({str(device)!r})\n{WITHOUT_ITS_FIRST_THREAD}"
+    with under(lease, *python("-c", script)) as process:
+        try:
+            until(lambda: (seen := stat(process.pid)) is not None and seen.headless, "its first thread has ended")
+            identity = processes.Identity.of(process.pid)
+            assert identity is not None
+            assert identity.alive()
+            assert processes.marked({lease}) == {identity: lease}
+            assert identity in processes.descendants(os.getpid())
+            assert openers({str(device)}).by_path == {str(device): [identity]}
+        finally:
+            process.kill()
+        until(lambda: not identity.alive(), "it is dead")
+    assert not processes.marked({lease})
 
 
 def test_a_signal_does_not_reach_another_process_that_has_the_pid_now() -> None:
@@ -48,7 +77,7 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
     with under(lease) as process:
         try:
             until(lambda: living(lease), "it is up")
-            marker = processes.marker
+            marker = processes._marker
 
             def marker_of_one_that_then_ends(pid: int) -> str | None:
                 found = marker(pid)
@@ -60,7 +89,7 @@ def test_a_stranger_that_gets_the_pid_of_a_marked_process_is_not_taken_for_it(mo
                 seen = stat(pid)
                 return seen._replace(start_ticks=seen.start_ticks + 1) if seen and pid in ended else seen
 
-            monkeypatch.setattr(processes, "marker", marker_of_one_that_then_ends)
+            monkeypatch.setattr(processes, "_marker", marker_of_one_that_then_ends)
             monkeypatch.setattr(processes, "stat", stat_of_whoever_has_the_pid)
             assert processes.marked({lease}) == {}
             assert ended

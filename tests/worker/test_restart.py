@@ -18,7 +18,7 @@ import pytest
 
 from gpulease.exchange import JobOrder, JobReport, RunState
 from gpulease_worker import processes, records, watch
-from tests.worker.build import furnished, kill, living, number_in, order, python, spec, supervising, under, until
+from tests.worker.build import furnished, kill, living, number_in, order, spec, supervising, under, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
 SLOW = """
@@ -388,7 +388,7 @@ def test_the_end_of_a_job_is_seen_where_the_parent_ignores_sigchld(tmp_path: Pat
 def test_a_worker_that_is_told_to_end_does_not_wait_for_what_cannot_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = order("j", spec(*python("-c", "import time; time.sleep(60)")))
+    job = order("j", spec("sh", "-c", "sleep 60 & wait"))  # the shell dies with its supervisor, and the other stays
     killing = threading.Event()
     monkeypatch.setenv("GPULEASE_CGROUPS", "off")  # a cgroup would be killed as one
     monkeypatch.setattr(processes, "send_all", lambda *_: killing.set())  # it hangs in the kernel
@@ -397,7 +397,7 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_what_cannot_be_killed(
         await worker.until([job], RunState.RUNNING)
         start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
         assert start is not None
-        until(lambda: living(job.lease_id), "it is up")
+        until(lambda: len(living(job.lease_id)) == 2, "it is up")
         kill(start.supervisor.pid)
         await soon(killing.is_set, "it is being killed")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_worker import records
+from gpulease_worker import processes, records
 from tests.worker.build import furnished, living, number_in, order, spec, supervising, until
 
 FULL_FOR = """
@@ -57,6 +57,49 @@ def test_a_job_whose_start_cannot_be_recorded_runs_on_and_is_recorded_later(tmp_
         go.touch()
         assert supervisor.wait(60) == 0
     assert (end_of(directory).exit_code, end_of(directory).reason) == (6, "The command exited with code 6.")
+
+
+def test_what_is_not_yet_the_job_dies_with_the_supervisor_and_never_becomes_it(tmp_path: Path) -> None:
+    entering, go, ran = tmp_path / "entering", tmp_path / "go", tmp_path / "ran"
+    fault = (
+        "from gpulease_worker import entry\n"
+        "def look(plan):\n"
+        f"    pathlib.Path({str(entering)!r}).write_text(f'{{os.getpid()}}\\n')\n"
+        f"    while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+        "entry._look = look"
+    )
+    directory = furnished(tmp_path / "j", order("j", spec("touch", str(ran))))
+    with supervising(directory, fault) as supervisor:
+        child = until(lambda: number_in(entering), "its process is on the way to its program")
+        supervisor.kill()
+        supervisor.wait()
+        # It has no marker yet: whoever cleans up after the supervisor does not find it.
+        until(lambda: processes.Identity.of(child) is None, "it has died with the supervisor")
+        go.touch()
+    assert not ran.exists()
+
+
+def test_an_order_to_stop_reaches_a_job_that_does_not_get_to_its_program(tmp_path: Path) -> None:
+    entering = tmp_path / "entering"
+    fault = (
+        "from gpulease_worker import entry\n"
+        f"def look(plan):\n    pathlib.Path({str(entering)!r}).write_text('1\\n')\n    time.sleep(600)\n"
+        "entry._look = look"
+    )
+    directory = furnished(tmp_path / "j", order("j", spec("true")))
+    with supervising(directory, fault) as supervisor:
+        until(lambda: number_in(entering), "its process is on the way to its program")
+        supervisor.terminate()
+        assert supervisor.wait(60) == 0
+    assert (end_of(directory).exit_code, end_of(directory).reason) == (None, "It was stopped before it started.")
+
+
+def test_a_job_that_does_not_get_to_its_program_in_time_fails(tmp_path: Path) -> None:
+    fault = "from gpulease_worker import entry\nentry.BEGIN_S = 0.3\nentry._look = lambda plan: time.sleep(600)"
+    directory = furnished(tmp_path / "j", order("j", spec("true")))
+    with supervising(directory, fault) as supervisor:
+        assert supervisor.wait(60) == 0
+    assert str(end_of(directory).reason).startswith("It could not be started within 0.3 s: ")
 
 
 def test_the_exit_status_is_not_lost_while_the_disk_is_full(tmp_path: Path) -> None:
@@ -119,9 +162,9 @@ def test_a_launcher_that_may_not_be_told_to_end_does_not_end_the_supervision(tmp
     assert not living(job.lease_id)
 
 
-def test_a_launcher_that_does_not_die_is_named_after_the_deadline(tmp_path: Path) -> None:
+def test_a_launcher_that_does_not_die_is_named_and_waited_for(tmp_path: Path) -> None:
     fault = (
-        "supervisor.KILL_DEADLINE_S = 0.2; processes.send_all = lambda *_: None\n"
+        "supervisor.STUCK_AFTER_S = 0.2; processes.send_all = lambda *_: None\n"
         "supervisor.cgroup.make = lambda name: None\n"
         "def refuse(pid, number): raise PermissionError(1, 'Operation not permitted')\nos.kill = refuse"
     )
@@ -132,10 +175,12 @@ def test_a_launcher_that_does_not_die_is_named_after_the_deadline(tmp_path: Path
         try:
             records.write(directory, records.STOP, records.Stop(grace_s=0.1))
             supervisor.terminate()
-            assert supervisor.wait(60) == 0
+            stuck = until(lambda: records.read(directory, records.STUCK, records.Stuck), "it is noted")
+            assert supervisor.poll() is None
+            assert not (directory / records.EXIT).exists()
         finally:
             os.kill(start.launcher.pid, signal.SIGKILL)
-    end = end_of(directory)
-    assert end.exit_code is None
-    assert end.reason is not None
-    assert f"could not be killed: {start.launcher.pid}. They hang in the kernel, or" in end.reason
+        assert supervisor.wait(60) == 0
+    assert stuck.pids == (start.launcher.pid,)
+    assert f"{start.launcher.pid} (runs on, perhaps as a user whom this worker may not signal)" in stuck.reason
+    assert (end_of(directory).exit_code, end_of(directory).reason) == (137, "It was stopped on request.")

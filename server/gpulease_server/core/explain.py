@@ -10,6 +10,7 @@ from gpulease.model import (
     Explanation,
     GpuReading,
     GpuState,
+    JobState,
     LeaseState,
     NodeMode,
     Obstacle,
@@ -179,7 +180,8 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
             return "is in compute mode PROHIBITED: nvidia-smi -c DEFAULT allows processes again"
         case GpuState.LEASED:
             others = named(strangers(ledger, gpu)[:4], policy)
-            return f"is held by {who}{f', and used outside that lease by {others}' if others else ''}"
+            used = f", and used outside that lease by {others}" if others else ""
+            return f"is held by {who}{_stopping(ledger, gpu.lease_id)}{used}"
         case GpuState.DRAINING:
             return f"is being cleaned of {who}{left_words(ledger, gpu, policy)}"
         case GpuState.CORDONED:
@@ -262,6 +264,15 @@ def _who(ledger: Ledger, lease_id: str | None) -> str:
     ]
     known = ", ".join(filter(None, parts))
     return f"{lease_id}{f' ({known})' if known else ''}"
+
+
+def _stopping(ledger: Ledger, lease_id: str | None) -> str:
+    """That the job of a lease stops, and what keeps it; empty where it does not."""
+    record = ledger.leases.get(lease_id or "")
+    known = ledger.jobs.get(record.lease.job_id or "") if record is not None else None
+    if known is None or known.job.state is not JobState.STOPPING:
+        return ""
+    return f", whose job stops: {(known.job.reason or 'nobody says why').rstrip('.')}"
 
 
 def _processes(reading: GpuReading | None, policy: Policy) -> str:

@@ -96,7 +96,11 @@ def on_cancelled(turn: Turn, cancelled: JobCancelled) -> None:
     if record.job.state is JobState.QUEUED:
         _finish(turn, record, JobState.CANCELLED, "cancelled before it began")
     elif not record.job.state.final:
-        _change(turn, replace(record, grace_s=cancelled.grace_s), JobState.STOPPING, reason="cancelled")
+        first = record.cancelled_at is None
+        record = replace(record, grace_s=cancelled.grace_s, cancelled_at=record.cancelled_at or turn.now.at)
+        # What keeps one that stops already is worth more than who wanted it to.
+        reason = "cancelled" if first and record.job.state is not JobState.STOPPING else record.job.reason
+        _change(turn, record, JobState.STOPPING, reason=reason)
     turn.answer(cancelled.cause, turn.ledger.jobs[cancelled.job_id].job)
 
 
@@ -113,7 +117,7 @@ def on_job_reports(turn: Turn, node: str, reports: Iterable[JobReport]) -> None:
                 _reported(turn, record, report)
             elif record.log_directory is not None or record.job.started_at is not None:
                 _finish(turn, record, JobState.LOST, f"the worker of {node} no longer knows the job")
-            elif record.job.state is JobState.STOPPING:
+            elif record.cancelled_at is not None:
                 _finish(turn, record, JobState.CANCELLED, "cancelled before it began")
 
 
@@ -124,6 +128,9 @@ def _reported(turn: Turn, record: JobRecord, report: JobReport) -> None:
     if report.state is RunState.RUNNING and record.job.started_at is None:
         state = JobState.STOPPING if record.job.state is JobState.STOPPING else JobState.RUNNING
         _change(turn, record, state, started_at=report.started_at or turn.now.at)
+        record = turn.ledger.jobs[record.job.id]
+    if report.unkillable and report.state is not RunState.EXITED:
+        _stuck(turn, record, report)
     elif report.state is RunState.EXITED:
         started = record.job.started_at or report.started_at
         changes: dict[str, Any] = {
@@ -139,18 +146,24 @@ def _reported(turn: Turn, record: JobRecord, report: JobReport) -> None:
             _finish(turn, record, state, reason, **changes)
 
 
-def _verdict(record: JobRecord, report: JobReport) -> tuple[JobState, str | None]:
-    """The final state and the reason. A command that ended well before it was stopped has succeeded.
+def _stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
+    """Some of its processes do not die. It stops for as long as they live, and its GPUs stay its own: nobody can say
+    what those processes still do with them."""
+    kept = report.reason or f"processes that SIGKILL does not end: {', '.join(map(str, report.unkillable))}"
+    reason = f"cancelled; {kept}" if record.cancelled_at else kept
+    if (record.job.state, record.job.reason) == (JobState.STOPPING, reason):
+        return
+    _change(turn, record, JobState.STOPPING, reason=reason)
+    turn.event("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason)
 
-    One whose processes cannot be killed is lost: nobody knows what they still do, and its GPUs drain until they end.
-    """
-    if report.unkillable:
-        return JobState.LOST, report.reason or "some of its processes cannot be killed"
+
+def _verdict(record: JobRecord, report: JobReport) -> tuple[JobState, str | None]:
+    """The final state and the reason. A command that ended well before it was stopped has succeeded."""
     if report.exit_code == 0 and not report.timed_out:
         return JobState.SUCCEEDED, None
     if report.timed_out:
         return JobState.TIMED_OUT, report.reason or "ran longer than its time limit"
-    if record.job.state is JobState.STOPPING:
+    if record.cancelled_at is not None:
         return JobState.CANCELLED, "cancelled"
     return JobState.FAILED, report.reason or f"exit code {report.exit_code}"
 

@@ -69,6 +69,8 @@ class JobRecord:
     """User who submitted it, and as whom it runs; None where that could not be told."""
     gid: int | None = None
     """That user's group as of submission; None where that could not be told."""
+    cancelled_at: datetime | None = None
+    """When somebody first wanted it to end; None while nobody has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpulease.errors import NotAllowed
 from gpulease.exchange import JUST_STARTED, DesiredState, JobOrder, NodeLease
-from gpulease.model import Device, GpuReading, JobState, NodeMode
+from gpulease.model import Device, GpuReading, NodeMode
 
 from .administration import while_paused
 from .gpu import is_fresh, mode_of, node_problem, tell_apart
@@ -165,7 +165,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
             indices=tuple(device.index for device in record.job.gpus),
             spec=record.spec,
             env=ledger.leases[record.job.lease_id].lease.env,
-            stop=record.job.state is JobState.STOPPING,
+            stop=record.cancelled_at is not None,
             grace_s=record.grace_s,
         )
         for record in ledger.live_jobs.values()

@@ -88,6 +88,7 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "spec": to_json(record.spec),
         "gpus": [to_json(device) for device in record.job.gpus],
         "grace_s": record.grace_s,
+        "cancelled_at": record.cancelled_at,
         "log_directory": record.log_directory,
         "uid": record.uid,
         "gid": record.gid,
@@ -113,7 +114,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
 def job_record(row: Row[Any]) -> JobRecord:
     """A job as it was stored."""
     values = dict(row._mapping)
-    own = {name: values.pop(name) for name in ("number", "grace_s", "log_directory", "uid", "gid")}
+    own = {name: values.pop(name) for name in ("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid")}
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
     values["user"] = values.pop("user_name")

@@ -92,6 +92,7 @@ job = Table(
     Column("spec", JSON, nullable=False),
     Column("gpus", JSON, nullable=False),
     Column("grace_s", Float, nullable=False),
+    Column("cancelled_at", UtcDateTime),
     Column("log_directory", Text),
     Column("exit_code", Integer),
     Column("traceback", Text),
