@@ -6,15 +6,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from gpulease.access import Role
 from gpulease.errors import Unavailable
 from gpulease.model import Holder, Job, Lease, LeaseState
 from gpulease.wire import CancelRequest, HolderProof, JobRequest
 from gpulease_server.api import jobs, leases
+from gpulease_server.api.app import create_app
 from gpulease_server.api.callers import Caller
 from gpulease_server.api.daemon import Daemon
+from gpulease_server.api.peer import Peer, Way
 from gpulease_server.core.happenings import JobSubmitted
 from gpulease_server.core.turn import Policy
 from gpulease_server.runtime import ids
@@ -60,5 +64,40 @@ def test_nobody_is_told_that_his_lease_or_job_is_over(tmp_path: Path) -> None:
             ):
                 with pytest.raises(Unavailable):
                     await call
+
+    asyncio.run(main())
+
+
+def test_nobody_is_shown_a_world_without_gpus_and_leases(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.db'}"
+    upgrade(url)
+
+    async def main() -> None:
+        async with asyncio.timeout(30), writing(url) as (before, store):
+            await report(before)
+            lease: Any = await before.submit(ask())
+            started: Any = None
+            writer = Writer(store, Policy())
+            app = create_app(Daemon(writer=writer, store=store, tickets=Tickets(), recorder=started, host="here"))
+
+            async def of_root(scope: Scope, receive: Receive, send: Send) -> None:
+                scope["state"] = {"peer": Peer(uid=0, local=True, way=Way.SOCKET)}
+                await app(scope, receive, send)
+
+            paths = ("/v1/gpus", "/v1/nodes", f"/v1/leases/{lease.id}", "/v1/leases", "/v1/jobs", "/")
+            async with httpx2.AsyncClient(
+                transport=httpx2.ASGITransport(of_root), base_url="http://localhost"
+            ) as client:
+                for path in paths:
+                    answer = await client.get(path)
+                    assert (answer.status_code, answer.json()["code"]) == (503, "unavailable"), path
+                assert (await client.get("/healthz")).status_code == 200
+                running = asyncio.create_task(writer.run())
+                while not writer.has_read:  # noqa: ASYNC110 - only the writer knows
+                    await asyncio.sleep(0.001)
+                assert [(await client.get(path)).status_code for path in paths] == [200] * len(paths)
+                assert (await client.get("/v1/gpus")).json()["items"]
+                running.cancel()
+                await asyncio.wait({running})
 
     asyncio.run(main())

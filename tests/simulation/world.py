@@ -272,7 +272,12 @@ class World:
         """All items of a list, straight from the daemon."""
         found: list[dict[str, Any]] = []
         while at is not None:
-            _, page = await request(self.app, "GET", f"{path}{at}", [(b"host", b"localhost")], b"", asyncio.Event())
+            status, page = await request(
+                self.app, "GET", f"{path}{at}", [(b"host", b"localhost")], b"", asyncio.Event()
+            )
+            if status == 503:  # it reads its ledger
+                await asyncio.sleep(0.1)
+                continue
             found += page["items"]
             at = go_on(page) or None
         return found

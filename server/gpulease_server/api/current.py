@@ -5,6 +5,7 @@
   the next address; so also a long poll, because waiting keeps a request in the queue alive, and only at the writer.
 - A writer answers when its lock is confirmed *after* the answer was made, because it may have been stopped at any
   instant. Where it cannot be, it answers what only reads with `Gpulease-As-Of`; where somebody else took over, nothing.
+- Until the ledger is in memory it answers nothing either: there would be no GPU, and nobody's lease.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class OnlyCurrent:
             await self.app(scope, receive, send)
         elif (copy := self.standing.copy) is not None:
             await self._from_copy(copy, scope, receive, send)
+        elif not scope["app"].state.daemon.writer.has_read:
+            error = Unavailable("The daemon has just started, and reads its ledger.", remedy="Ask again.")
+            await problem_response(error)(scope, receive, send)
         else:
             await self._from_writer(scope, receive, send)
 

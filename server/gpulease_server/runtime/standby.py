@@ -144,7 +144,7 @@ class Standby:
                 observed_at_s=None,
                 problem=READINGS_ARE_THE_WRITERS,
             )
-        self._writer.committed = ledger
+        self._writer.committed, self._writer.has_read = ledger, True
 
     def _name(self, holder: str) -> None:
         copy = self._standing.copy

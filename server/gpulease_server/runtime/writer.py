@@ -64,6 +64,8 @@ class Writer:
         self.topics = Topics()
         self.committed = Ledger()
         """What readers see."""
+        self.has_read = False
+        """True once that is what the database had. Before, nothing is known: there may be GPUs, leases and jobs."""
         self.recent = RecentEvents()
         """The last events of what they see."""
         self.problem: str | None = "the ledger is being read"
@@ -323,7 +325,7 @@ class Writer:
         """Go on with a ledger that was read, and let everybody look again."""
         moment = clock.now()
         start_anew(ledger, moment)
-        self._ledger, self.committed = ledger, twin(ledger)
+        self._ledger, self.committed, self.has_read = ledger, twin(ledger), True
         self.meters.take_up(ledger, moment)
         self.recent.begin_after(ledger.next_seq - 1)
         self.problem = self._outage = None
