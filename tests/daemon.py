@@ -61,8 +61,7 @@ class DaemonProcess:
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
         eventually(lambda: self.answers("/readyz" if ready else "/healthz"), START_S, self.story)
-        if not ready and "--standby" not in self.options:
-            eventually(lambda: self.call("GET", "/v1/nodes").status != 503, START_S, self.story)
+        eventually(lambda: b"the ledger is being read" not in self.get("/readyz").content, START_S, self.story)
         return self
 
     def answers(self, path: str) -> bool:
@@ -70,10 +69,13 @@ class DaemonProcess:
         assert self.process is not None
         assert self.process.poll() is None, self.story()
         try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
-                return bool(answer.status == 200)
+            return self.get(path).status == 200
         except OSError:
             return False
+
+    def get(self, path: str) -> Answer:
+        """What a GET of this path is answered."""
+        return self.call("GET", path)
 
     def story(self) -> str:
         """What it printed."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.callers import call
-from tests.daemon import DaemonProcess
+from tests.daemon import Answer, DaemonProcess
 
 pytestmark = pytest.mark.xdist_group("machine")
 
@@ -34,14 +34,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 class OverSocket(DaemonProcess):
     """A daemon whose port speaks TLS: whether it is up is seen by its socket."""
 
-    def answers(self, path: str) -> bool:
-        """True when a GET of this path over the socket is answered with success."""
-        assert self.process is not None
-        assert self.process.poll() is None, self.story()
-        try:
-            return call(self.socket, "GET", path).status == 200
-        except OSError:
-            return False
+    def get(self, path: str) -> Answer:
+        """What a GET of this path over the socket is answered."""
+        return call(self.socket, "GET", path)
 
 
 @pytest.fixture
