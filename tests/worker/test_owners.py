@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.exchange import LeaseOwner, OwnerState
-from gpulease.owner import Owner
+from gpulease.owner import Owner, stat
 from gpulease_worker import owners as module
 from gpulease_worker.owners import Owners
 from tests.worker.build import until
@@ -161,7 +161,7 @@ def test_an_owner_of_which_only_the_main_thread_has_ended_lives() -> None:
     async def run() -> None:
         watch = Watch()
         with process(sys.executable, "-c", ONLY_THE_MAIN_THREAD_ENDS) as (child, owner):
-            until(lambda: Owner.of(child.pid) is None, "its main thread is a zombie")
+            until(lambda: (seen := stat(child.pid)) is not None and seen.headless, "its main thread is a zombie")
             watch.owners.watch([owner])
             assert watch.states() == {owner.pid: ALIVE}
             assert child.stdin is not None
