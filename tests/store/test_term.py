@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -109,6 +110,31 @@ def test_a_successor_is_not_kept_out_by_one_that_was_stopped_while_it_sent_a_sta
     finally:
         successor.close()
         stopped.close()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["its own", "somebody else's"])
+def test_only_a_session_of_its_own_that_was_cut_off_is_ended_by_who_reads_again(postgres_url: str, own: bool) -> None:
+    """It waits for the rest of a message that never comes, when no time-out of the server counts."""
+    store = Store(postgres_url)
+    try:
+        store.term.take_over("only")
+        connection: Any = store.engine.raw_connection() if own else psycopg.connect(postgres_url)
+        cut_off = connection.cursor()
+        cut_off.execute("SET idle_in_transaction_session_timeout = 0")
+        cut_off.execute("UPDATE writer SET term = term")
+        store.term._doubtful = True
+        with pytest.raises(OperationalError, match="lock timeout"):
+            store.term.settle()
+        if own:
+            store.term.settle()
+            assert store.term.number == 2
+        else:
+            with pytest.raises(OperationalError, match="lock timeout"):
+                store.term.settle()
+            cut_off.execute("SELECT 1")
+        connection.close()
+    finally:
+        store.close()
 
 
 def waits_for_a_lock(store: Store) -> bool:

@@ -19,6 +19,9 @@ from gpulease import Client
 from gpulease.errors import DaemonUnavailable, Unavailable
 
 WAIT_S = 360.0
+RETRY_S = 180.0
+"""How long an outage is sat out. A storm slows down starts, and kills come one after the other: a process that gives a
+request up during an outage cannot take it back, and waits behind it, because it lives as long as the process does."""
 
 
 def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
@@ -29,7 +32,7 @@ def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
         log.flush()
 
     until_s = time.monotonic() + WAIT_S
-    with Client(url) as client:
+    with Client(url, retry_s=RETRY_S) as client:
         while True:
             try:
                 lease = client.lease(count=count, wait_s=until_s - time.monotonic(), ttl_s=30)

@@ -13,10 +13,12 @@ reads again: that waits for a transaction under way, and leaves one that is stil
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
-from sqlalchemy import Connection, Engine, func, select, text, update
+from sqlalchemy import Connection, Engine, event, func, select, text, update
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gpulease.errors import Unavailable
@@ -27,10 +29,14 @@ from .dialects import POSTGRESQL, why
 log = logging.getLogger("gpulease.store")
 
 _ROW = tables.writer.c.id == 1
-_EVICT = text(  # xmax is the transaction that has the row locked
+_WITH_THE_ROW = (  # xmax is the transaction that has the row locked
     "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax"
     " WHERE w.id = 1 AND a.datname = current_database()"
 )
+_EVICT = text(_WITH_THE_ROW)
+_EVICT_OWN = text(f"{_WITH_THE_ROW} AND a.pid = ANY(CAST(:own AS integer[]))")
+_SESSIONS = 64
+"""How many of its own sessions a writer remembers: more than it has at a time."""
 
 
 class StoreFailed(Unavailable):
@@ -58,6 +64,13 @@ class Term:
         """What the row must say; None before the first."""
         self._first: int | None = None
         self._doubtful = False
+        self._sessions: deque[int] = deque(maxlen=_SESSIONS)
+        """Process ids of its sessions at the server, the last at the end."""
+        if engine.dialect.name == POSTGRESQL:
+            event.listen(engine, "connect", self._begin_session)
+
+    def _begin_session(self, connection: Any, _record: Any) -> None:
+        self._sessions.append(connection.info.backend_pid)
 
     def take_over(self, name: str) -> int:
         """Become the writer, under a name for people; returns the term. Waits for a transaction of the former one.
@@ -90,6 +103,14 @@ class Term:
         if ended:
             log.warning("ended %d sessions of the former writer, with a transaction open", len(ended))
 
+    def _evict_own(self) -> None:
+        """The same for a session of this writer's own that was cut off, and for no successor's."""
+        if not self._sessions:
+            return
+        with suppress(SQLAlchemyError), self._engine.begin() as connection:
+            if connection.execute(_EVICT_OWN, {"own": list(self._sessions)}).all():
+                log.warning("ended a session of this daemon's that was cut off, with a transaction open")
+
     @contextmanager
     def writing(self) -> Iterator[Connection]:
         """A transaction that commits only in this term. Raises `Superseded`, `StoreFailed`, or, for a value that the
@@ -116,16 +137,22 @@ class Term:
     def settle(self) -> None:
         """Before reading again: have an end put to every transaction of this writer whose outcome is not known.
 
-        Raises `Superseded`, or SQLAlchemyError.
+        Waits for one that is under way, as long as the server lets it. One that was cut off in the middle of a message
+        is under way for ever, so it is ended then, and whoever asks again finds the way free. Raises `Superseded`, or
+        SQLAlchemyError.
         """
         if not self._doubtful or self.number is None:
             return
         table = tables.writer
         mine = update(table).where(_ROW, table.c.first_term == self._first).values(term=table.c.term + 1)
-        with self._engine.begin() as connection:
-            term: int | None = connection.execute(mine.returning(table.c.term)).scalar_one_or_none()
-            if term is None:
-                self._refuse(connection)
+        try:
+            with self._engine.begin() as connection:
+                term: int | None = connection.execute(mine.returning(table.c.term)).scalar_one_or_none()
+                if term is None:
+                    self._refuse(connection)
+        except SQLAlchemyError:
+            self._evict_own()
+            raise
         self.number, self._doubtful = term, False
 
     def check(self) -> None:
