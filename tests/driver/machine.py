@@ -30,6 +30,10 @@ UUIDS = [f"GPU-d0000000-0000-0000-0000-00000000000{gpu}" for gpu in range(GPUS)]
 FREE, LIVE, DYING, UNLISTED = range(4)
 CLIENT, COMPUTE, GRAPHICS = range(3)
 FABRIC_IN_PROGRESS, FABRIC_COMPLETED = 2, 3
+LIST_US, LIST_EACH_US, CONTEXT_US = 5000, 100, 100_000
+"""Microseconds under the driver's lock: one process list, more for each context of the machine, and making a context."""
+UNLIST_S, FREE_S = (0.01, 0.05), (0.05, 0.3)
+"""At least and at most: how long after its process a context is listed, and has its memory."""
 SWEEP_S = 0.01
 """How often the kernel looks who has ended: the resolution of the truth."""
 LOCK_QUERY = "hhqqi0q"
@@ -145,12 +149,9 @@ class DriverMachine:
             self._memory = mmap.mmap(file.fileno(), 0)
         self.state: Any = MachineState.from_buffer(self._memory)
         self.state.size = ctypes.sizeof(MachineState)
-        self.state.list_us, self.state.list_each_us, self.state.context_us = 5000, 100, 100_000
-        for gpu in range(GPUS):
-            self.state.gpu[gpu].fabric = FABRIC_COMPLETED
-        self.unlist_s = (0.01, 0.05)
+        self.unlist_s = UNLIST_S
         """How long after its last process a context is still listed, at least and at most."""
-        self.free_s = (0.05, 0.3)
+        self.free_s = FREE_S
         """And how long its memory is still in use."""
         self._started: list[subprocess.Popen[str]] = []
         self.ended: list[Entry] = []
@@ -163,6 +164,7 @@ class DriverMachine:
         self._failure: BaseException | None = None
         self._kernel = threading.Thread(target=self._run, name="kernel", daemon=True)
         self._kernel.start()
+        self.quieten()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -177,11 +179,17 @@ class DriverMachine:
         """Path of the training."""
         return str(self.directory / "training")
 
-    def start(self, *options: str, env: Mapping[str, str] | None = None, wait: bool = True) -> subprocess.Popen[str]:
-        """A training with these options (see training.c), and the variables of its lease. Returns when it is ready."""
+    def start(
+        self, *options: str, env: Mapping[str, str] | None = None, wait: bool = True, name: str = "training"
+    ) -> subprocess.Popen[str]:
+        """A training with these options (see training.c), and the variables of its lease. Returns when it is ready.
+
+        `name`: what it calls itself; `wait`: False to go on without it.
+        """
         names = {name: value for name, value in os.environ.items() if not name.startswith(("GPULEASE_", "CUDA_"))}
         started = subprocess.Popen(
-            [self.program, *options],
+            [name, *options],
+            executable=self.program,
             env=names | self.environment | dict(env or {}),
             stdout=subprocess.PIPE,
             text=True,
@@ -251,28 +259,38 @@ class DriverMachine:
         """A line for each context on a GPU on which another lease still had something."""
         return (self.directory / "violations").read_text().splitlines()
 
+    def quieten(self) -> None:
+        """End every training, mend everything, and forget what has ended; returns when nothing is left."""
+        for gpu in self.state.gpu:
+            gpu.lost, gpu.fabric, gpu.recovery, gpu.blocked_until_ns, gpu.kept_bytes = 0, FABRIC_COMPLETED, 0, 0, 0
+        self.state.list_us, self.state.list_each_us, self.state.context_us = LIST_US, LIST_EACH_US, CONTEXT_US
+        self.state.attach_us = 0
+        self.unlist_s, self.free_s = UNLIST_S, FREE_S
+        self._end_trainings()
+        while any(entry.gpu is not None for entry in self.entries):
+            time.sleep(SWEEP_S)
+        self.ended.clear()
+
     def close(self) -> None:
-        """End whatever still has anything of the driver, and the machine. A daemon on it must have ended before."""
+        """End the machine, and every training on it. A daemon on it must have ended before."""
         self._closing.set()
         self._kernel.join()
-        for process in self._started:
-            with process:
-                process.kill()
-        for entry in self._entries:
-            # The pid is the entry's own as long as that process lives, and no driver gives up its lock before.
-            with suppress(ProcessLookupError):
-                if entry.dead_at_s is None and self._is_mine(entry.pid):
-                    os.kill(entry.pid, signal.SIGKILL)
+        self._end_trainings()
         os.close(self._clients)
         shutil.rmtree(self.directory, ignore_errors=True)
         if self._failure is not None:
             raise self._failure
 
-    def _is_mine(self, pid: int) -> bool:
-        try:
-            return str(self.directory) in Path(f"/proc/{pid}/maps").read_text()
-        except OSError:
-            return False
+    def _end_trainings(self) -> None:
+        """All that run this machine's program: those that were started here, by jobs, and what they have left."""
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.readlink(place / "exe") == self.program:
+                    os.kill(int(place.name), signal.SIGKILL)
+        for process in self._started:
+            with process:
+                process.kill()
+        self._started.clear()
 
     def _file(self, name: str, size: int) -> None:
         path = self.directory / name

@@ -1,7 +1,8 @@
 /* A training, as far as the driver can tell: contexts, device files, forked workers, and one of many ways to end.
 
-   training [-r] [-n] [-x] [-s] [-b MIB] [-w WORKERS] [-e EPOCH_S] [-o ORPHAN_S] [-h HOLD_S]
+   training [-r] [-g N] [-n] [-x] [-s] [-b MIB] [-w WORKERS] [-e EPOCH_S] [-o ORPHAN_S] [-h HOLD_S]
      -r  one rank for each GPU of the mask, each with a context on its own; else one process with a context on each
+     -g  a context on this one of the devices only
      -n  as NCCL does: a handle of every GPU from NVML, and what its peers are, never given back
      -x  only that: no CUDA at all, an exporter of metrics
      -s  stay when SIGTERM comes
@@ -102,10 +103,11 @@ static int masked(void) {
 }
 
 int main(int count, char **words) {
-    int option, wrong = 0, status;
+    int option, only = -1, wrong = 0, status;
     pid_t pids[64];
-    while ((option = getopt(count, words, "rnxsb:w:e:o:h:")) != -1) switch (option) {
+    while ((option = getopt(count, words, "rg:nxsb:w:e:o:h:")) != -1) switch (option) {
         case 'r': ranks = masked(); break;
+        case 'g': only = atoi(optarg); break;
         case 'n': nccl = 1; break;
         case 'x': exporter = 1; break;
         case 's': stubborn = 1; break;
@@ -117,7 +119,7 @@ int main(int count, char **words) {
         default: return 64;
     }
     sigaction(SIGTERM, &(struct sigaction){.sa_handler = stubborn ? SIG_IGN : end}, NULL);  /* it interrupts `wait` */
-    if (!ranks) one(-1);
+    if (!ranks) one(only);
     for (int rank = 0; rank < ranks; rank++)
         if (!(pids[rank] = fork())) one(rank);
     for (pid_t pid; (pid = wait(&status)) > 0 || errno == EINTR;) {
