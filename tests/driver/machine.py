@@ -31,7 +31,7 @@ FREE, LIVE, DYING, UNLISTED = range(4)
 CLIENT, COMPUTE, GRAPHICS = range(3)
 FABRIC_IN_PROGRESS, FABRIC_COMPLETED = 2, 3
 LIST_US, LIST_EACH_US, CONTEXT_US = 5000, 100, 100_000
-"""Microseconds under the driver's lock: one process list, more for each context of the machine, and making a context."""
+"""Microseconds under the driver's lock: a process list, more of it for each context, and making a context."""
 UNLIST_S, FREE_S = (0.01, 0.05), (0.05, 0.3)
 """At least and at most: how long after its process a context is listed, and has its memory."""
 SWEEP_S = 0.01
@@ -201,6 +201,10 @@ class DriverMachine:
             line = started.stdout.readline()
             assert line.startswith("ready "), line or f"it ended with {started.wait()}"
         return started
+
+    def started(self, name: str) -> list[subprocess.Popen[str]]:
+        """The trainings that were started under this name."""
+        return [process for process in self._started if isinstance(process.args, list) and process.args[0] == name]
 
     # What goes wrong.
 

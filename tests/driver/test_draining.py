@@ -61,7 +61,7 @@ def test_nor_one_that_began_earlier_and_forks_workers_in_every_epoch(
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
-        pytest.param(("-g", "5"), {}, id="CUDA without a mask"),
+        pytest.param(("-g", UUIDS[5]), {}, id="CUDA without a mask"),
         pytest.param(("-n",), masked(5), id="NCCL"),
         pytest.param(("-n", "-w", "2", "-e", "0.5"), masked(5), id="forked workers"),
     ],

@@ -1,8 +1,8 @@
 /* A training, as far as the driver can tell: contexts, device files, forked workers, and one of many ways to end.
 
-   training [-r] [-g N] [-n] [-x] [-s] [-b MIB] [-w WORKERS] [-e EPOCH_S] [-o ORPHAN_S] [-h HOLD_S]
+   training [-r] [-g UUID] [-n] [-x] [-s] [-b MIB] [-w WORKERS] [-e EPOCH_S] [-o ORPHAN_S] [-h HOLD_S]
      -r  one rank for each GPU of the mask, each with a context on its own; else one process with a context on each
-     -g  a context on this one of the devices only
+     -g  a context on this GPU only, wherever CUDA shows it; without a mask all are opened all the same
      -n  as NCCL does: a handle of every GPU from NVML, and what its peers are, never given back
      -x  only that: no CUDA at all, an exporter of metrics
      -s  stay when SIGTERM comes
@@ -26,6 +26,7 @@
 static int ranks, nccl, exporter, stubborn, workers;
 static double epoch_s = 1, orphan_s, hold_s = 1e9;
 static size_t allocated;
+static const char *wanted;
 static volatile sig_atomic_t ended;
 
 static void end(int signal) { ended = 1; }
@@ -68,6 +69,13 @@ static int shown(void) {
     check(CUDA("cuDeviceGetCount", &count));
     return count;
 }
+static int is_wanted(int device) {
+    unsigned char bytes[16];
+    char text[64] = "GPU-", *at = text + 4;
+    check(CUDA("cuDeviceGetUuid", bytes, device));
+    for (int i = 0; i < 16; i++) at += sprintf(at, i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", bytes[i]);
+    return !strcmp(text, wanted);
+}
 static void worker(double life_s) {
     if (fork()) return;
     signal(SIGTERM, SIG_IGN);
@@ -88,7 +96,7 @@ static void train(void) {
 static void one(int device) {
     int count = exporter ? 0 : shown();
     for (int i = 0; i < count; i++)
-        if (device < 0 || device == i) use(i);
+        if (wanted ? is_wanted(i) : device < 0 || device == i) use(i);
     if (nccl || exporter) open_all();
     printf("ready %d\n", getpid());
     fflush(stdout);
@@ -103,11 +111,11 @@ static int masked(void) {
 }
 
 int main(int count, char **words) {
-    int option, only = -1, wrong = 0, status;
+    int option, wrong = 0, status;
     pid_t pids[64];
     while ((option = getopt(count, words, "rg:nxsb:w:e:o:h:")) != -1) switch (option) {
         case 'r': ranks = masked(); break;
-        case 'g': only = atoi(optarg); break;
+        case 'g': wanted = optarg; break;
         case 'n': nccl = 1; break;
         case 'x': exporter = 1; break;
         case 's': stubborn = 1; break;
@@ -119,7 +127,7 @@ int main(int count, char **words) {
         default: return 64;
     }
     sigaction(SIGTERM, &(struct sigaction){.sa_handler = stubborn ? SIG_IGN : end}, NULL);  /* it interrupts `wait` */
-    if (!ranks) one(only);
+    if (!ranks) one(-1);
     for (int rank = 0; rank < ranks; rank++)
         if (!(pids[rank] = fork())) one(rank);
     for (pid_t pid; (pid = wait(&status)) > 0 || errno == EINTR;) {
