@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
+from tests.driver.day import QUICK
 from tests.driver.machine import GPUS, DriverMachine, build
 from tests.driver.watch import release, states
-
-QUICK = {"GPULEASE_HEALTH_S": "0.5"}
-"""How soon a GPU that has recovered is believed to have."""
 
 
 @pytest.fixture(scope="session")

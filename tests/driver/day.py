@@ -8,6 +8,7 @@ no two leases ever have a GPU at once.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -22,12 +23,18 @@ from pathlib import Path
 
 from tests.daemon import DaemonProcess, events, eventually
 from tests.driver.holder import Use
-from tests.driver.machine import GPUS, UUIDS, DriverMachine, build
+from tests.driver.machine import GPUS, UUIDS, DriverMachine, driver_machine
 from tests.driver.watch import monotonic_s, states
 
 USERS = (54321, 54322, 54323, 54324)
 OLD_READING = "fresh reading"
 """What every refusal says that rests on the age of a reading."""
+QUICK = {"GPULEASE_HEALTH_S": "0.5"}
+"""How often NVML is asked again for a GPU that was lost, in seconds."""
+STRANGER = "an-exporter"
+"""A monitor of that name is known to nobody."""
+BELIEVED_S = 4.0
+"""How soon a GPU that was lost is believed to be back: NVML is opened anew, and its Xid has settled."""
 RETAINED_S = 30.0
 """`Policy.retained_memory_s`: how long the open files of a process that belongs to nobody may delay."""
 
@@ -38,11 +45,11 @@ class Delay:
 
     lease_id: str
     gpu: int
-    begun_s: float
-    """When the lease had ended, and the last of it was gone."""
-    delay_s: float
-    """From then on until the GPU was clean; negative when it was clean before."""
-    excuse: str = ""
+    drained_s: float
+    """From the end of the lease, or of the last of it on the GPU, until the GPU was clean; negative when before."""
+    late_s: float
+    """From when the driver let anybody know until the GPU was clean."""
+    trouble: str = ""
     """What was wrong with the driver meanwhile."""
 
 
@@ -61,14 +68,13 @@ class Figures:
     """Refusals that rest on the age of a reading."""
     violations: list[str] = field(default_factory=list)
     delays: list[Delay] = field(default_factory=list)
-    waits_s: list[float] = field(default_factory=list)
-    """From asking, on GPUs of which some were free all the while, to the grant."""
     unclean: list[str] = field(default_factory=list)
     """GPUs that never became clean."""
 
-    def of(self, excuse: str) -> list[float]:
-        """The delays, sorted, while one thing was wrong; with "" those while nothing was."""
-        return sorted(one.delay_s for one in self.delays if one.excuse == excuse)
+    @property
+    def late_s(self) -> float:
+        """The longest that any GPU drained although the driver would have told that it was clean."""
+        return max((one.late_s for one in self.delays), default=0.0)
 
     def __str__(self) -> str:
         lines = [
@@ -77,11 +83,12 @@ class Figures:
             f"refused for an old reading: {len(self.refused_for_age)} of {self.refusals} refusals",
             "from the last of a lease gone to its GPU clean, in seconds:",
         ]
-        for excuse in sorted({one.excuse for one in self.delays}):
-            delays = self.of(excuse)
-            middle, late = delays[len(delays) // 2], delays[int(len(delays) * 0.95)]
-            what = excuse or "nothing wrong"
-            lines.append(f"  {what:24} {len(delays):4} times  p50 {middle:.2f}  p95 {late:.2f}  most {delays[-1]:.2f}")
+        for trouble in sorted({one.trouble for one in self.delays}):
+            delays = sorted(one.drained_s for one in self.delays if one.trouble == trouble)
+            late_s = max(one.late_s for one in self.delays if one.trouble == trouble)
+            middle, slow, most = delays[len(delays) // 2], delays[int(len(delays) * 0.95)], delays[-1]
+            figures = f"{len(delays):4} times  p50 {middle:.2f}  p95 {slow:.2f}  most {most:.2f}"
+            lines.append(f"  {trouble or 'nothing wrong':20} {figures}  most after the trouble {late_s:.2f}")
         return "\n".join([*lines, *self.unclean, *self.failed, *self.violations, *self.refused_for_age[:5]])
 
 
@@ -128,6 +135,18 @@ def plan(seconds: float, leases: int, jobs: int, seed: int) -> list[Use]:
     return uses
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A time in which something was wrong."""
+
+    what: str
+    gpu: int | None
+    """On this GPU; None: on all."""
+    since_s: float
+    until_s: float
+    """When whatever the driver held back is told again."""
+
+
 @dataclass
 class Trouble:
     """What goes wrong during a day, at fixed parts of it, and when it did."""
@@ -137,8 +156,9 @@ class Trouble:
     blocked_s: float
     strange: bool
     """An exporter that nobody knows is started, once."""
-    windows: list[tuple[str, int | None, float, float]] = field(default_factory=list)
-    """What, on which GPU (None: on all), from when until when."""
+    windows: list[Window] = field(default_factory=list)
+    """When it did."""
+    lost_at_s: float = 0.0
     closing: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
@@ -166,35 +186,37 @@ class Trouble:
 
     def start_stranger(self) -> None:
         """One that opens every GPU, and that nobody knows."""
-        self.machine.start("-x", name="an-exporter", wait=False)
-        self.window("an unknown exporter", None, RETAINED_S)
+        self.machine.start("-x", name=STRANGER, wait=False)
+        self.windows.append(Window(STRANGER, None, time.monotonic(), math.inf))
 
     def block(self) -> None:
-        """A teardown that hangs."""
+        """A teardown that hangs. A reading that asks every GPU in turn waits for it."""
+        now_s = time.monotonic()
         self.machine.block(self.blocked_s, gpu=3)
-        self.window("blocked calls", None, self.blocked_s)
+        self.windows.append(Window("blocked calls", None, now_s, now_s + self.blocked_s))
 
     def lose(self) -> None:
         """A GPU falls off."""
+        self.lost_at_s = time.monotonic()
         self.machine.lose(6)
-        self.window("a lost GPU", 6, self.seconds)
 
     def restore(self) -> None:
-        """It comes back."""
+        """It comes back, and is believed to have after a while."""
         self.machine.restore(6)
-        self.windows = [one for one in self.windows if one[1] is None]
-        self.windows.append(("a lost GPU", 6, time.monotonic() - 0.05 * self.seconds, time.monotonic() + 3))
+        self.windows.append(Window("a lost GPU", 6, self.lost_at_s, time.monotonic() + BELIEVED_S))
 
-    def window(self, what: str, gpu: int | None, seconds: float) -> None:
-        """From now on."""
-        self.windows.append((what, gpu, time.monotonic(), time.monotonic() + seconds + 3))
-
-    def excuse(self, gpu: int, begun_s: float, ended_s: float) -> str:
-        """What was wrong with a GPU in this time; empty for nothing."""
-        for what, which, since_s, until_s in self.windows:
-            if which in (None, gpu) and begun_s < until_s and ended_s > since_s:
-                return what
-        return ""
+    def delay(self, lease_id: str, gpu: int, granted_s: float, gone_s: float, clean_s: float) -> Delay:
+        """How long a GPU drained, and for how much of that nothing was in the way."""
+        could_s, trouble = gone_s, ""
+        for window in self.windows:
+            if window.gpu not in (None, gpu) or clean_s < window.since_s or gone_s > window.until_s:
+                continue
+            if window.what == STRANGER:
+                if granted_s < window.since_s:  # a later lease finds it there already
+                    could_s, trouble = gone_s + RETAINED_S, window.what
+            else:
+                could_s, trouble = max(could_s, window.until_s), window.what
+        return Delay(lease_id, gpu, clean_s - gone_s, clean_s - could_s, trouble)
 
 
 @contextmanager
@@ -237,7 +259,7 @@ def spend(
     with suppress(AssertionError):  # what never becomes clean is a figure
         eventually(lambda: {"draining", "leased"}.isdisjoint(states(running)), RETAINED_S + 10)
     found = Figures(seconds=time.monotonic() - begun_s, violations=machine.violations())
-    found.failed += said.stderr.splitlines()
+    found.failed += [line for line in said.stderr.splitlines() if line.startswith("Use(")]
     for path in directory.glob("*.jsonl"):
         note(found, [json.loads(line) for line in path.read_text().splitlines()])
     measure(found, running, machine, trouble)
@@ -262,51 +284,42 @@ def note(found: Figures, lines: list[dict[str, str]]) -> None:
 def measure(found: Figures, running: DaemonProcess, machine: DriverMachine, trouble: Trouble) -> None:
     """When each GPU was clean, beside when it could have been."""
     clean: dict[tuple[str, str], float] = {}
+    granted: dict[str, float] = {}
     log = events(running)
     for event in log:
         if event["kind"] == "gpu.clean":
             clean |= {(event["lease_id"], uuid): monotonic_s(event["at"]) for uuid in event["gpus"]}
+        elif event["kind"] == "lease.granted":
+            granted[event["lease_id"]] = monotonic_s(event["at"])
     for event in log:
         if event["kind"] != "lease.ended":
             continue
         for uuid in event["gpus"]:
             index, lease_id = UUIDS.index(uuid), event["lease_id"]
-            at_s = clean.get((lease_id, uuid))
-            if at_s is None:
+            clean_s = clean.get((lease_id, uuid))
+            if clean_s is None:
                 found.unclean.append(f"GPU {index} never became clean after lease {lease_id}")
                 continue
             gone_s = max(machine.gone_at_s(lease_id, index) or 0.0, monotonic_s(event["at"]))
-            excuse = trouble.excuse(index, gone_s, at_s)
-            found.delays.append(Delay(lease_id, index, gone_s, at_s - gone_s, excuse))
+            found.delays.append(trouble.delay(lease_id, index, granted[lease_id], gone_s, clean_s))
 
 
 def main() -> int:
     """One day; its figures on stdout."""
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 600.0
     part = seconds / 600
-    with tempfile.TemporaryDirectory(prefix="gpulease-day-") as scratch:
+    with driver_machine() as machine, tempfile.TemporaryDirectory(prefix="gpulease-day-") as scratch:
         place = Path(scratch)
-        (place / "built").mkdir()
+        place.chmod(0o711)  # jobs run in there as their users
         (place / "notes").mkdir()
-        build(place / "built")
-        machine = DriverMachine(place / "built")
-        running = DaemonProcess(place / "d", "--node", "n", environment=machine.environment)
+        running = DaemonProcess(place / "d", "--node", "n", environment=machine.environment | QUICK)
+        leases, jobs, blocked_s = int(200 * part), int(20 * part), 45 * min(1.0, part * 2)
         try:
             running.start()
-            print(
-                spend(
-                    running,
-                    machine,
-                    place / "notes",
-                    seconds=seconds,
-                    leases=int(200 * part),
-                    jobs=int(20 * part),
-                    blocked_s=45 * min(1.0, part * 2),
-                )
-            )
+            notes = place / "notes"
+            print(spend(running, machine, notes, seconds=seconds, leases=leases, jobs=jobs, blocked_s=blocked_s))
         finally:
             running.stop()
-            machine.close()
     return 0
 
 

@@ -18,8 +18,8 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -124,6 +124,18 @@ def build(directory: Path) -> None:
     for source, target in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
         subprocess.run([*flags, "-shared", "-fPIC", "-o", directory / target, SOURCES / source, "-ldl"], check=True)
     subprocess.run([*flags, "-o", directory / "training", SOURCES / "training.c", "-ldl"], check=True)
+
+
+@contextmanager
+def driver_machine() -> Iterator[DriverMachine]:
+    """A machine on which nothing runs, built for the occasion."""
+    with tempfile.TemporaryDirectory() as built:
+        build(Path(built))
+        found = DriverMachine(Path(built))
+    try:
+        yield found
+    finally:
+        found.close()
 
 
 class DriverMachine:
