@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -79,15 +79,18 @@ class Hardware:
         self._watched: set[str] = set()
         """GPUs whose Xids it tells."""
         self._whole_at_s = self._condition_at_s = -float("inf")
+        self._reread: set[str] = set()
+        """GPUs whose processes and health were read anew in the reading under way."""
 
     @property
     def under_way(self) -> tuple[str, float] | None:
         """The call into the driver that has not come back yet, and since when on the monotonic clock."""
         return self._nvml.under_way
 
-    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
         """Every GPU as it is now, in PCI order. Raises ReadingFailed when NVML itself is not to be had."""
         now_s = time.monotonic()
+        self._reread = set()
         try:
             self._renew_session(now_s)
             whole = fresh or now_s - self._whole_at_s >= self._pace.processes_s
@@ -97,7 +100,8 @@ class Hardware:
                 raise ReadingFailed(misfit, over=driver.outdated())
             count = self._nvml.count()
             self._gone += [self._known.pop(position) for position in list(self._known) if position >= count]
-            found = [self._read_at(position, whole, condition) for position in range(count)]
+            dirty = {position for position, one in self._known.items() if one.device.uuid in anew}
+            found = [self._read_at(position, whole or position in dirty, condition) for position in range(count)]
             self._link()
             self._watch_xids()
         except LibraryFailed as failed:
@@ -116,6 +120,7 @@ class Hardware:
             links=self._links,
             driver_version=version,
             whole=whole,
+            reread=() if whole else tuple(sorted(self._reread)),
         )
 
     def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
@@ -239,6 +244,7 @@ class Hardware:
         moved = used is not None and abs(used - (sighted.used_bytes or 0)) >= MOVED_BYTES
         if whole or moved or not sighted.whole:
             sighted.whole, sighted.used_bytes = self._read_whole(handle), used
+            self._reread.add(sighted.device.uuid)
         if condition or not sighted.condition:
             sighted.condition = self._nvml.condition(handle)
         members = {**activity, **sighted.condition, **sighted.whole}

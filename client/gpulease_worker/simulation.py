@@ -12,7 +12,8 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ MODEL = "NVIDIA H100 80GB HBM3"
 MEMORY_TOTAL_BYTES = 80 * GIB
 PROCESS_BYTES = GIB
 """GPU memory that a real process with a marker is shown to hold."""
+HANG_LOOK_S = 0.05
+"""How often a simulated driver that hangs looks whether it still should."""
 BUSY_RATIO = 0.9
 """Utilization of a GPU of `--simulate N` that has a process."""
 
@@ -111,7 +114,7 @@ class Simulation:
         if self._count is not None and self._count > MAX_COUNT:
             raise ReadingFailed(f"--simulate {what} is too many GPUs; simulate at most {MAX_COUNT}.")
 
-    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
         """The machine as it is described now, always whole. Raises ReadingFailed when the file cannot be used."""
         if self._count is not None:
             return Reading(
@@ -120,15 +123,26 @@ class Simulation:
                 simulated=True,
             )
         machine = read_file(self._path)
-        self.under_way = ("the simulated driver", time.monotonic())
-        time.sleep(machine.get("hang_s") or 0)
-        self.under_way = None
+        self._hang(machine.get("hang_s") or 0)
         return Reading(
             gpus=self._occupied(described(machine["gpus"]), leases),
             links=linked(machine),
             driver_version=machine.get("driver_version", DRIVER_VERSION),
             simulated=True,
         )
+
+    def _hang(self, seconds: float) -> None:
+        """Hang for so long, or until the file says otherwise: a driver that hung goes on as if nothing had been."""
+        begun_s = time.monotonic()
+        self.under_way = ("the simulated driver", begun_s)
+        written = _written(self._path)
+        while (left_s := begun_s + seconds - time.monotonic()) > 0:
+            time.sleep(min(left_s, HANG_LOOK_S))
+            if _written(self._path) != written:
+                written = _written(self._path)
+                with suppress(ReadingFailed):
+                    seconds = read_file(self._path).get("hang_s") or 0
+        self.under_way = None
 
     def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
         """Change a GPU's mode if it is as expected; what it was before. Raises ModeNotSet.
@@ -181,6 +195,15 @@ class Simulation:
             memory_used_bytes=used,
             utilization_ratio=BUSY_RATIO if busy else gpu.utilization_ratio,
         )
+
+
+def _written(path: Path) -> tuple[int, int] | None:
+    """What differs when a file was written anew, or another put in its place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def plausible(count: int, node: str) -> list[GpuReading]:

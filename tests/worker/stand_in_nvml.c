@@ -9,7 +9,7 @@
  *   PID=N        pid of the first process
  *
  * What is the matter with it is read at every call from the file named by STAND_IN_NVML, one line for each thing:
- *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs
+ *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs while it is said
  *   count -1 N           so many GPUs          driver -1 VERSION   e.g. 580.95.05
  *   action INDEX N       recovery action       mig INDEX 1         split by MIG
  *   remap INDEX 1|2      a row remap is pending (1), has failed (2)
@@ -49,7 +49,7 @@ static int told(const char *word, int index, char *text) {
 }
 static int fault(const char *call, int index) {
     int code = told(call, index, NULL);
-    if (code == -1) for (;;) pause();
+    for (; code == -1; code = told(call, index, NULL)) usleep(10000);
     return code;
 }
 #define FAULT(index) do { int code_ = fault(__func__, index); if (code_) return code_; } while (0)

@@ -49,6 +49,7 @@ def running(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     lists_only = ("count", EVERY, 3), ("gone", 0, 1)
     driver.says(*lists_only)
     paces = {"GPULEASE_PROCESSES_S": "0.05", "GPULEASE_HEALTH_S": "0.5", "GPULEASE_POLL_S": "0.2"}
+    paces |= {"GPULEASE_CALL_DEADLINE_S": "0.6", "GPULEASE_PROBE_DEADLINE_S": "0.9"}
     place = tmp_path_factory.mktemp("daemon")
     process = DaemonProcess(place / "d", "--node", "n", environment={**driver.environment, **paces})
     try:

@@ -10,7 +10,7 @@ from gpulease.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState,
 
 from .bypass import claims_now
 from .explain import why_kept, why_not_free
-from .gpu import activity_of, is_cordoned, node_problem, reading_of, state_of, strangers
+from .gpu import activity_of, is_cordoned, node_problem, observed_at, reading_of, state_of, strangers
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, NodeRecord
 from .remains import named
 from .turn import Policy
@@ -67,7 +67,7 @@ def gpu_view(
         kept = claims_now(ledger, now, policy).by_uuid if kept is None else kept
         reason = why_kept(ledger, kept[gpu.device.uuid]) if gpu.device.uuid in kept else None
     reading = None if state is GpuState.UNKNOWN else reading_of(ledger, gpu)
-    sighting = ledger.sightings.get(gpu.device.node)
+    seen_at_s = observed_at(ledger.sightings.get(gpu.device.node), gpu.device.uuid)
     holding = ledger.leases.get(gpu.lease_id or "")
     holder = holding.lease.holder if holding else None
     device = gpu.device
@@ -85,7 +85,7 @@ def gpu_view(
         lease_id=gpu.lease_id,
         holder=holder,
         cordoned=is_cordoned(ledger, gpu),
-        observed_at=wall(now, sighting.observed_at_s) if sighting and sighting.observed_at_s is not None else None,
+        observed_at=None if seen_at_s is None else wall(now, seen_at_s),
     )
 
 
