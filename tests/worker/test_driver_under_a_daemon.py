@@ -86,7 +86,8 @@ def ask(running: DaemonProcess, uuid: str) -> int:
         pytest.param((("nvmlDeviceGetHandleByIndex_v2", 0, NO_PERMISSION),), "unhealthy", "unreadable", id="refused"),
         pytest.param((("nvmlDeviceGetTemperature", 0, RESET_REQUIRED),), "unhealthy", "reset_required", id="reset"),
         pytest.param((("action", 0, 7),), "unhealthy", "reboot_required", id="reboot"),
-        pytest.param((("remap", 0, 1),), "unhealthy", "row_remap_pending", id="row remap"),
+        pytest.param((("remap", 0, 1),), "free", "", id="row remap pending"),
+        pytest.param((("remap", 0, 2),), "unhealthy", "row_remap_failed", id="row remap failed"),
         pytest.param((("mig", 0, 1),), "unhealthy", "mig", id="MIG"),
         pytest.param(
             (("nvmlDeviceGetMemoryInfo", 0, NOT_SUPPORTED), ("nvmlDeviceGetMemoryInfo_v2", 0, NOT_SUPPORTED)),
@@ -101,7 +102,11 @@ def test_one_gpus_ill_is_its_state_and_nobody_elses_and_passes_by_itself(
 ) -> None:
     driver.says(*THREE, *matters)
     eventually(lambda: states(running).get(WHOLE.uuid) == state, 10, lambda: str(gpus(running)))
-    if state == "free" and matters:
+    if ("remap", 0, 1) in matters:
+        eventually(
+            lambda: gpus(running)[WHOLE.uuid]["warnings"] == ["row_remap_pending"], 10, lambda: str(gpus(running))
+        )
+    elif state == "free" and matters:
         # Otherwise a lease could begin with memory that is known and end with memory that is not.
         eventually(lambda: gpus(running)[WHOLE.uuid]["memory_used_bytes"] is None, 10, lambda: str(gpus(running)))
     assert states(running) == {POOR.uuid: "prohibited", WHOLE.uuid: state, THIRD.uuid: "free"}

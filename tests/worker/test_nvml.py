@@ -21,9 +21,12 @@ from tests.worker.stand_in import (
     GPU_IS_LOST,
     HANGS,
     LINKS,
+    MEMORY,
     MISMATCH,
     NO_PERMISSION,
+    NOT_READY,
     NOT_SUPPORTED,
+    OPERATING_SYSTEM,
     POOR,
     RESET_REQUIRED,
     THIRD,
@@ -48,6 +51,8 @@ def test_a_current_driver_is_read_exactly_in_pci_order_and_what_it_cannot_tell_i
         pytest.param(("BEFORE_510",), 4 * GIB, id="before 510: no memory v2, process lists v2"),
         pytest.param(("BEFORE_510", "LISTS_V1"), 4 * GIB, id="only the first process lists"),
         pytest.param(("LONG_STRUCT",), 3 * GIB, id="535.43: process lists v3 in a longer struct"),
+        pytest.param(("NO_FABRIC",), 3 * GIB, id="before 525: nothing of NVLink fabrics"),
+        pytest.param(("CUDA_14",), 3 * GIB, id="CUDA 14: temperature by the newer call alone"),
     ],
 )
 def test_an_older_driver_is_read_by_the_calls_that_it_has(
@@ -73,10 +78,19 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             replace(WHOLE, health="processes_unknown", processes=()),
             id="lists that may not be read are not empty",
         ),
-        pytest.param(
-            ((LISTS, 0, UNKNOWN),),
-            replace(WHOLE, health="processes_unknown", processes=()),
-            id="lists that cannot be read are not empty",
+        *(
+            pytest.param(
+                ((LISTS, 0, code),),
+                replace(WHOLE, health="processes_unknown", processes=()),
+                id=f"lists that cannot be read ({code}) are not empty",
+            )
+            for code in (UNKNOWN, OPERATING_SYSTEM, MEMORY, NOT_READY)
+        ),
+        *(
+            pytest.param(
+                (("nvmlDeviceGetPowerUsage", 0, code),), replace(WHOLE, power_w=None), id=f"a value is refused ({code})"
+            )
+            for code in (UNKNOWN, OPERATING_SYSTEM, MEMORY, NOT_READY)
         ),
         pytest.param(
             (("nvmlDeviceGetMemoryInfo", 0, NOT_SUPPORTED), ("nvmlDeviceGetMemoryInfo_v2", 0, NOT_SUPPORTED)),
@@ -120,13 +134,29 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             replace(WHOLE, health="reboot_required", recovery_action="node_reboot"),
             id="wants a reboot",
         ),
-        pytest.param((("action", 0, 3),), replace(WHOLE, recovery_action="drain_p2p"), id="can be worked on"),
+        pytest.param(
+            (("action", 0, 3),),
+            replace(WHOLE, recovery_action="drain_p2p", warnings=("drain_p2p",)),
+            id="can be worked on",
+        ),
         pytest.param(
             (("action", 0, 77),),
             replace(WHOLE, health="reset_required", recovery_action="action_77"),
             id="wants something that is not known yet",
         ),
-        pytest.param((("remap", 0, 1),), replace(WHOLE, health="row_remap_pending"), id="a row waits for a reset"),
+        pytest.param((("remap", 0, 1),), replace(WHOLE, warnings=("row_remap_pending",)), id="a row waits for a reset"),
+        pytest.param(
+            (("retired", 0, 1),),
+            replace(WHOLE, remapped_rows=None, warnings=("retired_pages_pending",)),
+            id="before Ampere: a page waits for a reset",
+        ),
+        pytest.param((("fabric", 0, 3),), replace(WHOLE, fabric="completed"), id="on an NVLink fabric that is ready"),
+        pytest.param((("raced", 0, 1),), WHOLE, id="a process comes while the lists are read"),
+        pytest.param(
+            (("raced", 0, 9),),
+            replace(WHOLE, health="processes_unknown", processes=()),
+            id="processes come all the time",
+        ),
         pytest.param((("remap", 0, 2),), replace(WHOLE, health="row_remap_failed"), id="no spare row is left"),
         pytest.param(
             (("nvmlDeviceGetUtilizationRates", 0, RESET_REQUIRED),),
@@ -195,8 +225,8 @@ def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_ot
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Driver(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
 
     async def story() -> None:
         probe = Probe("n", None, 10.0)
@@ -217,27 +247,52 @@ def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_ot
     asyncio.run(asyncio.wait_for(story(), 30))
 
 
-def test_a_critical_xid_counts_until_the_gpu_has_recovered_and_an_applications_own_does_not(tmp_path: Path) -> None:
+def test_an_xid_of_the_gpus_own_counts_until_it_has_recovered_and_an_applications_does_not(tmp_path: Path) -> None:
     library = Driver(tmp_path)
+    seen = [("xid", 0, xid) for xid in (13, 31, 43, 8, 63, 69, 94, 154, 109, 45, 68)]
     with library.probe(Pace(health_s=0.3, call_deadline_s=20)) as probe:
         assert probe.read().gpus == (POOR, WHOLE)
-        library.says(*(("xid", 0, xid) for xid in (13, 31, 43, 79, 45, 68, 109)))
+        library.says(*seen)
         shown = [WHOLE]
         while shown[-1] == WHOLE:
             shown.append(probe.read(fresh=False).gpus[1])
         until(
             lambda: shown.append(probe.read(fresh=False).gpus[1]) or shown[-1] == WHOLE, "the driver says it is sound"
         )
-        assert {gpu.health for gpu in shown} == {"ok", "xid:79"}
-        seen = [("xid", 0, xid) for xid in (13, 31, 43, 79, 45, 68, 109, 48)]
-        library.says(*seen, ("action", 0, 1))
+        assert {gpu.health for gpu in shown} == {"ok", "xid:109"}
+        library.says(*seen, ("xid", 0, 48), ("action", 0, 1))
         until(lambda: probe.read().gpus[1].health == "reset_required", "what the driver wants comes first")
+
+
+def test_while_one_gpu_is_lost_the_xids_of_the_others_are_heard_of(tmp_path: Path) -> None:
+    """The driver fails every wait for a set in which one GPU is lost."""
+    library = Driver(tmp_path)
+    three, lost = ("count", EVERY, 3), ("nvmlDeviceGetHandleByIndex_v2", 0, GPU_IS_LOST)
+    library.says(three)
+    with library.probe(Pace(health_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE, THIRD)
+        library.says(three, lost)
+        until(lambda: probe.read(fresh=False).gpus[1] == silent(WHOLE, "lost"), "it is lost")
+        library.says(three, lost, ("xid", 2, 79))
+        until(lambda: probe.read(fresh=False).gpus[2].health == "xid:79", "the other one is heard of", 10)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_event_set_is_not_given_back_while_the_driver_waits_on_it(tmp_path: Path, hangs: bool) -> None:
+    library = Driver(tmp_path)
+    waits = (("waits", EVERY, HANGS),) if hangs else ()
+    library.says(("count", EVERY, 3), *waits, ("nvmlDeviceGetHandleByIndex_v2", 2, UNKNOWN))
+    with library.probe(Pace(health_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE)
+        library.says(("count", EVERY, 3), *waits)
+        assert probe.read().gpus == (POOR, WHOLE, THIRD), "a new watch takes the place of the first"
+        assert Path(f"{library.variables['STAND_IN_NVML']}.freed").exists() is not hangs
 
 
 def test_a_critical_xid_outlasts_the_probe_that_saw_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Driver(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
 
     async def story() -> None:
         probe = Probe("n", None, 10.0)
@@ -266,7 +321,7 @@ def test_between_two_whole_readings_processes_are_repeated_and_that_is_said(tmp_
         assert second.gpus[1] == replace(WHOLE, power_w=None), "power is read every time"
         third = probe.read(fresh=True)
         assert third.whole
-        assert (third.gpus[1].processes, third.gpus[1].health) == ((), "row_remap_pending")
+        assert (third.gpus[1].processes, third.gpus[1].warnings) == ((), ("row_remap_pending",))
 
 
 def test_processes_are_read_again_when_they_are_due(tmp_path: Path) -> None:
@@ -448,7 +503,7 @@ def test_whether_a_host_has_gpus_is_found_out_within_a_deadline(
 ) -> None:
     library = Driver(tmp_path)
     library.says(("nvmlInitWithFlags", EVERY, code))
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
     found = driver.unavailable(deadline_s)
     assert (found is None) if expected is None else (found is not None and expected in found)
