@@ -24,6 +24,7 @@ from typing import Any
 from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Process
 from gpulease_worker import driver, health, pci, processes
+from gpulease_worker.cuda_starts import CudaStarts
 from gpulease_worker.nvml import GpuFailed, LibraryFailed, Nvml, Refused
 from gpulease_worker.source import ModeChange, ModeNotSet, Reading, ReadingFailed, Start, attribute
 from gpulease_worker.xid_watch import XidWatch
@@ -75,6 +76,7 @@ class Hardware:
         self._xids = health.Xids(self._pace.health_s)
         for uuid, xid in start.xids.items():
             self._xids.saw(uuid, xid, time.monotonic())
+        self._cuda = CudaStarts(self._pace.health_s)
         self._watch: XidWatch | None = None
         self._watched: set[str] = set()
         """GPUs whose Xids it tells."""
@@ -248,7 +250,8 @@ class Hardware:
         if not self._sees_all and not members["processes"]:
             members["hidden_use"] = (used or 0) > HIDDEN_BYTES or bool(activity["utilization_ratio"])
         xid = self._xids.standing(sighted.device.uuid, facts.recovery_action, time.monotonic())
-        facts = replace(facts, xid=xid)
+        starts = self._cuda.of(sighted.device.uuid, facts.fabric if health.cuda_decides(facts) else None)
+        facts = replace(facts, xid=xid, cuda_starts=starts)
         sighted.failed = None
         return _reading(sighted, **members, health=health.judged(facts), warnings=health.warnings(facts))
 

@@ -27,6 +27,6 @@ THROTTLE_REASONS = {
 }
 """By bit. An idle GPU lowers its clocks too (bit 0), and that is not worth a word."""
 FABRIC_STATES = {1: "not_started", 2: "in_progress", 3: "completed"}
-"""By number: how far a GPU is with its NVLink fabric; 0 is a GPU without one."""
+"""By number: how far a GPU is with its NVLink fabric; 0 is a GPU without one, or one that does not tell (A100)."""
 FABRIC_FAILED = "failed"
 """Completed, with an error."""

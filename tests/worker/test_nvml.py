@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpulease.model import GpuLink, GpuReading, LeaseState
-from gpulease_worker import driver
+from gpulease_worker import attribution, driver, processes
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Pace, Reading
+from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.worker.build import lease, under, until
 from tests.worker.stand_in import (
     DRIVER_NOT_LOADED,
@@ -38,6 +40,8 @@ from tests.worker.stand_in import (
 
 LISTS = "nvmlDeviceGetComputeRunningProcesses_v3"
 GRAPHICS, MPS = "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"
+OF_POOR, OF_WHOLE = (Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE))
+"""As CUDA shows them."""
 MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (x@y)\nGCC version: gcc 12.2.0\n"
 
 
@@ -356,6 +360,75 @@ def test_memory_in_use_without_a_process_is_somebodys_where_others_are_hidden(tm
             library.says(("idle", 0, 1))
             assert not probe.read().gpus[1].hidden_use, "an idle GPU is free in a container as well"
             library.says(("gone", 0, 1))
+
+
+FABRIC_STATES = [
+    ("not_started", (("fabric", 0, 1),)),
+    ("in_progress", (("fabric", 0, 2),)),
+    ("failed", (("fabric", 0, 3), ("fabric_status", 0, UNKNOWN))),
+]
+
+
+@pytest.mark.parametrize("flags", [(), ("FABRIC_V1",)], ids=["now", "before its second version"])
+@pytest.mark.parametrize(("state", "matters"), FABRIC_STATES, ids=[state for state, _ in FABRIC_STATES])
+def test_a_gpu_whose_fabric_is_not_ready_is_not_sound_until_it_is_where_cuda_cannot_be_asked(
+    tmp_path: Path, flags: tuple[str, ...], state: str, matters: tuple[tuple[str, int, object], ...]
+) -> None:
+    library = Driver(tmp_path, *flags)
+    no_cuda(tmp_path)
+    library.says(*matters)
+    with library.probe(Pace(health_s=0.05, call_deadline_s=20)) as probe:
+        for _ in range(20):
+            assert probe.read().gpus == (POOR, replace(WHOLE, fabric=state, health="fabric_not_ready"))
+        library.says(("fabric", 0, 3))
+        assert probe.read().gpus == (POOR, replace(WHOLE, fabric="completed")), "by itself, at the next reading"
+        library.says(*matters)
+        assert probe.read().gpus[1].health == "fabric_not_ready"
+
+
+def test_cuda_has_the_last_word_on_a_gpu_whose_fabric_is_not_ready(tmp_path: Path) -> None:
+    library, fails = Driver(tmp_path), tmp_path / "fails"
+    cuda = Cuda(tmp_path)
+    library.environment |= {"STAND_IN_CUDA": machine(OF_POOR, OF_WHOLE)}
+    library.environment |= {"STAND_IN_FAILS": str(fails), "STAND_IN_CALLS": str(cuda.calls)}
+    in_progress = replace(WHOLE, fabric="in_progress", health="fabric_not_ready")
+    fails.write_text("802")
+    library.says(("fabric", 0, 2))
+    with library.probe(Pace(health_s=0.1, call_deadline_s=20)) as probe:
+        until(lambda: probe.read().gpus == (POOR, in_progress) and len(asked(cuda)) > 2, "asked, and asked again")
+        fails.write_text("")
+        usable = replace(in_progress, health="ok", warnings=("fabric_not_ready",))
+        until(lambda: probe.read().gpus[1] == usable, "CUDA starts all the same")
+        library.says(("fabric", 0, 1))
+        fails.write_text("802")
+        assert probe.read().gpus[1].health == "fabric_not_ready", "what was said in another state does not count"
+        library.says(("fabric", 0, 3))
+        assert probe.read().gpus[1] == replace(WHOLE, fabric="completed")
+        assert str(probe.process.pid) not in asked(cuda), "CUDA is never initialised in the probe"
+
+
+def test_a_probe_that_ends_while_cuda_hangs_leaves_nothing_behind(tmp_path: Path) -> None:
+    library, cuda = Driver(tmp_path), Cuda(tmp_path)
+    library.environment |= {"STAND_IN_FAILS": "hang", "STAND_IN_CALLS": str(cuda.calls)}
+    library.says(("fabric", 0, 2))
+    with library.probe() as probe:
+        until(lambda: asked(cuda), "CUDA is asked")
+        (pid,) = asked(cuda)
+        begun_s = time.monotonic()
+        assert probe.read().gpus[1].health == "fabric_not_ready"
+        assert time.monotonic() - begun_s < 5, "the reading waited for CUDA"
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        assert attribution.OUR_OWN in command, "no worker takes it for a user's"
+    until(lambda: not alive(pid), "it ends with the probe")
+
+
+def asked(cuda: Cuda) -> list[str]:
+    """The processes that have initialised CUDA."""
+    return [line.split()[1] for line in cuda.calls.read_text().splitlines()] if cuda.calls.exists() else []
+
+
+def alive(pid: str) -> bool:
+    return processes.Identity.of(int(pid)) is not None
 
 
 def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:
