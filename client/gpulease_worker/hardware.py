@@ -23,7 +23,8 @@ from typing import Any
 
 from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Process
-from gpulease_worker import driver, health, processes
+from gpulease_worker import driver, health, pci, processes
+from gpulease_worker.cuda_starts import CudaStarts
 from gpulease_worker.nvml import GpuFailed, LibraryFailed, Nvml, Refused
 from gpulease_worker.source import ModeChange, ModeNotSet, Reading, ReadingFailed, Start, attribute
 from gpulease_worker.xid_watch import XidWatch
@@ -75,6 +76,7 @@ class Hardware:
         self._xids = health.Xids(self._pace.health_s)
         for uuid, xid in start.xids.items():
             self._xids.saw(uuid, xid, time.monotonic())
+        self._cuda = CudaStarts(self._pace.health_s)
         self._watch: XidWatch | None = None
         self._watched: set[str] = set()
         """GPUs whose Xids it tells."""
@@ -195,7 +197,8 @@ class Hardware:
     def _watch_xids(self) -> None:
         """Have the Xids told of every GPU that answers, also of one that did not when the session began."""
         answering = {one.device.uuid: position for position, one in self._known.items() if one.failed is None}
-        if answering.keys() <= self._watched:
+        spoilt = self._watch is not None and self._watch.spoilt and answering.keys() != self._watched
+        if answering.keys() <= self._watched and not spoilt:
             return
         self._stop_watch()
         handles = {}
@@ -246,14 +249,17 @@ class Hardware:
             sighted.whole, sighted.used_bytes = self._read_whole(handle), used
             self._reread.add(sighted.device.uuid)
         if condition or not sighted.condition:
-            sighted.condition = self._nvml.condition(handle)
+            numa_node = pci.numa_node(sighted.device.pci_bus_id)
+            sighted.condition = {**self._nvml.condition(handle), "numa_node": numa_node}
         members = {**activity, **sighted.condition, **sighted.whole}
         facts: health.Facts = members.pop("facts")
         if not self._sees_all and not members["processes"]:
             members["hidden_use"] = (used or 0) > HIDDEN_BYTES or bool(activity["utilization_ratio"])
         xid = self._xids.standing(sighted.device.uuid, facts.recovery_action, time.monotonic())
+        starts = self._cuda.of(sighted.device.uuid, facts.fabric if health.cuda_decides(facts) else None)
+        facts = replace(facts, xid=xid, cuda_starts=starts)
         sighted.failed = None
-        return _reading(sighted, **members, health=health.judged(replace(facts, xid=xid)))
+        return _reading(sighted, **members, health=health.judged(facts), warnings=health.warnings(facts))
 
     def _read_whole(self, handle: Any) -> dict[str, Any]:
         listed = self._nvml.processes(handle)
@@ -262,6 +268,7 @@ class Hardware:
             "facts": replace(facts, processes_known=listed is not None),
             "mig": facts.mig,
             "recovery_action": facts.recovery_action,
+            "fabric": facts.fabric,
             "remapped_rows": remapped_rows,
             "processes": tuple(
                 attribute(Process(pid=one.pid, type=one.type, memory_bytes=one.memory_bytes)) for one in listed or ()

@@ -78,6 +78,10 @@ GPU_FIELDS: Mapping[str, tuple[Check, str]] = {
         f"must be one of {', '.join(ComputeMode)}",
     ),
     "health": (_health, f"must be {', '.join(health.WORDS)} or xid:N"),
+    "warnings": (
+        lambda value: isinstance(value, list) and all(word in health.WARNINGS for word in value),
+        f"must be a list of {', '.join(health.WARNINGS)}",
+    ),
     "numa_node": (_whole, "must be a whole number, 0 or more"),
     "processes": (lambda value: isinstance(value, list), "must be a list"),
 }
@@ -229,7 +233,8 @@ def described(entries: Sequence[Mapping[str, Any]]) -> list[GpuReading]:
             temperature_c=entry.get("temperature_c", 35),
             power_w=entry.get("power_w", 70),
             compute_mode=None if mode is None else ComputeMode(mode),
-            health=health.without_application_xid(entry.get("health", "ok")),
+            health=health.without_harmless_xid(entry.get("health", "ok")),
+            warnings=tuple(entry.get("warnings") or ()),
             numa_node=entry.get("numa_node"),
             processes=tuple(
                 Process(**{**process, "type": ProcessType(process.get("type", "compute"))})

@@ -17,6 +17,11 @@ from .turn import Policy
 
 READ = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
 """What of a GPU comes from its last reading."""
+NOT_TOGETHER = {
+    "drain_p2p": "the driver advises against exchanging data between it and other GPUs",
+    "fabric_not_ready": "it is not on the host's NVLink fabric, and reaches the others over PCIe, if at all",
+}
+"""Warnings of a GPU that concern a holder of several, in words."""
 
 
 def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
@@ -44,6 +49,9 @@ def problems_of(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> t
             found.append(f"{name} {why_not_free(ledger, gpu, state, now, policy)}.")
         elif others := strangers(ledger, gpu):
             found.append(f"{name} is also used by {named(others[:4], policy)}, outside this lease.")
+        elif len(lease.gpus) > 1 and (reading := reading_of(ledger, gpu)) is not None:
+            warned = (NOT_TOGETHER[word] for word in reading.warnings if word in NOT_TOGETHER)
+            found += [f"{name} is best used alone: {why}." for why in warned]
     return tuple(found)
 
 
