@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 LIBRARY = "libcuda.so.1"
 NO_DEVICE, NOT_INITIALIZED = 100, 3
 """Errors of CUDA that are answers."""
+SYSTEM_NOT_READY = 802
+NAMES = {SYSTEM_NOT_READY: "system not ready: the fabric manager is not running, or not done yet"}
+"""Errors of CUDA that say what to do."""
 ASK_S = 10.0
 """How long `ask` waits. cuInit takes about a second, and more where the driver keeps no state (persistence mode)."""
 END_S = 1.0
@@ -37,7 +40,12 @@ MAX_TEXT = 300
 
 
 class CudaFailed(Exception):
-    """CUDA, or the process that was to ask it, did not answer. The text says what happened."""
+    """CUDA, or the process that was to ask it, did not answer. The text says what happened, `code` is CUDA's error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        found = re.search(r"answers with error (\d+)", text)
+        self.code = int(found[1]) if found else None
 
 
 class NoCuda(CudaFailed):
@@ -59,9 +67,10 @@ def devices_shown() -> list[str] | None:
     return None
 
 
-def ask(environ: Mapping[str, str], within_s: float = ASK_S) -> list[str]:
+def ask(environ: Mapping[str, str], within_s: float = ASK_S, command: Sequence[str] = ()) -> list[str]:
     """What `devices_shown` would be in a process with this environment that has initialised CUDA.
 
+    `command`: another program that prints `answer`; it is that process then.
     Costs a process and its cuInit: about a second on a machine with GPUs. Raises NoCuda when there is no libcuda, and
     CudaFailed when it fails or takes longer than `within_s`.
     """
@@ -71,7 +80,7 @@ def ask(environ: Mapping[str, str], within_s: float = ASK_S) -> list[str]:
         raise CudaFailed("there is no Python interpreter to ask CUDA with")
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
+            command or [sys.executable, "-I", "-S", __file__],
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -80,13 +89,13 @@ def ask(environ: Mapping[str, str], within_s: float = ASK_S) -> list[str]:
     except OSError as error:
         raise CudaFailed(f"no process to ask CUDA could be started: {error}") from error
     try:
-        answer, _ = process.communicate(timeout=within_s)
+        printed, _ = process.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
         raise CudaFailed(f"it did not answer within {within_s:g} s") from None
     finally:
         if process.poll() is None:
             _end(process)
-    return _understood(answer.decode(errors="replace"), process.returncode)
+    return _understood(printed.decode(errors="replace"), process.returncode)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -99,14 +108,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def _understood(answer: str, code: int) -> list[str]:
+def _understood(printed: str, code: int) -> list[str]:
     """The UUIDs in what the process of `ask` printed. Libraries may have printed too; only marked lines count."""
-    failed = re.search(r"^(none|fails) (.+)$", answer, re.MULTILINE)
+    failed = re.search(r"^(none|fails) (.+)$", printed, re.MULTILINE)
     if failed is not None:
         raise NoCuda(failed[2]) if failed[1] == "none" else CudaFailed(failed[2])
-    if not re.search(r"^end$", answer, re.MULTILINE):
-        raise CudaFailed(f"the process that asked it ended with code {code}: {answer.strip()[-MAX_TEXT:]}")
-    return re.findall(r"^device (GPU-[0-9a-f-]{36})$", answer, re.MULTILINE)
+    if not re.search(r"^end$", printed, re.MULTILINE):
+        raise CudaFailed(f"the process that asked it ended with code {code}: {printed.strip()[-MAX_TEXT:]}")
+    return re.findall(r"^device (GPU-[0-9a-f-]{36})$", printed, re.MULTILINE)
 
 
 def _libraries_mapped() -> list[str]:
@@ -164,7 +173,8 @@ def _uuid_function(library: ctypes.CDLL) -> tuple[str, Callable[..., int]]:
 
 def _check(code: int, call: str) -> None:
     if code:
-        raise CudaFailed(f"{call} answers with error {code}")
+        name = f" ({NAMES[code]})" if code in NAMES else ""
+        raise CudaFailed(f"{call} answers with error {code}{name}")
 
 
 def _spelled(uuid: bytes) -> str:
@@ -172,7 +182,7 @@ def _spelled(uuid: bytes) -> str:
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def _answer() -> Iterator[str]:
+def answer() -> Iterator[str]:
     """What the process of `ask` prints, line by line. It may initialise CUDA, since it is there for nothing else."""
     import ctypes  # noqa: PLC0415
 
@@ -192,6 +202,6 @@ def _answer() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for line in _answer():
+    for line in answer():
         print(line, flush=True)
     os._exit(0)  # what CUDA does at an orderly end is of no use here, and may hang

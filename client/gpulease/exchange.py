@@ -8,8 +8,9 @@ of the last answer that the worker had *before it began to read*. So a reading i
 daemon's own monotonic clock.
 
 Not every reading is a whole one: process lists are dear, and between two of them a report repeats the last. It then
-names the older ticket, that of its oldest part, so it is never taken for younger than it is. An answer says with
-`fresh` that the next report must be read anew in all that a grant rests on.
+names the older ticket, that of its oldest part, so it is never taken for younger than it is. The GPUs that were read
+anew all the same (`reread`: those that drain) are as young as `reading_ticket`. An answer says with `fresh` that the
+next report must be read anew in all that a grant rests on.
 """
 
 from __future__ import annotations
@@ -112,10 +113,18 @@ class NodeReport(Noun):
     """Ticket of the last answer that had arrived before the oldest part of this reading was begun; null if none had."""
     seen: int | None = None
     """Ticket of the last answer that has arrived; null when it is `ticket`."""
+    reading_ticket: int | None = None
+    """Ticket of the last answer that had arrived before this reading was begun, whole or not; null when it is `ticket`,
+    and where there is no reading."""
+    reread: tuple[str, ...] = ()
+    """UUIDs of the GPUs whose processes and health were read anew in it; those of all others are as old as `ticket`.
+    Empty when it is a whole reading."""
     problem: str | None = None
     """Why there is no reading; the node's GPUs are unknown then, and `gpus` says nothing."""
     read_s: float | None = None
     """How long the reading took; null where there is none."""
+    reading_limit_s: float = 0.9
+    """How long a reading of this worker may take before it reports that there is none."""
     gpus: tuple[GpuReading, ...] = ()
     """Every GPU of the node, read after `ticket` arrived."""
     links: tuple[GpuLink, ...] = ()

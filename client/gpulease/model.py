@@ -120,7 +120,9 @@ class GpuReading(Device):
     (`prohibited`: the GPU is granted to nobody)."""
     health: str = "ok"
     """`ok`, or what keeps it from being granted: `lost`, `reset_required`, `reboot_required`, `xid:N`,
-    `row_remap_pending`, `row_remap_failed`, `mig`, `processes_unknown`, `unreadable`; see docs/glossary.md."""
+    `row_remap_failed`, `mig`, `fabric_not_ready`, `processes_unknown`, `unreadable`; see docs/glossary.md."""
+    warnings: tuple[str, ...] = ()
+    """What should be known of it and keeps it from nobody, such as `row_remap_pending`; see docs/glossary.md."""
     processes: tuple[Process, ...] = ()
     """Processes on the GPU, every type."""
     hidden_use: bool = False
@@ -129,9 +131,11 @@ class GpuReading(Device):
     minor_number: int | None = None
     """N of its device file `/dev/nvidiaN`; not the index."""
     numa_node: int | None = None
-    """NUMA node it is attached to; null where there is one memory for all, or the driver cannot tell."""
+    """NUMA node it is attached to; null where there is one memory for all, or the kernel does not tell."""
     mig: bool | None = None
     """True when it is split by MIG; null for a GPU that cannot be."""
+    fabric: str | None = None
+    """How far it is with its NVLink fabric: `not_started`, `in_progress`, `completed`, `failed`; null without one."""
     recovery_action: str | None = None
     """What the driver says would make it sound again, such as `none` or `gpu_reset`; null before driver 570."""
     ecc_corrected: int | None = None

@@ -30,7 +30,7 @@ ORDER = "CUDA_DEVICE_ORDER"
 """How CUDA counts this machine's GPUs: PCI_BUS_ID, or by default with the one it takes for the fastest first."""
 PCI_ORDER = "PCI_BUS_ID"
 SOUND = {"ok", "processes_unknown", "row_remap_pending", "row_remap_failed"}
-"""Health of GPUs that CUDA certainly counts."""
+"""Health of GPUs that CUDA certainly counts. `row_remap_pending` is what older workers say in place of a warning."""
 BY_UUID = f"Name sound GPUs in {MASK} by their full UUIDs, as `nvidia-smi -L` prints them; nothing was reserved."
 BY_ORDER = f"Set {ORDER}={PCI_ORDER}, or unset it, before CUDA is used; nothing was reserved."
 

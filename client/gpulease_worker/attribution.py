@@ -27,14 +27,31 @@ OUR_OWN = "-m gpulease_worker."
 """Command lines of probes, this node's and other daemons': each has every device file open, and holds no memory."""
 
 
+def begin_look(last: Reading, leases: Sequence[SeenLease], looker: Looker) -> None:
+    """Have the look at open device files begin before a reading does, by what the last reading showed."""
+    looker.begin(_sought(last.gpus, leases).values())
+
+
+def _sought(gpus: Sequence[GpuReading], leases: Sequence[SeenLease]) -> dict[str, Sought]:
+    """By UUID of each draining GPU whose device file is known: that file, and the lease that has ended on it."""
+    ended = {uuid: lease for lease in leases if lease.state is LeaseState.ENDED for uuid in lease.gpus}
+    files = {gpu.uuid: path for gpu in gpus if gpu.uuid in ended and (path := device_file(gpu)) is not None}
+    return {uuid: (path, ended[uuid].id) for uuid, path in files.items()}
+
+
 def complete(
-    reading: Reading, leases: Sequence[SeenLease], known: Known | None = None, looker: Looker | None = None
+    reading: Reading,
+    leases: Sequence[SeenLease],
+    known: Known | None = None,
+    looker: Looker | None = None,
+    *,
+    wait: bool = True,
 ) -> Reading:
     """The reading with every process attributed, and with who has the device file of a draining GPU open, as soon as
     that is known.
 
     `known`: whose the processes of the last reading were; it is brought up to date. `looker`: the one of the last
-    reading; where there is none, this waits for a look.
+    reading; where there is none, this waits for a look. Without `wait` it waits for none.
     """
     looker = looker or Looker(wait_s=None)
     holding = {uuid: lease for lease in leases for uuid in lease.gpus}
@@ -51,8 +68,8 @@ def complete(
     if not draining:
         looker.forget()
         return replace(reading, gpus=tuple(gpus))
-    wanted = {(path, holding[uuid].id) for uuid, path in draining.items() if path is not None}
-    found = looker.look(wanted) if wanted else {}
+    wanted = set(_sought(gpus, leases).values())
+    found = looker.look(wanted, wait=wait) if wanted else {}
     seen = [
         _with_openers(gpu, draining[gpu.uuid], holding[gpu.uuid], found) if gpu.uuid in draining else gpu
         for gpu in gpus

@@ -21,6 +21,8 @@ from gpulease_worker.source import ReadingFailed
 MODULE_VERSION = Path("/proc/driver/nvidia/version")
 LIBRARY = "libnvidia-ml.so.1"
 VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
+DEADLINE_S = 60.0
+"""How long the driver may take to be opened: without persistence mode it sets up each GPU then."""
 REMEDY = "Reboot, or unload and load the NVIDIA kernel modules."
 
 
@@ -82,7 +84,7 @@ def _version_in(name: str) -> str | None:
     return found[0] if found else None
 
 
-def unavailable(deadline_s: float = 15.0) -> str | None:
+def unavailable(deadline_s: float = DEADLINE_S) -> str | None:
     """Why this host has no GPU that NVML can read, as a sentence; None when it has one.
 
     Asked in a process of its own, so that a hung driver costs `deadline_s` and nothing else.
@@ -106,7 +108,7 @@ def unavailable(deadline_s: float = 15.0) -> str | None:
     )
 
 
-def available(deadline_s: float = 15.0) -> bool:
+def available(deadline_s: float = DEADLINE_S) -> bool:
     """True when this host has a GPU that NVML can read. See `unavailable` for why not."""
     return unavailable(deadline_s) is None
 

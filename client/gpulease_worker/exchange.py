@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 import uuid
 from urllib.parse import quote
 
@@ -28,12 +27,14 @@ from gpulease_worker.jobs import Jobs
 from gpulease_worker.leftovers import Leftovers
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.owners import Owners
+from gpulease_worker.readings import Readings, Taken
 from gpulease_worker.settings import WorkerSettings
-from gpulease_worker.source import ModeChange, Reading
+from gpulease_worker.source import ModeChange, ModeNotSet, Reading
 from gpulease_worker.tasks import cancel
 
-DRAIN_HOLD_S = (0.05, 0.25)
-"""Shortest and longest time between two readings while a lease drains: a clean GPU is free after the first of them."""
+DRAIN_HOLD_S = (0.02, 1.0)
+"""Shortest and longest time between two readings while a lease drains; it doubles from one to the next. A clean GPU is
+free after the first of them."""
 BACK_OFF_S, BACK_OFF_OF_SEVERAL_S = (0.1, 2.0), (0.1, 0.4)
 """First and longest pause while the daemon does not answer; the others where another one may take over."""
 MIN_IN_FLIGHT_S = 0.02
@@ -48,7 +49,7 @@ class Exchange:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._changed = asyncio.Event()
-        self._probe = self._new_probe()
+        self._probe, self._readings = self._new_probe()
         self._jobs = Jobs(
             settings.data_dir.absolute(),
             ",".join(settings.urls),
@@ -67,6 +68,7 @@ class Exchange:
         self._whole_ticket: int | None = None
         """The ticket in hand when the last whole reading was begun."""
         self._draining: set[str] = set()
+        """Leases that have ended and whose GPUs drain."""
         self._drain_hold_s = DRAIN_HOLD_S[0]
         self._trouble = ""
 
@@ -90,7 +92,7 @@ class Exchange:
             self._jobs.close()
             self._owners.close()
             await self._leftovers.close()
-            await self._probe.close()
+            await self._readings.close()
 
     async def _turn(self, daemons: Daemons) -> bool:
         """One reading and its report. False when the daemon did not answer as it should."""
@@ -131,11 +133,10 @@ class Exchange:
     async def _report(self) -> NodeReport:
         desired = self._desired
         ticket = desired.ticket if desired else None
-        begun_s = time.monotonic()
-        reading = await self._read(desired)
-        read_s = time.monotonic() - begun_s
+        taken = await self._read(desired)
+        reading = taken.reading
         if reading.whole and reading.problem is None:
-            self._whole_ticket = ticket
+            self._whole_ticket = taken.ticket
         # The jobs are looked at after the reading: what changes them from here on sets the event again.
         self._changed.clear()
         self._ports_in_use = ports.in_use(self._ports_in_use)
@@ -144,8 +145,11 @@ class Exchange:
             host=socket.gethostname(),
             ticket=self._whole_ticket,
             seen=ticket,
+            reading_ticket=taken.ticket if reading.problem is None else None,
+            reread=reading.reread,
             problem=reading.problem,
-            read_s=read_s if reading.problem is None else None,
+            read_s=taken.took_s,
+            reading_limit_s=self._settings.probe_deadline_s,
             gpus=reading.gpus,
             links=reading.links,
             driver_version=reading.driver_version,
@@ -157,30 +161,37 @@ class Exchange:
             hold_s=self._hold_s(),
         )
 
-    async def _read(self, desired: DesiredState | None) -> Reading:
+    async def _read(self, desired: DesiredState | None) -> Taken:
         """A reading; while the daemon wants this node paused, none, and no process that has NVML open.
 
         Nothing is read before the daemon's first answer either: the node may be paused, and a GPU under reset.
         """
         if desired is None:
-            return Reading(problem=JUST_STARTED, simulated=self._settings.simulate is not None)
+            return Taken(Reading(problem=JUST_STARTED, simulated=self._settings.simulate is not None))
         if desired.paused:
-            closed = await self._probe.end()
+            closed = await self._readings.end()
             if closed:
                 # Another takes its place, and starts with the first reading that is wanted again.
-                self._probe = self._new_probe()
+                self._probe, self._readings = self._new_probe()
             problem = PAUSED if closed else f"{PAUSED}, but a probe that was killed has not ended yet"
-            return Reading(problem=problem, simulated=self._settings.simulate is not None)
-        fresh = desired.fresh or bool(self._draining)
-        return await self._probe.read(self._holders.see(desired.leases), fresh)
+            return Taken(Reading(problem=problem, simulated=self._settings.simulate is not None))
+        leases = self._holders.see(desired.leases)
+        draining = {uuid for lease in leases if lease.state is LeaseState.ENDED for uuid in lease.gpus}
+        return await self._readings.take(desired.ticket, leases, desired.fresh, draining)
 
     async def _change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
         """Through the probe of the moment: a pause puts another in its place."""
+        if self._readings.late:
+            raise ModeNotSet("the driver is busy, and is asked again when it is not")
         return await self._probe.change_compute_mode(change)
 
-    def _new_probe(self) -> Probe:
+    def _new_probe(self) -> tuple[Probe, Readings]:
         settings = self._settings
-        return Probe(settings.node, settings.simulate, settings.probe_deadline_s, settings.pace, self._changed.set)
+        deadline_s = settings.probe_deadline_s + settings.pace.call_deadline_s
+        probe = Probe(
+            settings.node, settings.simulate, deadline_s, settings.pace, self._changed.set, settings.start_deadline_s
+        )
+        return probe, Readings(probe, settings.probe_deadline_s, self._changed.set)
 
     def _hold_s(self) -> float:
         return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -23,7 +23,8 @@ from typing import Any
 
 from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Process
-from gpulease_worker import driver, health, processes
+from gpulease_worker import driver, health, pci, processes
+from gpulease_worker.cuda_starts import CudaStarts
 from gpulease_worker.nvml import GpuFailed, LibraryFailed, Nvml, Refused
 from gpulease_worker.source import ModeChange, ModeNotSet, Reading, ReadingFailed, Start, attribute
 from gpulease_worker.xid_watch import XidWatch
@@ -75,19 +76,23 @@ class Hardware:
         self._xids = health.Xids(self._pace.health_s)
         for uuid, xid in start.xids.items():
             self._xids.saw(uuid, xid, time.monotonic())
+        self._cuda = CudaStarts(self._pace.health_s)
         self._watch: XidWatch | None = None
         self._watched: set[str] = set()
         """GPUs whose Xids it tells."""
         self._whole_at_s = self._condition_at_s = -float("inf")
+        self._reread: set[str] = set()
+        """GPUs whose processes and health were read anew in the reading under way."""
 
     @property
     def under_way(self) -> tuple[str, float] | None:
         """The call into the driver that has not come back yet, and since when on the monotonic clock."""
         return self._nvml.under_way
 
-    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
         """Every GPU as it is now, in PCI order. Raises ReadingFailed when NVML itself is not to be had."""
         now_s = time.monotonic()
+        self._reread = set()
         try:
             self._renew_session(now_s)
             whole = fresh or now_s - self._whole_at_s >= self._pace.processes_s
@@ -97,7 +102,8 @@ class Hardware:
                 raise ReadingFailed(misfit, over=driver.outdated())
             count = self._nvml.count()
             self._gone += [self._known.pop(position) for position in list(self._known) if position >= count]
-            found = [self._read_at(position, whole, condition) for position in range(count)]
+            dirty = {position for position, one in self._known.items() if one.device.uuid in anew}
+            found = [self._read_at(position, whole or position in dirty, condition) for position in range(count)]
             self._link()
             self._watch_xids()
         except LibraryFailed as failed:
@@ -116,6 +122,7 @@ class Hardware:
             links=self._links,
             driver_version=version,
             whole=whole,
+            reread=() if whole else tuple(sorted(self._reread)),
         )
 
     def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
@@ -190,7 +197,8 @@ class Hardware:
     def _watch_xids(self) -> None:
         """Have the Xids told of every GPU that answers, also of one that did not when the session began."""
         answering = {one.device.uuid: position for position, one in self._known.items() if one.failed is None}
-        if answering.keys() <= self._watched:
+        spoilt = self._watch is not None and self._watch.spoilt and answering.keys() != self._watched
+        if answering.keys() <= self._watched and not spoilt:
             return
         self._stop_watch()
         handles = {}
@@ -239,15 +247,19 @@ class Hardware:
         moved = used is not None and abs(used - (sighted.used_bytes or 0)) >= MOVED_BYTES
         if whole or moved or not sighted.whole:
             sighted.whole, sighted.used_bytes = self._read_whole(handle), used
+            self._reread.add(sighted.device.uuid)
         if condition or not sighted.condition:
-            sighted.condition = self._nvml.condition(handle)
+            numa_node = pci.numa_node(sighted.device.pci_bus_id)
+            sighted.condition = {**self._nvml.condition(handle), "numa_node": numa_node}
         members = {**activity, **sighted.condition, **sighted.whole}
         facts: health.Facts = members.pop("facts")
         if not self._sees_all and not members["processes"]:
             members["hidden_use"] = (used or 0) > HIDDEN_BYTES or bool(activity["utilization_ratio"])
         xid = self._xids.standing(sighted.device.uuid, facts.recovery_action, time.monotonic())
+        starts = self._cuda.of(sighted.device.uuid, facts.fabric if health.cuda_decides(facts) else None)
+        facts = replace(facts, xid=xid, cuda_starts=starts)
         sighted.failed = None
-        return _reading(sighted, **members, health=health.judged(replace(facts, xid=xid)))
+        return _reading(sighted, **members, health=health.judged(facts), warnings=health.warnings(facts))
 
     def _read_whole(self, handle: Any) -> dict[str, Any]:
         listed = self._nvml.processes(handle)
@@ -256,6 +268,7 @@ class Hardware:
             "facts": replace(facts, processes_known=listed is not None),
             "mig": facts.mig,
             "recovery_action": facts.recovery_action,
+            "fabric": facts.fabric,
             "remapped_rows": remapped_rows,
             "processes": tuple(
                 attribute(Process(pid=one.pid, type=one.type, memory_bytes=one.memory_bytes)) for one in listed or ()

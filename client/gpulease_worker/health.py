@@ -1,8 +1,20 @@
 """What decides whether a GPU is sound, and the words for it: the values of `GpuReading.health`.
 
 Pure. The facts come from NVML (`hardware`), and a GPU that is sound again is `ok` again, without a restart of anything.
+What is no reason to keep a GPU from anybody is a warning: the values of `GpuReading.warnings`.
 
-Source: nvml.h 13.3 (recovery actions, remapped rows) and NVIDIA's list of Xid errors.
+| the hardware says | health | warning |
+|---|---|---|
+| recovery action: reset, reboot | `reset_required`, `reboot_required` | |
+| recovery action: drain_p2p | | `drain_p2p` |
+| an Xid that concerns the GPU, until it is over | `xid:N` | |
+| rows or pages wait for the next reset | | `row_remap_pending`, `retired_pages_pending` |
+| rows could not be replaced | `row_remap_failed` | |
+| its NVLink fabric is not ready, and CUDA does not start or cannot be asked | `fabric_not_ready` | |
+| its NVLink fabric is not ready, and CUDA starts | | `fabric_not_ready` |
+
+Source: nvml.h 13.3 (recovery actions, remapped rows, fabric), `xid_catalog`, and for rows NVIDIA's "GPU Memory Error
+Management": "new workloads can be launched" while a remapping is pending.
 """
 
 from __future__ import annotations
@@ -10,24 +22,30 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from gpulease_worker.xid_catalog import HARMLESS, RESETS
+
 OK = "ok"
 LOST = "lost"
 RESET_REQUIRED = "reset_required"
 UNREADABLE = "unreadable"
+FABRIC = "fabric_not_ready"
+ROW_REMAP_PENDING = "row_remap_pending"
 WORDS = (
     OK,
     LOST,
     RESET_REQUIRED,
     "reboot_required",
-    "row_remap_pending",
     "row_remap_failed",
     "mig",
+    FABRIC,
     "processes_unknown",
     UNREADABLE,
 )
 """Every value of `GpuReading.health` but `xid:N`; docs/glossary.md says what each means and what to do."""
-APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-"""Xid errors that a program brings on itself: they say nothing of the GPU."""
+WARNINGS = ("drain_p2p", ROW_REMAP_PENDING, "retired_pages_pending", FABRIC)
+"""Every value of `GpuReading.warnings`; docs/glossary.md says what each means."""
+FABRIC_READY = "completed"
+"""The one state of a fabric in which it is ready."""
 OF_ACTION = {
     "none": None,
     "drain_p2p": None,  # work on the GPU itself can go on
@@ -36,7 +54,7 @@ OF_ACTION = {
 }
 """What a recovery action means for health; every other one is a reset of one kind or another."""
 UNTOLD = 10
-"""How many times longer a critical Xid counts where the driver does not say whether the GPU has recovered."""
+"""How many times longer an Xid counts where the driver does not say whether the GPU has recovered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +67,18 @@ class Facts:
     """Memory rows wait to be replaced at the next reset."""
     remap_failed: bool | None = None
     """Memory rows could not be replaced."""
+    pages_pending: bool | None = None
+    """Memory pages wait to be retired at the next reset, on GPUs that replace no rows."""
+    fabric: str | None = None
+    """State of the NVLink fabric, as in `GpuReading.fabric`; None where the GPU is on none, or does not tell."""
+    cuda_starts: bool | None = None
+    """CUDA starts on this GPU all the same; None where nobody could ask, or has not yet."""
     mig: bool | None = None
     """Split by MIG."""
     processes_known: bool = True
     """The compute processes could be listed."""
     xid: int | None = None
-    """The last critical Xid that still counts, see `Xids`."""
+    """The last Xid that still counts, see `Xids`."""
 
 
 def judged(facts: Facts) -> str:
@@ -66,16 +90,36 @@ def judged(facts: Facts) -> str:
         return f"xid:{facts.xid}"
     if facts.remap_failed:
         return "row_remap_failed"
-    if facts.remap_pending:
-        return "row_remap_pending"
     if facts.mig:
         return "mig"
+    if not _fabric_ready(facts) and not facts.cuda_starts:
+        return FABRIC
     return OK if facts.processes_known else "processes_unknown"
 
 
-def without_application_xid(word: str) -> str:
-    """`ok` for an Xid that an application brings on itself, every other health as it is."""
-    return OK if xid_of(word) in APPLICATION_XIDS else word
+def warnings(facts: Facts) -> tuple[str, ...]:
+    """What should be known of a GPU that answers, and keeps it from nobody."""
+    applies = (
+        facts.recovery_action == "drain_p2p",
+        facts.remap_pending,
+        facts.pages_pending,
+        not _fabric_ready(facts) and facts.cuda_starts,
+    )
+    return tuple(word for word, is_so in zip(WARNINGS, applies, strict=True) if is_so)
+
+
+def _fabric_ready(facts: Facts) -> bool:
+    return facts.fabric in (None, FABRIC_READY)
+
+
+def cuda_decides(facts: Facts) -> bool:
+    """True when it depends on CUDA whether the GPU can be used."""
+    return not _fabric_ready(facts) and not facts.mig
+
+
+def without_harmless_xid(word: str) -> str:
+    """`ok` for an Xid that is a program's own fault or a notice, every other health as it is."""
+    return OK if xid_of(word) in HARMLESS else word
 
 
 def xid_of(word: str) -> int | None:
@@ -85,13 +129,14 @@ def xid_of(word: str) -> int | None:
 
 
 class Xids:
-    """Critical Xids by GPU, each until there is reason to think that the GPU has recovered.
+    """Xids that concern the GPU itself, each until there is reason to think that it has recovered.
 
-    The driver reports an Xid once and never takes it back. It counts for `settle_s` after the last one; then the
-    driver's recovery action decides (no action: over), or, where the driver has none, ten times that quiet period.
+    The driver reports an Xid once and never takes it back. Where it tells a recovery action, that decides: at once, and
+    after an Xid that asks for a reset only once `settle_s` have passed without another, because the action may come
+    later than the Xid. Where it tells none, an Xid counts for ten times that quiet period.
 
     Args:
-        settle_s: Seconds without a further critical Xid after which recovery is believed.
+        settle_s: Seconds without a further such Xid after which recovery is believed.
     """
 
     def __init__(self, settle_s: float) -> None:
@@ -99,17 +144,21 @@ class Xids:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def saw(self, uuid: str, xid: int, at_s: float) -> None:
-        """Take note of an Xid of this GPU; one of an application's own is passed over."""
-        if xid not in APPLICATION_XIDS:
-            self._seen[uuid] = (xid, at_s)
+        """Take note of an Xid of this GPU; a harmless one is passed over."""
+        if xid in HARMLESS:
+            return
+        before, _ = self._seen.get(uuid, (xid, at_s))
+        graver = before in RESETS and xid not in RESETS
+        self._seen[uuid] = (before if graver else xid, at_s)
 
     def standing(self, uuid: str, recovery_action: str | None, now_s: float) -> int | None:
         """The Xid that still counts against a GPU that answers, given the driver's verdict read after `now_s`."""
         xid, at_s = self._seen.get(uuid, (None, 0.0))
         if xid is None:
             return None
-        settled = now_s - at_s >= self._settle_s * (UNTOLD if recovery_action is None else 1)
-        if settled and (recovery_action is None or OF_ACTION.get(recovery_action, RESET_REQUIRED) is None):
+        patience = UNTOLD if recovery_action is None else 1 if xid in RESETS else 0
+        over = now_s - at_s >= self._settle_s * patience
+        if over and (recovery_action is None or OF_ACTION.get(recovery_action, RESET_REQUIRED) is None):
             del self._seen[uuid]
             return None
         return xid

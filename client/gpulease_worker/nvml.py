@@ -22,6 +22,7 @@ import pynvml
 from gpulease.model import ComputeMode, ProcessType
 from gpulease.wire import spell_uuid
 from gpulease_worker import health
+from gpulease_worker.nvml_words import FABRIC_FAILED, FABRIC_STATES, RECOVERY_ACTIONS, THROTTLE_REASONS
 
 LOST = {
     pynvml.NVML_ERROR_GPU_IS_LOST: health.LOST,
@@ -56,30 +57,11 @@ NVML_MODES = {
     ComputeMode.PROHIBITED: pynvml.NVML_COMPUTEMODE_PROHIBITED,
     ComputeMode.EXCLUSIVE_PROCESS: pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS,
 }
-RECOVERY_ACTIONS = (
-    "none",
-    "gpu_reset",
-    "node_reboot",
-    "drain_p2p",
-    "drain_and_reset",
-    "recover_imex_domain",
-    "bus_reset",
-    "system_reboot",
+FABRIC_CALLS = (
+    ("nvmlDeviceGetGpuFabricInfoV", "c_nvmlGpuFabricInfo_v2_t"),
+    ("nvmlDeviceGetGpuFabricInfo", "c_nvmlGpuFabricInfo_t"),
 )
-"""By number, as in nvml.h: an older nvidia-ml-py does not name the last ones."""
-THROTTLE_REASONS = {
-    0x002: "applications_clocks",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake",
-    0x100: "display_clocks",
-    0x200: "board_limit",
-    0x400: "reliability",
-}
-"""By bit, as in nvml.h. An idle GPU lowers its clocks too (bit 0), and that is not worth a word."""
+"""The newest first, each with what it fills in. Its third version adds only a summary of the links' health."""
 PROCESS_LISTS = (
     (ProcessType.COMPUTE, "nvmlDeviceGetComputeRunningProcesses"),
     (ProcessType.MPS, "nvmlDeviceGetMPSComputeRunningProcesses"),
@@ -119,11 +101,12 @@ class LibraryFailed(Exception):
 
 
 class Refused(Exception):
-    """The driver cannot or may not do or tell one thing. The text is its reason; `absent`: there is no such thing."""
+    """The driver cannot or may not do or tell one thing. The text is its reason; `absent`: there is no such thing;
+    `outgrown`: a list grew between the two calls that it takes."""
 
-    def __init__(self, text: str, *, absent: bool = False) -> None:
+    def __init__(self, text: str, *, absent: bool = False, outgrown: bool = False) -> None:
         super().__init__(text)
-        self.absent = absent
+        self.absent, self.outgrown = absent, outgrown
 
 
 class ProcessV1(ctypes.Structure):
@@ -216,6 +199,8 @@ class Nvml:
         memory = self.memory(handle)
         busy = self.ask("nvmlDeviceGetUtilizationRates", handle)
         celsius = _told(self.ask("nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU))
+        if celsius is None:  # the call above goes away with CUDA 14
+            celsius = _told(self.ask("nvmlDeviceGetTemperatureV", handle, pynvml.NVML_TEMPERATURE_GPU))
         milliwatts = _told(self.ask("nvmlDeviceGetPowerUsage", handle))
         return {
             "memory_used_bytes": None if memory is None else memory[1],
@@ -230,7 +215,7 @@ class Nvml:
         found: dict[int, Listed] = {}
         for kind, name in PROCESS_LISTS:
             try:
-                listed = self._list(name, handle)
+                listed = self._whole_list(name, handle)
             except Refused as refused:
                 # Where there is no MPS and no graphics, nobody can use them; a GPU always computes.
                 if kind is ProcessType.COMPUTE or not refused.absent:
@@ -244,10 +229,14 @@ class Nvml:
         """What decides health, but for processes and Xids; and how many rows were remapped."""
         mig = self.ask("nvmlDeviceGetMigMode", handle)
         rows = self.ask("nvmlDeviceGetRemappedRows", handle)
+        # What has rows to replace retires no pages.
+        pages = self.ask("nvmlDeviceGetRetiredPagesPendingStatus", handle) if rows is None else None
         told = health.Facts(
             recovery_action=self._recovery_action(handle),
             remap_pending=None if rows is None else bool(rows[2]),
             remap_failed=None if rows is None else bool(rows[3]),
+            pages_pending=None if pages is None else pages == pynvml.NVML_FEATURE_ENABLED,
+            fabric=self._fabric(handle),
             mig=None if mig is None else mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         )
         return told, None if rows is None else int(rows[0]) + int(rows[1])
@@ -260,12 +249,10 @@ class Nvml:
         )
         mask = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         mask = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) if mask is None else mask
-        numa = self.ask("nvmlDeviceGetNumaNodeId", handle)
         return {
             "ecc_corrected": corrected,
             "ecc_uncorrected": uncorrected,
             "throttle_reasons": None if mask is None else tuple(w for bit, w in THROTTLE_REASONS.items() if mask & bit),
-            "numa_node": numa if numa is not None and numa >= 0 else None,
         }
 
     def handle_at(self, pci_bus_id: str) -> Any:
@@ -335,7 +322,8 @@ class Nvml:
                 raise LibraryFailed(str(error), mismatch=mismatch) from error
             if error.value in LOST:
                 raise GpuFailed(LOST[error.value], str(error)) from error
-            raise Refused(str(error), absent=error.value in ABSENT) from error
+            outgrown = error.value == pynvml.NVML_ERROR_INSUFFICIENT_SIZE
+            raise Refused(str(error), absent=error.value in ABSENT, outgrown=outgrown) from error
         except pynvml.NVMLLibraryMismatchError as error:  # not an NVMLError: it misses a function of the library
             raise Refused(str(error), absent=True) from error
         finally:
@@ -353,6 +341,15 @@ class Nvml:
             raise LibraryFailed(f"nvidia-ml-py does not fit this driver's library: {error}") from error
         finally:
             self.under_way = None
+
+    def _whole_list(self, name: str, handle: Any) -> list[tuple[int, int | None]]:
+        """As `_list`; tried once more where processes came meanwhile."""
+        try:
+            return self._list(name, handle)
+        except Refused as refused:
+            if not refused.outgrown:
+                raise
+            return self._list(name, handle)
 
     def _list(self, name: str, handle: Any) -> list[tuple[int, int | None]]:
         """Pid and memory of each process on one list. Raises Refused and GpuFailed."""
@@ -378,8 +375,21 @@ class Nvml:
         if answer in LOST:
             raise GpuFailed(LOST[answer], name)
         if answer != pynvml.NVML_SUCCESS:
-            raise Refused(f"{name} fails with {answer}", absent=answer in ABSENT)
+            outgrown = answer == pynvml.NVML_ERROR_INSUFFICIENT_SIZE
+            raise Refused(f"{name} fails with {answer}", absent=answer in ABSENT, outgrown=outgrown)
         return [(int(one.pid), _told(one.usedGpuMemory)) for one in entries[: count.value]]
+
+    def _fabric(self, handle: Any) -> str | None:
+        """How far a GPU is with its NVLink fabric; None where it is on none, or the driver does not tell."""
+        for call, struct in FABRIC_CALLS:
+            info = getattr(pynvml, struct)()
+            if self.ask(call, handle, ctypes.byref(info)) is None:
+                continue
+            number = int(info.state)
+            if number == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status != pynvml.NVML_SUCCESS:
+                return FABRIC_FAILED
+            return FABRIC_STATES.get(number, f"state_{number}") if number else None
+        return None
 
     def _recovery_action(self, handle: Any) -> str | None:
         found = self.ask("nvmlDeviceGetFieldValues", handle, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])

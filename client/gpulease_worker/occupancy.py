@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,12 @@ from gpulease_worker.processes import MARKER
 from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start, name_of
 from gpulease_worker.tasks import cancel
 
-START_S = 30.0
-"""How long a probe may take until it is ready: without persistence mode the driver sets up each GPU at `nvmlInit`."""
+START_S = 120.0
+"""How long a probe may take until it is ready, where nothing else is said: without persistence mode the driver sets up
+each GPU at `nvmlInit`, one to three seconds each."""
+STARTING = "The probe is starting."
+UNDYING_PAUSE_S = 1.0
+"""How long a reading takes that cannot be had because no further probe may be started."""
 BETWEEN_STARTS_S = 1.0
 """A probe is replaced at most this often."""
 DYING_S = 0.2
@@ -41,8 +45,9 @@ class Probe:
     Args:
         node: Name of this node; simulated UUIDs derive from it.
         simulate: None for NVML, else what to simulate.
-        deadline_s: How long one reading may take.
+        deadline_s: How long one reading may take before the probe is killed.
         pace: How often what is read, and how long one call may take.
+        start_s: How long it may take until it is ready.
         ended: Called when the probe has ended by itself, so that nobody waits for the next reading to find out.
     """
 
@@ -53,29 +58,48 @@ class Probe:
         deadline_s: float,
         pace: Pace | None = None,
         ended: Callable[[], None] = lambda: None,
+        start_s: float = START_S,
     ) -> None:
         self._arguments = [node, *([] if simulate is None else [simulate])]
         self._told = Start(pace=pace or Pace())
         self._simulated = simulate is not None
         self._deadline_s = deadline_s
+        self._start_s = start_s
         self._ended = ended
+        self._call: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ends: dict[asyncio.subprocess.Process, asyncio.Task[None]] = {}
         """Every probe that has not ended yet, with the task that waits for its end."""
         self._starting: asyncio.Task[None] | None = None
         self._started_at_s = -BETWEEN_STARTS_S
-        self._problem = "The probe is starting."
+        self._problem = STARTING
 
-    async def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+    @property
+    def simulated(self) -> bool:
+        """True when there is no driver."""
+        return self._simulated
+
+    @property
+    def under_way(self) -> str | None:
+        """The call into the driver that has been under way for long; None otherwise."""
+        return self._call
+
+    @property
+    def starting(self) -> bool:
+        """True while a new probe opens the driver."""
+        return self._starting is not None
+
+    async def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
         """A reading, or one whose `problem` says why there is none. Takes at most the deadline.
 
-        With `fresh` all of it was begun after the call; without, only what is due (see `Reading.whole`).
+        With `fresh` all of it was begun after the call; without, only what is due, and the GPUs that `anew` names by
+        UUID (see `Reading.whole`).
         """
         if not await self._ready():
             return self._failed(self._problem)
         try:
             async with asyncio.timeout(self._deadline_s):
-                reading = await self._ask(leases, fresh)
+                reading = await self._ask(leases, fresh, anew)
         except TimeoutError:
             return await self._replace(
                 f"The probe did not answer within {self._deadline_s:g} s, so it was killed; the GPU driver may hang."
@@ -140,7 +164,7 @@ class Probe:
                 await asyncio.sleep(min(early_s, self._deadline_s))
                 return False
             if len(self._ends) >= MAX_UNDYING:
-                await asyncio.sleep(self._deadline_s)
+                await asyncio.sleep(min(UNDYING_PAUSE_S, self._deadline_s))
                 self._problem = f"{len(self._ends)} probes hang in the driver and cannot be killed. Reboot this host."
                 return False
             self._started_at_s = time.monotonic()
@@ -151,7 +175,11 @@ class Probe:
         started, self._starting = self._starting, None
         error = started.exception()
         if error is not None:
-            why = f"it was not ready within {START_S:g} s" if isinstance(error, TimeoutError) else self._ending(error)
+            why = (
+                f"it was not ready within {self._start_s:g} s"
+                if isinstance(error, TimeoutError)
+                else self._ending(error)
+            )
             await self._replace(f"The probe could not be started: {why}.")
         return self._process is not None
 
@@ -166,7 +194,7 @@ class Probe:
             limit=LINE_BYTES,
         )
         self._ends[self._process] = asyncio.create_task(self._watch(self._process))
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(self._start_s):
             line = await self._line(self._process)
         if json.loads(line) != {"ready": True}:
             raise ValueError(f"it began with {line[:80]!r}")
@@ -178,8 +206,8 @@ class Probe:
         if process is self._process:
             self._ended()
 
-    async def _ask(self, leases: Sequence[NodeLease], fresh: bool) -> Reading:
-        asked = {"leases": [wire.to_json(lease) for lease in leases], "fresh": fresh}
+    async def _ask(self, leases: Sequence[NodeLease], fresh: bool, anew: Collection[str]) -> Reading:
+        asked = {"leases": [wire.to_json(lease) for lease in leases], "fresh": fresh, "anew": sorted(anew)}
         return wire.from_json(Reading, await self._asked(asked))
 
     async def _asked(self, request: dict[str, Any]) -> Any:
@@ -188,7 +216,12 @@ class Probe:
         assert process.stdin is not None
         process.stdin.write(json.dumps(request).encode() + b"\n")
         await process.stdin.drain()
-        return json.loads(await self._line(process))
+        try:
+            while "under_way" in (answer := json.loads(await self._line(process))):
+                self._call = answer["under_way"]
+            return answer
+        finally:
+            self._call = None
 
     async def _line(self, process: asyncio.subprocess.Process) -> bytes:
         assert process.stdout is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from gpulease.owner import stat
 from gpulease_worker import patience, processes
 
 WAIT_S = 0.25
-"""How long a reading waits for a look: long enough for a host of a thousand processes, short beside its deadline."""
+"""How long a reading that nobody waits for waits for a look: long enough for a host of a thousand processes."""
+PAUSES, LONGEST_PAUSE_S = 10, 1.0
+"""How many times as long as a look the pause after it is, and the longest one."""
 KERNEL_THREADS = 2
 """Pid of kthreadd, the parent of every kernel thread."""
 Sought = tuple[str, str]
@@ -38,47 +41,65 @@ class Openers:
 
 
 class Looker:
-    """Looks who has the device files of draining GPUs open, without making a reading wait for it.
+    """Looks who has the device files of draining GPUs open, beside the readings.
 
     A look takes as long as the host has processes and open files, a second for some thousand, and hangs where one of
     them does so in the kernel. A reading that waited would miss its deadline, and every GPU of the node be unknown for
-    as long as one drains.
+    as long as one drains. And it takes the memory lock of each process that it looks into, so there is a pause after
+    each that is `PAUSES` times as long as it was.
 
     Args:
-        wait_s: How long a reading waits for it; None: until it is over.
+        wait_s: How long a reading that may wait does so; None: until the look is over.
     """
 
     def __init__(self, wait_s: float | None = WAIT_S) -> None:
         self._wait_s = wait_s
         self._thread: threading.Thread | None = None
-        self._wanted: frozenset[Sought] = frozenset()
-        self._found: Openers | None = None
+        self._sought: frozenset[Sought] = frozenset()
+        """What the look under way, or the last one, was begun for, as far as it is still wanted."""
+        self._found = Openers()
+        self._next_at_s = 0.0
+        self._open: dict[Sought, Openers] = {}
+        """What the last look found open; that nobody has it open is told once, because it was so only then."""
 
-    def look(self, wanted: Collection[Sought]) -> dict[Sought, Openers]:
-        """What was found, for each that was wanted already when the look was begun; of the others nothing is known yet.
+    def begin(self, wanted: Collection[Sought]) -> None:
+        """Begin a look for these, unless one is under way, or too little time has passed since the last.
 
         `wanted`: each file, with the lease that has ended on it: a look from before that does not count.
         """
-        self._wanted &= frozenset(wanted)  # a lease that was revived may end again
+        self._sought &= frozenset(wanted)  # a lease that was revived may end again
+        self._open = {sought: found for sought, found in self._open.items() if sought in self._sought}
+        known = self._sought.issuperset(wanted) and time.monotonic() < self._next_at_s
+        if self._thread is not None or not wanted or known:
+            return
+        self._sought = frozenset(wanted)
+        self._thread = threading.Thread(target=self._look, args=({path for path, _ in wanted},), daemon=True)
+        self._thread.start()
+
+    def look(self, wanted: Collection[Sought], *, wait: bool = True) -> dict[Sought, Openers]:
+        """What is known of each that was wanted already when the last look was begun; of the others nothing is."""
         for _ in range(2):  # the look under way may have been begun for none of these
+            self.begin(wanted)
             if self._thread is None:
-                self._wanted, self._found = frozenset(wanted), None
-                self._thread = threading.Thread(target=self._look, args=({path for path, _ in wanted},), daemon=True)
-                self._thread.start()
-            self._thread.join(self._wait_s)
+                break
+            self._thread.join(self._wait_s if wait else 0.0)
             if self._thread.is_alive():
-                return {}
+                break
             self._thread = None
-            if self._found is not None and self._wanted:
-                return dict.fromkeys(self._wanted, self._found)
-        return {}
+            self._open = {one: self._found for one in self._sought if self._found.by_path.get(one[0])}
+            if self._sought:
+                return dict.fromkeys(self._sought, self._found)
+        return dict(self._open)
 
     def forget(self) -> None:
         """Nothing drains: what is found by a look under way is of no use."""
-        self._wanted = frozenset()
+        self.begin(())
 
     def _look(self, paths: Collection[str]) -> None:
+        begun_s = time.monotonic()
         self._found = openers(paths)
+        took_s = time.monotonic() - begun_s
+        self._next_at_s = time.monotonic() + min(PAUSES * took_s, LONGEST_PAUSE_S)
 
 
 def openers(paths: Collection[str]) -> Openers:

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 Seen = TypeVar("Seen")
 
 PATIENCE_S = 0.1
-"""A look is given up after between one and two of these. It takes microseconds; a probe has 0.9 s for everything."""
+"""A look is given up after between one and two of these. It takes microseconds; a reading has 2 s for everything."""
 PARTS = 16
 """Once something hangs, so many threads share the rest: the ranks of one job may all hang at once."""
 DOUBT_S = 5.0

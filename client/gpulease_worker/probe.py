@@ -1,12 +1,13 @@
 """The probe process: reads GPUs when it is asked, and nothing else.
 
 `python -m gpulease_worker.probe START NODE [SIMULATE]`, with a `Start` as JSON. It speaks JSON lines: at the start
-`{"ready": true}`; then for each request `{"leases": [SeenLease, ...], "fresh": BOOL}` on stdin one `Reading` on stdout,
-and for each `{"compute_mode": ModeChange}` one `ModeFound`.
+`{"ready": true}`; then for each request `{"leases": [SeenLease, ...], "fresh": BOOL, "anew": [UUID, ...]}` on stdin one
+`Reading` on stdout, and for each `{"compute_mode": ModeChange}` one `ModeFound`.
 
-Once it is ready a thread watches each call into the driver. One that is past its deadline is named in the answer, and
-the process ends. The worker has a deadline for the whole reading beside that, and kills the probe: the thread cannot
-help when this process does not run at all.
+Once it is ready a thread watches each call into the driver. One that takes long is named in a line of its own before
+the answer, `{"under_way": CALL}`. One that is past its deadline is named in the answer, and the process ends. The
+worker has a deadline for the whole beside that, and kills the probe: the thread cannot help when this process does not
+run at all.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -30,8 +31,13 @@ from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Reading, R
 
 HUNG = 3
 """Exit code after a call that did not come back."""
+LONG_S = 0.5
+"""A call that takes longer is named before it has come back."""
 LOOK_S = 0.02
 """How often the watching thread looks how long a call has taken."""
+
+_one_at_a_time = threading.Lock()
+"""Guards what is written for the worker: lines of two threads must not mix."""
 
 
 def open_source(node: str, simulate: str | None, start: Start) -> Source:
@@ -57,14 +63,19 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
     threading.Thread(target=_watch, args=(source, answers, call_deadline_s), daemon=True).start()
     known: attribution.Known = {}
     looker = open_files.Looker()
+    last = Reading()
     for line in requests:
         request = json.loads(line)
         if "compute_mode" in request:
             answer(answers, change_compute_mode(source, wire.from_json(ModeChange, request["compute_mode"])))
             continue
         leases = [wire.from_json(SeenLease, lease) for lease in request["leases"]]
+        fresh = request.get("fresh", True)
+        attribution.begin_look(last, leases, looker)
         try:
-            reading = attribution.complete(source.read(leases, request.get("fresh", True)), leases, known, looker)
+            reading = source.read(leases, fresh, request.get("anew", ()))
+            # Whoever waits for a grant does not wait for a look at open files besides.
+            reading = last = attribution.complete(reading, leases, known, looker, wait=not fresh)
         except ReadingFailed as failed:
             reading = Reading(problem=str(failed), over=failed.over)
         answer(answers, reading)
@@ -74,18 +85,29 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
 
 def answer(answers: TextIO, what: Reading | ModeFound) -> None:
     """Write one answer, whole."""
-    answers.write(json.dumps(wire.to_json(what)) + "\n")
-    answers.flush()
+    _say(answers, wire.to_json(what))
+
+
+def _say(answers: TextIO, what: object) -> None:
+    with _one_at_a_time:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
 
 
 def _watch(source: Source, answers: TextIO, call_deadline_s: float) -> None:
-    """Name the call that is past its deadline, and end the process. Ends only with it."""
+    """Name the call that takes long; end the process for one that is past its deadline. Ends only with it."""
+    named: tuple[str, float] | None = None
     while True:
         time.sleep(LOOK_S)
         call = source.under_way
-        if call is None or time.monotonic() - call[1] <= call_deadline_s:
+        if call is None or time.monotonic() - call[1] <= min(LONG_S, call_deadline_s):
             continue
         name = call[0]
+        if call != named:
+            named = call
+            _say(answers, {"under_way": name})
+        if time.monotonic() - call[1] <= call_deadline_s:
+            continue
         problem = (
             f"{name} did not answer within {call_deadline_s:g} s; the GPU driver hangs. See `dmesg` for Xid lines."
         )
@@ -110,7 +132,7 @@ class NoSource:
         self._failed = failed
         self.under_way: tuple[str, float] | None = None
 
-    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
         """Always raises ReadingFailed."""
         raise self._failed
 

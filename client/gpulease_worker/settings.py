@@ -30,9 +30,11 @@ class WorkerSettings:
     """End when the process that started this one ends."""
     poll_s: float = 1.0
     """How long the daemon may hold an answer while nothing changes: the time between two readings."""
-    probe_deadline_s: float = 0.9
-    """How long one reading may take before the GPUs are unknown and the probe is replaced. With `poll_s` it is the
-    time after which a hung driver is known to hang."""
+    probe_deadline_s: float = 2.0
+    """How long one reading may take before the GPUs are unknown. With `poll_s` it is the time after which a hung driver
+    is known to hang. The probe is replaced when a call has not come back for `pace.call_deadline_s`."""
+    start_deadline_s: float = 120.0
+    """How long a new probe may take to open the driver."""
     pace: Pace = field(default_factory=Pace)
     """How often what is read, and how long one call may take."""
     kill_leftovers: bool = False

@@ -12,7 +12,8 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ MODEL = "NVIDIA H100 80GB HBM3"
 MEMORY_TOTAL_BYTES = 80 * GIB
 PROCESS_BYTES = GIB
 """GPU memory that a real process with a marker is shown to hold."""
+HANG_LOOK_S = 0.05
+"""How often a simulated driver that hangs looks whether it still should."""
 BUSY_RATIO = 0.9
 """Utilization of a GPU of `--simulate N` that has a process."""
 
@@ -75,6 +78,10 @@ GPU_FIELDS: Mapping[str, tuple[Check, str]] = {
         f"must be one of {', '.join(ComputeMode)}",
     ),
     "health": (_health, f"must be {', '.join(health.WORDS)} or xid:N"),
+    "warnings": (
+        lambda value: isinstance(value, list) and all(word in health.WARNINGS for word in value),
+        f"must be a list of {', '.join(health.WARNINGS)}",
+    ),
     "numa_node": (_whole, "must be a whole number, 0 or more"),
     "processes": (lambda value: isinstance(value, list), "must be a list"),
 }
@@ -111,7 +118,7 @@ class Simulation:
         if self._count is not None and self._count > MAX_COUNT:
             raise ReadingFailed(f"--simulate {what} is too many GPUs; simulate at most {MAX_COUNT}.")
 
-    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
         """The machine as it is described now, always whole. Raises ReadingFailed when the file cannot be used."""
         if self._count is not None:
             return Reading(
@@ -120,15 +127,26 @@ class Simulation:
                 simulated=True,
             )
         machine = read_file(self._path)
-        self.under_way = ("the simulated driver", time.monotonic())
-        time.sleep(machine.get("hang_s") or 0)
-        self.under_way = None
+        self._hang(machine.get("hang_s") or 0)
         return Reading(
             gpus=self._occupied(described(machine["gpus"]), leases),
             links=linked(machine),
             driver_version=machine.get("driver_version", DRIVER_VERSION),
             simulated=True,
         )
+
+    def _hang(self, seconds: float) -> None:
+        """Hang for so long, or until the file says otherwise: a driver that hung goes on as if nothing had been."""
+        begun_s = time.monotonic()
+        self.under_way = ("the simulated driver", begun_s)
+        written = _written(self._path)
+        while (left_s := begun_s + seconds - time.monotonic()) > 0:
+            time.sleep(min(left_s, HANG_LOOK_S))
+            if _written(self._path) != written:
+                written = _written(self._path)
+                with suppress(ReadingFailed):
+                    seconds = read_file(self._path).get("hang_s") or 0
+        self.under_way = None
 
     def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
         """Change a GPU's mode if it is as expected; what it was before. Raises ModeNotSet.
@@ -183,6 +201,15 @@ class Simulation:
         )
 
 
+def _written(path: Path) -> tuple[int, int] | None:
+    """What differs when a file was written anew, or another put in its place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def plausible(count: int, node: str) -> list[GpuReading]:
     """`count` idle GPUs, with UUIDs derived from the node's name so that two simulated nodes differ."""
     spelled = [{"uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{node}.gpulease')}"} for index in range(count)]
@@ -206,7 +233,8 @@ def described(entries: Sequence[Mapping[str, Any]]) -> list[GpuReading]:
             temperature_c=entry.get("temperature_c", 35),
             power_w=entry.get("power_w", 70),
             compute_mode=None if mode is None else ComputeMode(mode),
-            health=health.without_application_xid(entry.get("health", "ok")),
+            health=health.without_harmless_xid(entry.get("health", "ok")),
+            warnings=tuple(entry.get("warnings") or ()),
             numa_node=entry.get("numa_node"),
             processes=tuple(
                 Process(**{**process, "type": ProcessType(process.get("type", "compute"))})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -35,8 +35,9 @@ class Pace:
     """Time between two reads of process lists and of what decides health; they are also read whenever that is asked."""
     health_s: float = 30.0
     """Time between two reads of ECC counts, throttle reasons and links; how long a critical Xid outlasts its cause."""
-    call_deadline_s: float = 0.6
-    """How long one call into the driver may take before the probe gives up on it."""
+    call_deadline_s: float = 60.0
+    """How long one call into the driver may take before the probe gives up on it. A driver that tears a GPU down, or
+    that a storm of errors keeps busy, blocks calls for three quarters of a minute; a new probe would wait as well."""
 
 
 class ModeNotSet(Exception):
@@ -87,7 +88,9 @@ class Reading:
     """Why there is no reading; null when there is one."""
     whole: bool = True
     """True when all that a grant rests on was begun after the reading was asked for; false when processes and health
-    are those of an earlier one."""
+    are those of an earlier one, but for the GPUs in `reread`."""
+    reread: tuple[str, ...] = ()
+    """UUIDs of the GPUs whose processes and health were read anew in a reading that is not whole."""
     over: bool = False
     """True when this is the last that the probe will say."""
 
@@ -111,8 +114,9 @@ class Source(Protocol):
     def under_way(self) -> tuple[str, float] | None:
         """The call into the driver that has not come back yet, and since when on the monotonic clock."""
 
-    def read(self, leases: Sequence[NodeLease], fresh: bool = True) -> Reading:
-        """A reading; with `fresh` a whole one. `leases` are those with GPUs on this node. Raises ReadingFailed."""
+    def read(self, leases: Sequence[NodeLease], fresh: bool = True, anew: Collection[str] = ()) -> Reading:
+        """A reading; with `fresh` a whole one, else whole of the GPUs that `anew` names by UUID, at least. `leases` are
+        those with GPUs on this node. Raises ReadingFailed."""
 
     def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
         """Change a GPU's mode if it is as expected. What it was before. Raises ModeNotSet, ReadingFailed."""

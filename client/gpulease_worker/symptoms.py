@@ -20,8 +20,8 @@ from gpulease_worker.doctor import Facts
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Reading
 
-DEADLINE_S = 10.0
-"""How long NVML, and how long nvidia-smi, may take."""
+DEADLINE_S = 60.0
+"""How long NVML, and how long nvidia-smi, may take: without persistence mode each sets up every GPU first."""
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
 LIBRARY = "libnvidia-ml.so.1"
 LIBRARY_PLACES = (
@@ -66,7 +66,7 @@ def read_nvml(deadline_s: float) -> Reading:
 
 
 async def _read_nvml(deadline_s: float) -> Reading:
-    probe = Probe("doctor", None, deadline_s)
+    probe = Probe("doctor", None, deadline_s, start_s=deadline_s)
     try:
         return await probe.read(())
     finally:

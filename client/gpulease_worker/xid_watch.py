@@ -23,6 +23,8 @@ class XidWatch:
         self._nvml = nvml
         self._seen: queue.Queue[tuple[str, int, float]] = queue.Queue(MAX_KEPT)
         self._closing = threading.Event()
+        self.spoilt = False
+        """Waiting fails, as it does for the whole set when one of its GPUs is lost."""
         self._events = nvml.register_xids(handles)
         self._thread = threading.Thread(target=self._run, daemon=True)
         if self._events is not None:
@@ -34,19 +36,25 @@ class XidWatch:
             yield self._seen.get_nowait()
 
     def close(self) -> None:
-        """End the watch and give its event set back. Raises LibraryFailed when there is no library any more."""
+        """End the watch and give its event set back. Raises LibraryFailed when there is no library any more.
+
+        A set that a hung driver still waits on is not given back: it would be used after that.
+        """
         self._closing.set()
         if self._events is not None:
             self._thread.join(2 * WAIT_S)
-            self._nvml.forget_xids(self._events)
+            if not self._thread.is_alive():
+                self._nvml.forget_xids(self._events)
 
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
                 found = self._nvml.wait_for_xid(self._events, WAIT_S)
             except LibraryFailed:
-                # The readings will say what is wrong; a lost GPU makes the whole set fail for a while.
+                # The readings will say what is wrong, and then the watch is made anew without the GPU that is lost.
+                self.spoilt = True
                 self._closing.wait(WAIT_S)
                 continue
+            self.spoilt = False
             if found is not None and not self._seen.full():
                 self._seen.put_nowait((*found, time.monotonic()))

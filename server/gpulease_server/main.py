@@ -110,6 +110,8 @@ class ServeSettings:
     """How often a waiting request may be passed before GPUs are held for it, see `core.bypass`."""
     max_bypass_s: float = 300.0
     """For how long from the first time on it may be passed."""
+    max_observation_age_s: float = 0.5
+    """How old a reading may be that a grant rests on, see `core.gpu.is_fresh`."""
     keep: Keep = field(default_factory=Keep)
     """What is kept of what is over."""
     log_format: LogFormat = LogFormat.AUTO
@@ -272,6 +274,7 @@ class _Serving:
             monitor_names=MONITOR_NAMES.union(settings.monitor_names),
             max_bypass=settings.max_bypass,
             max_bypass_s=settings.max_bypass_s,
+            max_observation_age_s=settings.max_observation_age_s,
             limits=settings.limits,
             show_commands=settings.access.show_commands,
             node_lifetime_s=settings.keep.age_s,

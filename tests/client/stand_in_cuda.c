@@ -5,6 +5,7 @@
    STAND_IN_READS   how it reads what NVIDIA does not document. "strict": as torch's parser does. "lax": forgives spaces,
                     upper case and mixed forms, and passes over a GPU that was named before.
    STAND_IN_FAILS   cuInit answers with this error; "hang": it never comes back; "dies": the process ends.
+                    The path of a file: it says which, at each cuInit; an empty one is no error.
    STAND_IN_CALLS   a file to which every cuInit and every context is written: "<call> <pid>".
 
    Like the driver it reads the environment once, in cuInit; answers error 3 before; and after a fork answers error 3 to
@@ -98,6 +99,12 @@ static void apply_mask(void) {
 
 int cuInit(unsigned flags) {
     const char *fails = variable("STAND_IN_FAILS");
+    char said[16] = "";
+    if (*fails == '/') {
+        FILE *file = fopen(fails, "r");
+        if (file) { if (!fgets(said, sizeof said, file)) *said = 0; fclose(file); }
+        fails = said;
+    }
     note("cuInit");
     if (flags) return INVALID_VALUE;
     if (initialised_by) return initialised_by == getpid() ? 0 : NOT_INITIALIZED;

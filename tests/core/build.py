@@ -105,13 +105,26 @@ class World:
             self.report(name)
         return self
 
-    def report(self, name: str = "a", *, age_s: float = 0.0, problem: str | None = None, worker: str = "w") -> Answer:
-        """A millisecond on, the node sends its full view, of a reading begun `age_s` ago."""
+    def report(
+        self,
+        name: str = "a",
+        *,
+        age_s: float = 0.0,
+        problem: str | None = None,
+        worker: str = "w",
+        reread: tuple[int, ...] = (),
+        begun_s: float | None = None,
+        **what: Any,
+    ) -> Answer:
+        """A millisecond on, the node sends its full view, of a reading begun `age_s` ago; or of one begun `begun_s` ago
+        that read only these GPUs anew, the rest being `age_s` old."""
         self.at_s += 0.001
         report = NodeReport(
             worker_id=worker,
             host=self.host or name,
             problem=problem,
+            reread=tuple(uuid(index, name) for index in reread),
+            **what,
             gpus=() if problem else tuple(self.nodes[name]),
             jobs=tuple(self.jobs.get(name, ())),
             ports_in_use=self.ports_in_use,
@@ -125,7 +138,11 @@ class World:
         for reading in report.gpus:
             self.shown.setdefault(reading.uuid, []).append((self.at_s, self.at_s - age_s, reading))
         cause = f"report-{next(self.ids)}"
-        return self.turn(NodeReported(cause=cause, node=name, report=report, observed_at_s=self.at_s - age_s))[0]
+        begun_at_s = None if begun_s is None else self.at_s - begun_s
+        observed_at_s = self.at_s - age_s
+        return self.turn(
+            NodeReported(cause=cause, node=name, report=report, observed_at_s=observed_at_s, begun_at_s=begun_at_s)
+        )[0]
 
     def ask(
         self,

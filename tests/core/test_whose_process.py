@@ -154,3 +154,16 @@ def test_what_exclusive_process_means_is_said_to_those_who_hold_or_wait() -> Non
         assert words in sentence
     world.node(gpus=2)
     assert words not in explain(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).sentence
+
+
+def test_who_holds_several_gpus_is_told_of_one_that_should_not_reach_the_others() -> None:
+    world = World().node(gpus=3)
+    alone, several = world.lease(), world.lease(count=2)
+    warned = {"warnings": ("row_remap_pending", "drain_p2p", "a word to come")}
+    world.node(gpus=[gpu(0, **warned), gpu(1, **warned), gpu(2, warnings=("fabric_not_ready",))])
+    assert problems(world, alone) == ()
+    assert problems(world, several) == (
+        "GPU 1 of a is best used alone: the driver advises against exchanging data between it and other GPUs.",
+        "GPU 2 of a is best used alone: it is not on the host's NVLink fabric, and reaches the others over PCIe, "
+        "if at all.",
+    )

@@ -122,7 +122,7 @@ def clean_with_leftovers() -> Patches:
 def any_reading_will_do() -> Patches:
     """No age is too great for a reading."""
 
-    def fresh(sighting: Any, now: Instant, policy: Any) -> bool:
+    def fresh(sighting: Any, uuid: str, now: Instant, policy: Any, since_s: float = 0.0) -> bool:
         return sighting is not None and sighting.problem is None
 
     return [(f"{CORE}.placement.is_fresh", fresh)]

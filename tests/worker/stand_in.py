@@ -28,6 +28,7 @@ NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, MI
     18,
     999,
 )
+OPERATING_SYSTEM, MEMORY, NOT_READY = 17, 20, 27
 """Errors of NVML."""
 HANGS = -1
 """In place of an error: the call never comes back."""
@@ -84,7 +85,7 @@ THIRD = replace(
     compute_mode=ComputeMode.DEFAULT,
     processes=(),
     minor_number=2,
-    numa_node=2,
+    numa_node=1,
     throttle_reasons=(),
 )
 """A whole one that is idle; there is one when the stand-in is told that it has three."""
@@ -106,11 +107,21 @@ class Driver:
         compiler = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(directory / library), str(SOURCE)]
         subprocess.run([*compiler, *(f"-D{flag}" for flag in flags)], check=True)
         self.says()
-        self.environment = {
-            **os.environ,
+        self._kernel(("0000:1a:00.0", -1), ("0000:3b:00.0", 0), ("0000:50:00.0", 1))
+        self.variables = {
             "LD_LIBRARY_PATH": str(directory),
             "STAND_IN_NVML": str(self._matters),
+            "GPULEASE_PCI_DEVICES": str(directory / "devices"),
         }
+        """What has a program use it."""
+        self.environment = {**os.environ, **self.variables}
+
+    def _kernel(self, *devices: tuple[str, int]) -> None:
+        """What /sys says of NUMA nodes, beside the library; -1 is a host without any."""
+        for name, node in devices:
+            place = self.directory / "devices" / name
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "numa_node").write_text(f"{node}\n")
 
     def says(self, *matters: tuple[str, int, object]) -> None:
         """From now on: (call or word, index, code or value), as the C source explains."""

@@ -6,16 +6,23 @@
  * Flags at compile time make a driver of another generation of it:
  *   BEFORE_510   no memory v2, no process lists v3, no MPS v3        LISTS_V1   only the unversioned process lists
  *   LONG_STRUCT  535.43 to 535.86: process lists v3 in a struct of 32 bytes, v2 in the old one
- *   PID=N        pid of the first process
+ *   PID=N        pid of the first process                            NO_FABRIC  knows nothing of NVLink fabrics
+ *   FABRIC_V1    the fabric only by the first call for it            CUDA_14    temperature only by the newer call
  *
  * What is the matter with it is read at every call from the file named by STAND_IN_NVML, one line for each thing:
- *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs
+ *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs while it is said
  *   count -1 N           so many GPUs          driver -1 VERSION   e.g. 580.95.05
  *   action INDEX N       recovery action       mig INDEX 1         split by MIG
  *   remap INDEX 1|2      a row remap is pending (1), has failed (2)
  *   xid INDEX N          an Xid; each line is told once, and lines are only ever added
  *   idle INDEX 1         it has no processes       gone INDEX 1      nor these, but their memory is still in use
  *   odd INDEX 1          its memory, temperature, power and ECC counts have every bit set
+ *   fabric INDEX N       state of its NVLink fabric: 0 none, 1 not started, 2 in progress, 3 completed
+ *   fabric_status INDEX N   with which error that was completed
+ *   retired INDEX 1      memory pages wait to be retired (and it remaps no rows)
+ *   raced INDEX N        each process list grows N times between the two calls that it takes
+ *   waits -1 CODE        waiting for Xids fails with this; -1 hangs until the file says otherwise
+ * An event set that is given back is written to the file beside it, with .freed at its end.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -49,7 +56,7 @@ static int told(const char *word, int index, char *text) {
 }
 static int fault(const char *call, int index) {
     int code = told(call, index, NULL);
-    if (code == -1) for (;;) pause();
+    for (; code == -1; code = told(call, index, NULL)) usleep(10000);
     return code;
 }
 #define FAULT(index) do { int code_ = fault(__func__, index); if (code_) return code_; } while (0)
@@ -137,8 +144,13 @@ static const Process graphics[] = {{PID, 1, ~0u, ~0u}, {4194307, GIB, ~0u, ~0u}}
 
 /* Two calls, the first with a count of 0 for the size; `stride` is the size of the caller's struct. */
 static int list(Device device, unsigned *n, void *found, const Process *all, size_t stride) {
+    static int raced;
     unsigned listed = idle(device) || told("gone", device->index, NULL) || !all ? 0 : 2;
     if (*n < listed) { *n = listed; return INSUFFICIENT_SIZE; }
+    if (*n && told("raced", device->index, NULL)) {
+        if (raced++ < told("raced", device->index, NULL)) { *n += 100; return INSUFFICIENT_SIZE; }
+        raced = 0;
+    }
     for (unsigned i = 0; i < listed; i++) {
         memset((char *)found + i * stride, 0, stride);
         memcpy((char *)found + i * stride, &all[i], stride < sizeof *all ? stride : sizeof *all);
@@ -172,7 +184,17 @@ int nvmlDeviceGetUtilizationRates(Device device, Utilization *busy) {
     busy->memory = 0;
     return poor(device) ? NOT_SUPPORTED : SUCCESS;
 }
+#ifndef CUDA_14
 int nvmlDeviceGetTemperature(Device device, unsigned sensor, unsigned *celsius) { DEVICE; *celsius = ODD ? ~0u : 40u + device->index; return SUCCESS; }
+#else
+typedef struct { unsigned version, sensor; int celsius; } Temperature;
+int nvmlDeviceGetTemperatureV(Device device, Temperature *temperature) {
+    DEVICE;
+    if (temperature->version != 0x0100000C) return VERSION_MISMATCH;
+    temperature->celsius = 40 + device->index;
+    return SUCCESS;
+}
+#endif
 int nvmlDeviceGetPowerUsage(Device device, unsigned *milliwatts) {
     DEVICE;
     *milliwatts = ODD ? ~0u : 250500;
@@ -208,8 +230,31 @@ int nvmlDeviceGetRemappedRows(Device device, unsigned *corrected, unsigned *unco
     DEVICE;
     int remap = told("remap", device->index, NULL);
     *corrected = 2; *uncorrected = 1; *pending = remap == 1; *failed = remap == 2;
-    return poor(device) ? NOT_SUPPORTED : SUCCESS;
+    return poor(device) || told("retired", device->index, NULL) ? NOT_SUPPORTED : SUCCESS;
 }
+int nvmlDeviceGetRetiredPagesPendingStatus(Device device, unsigned *pending) {
+    DEVICE;
+    *pending = told("retired", device->index, NULL);
+    return *pending ? SUCCESS : NOT_SUPPORTED;
+}
+#ifndef NO_FABRIC
+typedef struct { unsigned char cluster[16]; unsigned status, clique, state; } Fabric;
+typedef struct { unsigned version; Fabric fabric; unsigned health; } FabricV;
+int nvmlDeviceGetGpuFabricInfo(Device device, Fabric *fabric) {
+    DEVICE;
+    memset(fabric, 0, sizeof *fabric);
+    fabric->state = told("fabric", device->index, NULL);
+    fabric->status = told("fabric_status", device->index, NULL);
+    return SUCCESS;
+}
+#ifndef FABRIC_V1
+int nvmlDeviceGetGpuFabricInfoV(Device device, FabricV *fabric) {
+    DEVICE;
+    if (fabric->version != 0x02000024 || sizeof *fabric != 0x24) return VERSION_MISMATCH;
+    return nvmlDeviceGetGpuFabricInfo(device, &fabric->fabric);
+}
+#endif
+#endif
 int nvmlDeviceGetTotalEccErrors(Device device, unsigned kind, unsigned counter, unsigned long long *errors) {
     DEVICE;
     *errors = ODD ? ~0ULL : kind ? 0 : 7;
@@ -218,11 +263,6 @@ int nvmlDeviceGetTotalEccErrors(Device device, unsigned kind, unsigned counter, 
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long *reasons) {
     DEVICE;
     *reasons = idle(device) ? 1 : 4;
-    return poor(device) ? NOT_SUPPORTED : SUCCESS;
-}
-int nvmlDeviceGetNumaNodeId(Device device, int *numa_node) {
-    DEVICE;
-    *numa_node = device->index;
     return poor(device) ? NOT_SUPPORTED : SUCCESS;
 }
 int nvmlDeviceGetP2PStatus(Device device, Device other, unsigned what, unsigned *status) {
@@ -234,14 +274,24 @@ int nvmlDeviceGetTopologyCommonAncestor(Device device, Device other, unsigned *l
 
 static unsigned registered;
 int nvmlEventSetCreate(void **set) { FAULT(-1); registered = 0; *set = &registered; return SUCCESS; }
-int nvmlEventSetFree(void *set) { return SUCCESS; }
+int nvmlEventSetFree(void *set) {
+    char path[512];
+    snprintf(path, sizeof path, "%s.freed", getenv("STAND_IN_NVML"));
+    FILE *file = fopen(path, "a");
+    if (file) { fputs("freed\n", file); fclose(file); }
+    return SUCCESS;
+}
 int nvmlDeviceRegisterEvents(Device device, unsigned long long types, void *set) { DEVICE; registered |= 1u << device->index; return SUCCESS; }
 int nvmlEventSetWait_v2(void *set, Event *event, unsigned timeout_ms) {
     static int known;
     const char *path = getenv("STAND_IN_NVML");
     char line[256];
     int index, xid, place = 0;
+    while (told("waits", -1, NULL) == -1) usleep(10000);
+    if (told("waits", -1, NULL)) return told("waits", -1, NULL);
     for (unsigned waited = 0;; waited += 10) {
+        for (int i = 0; i < MAX_GPUS; i++)
+            if (registered & 1u << i && told("nvmlDeviceGetHandleByIndex_v2", i, NULL) == 15) return 15;
         FILE *file = path ? fopen(path, "r") : NULL;
         for (place = 0; file && fgets(line, sizeof line, file);)
             if (sscanf(line, "xid %d %d", &index, &xid) == 2 && place++ == known) {
@@ -263,4 +313,4 @@ int nvmlEventSetWait_v2(void *set, Event *event, unsigned timeout_ms) {
 NONE(nvmlSystemGetCudaDriverVersion) NONE(nvmlDeviceGetEncoderUtilization) NONE(nvmlDeviceGetDecoderUtilization)
 NONE(nvmlDeviceGetProcessUtilization) NONE(nvmlDeviceGetFanSpeed) NONE(nvmlDeviceGetPowerManagementLimit)
 NONE(nvmlDeviceGetDisplayActive) NONE(nvmlDeviceGetDriverModel) NONE(nvmlDeviceGetPersistenceMode)
-NONE(nvmlDeviceGetPerformanceState)
+NONE(nvmlDeviceGetPerformanceState) NONE(nvmlDeviceGetNumaNodeId)

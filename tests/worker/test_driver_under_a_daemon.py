@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.daemon import DaemonProcess, eventually
 from tests.worker.build import python
 from tests.worker.stand_in import (
@@ -41,7 +42,9 @@ NVITOP = (
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return Driver(tmp_path_factory.mktemp("driver"))
+    found = Driver(tmp_path_factory.mktemp("driver"))
+    no_cuda(found.directory)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,7 @@ def running(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     lists_only = ("count", EVERY, 3), ("gone", 0, 1)
     driver.says(*lists_only)
     paces = {"GPULEASE_PROCESSES_S": "0.05", "GPULEASE_HEALTH_S": "0.5", "GPULEASE_POLL_S": "0.2"}
+    paces |= {"GPULEASE_CALL_DEADLINE_S": "0.6", "GPULEASE_PROBE_DEADLINE_S": "0.9"}
     place = tmp_path_factory.mktemp("daemon")
     process = DaemonProcess(place / "d", "--node", "n", environment={**driver.environment, **paces})
     try:
@@ -86,8 +90,11 @@ def ask(running: DaemonProcess, uuid: str) -> int:
         pytest.param((("nvmlDeviceGetHandleByIndex_v2", 0, NO_PERMISSION),), "unhealthy", "unreadable", id="refused"),
         pytest.param((("nvmlDeviceGetTemperature", 0, RESET_REQUIRED),), "unhealthy", "reset_required", id="reset"),
         pytest.param((("action", 0, 7),), "unhealthy", "reboot_required", id="reboot"),
-        pytest.param((("remap", 0, 1),), "unhealthy", "row_remap_pending", id="row remap"),
+        pytest.param((("remap", 0, 1),), "free", "", id="row remap pending"),
+        pytest.param((("remap", 0, 2),), "unhealthy", "row_remap_failed", id="row remap failed"),
         pytest.param((("mig", 0, 1),), "unhealthy", "mig", id="MIG"),
+        pytest.param((("fabric", 0, 2),), "unhealthy", "fabric_not_ready", id="fabric late"),
+        pytest.param((("fabric", 0, 3), ("fabric_status", 0, 999)), "unhealthy", "fabric_not_ready", id="fabric fails"),
         pytest.param(
             (("nvmlDeviceGetMemoryInfo", 0, NOT_SUPPORTED), ("nvmlDeviceGetMemoryInfo_v2", 0, NOT_SUPPORTED)),
             "free",
@@ -101,7 +108,11 @@ def test_one_gpus_ill_is_its_state_and_nobody_elses_and_passes_by_itself(
 ) -> None:
     driver.says(*THREE, *matters)
     eventually(lambda: states(running).get(WHOLE.uuid) == state, 10, lambda: str(gpus(running)))
-    if state == "free" and matters:
+    if ("remap", 0, 1) in matters:
+        eventually(
+            lambda: gpus(running)[WHOLE.uuid]["warnings"] == ["row_remap_pending"], 10, lambda: str(gpus(running))
+        )
+    elif state == "free" and matters:
         # Otherwise a lease could begin with memory that is known and end with memory that is not.
         eventually(lambda: gpus(running)[WHOLE.uuid]["memory_used_bytes"] is None, 10, lambda: str(gpus(running)))
     assert states(running) == {POOR.uuid: "prohibited", WHOLE.uuid: state, THIRD.uuid: "free"}
@@ -156,6 +167,23 @@ def test_an_unmodified_nvitop_shows_the_same_gpus_as_gpulease_status(running: Da
         python("-m", "nvitop", "--once", "--ascii"), env=driver.environment, capture_output=True, check=True
     )
     assert all(gpu["name"] in table.stdout.decode() for gpu in ours.values())
+
+
+def test_a_gpu_on_which_cuda_starts_is_granted_whatever_its_fabric_says(driver: Driver, tmp_path: Path) -> None:
+    driver.says(*THREE, ("fabric", 0, 2))
+    Cuda(driver.directory)
+    cards = machine(*(Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE, THIRD)))
+    more = {"GPULEASE_POLL_S": "0.2", "STAND_IN_CUDA": cards}
+    process = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **more})
+    try:
+        process.start()
+        eventually(lambda: states(process).get(WHOLE.uuid) == "free", 20, lambda: str(gpus(process)))
+        assert ask(process, WHOLE.uuid) == 201
+        shown = gpus(process)[WHOLE.uuid]
+        assert (shown["fabric"], shown["warnings"]) == ("in_progress", ["fabric_not_ready"])
+    finally:
+        process.stop()
+        no_cuda(driver.directory)
 
 
 def test_no_grant_rests_on_a_process_list_that_is_repeated(driver: Driver, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from gpulease.owner import Owner, realm
 from gpulease_worker import processes, records
 from gpulease_worker.simulation import plausible
 from tests.worker.build import kill, lease, living, number_in, order, python, spec, under, until
-from tests.worker.stand_in import HANGS, LINKS, NOT_SUPPORTED, POOR, WHOLE, Driver
+from tests.worker.stand_in import EVERY, HANGS, LINKS, NOT_SUPPORTED, POOR, THIRD, WHOLE, Driver
 
 GPU = plausible(2, "n")[0].uuid
 RUN = (
@@ -232,21 +232,47 @@ def test_the_end_of_a_probe_is_reported_at_once(daemon: Daemon, host: Host) -> N
     daemon.report(lambda report: report.problem is None, "another took its place")
 
 
-def test_a_hung_driver_is_reported_within_two_seconds_of_the_defaults(
+def test_a_driver_that_hangs_is_reported_within_three_seconds_of_the_defaults_and_waited_out(
     daemon: Daemon, host: Host, tmp_path: Path
 ) -> None:
     library = Driver(tmp_path)
     code = ON_NVML.replace(", pace=Pace(processes_s=3600)", "")
-    host.worker(code=code, env={**os.environ, **library.environment})
+    worker = host.worker(code=code, env={**os.environ, **library.environment})
     daemon.report(lambda report: len(report.gpus) == 2 and (report.seen or 0) > 1, "readings")
+    (probe,) = probes_of(worker)
     begun = time.monotonic()
     library.says(("nvmlDeviceGetPowerUsage", 0, HANGS))
     problem = daemon.report(lambda report: report.problem is not None, "the driver hangs").problem
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 3.5, "1 s until it is read, and 2 s for the reading"
     assert problem is not None
-    assert "nvmlDeviceGetPowerUsage did not answer within 0.6 s" in problem
+    assert problem.startswith("nvmlDeviceGetPowerUsage did not answer within 2 s; the driver is busy or hangs")
+    late = daemon.reports[-1][1].seen or 0
+    daemon.report(lambda report: (report.seen or 0) > late and report.problem is not None, "it goes on reporting")
+    begun = time.monotonic()
     library.says()
-    daemon.report(lambda report: report.gpus == (POOR, WHOLE), "it answers again")
+    report = daemon.report(lambda report: report.gpus == (POOR, WHOLE), "it answers again")
+    assert time.monotonic() - begun < 1, "what was late is reported when it arrives, and not at the next turn"
+    assert (report.read_s or 0) > 2
+    assert probes_of(worker) == [probe], "another would have stood behind the same driver"
+
+
+def test_while_a_gpu_drains_it_alone_is_read_anew(daemon: Daemon, host: Host, tmp_path: Path) -> None:
+    """Process lists are dear, and those of the other seven GPUs say nothing of this one."""
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3))
+    host.worker(poll_s=20, code=ON_NVML, env={**os.environ, **library.environment})
+    daemon.report(lambda report: len(report.gpus) == 3, "readings")
+    daemon.want([lease("ended", THIRD.uuid, state=LeaseState.ENDED)])
+    whole = daemon.report(lambda report: (report.ticket or 0) > 0, "the daemon asked for a whole one")
+    assert (whole.reread, whole.reading_ticket) == ((), whole.ticket)
+    library.says(("count", EVERY, 3), ("gone", 0, 1))
+    parts = daemon.report(
+        lambda report: report.reading_ticket != report.ticket, "and then only for the one that drains"
+    )
+    assert parts.reread == (THIRD.uuid,)
+    assert parts.ticket == whole.ticket, "the others are as old as they were"
+    assert parts.gpus[1].processes, "their processes are repeated"
+    daemon.report(lambda report: (report.reading_ticket or 0) > (parts.reading_ticket or 0) + 1, "again and again")
 
 
 def test_a_worker_speaks_through_a_unix_socket(tmp_path: Path) -> None:
@@ -277,8 +303,8 @@ def test_readings_come_quickly_while_a_lease_drains(daemon: Daemon, host: Host) 
     host.worker(poll_s=20)
     daemon.report(lambda report: True, "a first report")
     daemon.want([lease("ended", GPU, state=LeaseState.ENDED)])
-    daemon.report(lambda report: report.hold_s == 0.05, "the first pause is short")
-    daemon.report(lambda report: report.hold_s == 0.25, "the later ones are longer")
+    daemon.report(lambda _: any(report.hold_s == 0.02 for _, report in daemon.reports), "the first pause is short")
+    daemon.report(lambda report: report.hold_s == 1.0, "the later ones are longer")
     daemon.want()
     daemon.report(lambda report: report.hold_s == 20, "back to the ordinary pause")
 

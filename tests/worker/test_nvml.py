@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpulease.model import GpuLink, GpuReading, LeaseState
-from gpulease_worker import driver
+from gpulease_worker import attribution, driver, processes
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Pace, Reading
+from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.worker.build import lease, under, until
 from tests.worker.stand_in import (
     DRIVER_NOT_LOADED,
@@ -21,9 +23,12 @@ from tests.worker.stand_in import (
     GPU_IS_LOST,
     HANGS,
     LINKS,
+    MEMORY,
     MISMATCH,
     NO_PERMISSION,
+    NOT_READY,
     NOT_SUPPORTED,
+    OPERATING_SYSTEM,
     POOR,
     RESET_REQUIRED,
     THIRD,
@@ -35,6 +40,8 @@ from tests.worker.stand_in import (
 
 LISTS = "nvmlDeviceGetComputeRunningProcesses_v3"
 GRAPHICS, MPS = "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"
+OF_POOR, OF_WHOLE = (Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE))
+"""As CUDA shows them."""
 MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (x@y)\nGCC version: gcc 12.2.0\n"
 
 
@@ -48,6 +55,8 @@ def test_a_current_driver_is_read_exactly_in_pci_order_and_what_it_cannot_tell_i
         pytest.param(("BEFORE_510",), 4 * GIB, id="before 510: no memory v2, process lists v2"),
         pytest.param(("BEFORE_510", "LISTS_V1"), 4 * GIB, id="only the first process lists"),
         pytest.param(("LONG_STRUCT",), 3 * GIB, id="535.43: process lists v3 in a longer struct"),
+        pytest.param(("NO_FABRIC",), 3 * GIB, id="before 525: nothing of NVLink fabrics"),
+        pytest.param(("CUDA_14",), 3 * GIB, id="CUDA 14: temperature by the newer call alone"),
     ],
 )
 def test_an_older_driver_is_read_by_the_calls_that_it_has(
@@ -73,10 +82,19 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             replace(WHOLE, health="processes_unknown", processes=()),
             id="lists that may not be read are not empty",
         ),
-        pytest.param(
-            ((LISTS, 0, UNKNOWN),),
-            replace(WHOLE, health="processes_unknown", processes=()),
-            id="lists that cannot be read are not empty",
+        *(
+            pytest.param(
+                ((LISTS, 0, code),),
+                replace(WHOLE, health="processes_unknown", processes=()),
+                id=f"lists that cannot be read ({code}) are not empty",
+            )
+            for code in (UNKNOWN, OPERATING_SYSTEM, MEMORY, NOT_READY)
+        ),
+        *(
+            pytest.param(
+                (("nvmlDeviceGetPowerUsage", 0, code),), replace(WHOLE, power_w=None), id=f"a value is refused ({code})"
+            )
+            for code in (UNKNOWN, OPERATING_SYSTEM, MEMORY, NOT_READY)
         ),
         pytest.param(
             (("nvmlDeviceGetMemoryInfo", 0, NOT_SUPPORTED), ("nvmlDeviceGetMemoryInfo_v2", 0, NOT_SUPPORTED)),
@@ -120,13 +138,29 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             replace(WHOLE, health="reboot_required", recovery_action="node_reboot"),
             id="wants a reboot",
         ),
-        pytest.param((("action", 0, 3),), replace(WHOLE, recovery_action="drain_p2p"), id="can be worked on"),
+        pytest.param(
+            (("action", 0, 3),),
+            replace(WHOLE, recovery_action="drain_p2p", warnings=("drain_p2p",)),
+            id="can be worked on",
+        ),
         pytest.param(
             (("action", 0, 77),),
             replace(WHOLE, health="reset_required", recovery_action="action_77"),
             id="wants something that is not known yet",
         ),
-        pytest.param((("remap", 0, 1),), replace(WHOLE, health="row_remap_pending"), id="a row waits for a reset"),
+        pytest.param((("remap", 0, 1),), replace(WHOLE, warnings=("row_remap_pending",)), id="a row waits for a reset"),
+        pytest.param(
+            (("retired", 0, 1),),
+            replace(WHOLE, remapped_rows=None, warnings=("retired_pages_pending",)),
+            id="before Ampere: a page waits for a reset",
+        ),
+        pytest.param((("fabric", 0, 3),), replace(WHOLE, fabric="completed"), id="on an NVLink fabric that is ready"),
+        pytest.param((("raced", 0, 1),), WHOLE, id="a process comes while the lists are read"),
+        pytest.param(
+            (("raced", 0, 9),),
+            replace(WHOLE, health="processes_unknown", processes=()),
+            id="processes come all the time",
+        ),
         pytest.param((("remap", 0, 2),), replace(WHOLE, health="row_remap_failed"), id="no spare row is left"),
         pytest.param(
             (("nvmlDeviceGetUtilizationRates", 0, RESET_REQUIRED),),
@@ -195,8 +229,8 @@ def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_ot
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Driver(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
 
     async def story() -> None:
         probe = Probe("n", None, 10.0)
@@ -217,27 +251,52 @@ def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_ot
     asyncio.run(asyncio.wait_for(story(), 30))
 
 
-def test_a_critical_xid_counts_until_the_gpu_has_recovered_and_an_applications_own_does_not(tmp_path: Path) -> None:
+def test_an_xid_of_the_gpus_own_counts_until_it_has_recovered_and_an_applications_does_not(tmp_path: Path) -> None:
     library = Driver(tmp_path)
+    seen = [("xid", 0, xid) for xid in (13, 31, 43, 8, 63, 69, 94, 154, 109, 45, 68)]
     with library.probe(Pace(health_s=0.3, call_deadline_s=20)) as probe:
         assert probe.read().gpus == (POOR, WHOLE)
-        library.says(*(("xid", 0, xid) for xid in (13, 31, 43, 79, 45, 68, 109)))
+        library.says(*seen)
         shown = [WHOLE]
         while shown[-1] == WHOLE:
             shown.append(probe.read(fresh=False).gpus[1])
         until(
             lambda: shown.append(probe.read(fresh=False).gpus[1]) or shown[-1] == WHOLE, "the driver says it is sound"
         )
-        assert {gpu.health for gpu in shown} == {"ok", "xid:79"}
-        seen = [("xid", 0, xid) for xid in (13, 31, 43, 79, 45, 68, 109, 48)]
-        library.says(*seen, ("action", 0, 1))
+        assert {gpu.health for gpu in shown} == {"ok", "xid:109"}
+        library.says(*seen, ("xid", 0, 48), ("action", 0, 1))
         until(lambda: probe.read().gpus[1].health == "reset_required", "what the driver wants comes first")
+
+
+def test_while_one_gpu_is_lost_the_xids_of_the_others_are_heard_of(tmp_path: Path) -> None:
+    """The driver fails every wait for a set in which one GPU is lost."""
+    library = Driver(tmp_path)
+    three, lost = ("count", EVERY, 3), ("nvmlDeviceGetHandleByIndex_v2", 0, GPU_IS_LOST)
+    library.says(three)
+    with library.probe(Pace(health_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE, THIRD)
+        library.says(three, lost)
+        until(lambda: probe.read(fresh=False).gpus[1] == silent(WHOLE, "lost"), "it is lost")
+        library.says(three, lost, ("xid", 2, 79))
+        until(lambda: probe.read(fresh=False).gpus[2].health == "xid:79", "the other one is heard of", 10)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_an_event_set_is_not_given_back_while_the_driver_waits_on_it(tmp_path: Path, hangs: bool) -> None:
+    library = Driver(tmp_path)
+    waits = (("waits", EVERY, HANGS),) if hangs else ()
+    library.says(("count", EVERY, 3), *waits, ("nvmlDeviceGetHandleByIndex_v2", 2, UNKNOWN))
+    with library.probe(Pace(health_s=3600, call_deadline_s=20)) as probe:
+        assert probe.read().gpus == (POOR, WHOLE)
+        library.says(("count", EVERY, 3), *waits)
+        assert probe.read().gpus == (POOR, WHOLE, THIRD), "a new watch takes the place of the first"
+        assert Path(f"{library.variables['STAND_IN_NVML']}.freed").exists() is not hangs
 
 
 def test_a_critical_xid_outlasts_the_probe_that_saw_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Driver(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
 
     async def story() -> None:
         probe = Probe("n", None, 10.0)
@@ -266,7 +325,7 @@ def test_between_two_whole_readings_processes_are_repeated_and_that_is_said(tmp_
         assert second.gpus[1] == replace(WHOLE, power_w=None), "power is read every time"
         third = probe.read(fresh=True)
         assert third.whole
-        assert (third.gpus[1].processes, third.gpus[1].health) == ((), "row_remap_pending")
+        assert (third.gpus[1].processes, third.gpus[1].warnings) == ((), ("row_remap_pending",))
 
 
 def test_processes_are_read_again_when_they_are_due(tmp_path: Path) -> None:
@@ -301,6 +360,75 @@ def test_memory_in_use_without_a_process_is_somebodys_where_others_are_hidden(tm
             library.says(("idle", 0, 1))
             assert not probe.read().gpus[1].hidden_use, "an idle GPU is free in a container as well"
             library.says(("gone", 0, 1))
+
+
+FABRIC_STATES = [
+    ("not_started", (("fabric", 0, 1),)),
+    ("in_progress", (("fabric", 0, 2),)),
+    ("failed", (("fabric", 0, 3), ("fabric_status", 0, UNKNOWN))),
+]
+
+
+@pytest.mark.parametrize("flags", [(), ("FABRIC_V1",)], ids=["now", "before its second version"])
+@pytest.mark.parametrize(("state", "matters"), FABRIC_STATES, ids=[state for state, _ in FABRIC_STATES])
+def test_a_gpu_whose_fabric_is_not_ready_is_not_sound_until_it_is_where_cuda_cannot_be_asked(
+    tmp_path: Path, flags: tuple[str, ...], state: str, matters: tuple[tuple[str, int, object], ...]
+) -> None:
+    library = Driver(tmp_path, *flags)
+    no_cuda(tmp_path)
+    library.says(*matters)
+    with library.probe(Pace(health_s=0.05, call_deadline_s=20)) as probe:
+        for _ in range(20):
+            assert probe.read().gpus == (POOR, replace(WHOLE, fabric=state, health="fabric_not_ready"))
+        library.says(("fabric", 0, 3))
+        assert probe.read().gpus == (POOR, replace(WHOLE, fabric="completed")), "by itself, at the next reading"
+        library.says(*matters)
+        assert probe.read().gpus[1].health == "fabric_not_ready"
+
+
+def test_cuda_has_the_last_word_on_a_gpu_whose_fabric_is_not_ready(tmp_path: Path) -> None:
+    library, fails = Driver(tmp_path), tmp_path / "fails"
+    cuda = Cuda(tmp_path)
+    library.environment |= {"STAND_IN_CUDA": machine(OF_POOR, OF_WHOLE)}
+    library.environment |= {"STAND_IN_FAILS": str(fails), "STAND_IN_CALLS": str(cuda.calls)}
+    in_progress = replace(WHOLE, fabric="in_progress", health="fabric_not_ready")
+    fails.write_text("802")
+    library.says(("fabric", 0, 2))
+    with library.probe(Pace(health_s=0.1, call_deadline_s=20)) as probe:
+        until(lambda: probe.read().gpus == (POOR, in_progress) and len(asked(cuda)) > 2, "asked, and asked again")
+        fails.write_text("")
+        usable = replace(in_progress, health="ok", warnings=("fabric_not_ready",))
+        until(lambda: probe.read().gpus[1] == usable, "CUDA starts all the same")
+        library.says(("fabric", 0, 1))
+        fails.write_text("802")
+        assert probe.read().gpus[1].health == "fabric_not_ready", "what was said in another state does not count"
+        library.says(("fabric", 0, 3))
+        assert probe.read().gpus[1] == replace(WHOLE, fabric="completed")
+        assert str(probe.process.pid) not in asked(cuda), "CUDA is never initialised in the probe"
+
+
+def test_a_probe_that_ends_while_cuda_hangs_leaves_nothing_behind(tmp_path: Path) -> None:
+    library, cuda = Driver(tmp_path), Cuda(tmp_path)
+    library.environment |= {"STAND_IN_FAILS": "hang", "STAND_IN_CALLS": str(cuda.calls)}
+    library.says(("fabric", 0, 2))
+    with library.probe() as probe:
+        until(lambda: asked(cuda), "CUDA is asked")
+        (pid,) = asked(cuda)
+        begun_s = time.monotonic()
+        assert probe.read().gpus[1].health == "fabric_not_ready"
+        assert time.monotonic() - begun_s < 5, "the reading waited for CUDA"
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        assert attribution.OUR_OWN in command, "no worker takes it for a user's"
+    until(lambda: not alive(pid), "it ends with the probe")
+
+
+def asked(cuda: Cuda) -> list[str]:
+    """The processes that have initialised CUDA."""
+    return [line.split()[1] for line in cuda.calls.read_text().splitlines()] if cuda.calls.exists() else []
+
+
+def alive(pid: str) -> bool:
+    return processes.Identity.of(int(pid)) is not None
 
 
 def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:
@@ -448,7 +576,7 @@ def test_whether_a_host_has_gpus_is_found_out_within_a_deadline(
 ) -> None:
     library = Driver(tmp_path)
     library.says(("nvmlInitWithFlags", EVERY, code))
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
     found = driver.unavailable(deadline_s)
     assert (found is None) if expected is None else (found is not None and expected in found)

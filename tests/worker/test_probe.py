@@ -173,28 +173,28 @@ def test_a_node_is_not_said_to_be_paused_while_a_probe_that_was_killed_lives_on(
         exchange, active, paused = Exchange(settings), DesiredState(ticket=1), DesiredState(ticket=2, paused=True)
         try:
             async with asyncio.timeout(30):
-                while (await exchange._read(active)).problem is not None:
+                while (await exchange._read(active)).reading.problem is not None:
                     pass
             (stuck,) = probe_pids()
             monkeypatch.setattr(
                 asyncio.subprocess.Process, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP), raising=True
             )
             for _ in range(2):
-                problem = (await exchange._read(paused)).problem
+                problem = (await exchange._read(paused)).reading.problem
                 assert probe_pids() == [stuck]
                 assert problem != PAUSED, "NVML is still open"
                 assert problem == f"{PAUSED}, but a probe that was killed has not ended yet"
             monkeypatch.undo()
             os.kill(stuck, signal.SIGKILL)
             async with asyncio.timeout(5):
-                while (await exchange._read(paused)).problem != PAUSED:
+                while (await exchange._read(paused)).reading.problem != PAUSED:
                     pass
             assert not probe_pids()
         finally:
             monkeypatch.undo()
             for pid in probe_pids():
                 os.kill(pid, signal.SIGKILL)
-            await exchange._probe.close()
+            await exchange._readings.close()
 
     asyncio.run(story())
 

@@ -59,6 +59,7 @@ def test_every_field_of_the_file_reaches_the_reading_in_pci_order(tmp_path: Path
         "power_w": 250.5,
         "compute_mode": "exclusive_process",
         "health": "lost",
+        "warnings": ["row_remap_pending"],
         "numa_node": 1,
         "processes": [{"pid": GONE, "type": "graphics", "memory_bytes": 7, "user": "eva", "command": "Xorg"}],
     }
@@ -80,6 +81,7 @@ def test_every_field_of_the_file_reaches_the_reading_in_pci_order(tmp_path: Path
         power_w=250.5,
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS,
         health="lost",
+        warnings=("row_remap_pending",),
         numa_node=1,
         processes=(Process(pid=GONE, type="graphics", memory_bytes=7, user="eva", command="Xorg"),),  # type: ignore[arg-type]
     )
@@ -88,9 +90,9 @@ def test_every_field_of_the_file_reaches_the_reading_in_pci_order(tmp_path: Path
 
 
 def test_an_applications_own_xid_is_no_ill_of_the_gpu(tmp_path: Path) -> None:
-    machine = {"gpus": [{"uuid": GPUS[0], "health": "xid:31"}, {"uuid": GPUS[1], "health": "xid:79"}]}
+    machine = {"gpus": [{"uuid": GPUS[0], "health": "xid:94"}, {"uuid": GPUS[1], "health": "xid:109"}]}
     gpus = Simulation(written(tmp_path / "m.json", machine), "n").read(()).gpus
-    assert [gpu.health for gpu in gpus] == ["ok", "xid:79"]
+    assert [gpu.health for gpu in gpus] == ["ok", "xid:109"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,7 @@ def test_an_applications_own_xid_is_no_ill_of_the_gpu(tmp_path: Path) -> None:
         ({"gpus": [{"uuid": GPUS[0], "compute_mode": "none"}]}, "compute_mode must be one of"),
         ({"gpus": [{"uuid": GPUS[0], "compute_mode": ["default"]}]}, "compute_mode must be one of"),
         ({"gpus": [{"uuid": GPUS[0], "health": "ill"}]}, "health must be ok, lost"),
+        ({"gpus": [{"uuid": GPUS[0], "warnings": ["ill"]}]}, "warnings must be a list of drain_p2p"),
         ({"gpus": [{"uuid": GPUS[0], "process": []}]}, "unknown field 'process'"),
         ({"gpus": [{"uuid": GPUS[0], "processes": [{"pid": True}]}]}, "gpus[0].processes[0]: pid must be a process id"),
         ({"gpus": [], "links": [[0, 1]]}, "links must be a list of [position of a GPU"),

@@ -158,6 +158,17 @@ MaxBypassSeconds = Annotated[
         help="For how long from the first time on they may; 0 is strict order. Seconds.",
     ),
 ]
+MaxObservationAge = Annotated[
+    float,
+    typer.Option(
+        "--max-observation-age-s",
+        envvar="GPULEASE_MAX_OBSERVATION_AGE_S",
+        min=0.05,
+        max=60,
+        callback=fraction,
+        help="How old a reading may be that a grant rests on, where no newer one was asked for. Seconds.",
+    ),
+]
 KeepDays = Annotated[
     float,
     typer.Option(
@@ -213,6 +224,7 @@ def serve(
     peers: Peers = None,
     max_bypass: MaxBypass = 10,
     max_bypass_s: MaxBypassSeconds = 300.0,
+    max_observation_age_s: MaxObservationAge = 0.5,
     keep_days: KeepDays = 90.0,
     keep_ended: KeepEnded = 200_000,
     keep_events: KeepEvents = 1_000_000,
@@ -237,7 +249,7 @@ def _settings(given: Mapping[str, Any], worker_options: tuple[str, ...]) -> Serv
 
     same = (
         *("host", "port", "socket", "database_url", "data_dir", "worker", "simulate", "node", "standby"),
-        *("max_bypass", "max_bypass_s", "log_format", "log_level"),
+        *("max_bypass", "max_bypass_s", "max_observation_age_s", "log_format", "log_level"),
     )
     certificate, key = given["tls_cert"], given["tls_key"]
     if (certificate is None) is not (key is None):
@@ -280,8 +292,15 @@ def worker(
     poll_s: Annotated[float, _seconds("poll", "Time between two readings.", 2.0)] = 1.0,
     processes_s: Annotated[float, _seconds("processes", "Time between two reads of process lists.", 60.0)] = 5.0,
     health_s: Annotated[float, _seconds("health", "Time between two reads of ECC, throttling, links.", 3600.0)] = 30.0,
-    probe_deadline_s: Annotated[float, _seconds("probe-deadline", "How long one reading may take.", 60.0)] = 0.9,
-    call_deadline_s: Annotated[float, _seconds("call-deadline", "How long one driver call may take.", 60.0)] = 0.6,
+    probe_deadline_s: Annotated[
+        float, _seconds("probe-deadline", "How long one reading may take before the GPUs are unknown.", 60.0)
+    ] = 2.0,
+    call_deadline_s: Annotated[
+        float, _seconds("call-deadline", "How long one driver call may take before the probe is replaced.", 600.0)
+    ] = 60.0,
+    start_deadline_s: Annotated[
+        float, _seconds("start-deadline", "How long the driver may take to be opened.", 600.0)
+    ] = 120.0,
     kill_leftovers: Annotated[bool, KILL_LEFTOVERS] = False,
     manage_compute_mode: Annotated[bool, MANAGE_COMPUTE_MODE] = False,
     log_bytes: Annotated[
@@ -321,6 +340,7 @@ def worker(
             with_parent=with_parent,
             poll_s=poll_s,
             probe_deadline_s=probe_deadline_s,
+            start_deadline_s=start_deadline_s,
             pace=Pace(processes_s=processes_s, health_s=health_s, call_deadline_s=call_deadline_s),
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,

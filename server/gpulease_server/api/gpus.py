@@ -77,9 +77,14 @@ async def exchange(
     The answer is held while it would say nothing new, at most `hold_s` seconds.
     """
     _require_fitting(name, report)
-    observed_at_s = daemon.tickets.issued_at_s(name, report.ticket)
     await daemon.writer.submit(
-        NodeReported(cause=ids.make("report"), node=name, report=report, observed_at_s=observed_at_s)
+        NodeReported(
+            cause=ids.make("report"),
+            node=name,
+            report=report,
+            observed_at_s=daemon.tickets.issued_at_s(name, report.ticket),
+            begun_at_s=daemon.tickets.issued_at_s(name, report.reading_ticket),
+        )
     )
     daemon.recorder.take(name, report, daemon.ledger, daemon.now())
     daemon.writer.meters.reported(name, report, daemon.now())

@@ -35,6 +35,8 @@ NEVER = {
     "too_little_memory": "has too little memory",
 }
 
+SLOW_S = 0.5
+"""A reading that takes longer is worth a word to whoever waits for it."""
 _MODES = {NodeMode.DRAINING: "drains", NodeMode.PAUSED: "has paused", NodeMode.ACTIVE: "uses"}
 
 
@@ -162,8 +164,20 @@ def obstacle(
         found = _obstacle(gpu, "claimed", f"{name} {why_kept(ledger, elder, 'the earlier ')}.")
         return replace(found, lease_id=elder, holder=ledger.leases[elder].lease.holder)
     if gpu.device.uuid in unread:
-        return _obstacle(gpu, "unread", f"{name} looked free, and a fresh reading of it is awaited.")
+        return _obstacle(gpu, "unread", f"{name} looked free, and {_awaited(ledger, gpu)}.")
     return None
+
+
+def _awaited(ledger: Ledger, gpu: GpuRecord) -> str:
+    """That a fresh reading of a GPU is awaited, and whether that takes its node too long."""
+    sighting = ledger.sightings.get(gpu.device.node)
+    read_s = None if sighting is None else sighting.read_s
+    if sighting is None or read_s is None or read_s <= SLOW_S:
+        return "a fresh reading of it is awaited"
+    takes = f"a fresh reading of it is awaited; the last one took its node {read_s:.1f} s"
+    if read_s <= sighting.reading_limit_s:
+        return takes
+    return f"{takes}, too long to grant on: at most {sighting.reading_limit_s:g} s count (worker --probe-deadline-s)"
 
 
 def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, policy: Policy) -> str | None:

@@ -19,8 +19,8 @@ def node_problem(ledger: Ledger, node: str, now: Instant, policy: Policy) -> str
         return PAUSED if closed else f"{PAUSED}; its worker has not closed NVML yet"
     if sighting is None:
         return f"node {node} has not reported yet"
-    if now.mono_s - sighting.reported_at_s > policy.silence_s:
-        return f"node {node} has been silent for over {policy.silence_s:g} s"
+    if is_silent(sighting, now, policy):
+        return f"node {node} has been silent for over {max(policy.silence_s, sighting.silence_s):g} s"
     return sighting.problem
 
 
@@ -79,14 +79,35 @@ def _programs(process: Process) -> tuple[str, ...]:
     return tuple(word.rpartition("/")[2] for word in words[:2])
 
 
-def is_fresh(sighting: Sighting | None, now: Instant, policy: Policy) -> bool:
-    """True when a grant may rest on this report's reading."""
-    return (
-        sighting is not None
-        and sighting.problem is None
-        and sighting.observed_at_s is not None
-        and now.mono_s - sighting.observed_at_s <= policy.max_observation_age_s
-    )
+def is_silent(sighting: Sighting, now: Instant, policy: Policy) -> bool:
+    """True when a node has reported nothing for so long that nothing is known of it any more."""
+    return now.mono_s - sighting.reported_at_s > max(policy.silence_s, sighting.silence_s)
+
+
+def observed_at(sighting: Sighting | None, uuid: str) -> float | None:
+    """When a GPU's processes and health were read, at the earliest; None where the daemon cannot vouch for any age."""
+    if sighting is None or sighting.observed_at_s is None:
+        return None
+    return max(sighting.observed_at_s, sighting.reread_at_s.get(uuid, float("-inf")))
+
+
+def is_fresh(
+    sighting: Sighting | None, uuid: str, now: Instant, policy: Policy, since_s: float = float("-inf")
+) -> bool:
+    """True when a grant may rest on what the last report shows of a GPU.
+
+    It is at most `max_observation_age_s` old; or it was asked for, was begun after the request was made (`since_s`),
+    took no longer than a reading may, and arrives in this very turn. Without the second a node whose readings take
+    longer than that age, because it has many GPUs or a busy driver, would never be granted on.
+    """
+    at_s = observed_at(sighting, uuid)
+    if sighting is None or sighting.problem is not None or at_s is None:
+        return False
+    age_s = now.mono_s - at_s
+    if age_s <= policy.max_observation_age_s:
+        return True
+    arrives = sighting.answers and sighting.reported_at_s == now.mono_s
+    return arrives and at_s > since_s and age_s <= sighting.reading_limit_s + policy.max_observation_age_s
 
 
 def state_of(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> GpuState:

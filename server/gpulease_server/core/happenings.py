@@ -113,6 +113,8 @@ class NodeReported:
     report: NodeReport
     observed_at_s: float | None
     """The reading is not older than this, on the daemon's monotonic clock; None: of unknown age."""
+    begun_at_s: float | None = None
+    """When the reading was begun, at the earliest, of which `report.reread` are; None: at `observed_at_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

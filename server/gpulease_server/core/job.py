@@ -52,7 +52,14 @@ def on_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     for member in submitted.further:
         number += 1
         further, job = _waiting(turn, submitted, member, number)
-        changes += [LeaseRecord(lease=further, number=number, cause=submitted.cause, renewed_at=turn.now.at), job]
+        waits = LeaseRecord(
+            lease=further,
+            number=number,
+            cause=submitted.cause,
+            renewed_at=turn.now.at,
+            asked_at_s=turn.now.mono_s,
+        )
+        changes += [waits, job]
     take_in(turn, lease, submitted.cause, queue=True, key=submitted.key, changes=tuple(changes))
     turn.ledger.next_number = max(turn.ledger.next_number, number + 1)
 
@@ -189,7 +196,8 @@ def _try_again(turn: Turn, record: JobRecord, reason: str | None) -> None:
         created_at=turn.now.at,
     )
     turn.put(NotBefore(lease.id, turn.now.mono_s + pause_s))
-    turn.put(LeaseRecord(lease=lease, number=turn.ledger.next_number, cause=turn.cause, renewed_at=turn.now.at))
+    number, now = turn.ledger.next_number, turn.now
+    turn.put(LeaseRecord(lease=lease, number=number, cause=turn.cause, renewed_at=now.at, asked_at_s=now.mono_s))
     said = (
         f"attempt {job.attempts} of {record.spec.retries + 1} failed: {(reason or 'no reason is known').rstrip('.')};"
         f" the next waits for its GPUs in {pause_s:g} s"

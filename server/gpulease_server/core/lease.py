@@ -52,7 +52,8 @@ def take_in(
     if key is not None:
         made = lease.job_id or lease.id
         changes += (KeyRecord(key=key.key, fingerprint=key.fingerprint, made=made, at=turn.now.at),)
-    turn.ledger.apply(LeaseRecord(lease=lease, number=turn.ledger.next_number, cause=cause, watched=watched))
+    number, now_s = turn.ledger.next_number, turn.now.mono_s
+    turn.ledger.apply(LeaseRecord(lease=lease, number=number, cause=cause, watched=watched, asked_at_s=now_s))
     turn.pending[lease.id] = Pending([cause], queue, changes, turn.now.mono_s)
 
 

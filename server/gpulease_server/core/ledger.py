@@ -51,6 +51,8 @@ class LeaseRecord:
     """Last sign of life, for people; what a worker sees of an owner is not recorded."""
     watched: OwnerWatch | None = None
     """Its owner, where that is known beyond a pid. It is watched while the lease's liveness is `process`."""
+    asked_at_s: float = field(default=float("-inf"), compare=False)
+    """When it was asked for, on the monotonic clock; before everything for one of an earlier daemon process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +140,18 @@ class Sighting:
     """When the report arrived."""
     observed_at_s: float | None
     """Its reading is not older than this; None where the daemon cannot vouch for any age."""
+    reread_at_s: dict[str, float] = field(default_factory=dict)
+    """By UUID: the GPUs of which more is known, their last reading is not older than this."""
     newest_s: float = float("-inf")
-    """The greatest `observed_at_s` that any report of the node had; nothing is decided on an older reading."""
+    """When the last reading that was taken in was begun; nothing is decided on one that was begun before."""
+    answers: bool = False
+    """Its reading was begun after the node had been asked for one."""
+    read_s: float | None = None
+    """How long the reading took; None where that is not known."""
+    reading_limit_s: float = 0.0
+    """How long a reading of this node may take."""
+    silence_s: float = 0.0
+    """The node is unknown when it has reported nothing for so long."""
     problem: str | None = None
     readings: dict[str, GpuReading] = field(default_factory=dict)
     """By UUID; empty when there is a problem."""

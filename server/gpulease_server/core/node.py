@@ -9,7 +9,7 @@ from gpulease.exchange import JUST_STARTED, DesiredState, JobOrder, NodeLease
 from gpulease.model import Device, GpuReading, NodeMode
 
 from .administration import while_paused
-from .gpu import is_fresh, mode_of, node_problem, tell_apart
+from .gpu import is_silent, mode_of, node_problem, tell_apart
 from .happenings import NodeReported
 from .job import on_job_reports
 from .ledger import GpuGone, GpuRecord, LeaseRecord, Ledger, NodeGone, NodeRecord, Sighting
@@ -18,6 +18,10 @@ from .remains import free_clean
 from .turn import Turn
 from .watch import watch
 
+MAX_READING_S = 120.0
+"""No worker may take longer for a reading, or hold its peace for longer because of one."""
+MARGIN_S = 0.5
+"""What a report may be late, beside its hold and its reading, before the node counts as silent."""
 SEEN_S = 24 * 3600.0
 """How often it is recorded that a node is still there."""
 
@@ -26,14 +30,15 @@ def on_reported(turn: Turn, reported: NodeReported) -> None:
     """Take in a node's full view: its GPUs, its jobs. Frees draining GPUs that it shows clean."""
     report, name = while_paused(turn.ledger, reported.node, reported.report), reported.node
     before = turn.ledger.sightings.get(name)
-    silent = before is None or turn.now.mono_s - before.reported_at_s > turn.policy.silence_s
+    silent = before is None or is_silent(before, turn.now, turn.policy)
     if before is not None and before.worker_id != report.worker_id and not silent:
         detail = f"Another worker ({before.worker_id}) reports for node {name}."
         turn.answer(reported.cause, NotAllowed(detail, remedy="Stop one of them, or give this one another --node."))
         return
     observed_at_s = reported.observed_at_s
+    begun_at_s = observed_at_s if reported.begun_at_s is None else reported.begun_at_s
     newest_s = before.newest_s if before is not None else float("-inf")
-    if observed_at_s is not None and observed_at_s < newest_s:
+    if report.problem is None and begun_at_s is not None and begun_at_s < newest_s:
         # It came late, after one that is newer; the next one says everything again.
         turn.answer(reported.cause, None)
         return
@@ -42,19 +47,30 @@ def on_reported(turn: Turn, reported: NodeReported) -> None:
     readings = {one.uuid: replace(tell_apart(one, turn.policy), node=name) for one in report.gpus}
     if report.problem is None:
         _put_gpus(turn, name, readings)
+    limit_s = min(max(report.reading_limit_s, 0.0), MAX_READING_S)
     sighting = Sighting(
         node=name,
         worker_id=report.worker_id,
         reported_at_s=turn.now.mono_s,
-        observed_at_s=observed_at_s if report.problem is None else None,
+        observed_at_s=None,
         problem=report.problem,
-        readings=readings if report.problem is None else {},
         ports_in_use=frozenset(report.ports_in_use),
-        links=report.links if report.problem is None else (),
-        newest_s=max(newest_s, observed_at_s if observed_at_s is not None else newest_s),
+        newest_s=newest_s,
+        read_s=report.read_s,
+        reading_limit_s=limit_s,
+        silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + MARGIN_S,
         watches=before.watches if before is not None else {},
     )
     if report.problem is None:
+        sighting = replace(
+            sighting,
+            observed_at_s=observed_at_s,
+            reread_at_s={} if begun_at_s is None else dict.fromkeys(report.reread, begun_at_s),
+            readings=readings,
+            links=report.links,
+            newest_s=newest_s if begun_at_s is None else begun_at_s,
+            answers=observed_at_s is not None and observed_at_s > turn.wanted.get(name, float("inf")),
+        )
         sighting = replace(sighting, watches=watch(turn, sighting))
     turn.put(sighting)
     first = before is None or before.problem == JUST_STARTED
@@ -64,8 +80,8 @@ def on_reported(turn: Turn, reported: NodeReported) -> None:
     on_owner_reports(turn, name, report)
     on_job_reports(turn, name, report.jobs)
     free_clean(turn, sighting)
-    if is_fresh(sighting, turn.now, turn.policy) and (observed_at_s or 0.0) > turn.wanted.get(name, float("inf")):
-        del turn.wanted[name]
+    if sighting.answers:
+        del turn.wanted[name]  # one that took too long to count is asked for again by whom it lacks
     elif report.problem is not None:
         # It has answered that there is none to be had, and says by itself when there is: asked again at once for as
         # long as it is paused, or its driver is away, it would do nothing but answer.

@@ -87,13 +87,15 @@ def place(
     policy: Policy,
     overdue: Iterable[str] = (),
     *,
+    since_s: float = float("-inf"),
     hopeful: bool = False,
 ) -> Placed | NeedsReading | Blocked:
     """Find GPUs for one demand. Of several nodes, one whose reading is fresh, and of those the one that is left with
     the fewest free GPUs; there, in PCI order.
 
-    `claimed` are the UUIDs that elder requests wait for; `overdue` the nodes that owe a fresh reading for too long.
-    With `hopeful` GPUs that only an old reading speaks against are looked at again before the answer is no.
+    `claimed` are the UUIDs that elder requests wait for; `overdue` the nodes that owe a fresh reading for too long;
+    `since_s` when the request was made. With `hopeful` GPUs that only an old reading speaks against are looked at again
+    before the answer is no.
     """
     possible = candidates(ledger, demand)
     best: tuple[tuple[bool, int, str], list[GpuRecord]] | None = None
@@ -109,12 +111,14 @@ def place(
             and not lacks_memory(ledger, demand, gpu)
         ]
         needed = len(gpus) if demand.selection is Selection.ALL else demand.count
-        stale = not is_fresh(ledger.sightings.get(node), now, policy)
+        sighting = ledger.sightings.get(node)
         if len(usable) < needed:
-            if hopeful and stale and perhaps is None:
+            old = not all(is_fresh(sighting, gpu.device.uuid, now, policy, since_s) for gpu in gpus)
+            if hopeful and old and perhaps is None:
                 perhaps = _perhaps(ledger, node, gpus, claimed, needed, now, policy)
             continue
         chosen = usable if demand.selection is Selection.AUTO else usable[:needed]
+        stale = not all(is_fresh(sighting, gpu.device.uuid, now, policy, since_s) for gpu in chosen)
         left = -len(usable) if demand.selection is Selection.AUTO else len(usable) - needed
         if best is None or (stale, left, node) < best[0]:
             best = ((stale, left, node), chosen)

@@ -78,7 +78,8 @@ def _place(
     demand = record.lease.demand
     if kept_out(turn.ledger, users, record):
         return None
-    found = place(turn.ledger, demand, claims.by_uuid.keys(), turn.now, turn.policy, overdue, hopeful=hopeful)
+    taken, since_s = claims.by_uuid.keys(), record.asked_at_s
+    found = place(turn.ledger, demand, taken, turn.now, turn.policy, overdue, since_s=since_s, hopeful=hopeful)
     room = users.room(record.lease)
     if room is None or not isinstance(found, Placed) or len(found.gpus) <= room:
         return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpulease.model import GpuReading, Process
 
-from .gpu import occupants, reading_of
+from .gpu import observed_at, occupants, reading_of
 from .ledger import GpuGone, GpuRecord, GpuWatch, Ledger, Sighting
 from .turn import Policy, Turn
 
@@ -91,21 +91,19 @@ def free_clean(turn: Turn, sighting: Sighting) -> None:
     One that is not shown drains on: a driver that starts anew leaves out a GPU that it cannot reach for a moment, and
     nobody has seen it clean. One that stays away was taken out, with all that was on it, and is forgotten.
     """
-    if sighting.observed_at_s is None:
-        return
     for uuid, since_s in list(turn.ledger.draining_since.items()):
-        gpu, reading = turn.ledger.gpus[uuid], sighting.readings.get(uuid)
-        if gpu.device.node != sighting.node or sighting.observed_at_s <= since_s:
+        gpu, reading, at_s = turn.ledger.gpus[uuid], sighting.readings.get(uuid), observed_at(sighting, uuid)
+        if gpu.device.node != sighting.node or at_s is None or at_s <= since_s:
             continue
         if reading is None:
             missing_s = sighting.watches[uuid].missing_since_s
-            if missing_s is None or sighting.observed_at_s - missing_s < turn.policy.gone_after_s:
+            if missing_s is None or at_s - missing_s < turn.policy.gone_after_s:
                 continue
             turn.event("gpu.gone", node=sighting.node, gpus=(uuid,), lease_id=gpu.lease_id)
             turn.put(replace(gpu, lease_id=None, draining=False) if gpu.cordoned else GpuGone(uuid))
             continue
         remains, watch = remains_of(gpu, reading, turn.policy), sighting.watches[uuid]
-        retained = _is_retained(watch, sighting.observed_at_s, turn.policy)
+        retained = _is_retained(watch, at_s, turn.policy)
         if not remains.nobody or not (remains.memory_back or retained):
             continue
         freed = replace(gpu, lease_id=None, draining=False)

@@ -33,12 +33,13 @@ class Policy:
     """The rules that an administrator may set."""
 
     max_observation_age_s: float = 0.5
-    """No grant rests on a reading older than this."""
+    """No grant rests on a reading older than this, but on one that was asked for, and has just arrived, see
+    `gpu.is_fresh`."""
     reading_deadline_s: float = 5.0
     """How long a verdict waits for a fresh reading of GPUs that look free. Only a node under extreme load takes so
     long: one that is silent or whose probe hangs is unknown sooner."""
     silence_s: float = 3.0
-    """A node that reported nothing for so long is unknown."""
+    """A node that reported nothing for so long is unknown; one whose readings may take long has as long as these."""
     stall_s: float = 1.0
     """A gap between two ticks longer than this is time in which nobody could be heard."""
     memory_tolerance_bytes: int = 256 * 2**20

@@ -10,13 +10,18 @@ from gpulease.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState,
 
 from .bypass import claims_now
 from .explain import why_kept, why_not_free
-from .gpu import activity_of, is_cordoned, node_problem, reading_of, state_of, strangers
+from .gpu import activity_of, is_cordoned, node_problem, observed_at, reading_of, state_of, strangers
 from .ledger import GpuRecord, Instant, LeaseRecord, Ledger, NodeRecord
 from .remains import named
 from .turn import Policy
 
 READ = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
 """What of a GPU comes from its last reading."""
+NOT_TOGETHER = {
+    "drain_p2p": "the driver advises against exchanging data between it and other GPUs",
+    "fabric_not_ready": "it is not on the host's NVLink fabric, and reaches the others over PCIe, if at all",
+}
+"""Warnings of a GPU that concern a holder of several, in words."""
 
 
 def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
@@ -44,6 +49,9 @@ def problems_of(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> t
             found.append(f"{name} {why_not_free(ledger, gpu, state, now, policy)}.")
         elif others := strangers(ledger, gpu):
             found.append(f"{name} is also used by {named(others[:4], policy)}, outside this lease.")
+        elif len(lease.gpus) > 1 and (reading := reading_of(ledger, gpu)) is not None:
+            warned = (NOT_TOGETHER[word] for word in reading.warnings if word in NOT_TOGETHER)
+            found += [f"{name} is best used alone: {why}." for why in warned]
     return tuple(found)
 
 
@@ -67,7 +75,7 @@ def gpu_view(
         kept = claims_now(ledger, now, policy).by_uuid if kept is None else kept
         reason = why_kept(ledger, kept[gpu.device.uuid]) if gpu.device.uuid in kept else None
     reading = None if state is GpuState.UNKNOWN else reading_of(ledger, gpu)
-    sighting = ledger.sightings.get(gpu.device.node)
+    seen_at_s = observed_at(ledger.sightings.get(gpu.device.node), gpu.device.uuid)
     holding = ledger.leases.get(gpu.lease_id or "")
     holder = holding.lease.holder if holding else None
     device = gpu.device
@@ -85,7 +93,7 @@ def gpu_view(
         lease_id=gpu.lease_id,
         holder=holder,
         cordoned=is_cordoned(ledger, gpu),
-        observed_at=wall(now, sighting.observed_at_s) if sighting and sighting.observed_at_s is not None else None,
+        observed_at=None if seen_at_s is None else wall(now, seen_at_s),
     )
 
 

@@ -11,7 +11,7 @@ from statistics import median_low
 
 from gpulease.model import GpuReading
 
-from .gpu import occupants
+from .gpu import observed_at, occupants
 from .ledger import GpuRecord, GpuWatch, Sighting
 from .remains import named, watch_draining
 from .turn import Turn
@@ -28,7 +28,7 @@ def watch(turn: Turn, sighting: Sighting) -> dict[str, GpuWatch]:
         if gpu is not None and gpu.device.node == sighting.node:
             known = sighting.watches.get(uuid, GpuWatch())
             shown = replace(known, missing_since_s=None)
-            watches[uuid] = _watched(turn, gpu, reading, shown, sighting.observed_at_s)
+            watches[uuid] = _watched(turn, gpu, reading, shown, observed_at(sighting, uuid))
     for uuid in turn.ledger.draining_since.keys() - sighting.readings.keys():
         if turn.ledger.gpus[uuid].device.node == sighting.node:
             known = sighting.watches.get(uuid, GpuWatch())
