@@ -1,7 +1,7 @@
 /* libcuda.so.1 of the machine: contexts of real processes on the GPUs of machine.h.
 
    Like the real one, cuInit opens and maps the device file of each GPU that the mask shows, of all without a mask, and
-   fails with 802 until the fabric is up. A context takes a tenth of a second under the driver's lock, is listed, and has
+   fails with 802 until the fabric is up. A context takes a tenth of a second, in calls under the driver's lock, is listed, and has
    its memory until the last process that has inherited it is gone. In a forked child every call fails.
 
    A context on a GPU that another lease's process still has anything of is written into `violations`: the machine is
@@ -9,7 +9,7 @@
 #include "machine.h"
 
 enum { NOT_INITIALIZED = 3, DEVICES_BUSY = 46, NO_DEVICE = 100, INVALID_DEVICE = 101, OUT_OF_MEMORY = 2, UNKNOWN = 999, NOT_READY = 802 };
-enum { CONTEXT_BYTES = 512 * 1024 * 1024, EXCLUSIVE_PROCESS = 3, PROHIBITED = 2 };
+enum { CONTEXT_BYTES = 512 * 1024 * 1024, CONTEXT_CALLS = 10, EXCLUSIVE_PROCESS = 3, PROHIBITED = 2 };
 
 static int shown[GPUS], shown_count, current = -1, contexts[GPUS];
 static pid_t initialised_by;
@@ -121,7 +121,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
     /* What a context has of a GPU it has from the beginning of its making: the witness looks before and after. */
     contexts[gpu] = new_entry(COMPUTE, gpu, CONTEXT_BYTES);
     testify(gpu);
-    hold_driver(machine->context_us);
+    for (int call = 0; call < CONTEXT_CALLS; call++) hold_driver(machine->context_us / CONTEXT_CALLS);
     testify(gpu);
     return SUCCESS;
 }

@@ -51,7 +51,7 @@ struct machine {
     int32_t attach_us;         /* first handle of each GPU in a process: seconds without persistence mode */
     int32_t list_us;           /* one process list, under the RM lock */
     int32_t list_each_us;      /* and for each context of the machine */
-    int32_t context_us;        /* making a context, under the RM lock */
+    int32_t context_us;        /* making a context: many calls, each under the RM lock */
     uint32_t xids;             /* how many there have been */
     struct { int32_t gpu, xid; } xid[XIDS];
     struct gpu gpu[GPUS];
