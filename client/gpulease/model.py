@@ -19,6 +19,7 @@ from gpulease.states import (
     Launcher,
     LeaseState,
     Liveness,
+    Mask,
     NodeMode,
     NodeState,
     ProcessType,
@@ -44,6 +45,7 @@ __all__ = [
     "Lease",
     "LeaseState",
     "Liveness",
+    "Mask",
     "Node",
     "NodeMode",
     "NodeState",
@@ -280,6 +282,8 @@ class JobSpec(Noun):
     """File mode creation mask; the worker's when null."""
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
+    mask: Mask | None = None
+    """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
