@@ -13,12 +13,12 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from gpulease.async_transport import until_done
 from gpulease.client import Client
 from gpulease.lease import HeldLease
-from gpulease.model import Device, Lease
+from gpulease.model import Device, Lease, Mask
 
 LOG = logging.getLogger("gpulease")
 
@@ -75,9 +75,12 @@ class AsyncLease:
         """Variables that bind a process to the GPUs."""
         return self._held.env
 
-    def environ(self) -> dict[str, str]:
-        """A whole environment for a child, as `HeldLease.environ`."""
-        return self._held.environ()
+    def environ(self, mask: Mask | Literal["uuids", "indices"] = Mask.UUIDS) -> dict[str, str]:
+        """A whole environment for a child, as `HeldLease.environ`.
+
+        With `indices` it waits for CUDA, for seconds: `await asyncio.to_thread(lease.environ, "indices")`.
+        """
+        return self._held.environ(mask)
 
     async def release(self) -> None:
         """Give the GPUs back, once. Goes on to its end although the task is cancelled, for 20 s at most.

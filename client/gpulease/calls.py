@@ -132,11 +132,12 @@ def explain(lease_id: str) -> Call[Explanation]:
 
 
 def submit(request: JobRequest, idempotency_key: str) -> Call[Job]:
-    """`POST /v1/jobs`."""
+    """`POST /v1/jobs`. A `mask` that is null is left out: a daemon that does not know the word would refuse it."""
+    body = to_json(request)
     return Call(
         method="POST",
         path="/v1/jobs",
-        body=to_json(request),
+        body=body if request.mask else {name: value for name, value in body.items() if name != "mask"},
         idempotency_key=idempotency_key,
         read=_reader(Job),
     )

@@ -2,7 +2,8 @@
 
 `devices_shown` looks at the CUDA of this process: which devices it shows, if it is initialised. It never loads libcuda
 and never calls cuInit. `ask` starts a process that initialises CUDA with a given environment, lists what CUDA shows it,
-and ends; that process is this file run as a script, so nothing but the standard library is imported here.
+and ends; that process is this file run as a script, so nothing but the standard library is imported here. Who starts
+such a process by himself, as another user, has `question` and `understood`.
 
 CUDA reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, in cuInit. Until then its functions answer
 CUDA_ERROR_NOT_INITIALIZED, and so they do in a forked child of a process that had initialised it: CUDA cannot be used
@@ -95,7 +96,13 @@ def ask(environ: Mapping[str, str], within_s: float = ASK_S, command: Sequence[s
     finally:
         if process.poll() is None:
             _end(process)
-    return _understood(printed.decode(errors="replace"), process.returncode)
+    return understood(printed.decode(errors="replace"), process.returncode)
+
+
+def question(python: str) -> tuple[str, ...]:
+    """Arguments of a process that asks as `ask` does, run by that Python, whose user need not be able to read this
+    file. Its environment is the one that CUDA is asked about; its answer goes to `understood`."""
+    return (python, "-I", "-S", "-c", Path(__file__).read_text(encoding="utf-8"))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -108,14 +115,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-def _understood(printed: str, code: int) -> list[str]:
-    """The UUIDs in what the process of `ask` printed. Libraries may have printed too; only marked lines count."""
-    failed = re.search(r"^(none|fails) (.+)$", printed, re.MULTILINE)
+def understood(answer: str, code: int) -> list[str]:
+    """The UUIDs in what the process of `ask` printed. Libraries may have printed too; only marked lines count.
+
+    Raises NoCuda and CudaFailed, as `ask`.
+    """
+    failed = re.search(r"^(none|fails) (.+)$", answer, re.MULTILINE)
     if failed is not None:
         raise NoCuda(failed[2]) if failed[1] == "none" else CudaFailed(failed[2])
-    if not re.search(r"^end$", printed, re.MULTILINE):
-        raise CudaFailed(f"the process that asked it ended with code {code}: {printed.strip()[-MAX_TEXT:]}")
-    return re.findall(r"^device (GPU-[0-9a-f-]{36})$", printed, re.MULTILINE)
+    if not re.search(r"^end$", answer, re.MULTILINE):
+        raise CudaFailed(f"the process that asked it ended with code {code}: {answer.strip()[-MAX_TEXT:]}")
+    return re.findall(r"^device (GPU-[0-9a-f-]{36})$", answer, re.MULTILINE)
 
 
 def _libraries_mapped() -> list[str]:

@@ -180,7 +180,10 @@ class JobOrder(Noun):
     gpus: tuple[str, ...]
     """UUIDs of the GPUs it is bound to, in PCI order."""
     indices: tuple[int, ...] = ()
-    """Their indices on the node, in PCI bus order, for launchers that understand nothing else."""
+    """Their places in the daemon's list of the node's GPUs. They are no numbers of CUDA's, which leaves out GPUs that
+    are lost: labels of simulated GPUs."""
+    simulated: bool = False
+    """True when its GPUs are simulated: CUDA knows nothing of them, and a mask of indices has their labels."""
     spec: JobSpec
     """What to run."""
     env: dict[str, str]

@@ -29,12 +29,12 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from gpulease import calls
+from gpulease import calls, masks
 from gpulease.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
 from gpulease.launchers import scrubbed
-from gpulease.model import Device, Lease, Liveness
+from gpulease.model import Device, Lease, Liveness, Mask
 
 if TYPE_CHECKING:
     from gpulease.client import Client
@@ -139,9 +139,19 @@ class HeldLease:
         """Variables that bind a process to the GPUs."""
         return dict(self._lease.env)
 
-    def environ(self) -> dict[str, str]:
-        """A whole environment for a child: this process's own, without traces of other launchers, and `env` over it."""
-        return scrubbed(os.environ) | self._lease.env
+    def environ(self, mask: Mask | Literal["uuids", "indices"] = Mask.UUIDS) -> dict[str, str]:
+        """A whole environment for a child: this process's own, without traces of other launchers, and `env` over it.
+
+        `indices` is for programs that read only numbers in CUDA_VISIBLE_DEVICES, such as vLLM. Those of CUDA are not
+        known beforehand: it is asked, in processes of its own that take a second or two, and up to two minutes on a
+        driver that hangs. Raises UnknownOrdinals where it cannot be asked or does not show the GPUs.
+        """
+        bound = scrubbed(os.environ) | self._lease.env
+        if Mask(mask) is Mask.UUIDS:
+            return bound
+        nodes = {gpu.node for gpu in self.gpus}
+        simulated = any(node.simulated for node in self._client.nodes() if node.name in nodes)
+        return masks.by_index(bound, self.gpus, simulated=simulated)
 
     def release(self) -> None:
         """Give the GPUs back, once; further calls, and calls in a forked child, do nothing.

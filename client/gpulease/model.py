@@ -19,6 +19,7 @@ from gpulease.states import (
     Launcher,
     LeaseState,
     Liveness,
+    Mask,
     NodeMode,
     NodeState,
     ProcessType,
@@ -44,6 +45,7 @@ __all__ = [
     "Lease",
     "LeaseState",
     "Liveness",
+    "Mask",
     "Node",
     "NodeMode",
     "NodeState",
@@ -147,8 +149,9 @@ class GpuReading(Device):
     throttle_reasons: tuple[str, ...] | None = None
     """What holds its clocks down, such as `sw_power_cap`; empty when nothing does."""
     opened_by: tuple[Process, ...] | None = None
-    """Processes that have its device file open or mapped, since the lease began or as the lease's own; null unless the
-    GPU drains, and while that is being looked for."""
+    """Processes that have its device file open or mapped and count: with `lease_id` of the lease that has ended its
+    own, which keep the GPU; others only delay it. Left out is who works under another lease or on another GPU, or was
+    there before. Null unless the GPU drains, and while that is being looked for."""
     unreadable_processes: int | None = None
     """How many processes' open files the worker may not read, so that `opened_by` may lack some; null where nobody
     looked, or where its device file is not known."""
@@ -279,6 +282,8 @@ class JobSpec(Noun):
     """File mode creation mask; the worker's when null."""
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
+    mask: Mask | None = None
+    """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,14 @@ class Launcher(StrEnum):
     PLAIN = "plain"
 
 
+class Mask(StrEnum):
+    """How CUDA_VISIBLE_DEVICES names the GPUs of a lease. `uuids`: by UUID. `indices`: by CUDA's own numbers in PCI
+    order, for programs that read nothing else."""
+
+    UUIDS = "uuids"
+    INDICES = "indices"
+
+
 class Selection(StrEnum):
     """How a request names its GPUs."""
 

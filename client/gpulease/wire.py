@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from gpulease import arrays
 from gpulease.bounds import MEMORY, OVER_0, Bounds
 from gpulease.launchers import objection
-from gpulease.model import Demand, JobSpec, Launcher, Selection
+from gpulease.model import Demand, JobSpec, Launcher, Mask, Selection
 
 MAX_COUNT = 4096
 """GPUs in one lease, at most."""
@@ -164,6 +164,9 @@ class JobRequest(Body):
     """File mode creation mask, 0 to 511 (0o777); the worker's when null."""
     limits: Annotated[dict[str, SoftHard], Bounds(propertyNames={"enum": sorted(LIMITS)})] = field(default_factory=dict)
     """Resource limits, `[soft, hard]` by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
+    mask: Literal["uuids", "indices"] | None = None
+    """How CUDA_VISIBLE_DEVICES names the GPUs: by UUID, or by CUDA's own numbers for programs that read nothing else.
+    When null, `indices` for deepspeed and vLLM, and `uuids` for all others."""
     node: str | None = None
     """Only on this node."""
     gpu_model: str | None = None
@@ -228,6 +231,7 @@ class JobRequest(Body):
             retries=self.retries,
             umask=self.umask,
             limits={name: (soft, hard) for name, (soft, hard) in self.limits.items()},
+            mask=None if self.mask is None else Mask(self.mask),
         )
 
 

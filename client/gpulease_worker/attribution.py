@@ -12,19 +12,17 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from gpulease.model import GpuReading, LeaseState, Process
+from gpulease.model import GpuReading, LeaseState
 from gpulease.owner import stat
-from gpulease_worker import processes
+from gpulease_worker import open_files, openers, processes
 from gpulease_worker.holders import SeenLease
-from gpulease_worker.open_files import Looker, Openers, Sought
-from gpulease_worker.source import Reading, attribute
+from gpulease_worker.open_files import Looker, Sought
+from gpulease_worker.source import Reading
 
 DEVICE_FILES = "GPULEASE_DEVICE_FILES"
 """Environment variable: device files without their minor number, where they are not `/dev/nvidia`."""
-Known = dict[int, tuple[int | None, str]]
-"""By pid: start time of a process on a GPU, None where it was gone already, and its lease."""
-OUR_OWN = "-m gpulease_worker."
-"""Command lines of probes, this node's and other daemons': each has every device file open, and holds no memory."""
+Known = openers.Known
+"""Whose the processes of the last reading were."""
 
 
 def begin_look(last: Reading, leases: Sequence[SeenLease], looker: Looker) -> None:
@@ -50,11 +48,13 @@ def complete(
     """The reading with every process attributed, and with who has the device file of a draining GPU open, as soon as
     that is known.
 
-    `known`: whose the processes of the last reading were; it is brought up to date. `looker`: the one of the last
-    reading; where there is none, this waits for a look. Without `wait` it waits for none.
+    `known`: whose the processes of the last reading were, and those that had the device file of a GPU open that still
+    drains; it is brought up to date. `looker`: the one of the last reading; where there is none, this waits for a look.
+    Without `wait` it waits for none.
     """
     looker = looker or Looker(wait_s=None)
     holding = {uuid: lease for lease in leases for uuid in lease.gpus}
+    before = dict(known or {})
     gpus = [_attributed(gpu, holding.get(gpu.uuid)) for gpu in reading.gpus]
     if known is not None:
         gpus = _remembered(gpus, known)
@@ -68,13 +68,46 @@ def complete(
     if not draining:
         looker.forget()
         return replace(reading, gpus=tuple(gpus))
+    seen = _opened(gpus, leases, draining, before, looker, wait)
+    if known is not None:
+        known.update(_kept(before, known, {holding[uuid].id for uuid in draining}) | seen[1])
+    return replace(reading, gpus=seen[0])
+
+
+def _opened(
+    gpus: Sequence[GpuReading],
+    leases: Sequence[SeenLease],
+    draining: Mapping[str, str | None],
+    known: Known,
+    looker: Looker,
+    wait: bool,
+) -> tuple[tuple[GpuReading, ...], Known]:
+    """The GPUs with who has the device files of those that drain open; and the processes of their leases among them."""
+    holding = {uuid: lease for lease in leases for uuid in lease.gpus}
     wanted = set(_sought(gpus, leases).values())
     found = looker.look(wanted, wait=wait) if wanted else {}
-    seen = [
-        _with_openers(gpu, draining[gpu.uuid], holding[gpu.uuid], found) if gpu.uuid in draining else gpu
-        for gpu in gpus
-    ]
-    return replace(reading, gpus=tuple(seen))
+    looks = {
+        uuid: found.get((path, holding[uuid].id)) or looker.before((path, holding[uuid].id))
+        for uuid, path in draining.items()
+        if path is not None
+    }
+    by_gpu = {uuid: () if path is None else _found(looks[uuid], path) for uuid, path in draining.items()}
+    apart = openers.Openers(gpus, leases, known, {one for some in by_gpu.values() for one in some or ()})
+    shown = []
+    for gpu in gpus:
+        some = by_gpu.get(gpu.uuid)
+        if some is None:
+            shown.append(gpu)
+            continue
+        lease, path = holding[gpu.uuid], draining[gpu.uuid]
+        look = None if path is None else looks[gpu.uuid]
+        opened_by = apart.of(gpu, lease, some)
+        if path is not None and (path, lease.id) not in found and all(one.lease_id != lease.id for one in opened_by):
+            shown.append(gpu)  # nobody of the lease was there when somebody last looked: that says nothing of now
+            continue
+        unreadable = None if look is None else look.unreadable
+        shown.append(replace(gpu, opened_by=opened_by, unreadable_processes=unreadable))
+    return tuple(shown), apart.theirs
 
 
 def device_file(gpu: GpuReading) -> str | None:
@@ -129,26 +162,15 @@ def _remembered(gpus: Sequence[GpuReading], known: Known) -> list[GpuReading]:
     return found
 
 
-def _with_openers(gpu: GpuReading, path: str | None, lease: SeenLease, looks: Mapping[Sought, Openers]) -> GpuReading:
-    if path is None:
-        return replace(gpu, opened_by=(), unreadable_processes=None)
-    found = looks.get((path, lease.id))
-    if found is None:
-        return gpu
-    shown = [_opener(process, lease) for process in found.by_path.get(path, ())]
-    return replace(
-        gpu,
-        opened_by=tuple(process for process in shown if process is not None),
-        unreadable_processes=found.unreadable,
-    )
+def _found(look: open_files.Openers | None, path: str) -> Sequence[processes.Identity] | None:
+    """Who has a file open; None while nobody has looked."""
+    return None if look is None else look.by_path.get(path, ())
 
 
-def _opener(process: processes.Identity, lease: SeenLease) -> Process | None:
-    """The process, unless it is a probe or was there before the lease and has nothing to do with it."""
-    shown = attribute(Process(pid=process.pid))
-    if OUR_OWN in (shown.command or ""):
-        return None
-    if belongs(process.pid, lease):
-        return replace(shown, lease_id=lease.id)
-    earlier = lease.since_ticks is not None and process.start_ticks < lease.since_ticks
-    return None if earlier else shown
+def _kept(before: Known, known: Known, draining: set[str]) -> Known:
+    """Of the processes that were known before and are listed no more, those that live, of a lease that drains: one that
+    loses its parent is still its lease's."""
+    kept = {pid: one for pid, one in before.items() if pid not in known and one[1] in draining}
+    return {
+        pid: one for pid, one in kept.items() if (seen := processes.Identity.of(pid)) and seen.start_ticks == one[0]
+    }

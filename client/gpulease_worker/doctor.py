@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from gpulease.cuda import SYSTEM_NOT_READY
 from gpulease.model import ComputeMode, GpuReading, Noun
+from gpulease_worker.health import FABRIC, ROW_REMAP_PENDING
 from gpulease_worker.processes import INITIAL_PID_NAMESPACE
 
 RELEASED_S = 1767225600.0
@@ -19,15 +21,25 @@ WHAT_HELPS = {
     "processes_unknown": "Run the worker with the right to list processes.",
     "reboot_required": "Reboot this host.",
     "row_remap_failed": "Replace the GPU.",
+    FABRIC: "systemctl status nvidia-fabricmanager, and start it; nvidia-smi -q (Fabric) shows how far it is.",
 }
 RESET = "nvidia-smi -q -i INDEX says more; gpulease node pause lets go of the GPUs for a reset."
 """What helps a GPU of any other health that is not ok."""
+AT_LEISURE = "Reset it when nothing runs on it (gpulease node pause, nvidia-smi -i INDEX --gpu-reset)."
+WARNED = {
+    "drain_p2p": "Use it alone: data exchanged with other GPUs may be lost; nvidia-smi -q -i INDEX says more.",
+    ROW_REMAP_PENDING: AT_LEISURE,
+    "retired_pages_pending": AT_LEISURE,
+    FABRIC: "None where GPUs are used alone, as with NVLink off; several reach each other over PCIe, if at all.",
+}
+"""By warning: what to do."""
 
 
 class Health(StrEnum):
     """What a check found."""
 
     FINE = "fine"
+    WARNING = "warning"
     WRONG = "wrong"
     UNKNOWN = "unknown"
 
@@ -39,11 +51,11 @@ class Finding(Noun):
     check: str
     """What was looked at."""
     health: Health
-    """`fine`, `wrong`, or `unknown` where it could not be told."""
+    """`fine`, `wrong`, `warning` for what should be known and stops nobody, or `unknown` where it could not be told."""
     sentence: str
     """What was found."""
     remedy: str = ""
-    """What to do; empty unless something is wrong."""
+    """What to do; empty where there is nothing to be done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +70,14 @@ class Facts:
     """Why NVML gave no reading; None when it gave one."""
     gpus: tuple[GpuReading, ...] = ()
     """What NVML read."""
+    cuda: tuple[str, ...] | None = None
+    """UUIDs of the GPUs that CUDA shows; None where it did not start, or was not asked."""
+    cuda_problem: str | None = None
+    """Why CUDA did not start."""
+    cuda_code: int | None = None
+    """The error that it gave."""
+    cuda_absent: bool = False
+    """There is no libcuda."""
     pid_namespace: int | None = None
     """Inode of this process's PID namespace."""
     persistence: tuple[bool, ...] | None = None
@@ -141,11 +161,42 @@ def nvml(facts: Facts) -> Finding:
         return _unknown("NVML", "There is no driver that it could ask.")
     if facts.nvml_problem is not None:
         return _wrong("NVML", facts.nvml_problem, "See the checks above; nvidia-smi should list the GPUs.")
-    sick = [f"GPU {gpu.index} is {gpu.health}" for gpu in facts.gpus if gpu.health != "ok"]
+    words = {gpu.index: _words(gpu, facts) for gpu in facts.gpus}
+    sick = {index: health for index, (health, _) in words.items() if health != "ok"}
+    warned = {index: warnings for index, (_, warnings) in words.items() if warnings}
     if sick:
-        remedies = dict.fromkeys(WHAT_HELPS.get(gpu.health, RESET) for gpu in facts.gpus if gpu.health != "ok")
-        return _wrong("NVML", f"{', '.join(sick)}.", " ".join(remedies))
-    return _fine("NVML", f"It answers and shows {len(facts.gpus)} GPU{'' if len(facts.gpus) == 1 else 's'}.")
+        remedies = dict.fromkeys(WHAT_HELPS.get(health, RESET) for health in sick.values())
+        sentence = ", ".join(f"GPU {index} is {health}" for index, health in sick.items())
+        return _wrong("NVML", f"{sentence}.", " ".join(remedies))
+    if warned:
+        remedies = dict.fromkeys(WARNED.get(word, RESET) for warnings in warned.values() for word in warnings)
+        sentence = ", ".join(f"GPU {index} has {' and '.join(warnings)}" for index, warnings in warned.items())
+        return _warning("NVML", f"{sentence}: no reason not to use it.", " ".join(remedies))
+    return _fine("NVML", f"It answers and shows {_counted(len(facts.gpus))}.")
+
+
+def _words(gpu: GpuReading, facts: Facts) -> tuple[str, tuple[str, ...]]:
+    """Health and warnings. The reading was made before CUDA was asked, and that has the last word on the fabric."""
+    if gpu.health == FABRIC and gpu.uuid in (facts.cuda or ()):
+        return "ok", (*gpu.warnings, FABRIC)
+    return gpu.health, gpu.warnings
+
+
+def cuda(facts: Facts) -> Finding:
+    """Does CUDA start? NVML answers also where it does not."""
+    if not facts.gpus:
+        return _unknown("CUDA", "No GPU was read, so it was not asked.")
+    if facts.cuda:
+        return _fine("CUDA", f"It starts and shows {_counted(len(facts.cuda))}.")
+    if facts.cuda is not None:
+        return _warning("CUDA", "It starts, but shows no GPU.", "CUDA leaves out GPUs in MIG mode without instances.")
+    if facts.cuda_code == SYSTEM_NOT_READY:
+        sentence = "CUDA does not start: error 802, system not ready: the fabric manager is not running, or not done."
+        remedy = "systemctl start nvidia-fabricmanager, of the driver's version; in a virtual machine, on its host."
+        return _wrong("CUDA", sentence, remedy)
+    if facts.cuda_absent or facts.cuda_problem is None:
+        return _unknown("CUDA", f"It cannot be asked: {facts.cuda_problem or 'nobody did'}.")
+    return _wrong("CUDA", f"CUDA does not start: {facts.cuda_problem}.", "See the checks above, and dmesg.")
 
 
 def pid_namespace(facts: Facts) -> Finding:
@@ -164,8 +215,8 @@ def persistence(facts: Facts) -> Finding:
         return _unknown("persistence mode", "nvidia-smi does not tell.")
     off = _indices([index for index, on in enumerate(facts.persistence) if not on])
     if off:
-        sentence = f"Off on GPU {off}: every first use sets the GPU up anew, which takes seconds."
-        return _wrong("persistence mode", sentence, "nvidia-smi -pm 1, or run nvidia-persistenced.")
+        sentence = f"Off on GPU {off}: while neither a worker nor a program has it open, each first use takes seconds."
+        return _warning("persistence mode", sentence, "Run nvidia-persistenced, or nvidia-smi -pm 1.")
     return _fine("persistence mode", "On.")
 
 
@@ -232,6 +283,7 @@ CHECKS: Sequence[Callable[[Facts], Finding]] = (
     library,
     binding,
     nvml,
+    cuda,
     pid_namespace,
     persistence,
     compute_modes,
@@ -247,6 +299,10 @@ def _indices(indices: Sequence[int]) -> str:
     return ", ".join(map(str, indices))
 
 
+def _counted(gpus: int) -> str:
+    return f"{gpus} GPU{'' if gpus == 1 else 's'}"
+
+
 def _fine(check: str, sentence: str) -> Finding:
     return Finding(check=check, health=Health.FINE, sentence=sentence)
 
@@ -257,3 +313,7 @@ def _unknown(check: str, sentence: str) -> Finding:
 
 def _wrong(check: str, sentence: str, remedy: str) -> Finding:
     return Finding(check=check, health=Health.WRONG, sentence=sentence, remedy=remedy)
+
+
+def _warning(check: str, sentence: str, remedy: str) -> Finding:
+    return Finding(check=check, health=Health.WARNING, sentence=sentence, remedy=remedy)

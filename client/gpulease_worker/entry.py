@@ -43,6 +43,10 @@ class CannotStart(Exception):
     """A job that cannot be started here; the message says why, as a sentence."""
 
 
+class Stopped(CannotStart):
+    """A job that was stopped before it was launched."""
+
+
 class Child:
     """A process of the job, from the fork on. Until it runs its program, what the job's user has may hold it up: nobody
     waits for it but with an eye on everything else."""
@@ -98,8 +102,8 @@ def _sentence(plan: Plan, said: str) -> str:
     return f"The interpreter {python} does not work: {said.splitlines()[-1] if said else 'it said nothing'}."
 
 
-def fork(plan: Plan, argv: tuple[str, ...], output: int, group: Cgroup | None) -> Child:
-    """Start a program of a plan, its output going to a descriptor. Raises CannotStart.
+def fork(plan: Plan, output: int, group: Cgroup | None) -> Child:
+    """Start the program of a plan, its output going to a descriptor. Raises CannotStart.
 
     The caller has one thread, so it is safe to run Python between fork and exec.
     """
@@ -110,12 +114,12 @@ def fork(plan: Plan, argv: tuple[str, ...], output: int, group: Cgroup | None) -
     except OSError as error:
         os.close(reading)
         os.close(writing)
-        raise CannotStart(f"The program {argv[0]!r} could not be started: {error.strerror}.") from error
+        raise CannotStart(f"The program {plan.argv[0]!r} could not be started: {error.strerror}.") from error
     if pid == 0:
         try:
             _alone(supervisor, output, writing)
             _enter(plan, group, writing)
-            _run(plan, argv, writing)
+            _run(plan, writing)
         finally:
             os._exit(255)
     os.close(writing)
@@ -149,8 +153,9 @@ def _end_with(supervisor: int) -> None:
         os._exit(255)
 
 
-def _run(plan: Plan, argv: tuple[str, ...], complain: int) -> None:
+def _run(plan: Plan, complain: int) -> None:
     """Become the program, found on the job's own PATH."""
+    argv = plan.argv
     try:
         os.execvpe(argv[0], argv, plan.environment)  # noqa: S606
     except (OSError, ValueError) as error:

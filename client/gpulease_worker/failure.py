@@ -34,6 +34,11 @@ NUMBER = re.compile(r"-?\d{1,5}")
 TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*[^\s][^\n]*")
 """A traceback as Python prints it, down to the line that names the exception."""
 
+NOT_READY = re.compile(r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady")
+"""How CUDA's error 802 is told."""
+FABRIC = " CUDA did not start (error 802): the node's fabric manager is not running, or was not done."
+"""What that means, after what has happened."""
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -53,11 +58,12 @@ def first_failure(logs: Path, code: int) -> Failure:
     found = _root_cause(printed)
     if found is None:
         traceback = _last_traceback(printed)
-        return Failure(code, f"The command {_ended(code)}{_line(traceback)}.", traceback)
+        return Failure(code, f"The command {_ended(code)}{_line(traceback)}.{_cuda(printed)}", traceback)
     rank, rank_code, error_file = found
     own = tail(logs, f"rank-{rank}.log", size_bytes=TAIL_BYTES)
     traceback = _recorded(logs, error_file) or _last_traceback(own)
-    return Failure(rank_code, f"Rank {rank} failed first: it {_ended(rank_code)}{_line(traceback)}.", traceback)
+    sentence = f"Rank {rank} failed first: it {_ended(rank_code)}{_line(traceback)}.{_cuda(own + printed)}"
+    return Failure(rank_code, sentence, traceback)
 
 
 def _root_cause(printed: str) -> tuple[int, int, str] | None:
@@ -102,6 +108,11 @@ def _line(traceback: str | None) -> str:
     if traceback is None:
         return ""
     return f" ({traceback.splitlines()[-1].strip()[:LINE_CHARACTERS].rstrip('.')})"
+
+
+def _cuda(printed: str) -> str:
+    """What is to be known where CUDA did not start; a driver may not tell that before (A100)."""
+    return FABRIC if NOT_READY.search(printed) else ""
 
 
 def _ended(code: int) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gpulease import masks
 from gpulease.exchange import JobOrder
-from gpulease.launchers import asked_for, objection, scrubbed
-from gpulease.model import Launcher, Noun
+from gpulease.launchers import asked_for, mask_for, objection, scrubbed
+from gpulease.model import Launcher, Mask, Noun
 from gpulease_worker import launcher_argv
 from gpulease_worker.accounts import Account
 
@@ -58,6 +59,11 @@ class Plan(Noun):
     """Resource limits, as in `JobSpec`."""
     log_bytes: int = LOG_BYTES
     """How much of each of its log files stays on disk."""
+    numbered: tuple[str, ...] = ()
+    """UUIDs of the GPUs that the mask must name by CUDA's numbers, which CUDA is asked for just before the launch;
+    empty where the mask in `environment` is what the job gets."""
+    interpreter: str | None = None
+    """The submitter's Python, which asks CUDA."""
 
 
 def plan(
@@ -91,6 +97,7 @@ def plan(
     if wrong is not None:
         raise ValueError(wrong)
     interpreter = interpreter_of(order, python)
+    numbered = order.gpus if not order.simulated and mask_of(order) is Mask.INDICES else ()
     named = spec.launcher is not Launcher.PLAIN and not spec.command[0].startswith("-")
     return Plan(
         job_id=order.job_id,
@@ -107,7 +114,14 @@ def plan(
         umask=spec.umask,
         limits=spec.limits,
         log_bytes=log_bytes,
+        numbered=numbered,
+        interpreter=interpreter,
     )
+
+
+def mask_of(order: JobOrder) -> Mask:
+    """How the mask of a job names its GPUs: as it was asked, else as its launcher and command need it."""
+    return order.spec.mask or mask_for(order.spec.launcher, order.spec.command)
 
 
 def interpreter_of(order: JobOrder, python: str) -> str:
@@ -133,23 +147,26 @@ def environment(order: JobOrder, own: Mapping[str, str], url: str, account: Acco
         | {"GPULEASE_URL": url, "PYTHONUNBUFFERED": "1"}
         | asked_for(order.spec.environment)
         | order.env
-        | _as_indices(order)
+        | _labels(order)
         | {"GPULEASE_LEASE_ID": order.lease_id, "GPULEASE_JOB_ID": order.job_id}
     )
 
 
-def _as_indices(order: JobOrder) -> dict[str, str]:
-    """deepspeed cannot read UUIDs, and counts the devices itself: it is told the physical indices.
-
-    Without CUDA it counts by LOCAL_SIZE, which its ranks get anew; with CUDA it does not look at that.
-    """
-    if order.spec.launcher is not Launcher.DEEPSPEED or not order.indices:
+def _labels(order: JobOrder) -> dict[str, str]:
+    """A mask of indices for simulated GPUs, of which CUDA knows nothing: their places in the daemon's list."""
+    if not order.simulated or not order.indices or mask_of(order) is not Mask.INDICES:
         return {}
-    return {
-        "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.indices)),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "LOCAL_SIZE": str(max(order.indices) + 1),
-    }
+    return by_index(order.spec.launcher.value, order.indices)
+
+
+def by_index(launcher: str, numbers: Sequence[int]) -> dict[str, str]:
+    """What has a launcher take these devices, by number.
+
+    deepspeed counts the devices itself, and without CUDA it counts by LOCAL_SIZE, which its ranks get anew; with CUDA
+    it does not look at that.
+    """
+    counted = {"LOCAL_SIZE": str(max(numbers) + 1)} if launcher == Launcher.DEEPSPEED.value else {}
+    return masks.variables(numbers) | counted
 
 
 def obstacle(plan: Plan) -> str | None:
@@ -164,7 +181,7 @@ def obstacle(plan: Plan) -> str | None:
     search = plan.environment.get("PATH", os.defpath)
     program = plan.argv[0]
     if not _program(program, directory, search):
-        what = "program" if plan.launcher == Launcher.PLAIN.value else "interpreter"
+        what = "interpreter" if program == plan.interpreter else "program"
         where = f"in {directory}" if "/" in program else f"on PATH ({search})"
         return f"The {what} {program!r} was not found {where}, or may not be executed."
     if plan.script is not None and not _is(Path.is_file, directory / plan.script, unseen=True):

@@ -60,7 +60,7 @@ class Looker:
         self._found = Openers()
         self._next_at_s = 0.0
         self._open: dict[Sought, Openers] = {}
-        """What the last look found open; that nobody has it open is told once, because it was so only then."""
+        """What the last look found open, by what was sought."""
 
     def begin(self, wanted: Collection[Sought]) -> None:
         """Begin a look for these, unless one is under way, or too little time has passed since the last.
@@ -77,7 +77,8 @@ class Looker:
         self._thread.start()
 
     def look(self, wanted: Collection[Sought], *, wait: bool = True) -> dict[Sought, Openers]:
-        """What is known of each that was wanted already when the last look was begun; of the others nothing is."""
+        """What a look has found since the last question, for each that was wanted already when it was begun; of the
+        others nothing is known, but for `before`."""
         for _ in range(2):  # the look under way may have been begun for none of these
             self.begin(wanted)
             if self._thread is None:
@@ -89,7 +90,11 @@ class Looker:
             self._open = {one: self._found for one in self._sought if self._found.by_path.get(one[0])}
             if self._sought:
                 return dict.fromkeys(self._sought, self._found)
-        return dict(self._open)
+        return {}
+
+    def before(self, sought: Sought) -> Openers | None:
+        """What the look before found open, until there is another. Who was there may still be; who was not may be."""
+        return self._open.get(sought)
 
     def forget(self) -> None:
         """Nothing drains: what is found by a look under way is of no use."""

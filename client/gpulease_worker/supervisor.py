@@ -26,7 +26,7 @@ from pathlib import Path
 
 from gpulease.log_files import open_beneath
 from gpulease.owner import boot_id
-from gpulease_worker import cgroup, entry, failure, processes, records, stuck
+from gpulease_worker import cgroup, entry, failure, index_mask, processes, records, stuck
 from gpulease_worker.launch import Plan
 from gpulease_worker.log_bound import LogBound
 
@@ -48,6 +48,8 @@ RECORD_DEADLINE_S = 60.0
 """How long the record of the end is tried for; after that the worker, which sees the supervisor end, records one."""
 DEFAULT_GRACE_S = 35.0
 """Between SIGTERM and SIGKILL where no record says how long; as `JobOrder.grace_s`."""
+ANSWER_BYTES = 65536
+"""As much as fits in a pipe: nobody reads it while a program that is asked still writes."""
 RANK_LOOK_S = (0.1, 0.5)
 """First and longest pause between two looks for the first rank: torchrun takes seconds to start one."""
 
@@ -132,37 +134,42 @@ class Supervisor:
         try:
             if (question := entry.question(self._plan)) is not None:
                 self._ask(question)
-            return self._begin(self._plan.argv, log)
+            plan = index_mask.put(self._plan, self._answer) if self._plan.numbered else self._plan
+            return self._begin(plan, log)
         finally:
             os.close(log)
 
     def _ask(self, question: tuple[str, ...]) -> None:
         """Ask the job's own interpreter what it lacks. Raises CannotStart where that is anything."""
+        late = f"The interpreter {self._plan.argv[0]} did not answer within {entry.ASK_S:g} s."
+        code, said = self._answer(replace(self._plan, argv=question), entry.ASK_S, late)
+        if (lack := entry.lack(self._plan, code, said)) is not None:
+            raise entry.CannotStart(lack)
+
+    def _answer(self, plan: Plan, within_s: float, late: str) -> tuple[int, str]:
+        """Exit code and output of a program that is run as the job would be. Raises CannotStart."""
         reading, writing = os.pipe()
         try:
             try:
-                asked = self._begin(question, writing)
+                asked = self._begin(plan, writing)
             finally:
                 os.close(writing)
-            python = self._plan.argv[0]
-            late = f"The interpreter {python} did not answer within {entry.ASK_S:g} s."
-            self._wait(lambda: asked.pid in self._statuses, entry.ASK_S, late)
+            self._wait(lambda: asked.pid in self._statuses, within_s, late)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(asked.pid, signal.SIGKILL)  # what it has started, in its session
             os.set_blocking(reading, False)
             said = ""
             with suppress(BlockingIOError):
-                said = os.read(reading, 4096).decode(errors="replace").strip()
-            if (lack := entry.lack(self._plan, exit_code(self._statuses[asked.pid]), said)) is not None:
-                raise entry.CannotStart(lack)
+                said = os.read(reading, ANSWER_BYTES).decode(errors="replace").strip()
+            return exit_code(self._statuses[asked.pid]), said
         finally:
             os.close(reading)
 
-    def _begin(self, argv: tuple[str, ...], output: int) -> entry.Child:
+    def _begin(self, plan: Plan, output: int) -> entry.Child:
         """Fork a process of the job, and wait until it runs its program. Raises CannotStart."""
-        child = entry.fork(self._plan, argv, output, self._cgroup)
+        child = entry.fork(plan, output, self._cgroup)
         self._forked.add(child.pid)
-        where = f"{self._plan.working_directory}, or where {argv[0]!r} lies, does not answer"
+        where = f"{plan.working_directory}, or where {plan.argv[0]!r} lies, does not answer"
         late = f"It could not be started within {entry.BEGIN_S:g} s: {where}."
         try:
             self._wait(child.begins, entry.BEGIN_S, late, child.complaints)
@@ -179,7 +186,7 @@ class Supervisor:
             if condition():
                 return
             if self._told:
-                raise entry.CannotStart("It was stopped before it started.")
+                raise entry.Stopped("It was stopped before it started.")
             if (left_s := until_s - time.monotonic()) <= 0:
                 raise entry.CannotStart(late)
             self._sleep(left_s, *descriptors)

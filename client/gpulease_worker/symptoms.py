@@ -12,10 +12,13 @@ import subprocess
 import time
 from pathlib import Path
 
+from gpulease import cuda
 from gpulease.addresses import SOCKET_NAME
 from gpulease.client import Client
 from gpulease.errors import GpuleaseError
 from gpulease.model import NodeState
+from gpulease.ordinals import MASK, ORDER
+from gpulease_worker import cuda_starts
 from gpulease_worker.doctor import Facts
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Reading
@@ -36,6 +39,7 @@ LIBRARY_PLACES = (
 def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
     """What can be seen of this host, of the daemon on this data directory, and of the daemon that clients would use."""
     reading = read_nvml(deadline_s)
+    uuids, failed = ask_cuda(deadline_s) if reading.gpus else (None, None)
     path = data_dir / SOCKET_NAME
     daemon_problem, daemon_remedy, stands_by_for, has_readings = _daemon_problem()
     return Facts(
@@ -43,6 +47,10 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
         library=library_version(_library_places()),
         nvml_problem=reading.problem,
         gpus=reading.gpus,
+        cuda=uuids,
+        cuda_problem=None if failed is None else str(failed),
+        cuda_code=None if failed is None else failed.code,
+        cuda_absent=isinstance(failed, cuda.NoCuda),
         pid_namespace=_inode(Path("/proc/self/ns/pid")),
         persistence=_persistence(deadline_s),
         binding=_binding(),
@@ -71,6 +79,15 @@ async def _read_nvml(deadline_s: float) -> Reading:
         return await probe.read(())
     finally:
         await probe.close()
+
+
+def ask_cuda(deadline_s: float) -> tuple[tuple[str, ...] | None, cuda.CudaFailed | None]:
+    """UUIDs of every GPU that CUDA shows, whatever this process's mask; or why it does not start."""
+    environ = {name: value for name, value in os.environ.items() if name not in (MASK, ORDER)}
+    try:
+        return tuple(cuda_starts.ask(environ, deadline_s)), None
+    except cuda.CudaFailed as failed:
+        return None, failed
 
 
 def kernel_driver(path: Path) -> str | None:

@@ -100,6 +100,8 @@ class ServeSettings:
     """Programs of a desktop, beside those that `core.turn.DESKTOP_NAMES` lists."""
     monitor_names: tuple[str, ...] = ()
     """Programs that have device files open only to watch, beside those that `core.turn.MONITOR_NAMES` lists."""
+    retained_memory_s: float = 30.0
+    """How long memory that the driver alone still holds, or a stranger's open device file, keeps a draining GPU."""
     worker_options: tuple[str, ...] = ()
     """What that worker is told beside its place, its name and the form of its log."""
     standby: bool = False
@@ -275,6 +277,7 @@ class _Serving:
             max_bypass=settings.max_bypass,
             max_bypass_s=settings.max_bypass_s,
             max_observation_age_s=settings.max_observation_age_s,
+            retained_memory_s=settings.retained_memory_s,
             limits=settings.limits,
             show_commands=settings.access.show_commands,
             node_lifetime_s=settings.keep.age_s,

@@ -13,7 +13,7 @@ from .build import GIB, World, gpu, uuid
 
 
 def drained(reading: GpuReading, *, before: GpuReading | None = None) -> tuple[World, Lease]:
-    """A world in which a lease has ended, and its GPU was seen like this since."""
+    """A world in which a lease, `MINE`, has ended, and its GPU was seen like this since."""
     world = World().node(gpus=[before or gpu(0)])
     lease = world.lease()
     world.release(lease)
@@ -28,14 +28,22 @@ def reason(world: World) -> str:
     return gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy).reason or ""
 
 
-LEFT = Process(pid=9, user="ann", command="python train.py")
+MINE = "lease-2"
+LEFT = Process(pid=9, user="ann", command="python train.py", lease_id=MINE)
+STRANGER = Process(pid=7, user="bob", command="python notebook.py")
 
 
 @pytest.mark.parametrize(
     ("reading", "words"),
     [
         (gpu(0, processes=(LEFT,)), "pid 9 of ann (python train.py) left"),
-        (gpu(0, opened_by=(LEFT,)), "its device file is kept open by pid 9 of ann (python train.py)"),
+        (gpu(0, opened_by=(LEFT,)), "its device file is kept open by pid 9 of ann (python train.py) of that lease"),
+        (
+            gpu(0, processes=(Process(pid=8),), opened_by=(LEFT, STRANGER)),
+            ": pid 8 left; its device file is kept open by pid 9 of ann (python train.py) of that lease",
+        ),
+        (gpu(0, opened_by=(LEFT,), memory_used_bytes=3 * GIB), "its device file is kept open by pid 9 of ann"),
+        (gpu(0, opened_by=(STRANGER,), memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB"),
         (gpu(0, memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB in use, 0.0 GiB while it"),
         (gpu(0, memory_used_bytes=None), "no process is left, but its memory is unknown"),
         (gpu(0, opened_by=None), "who has its device file open is being looked for"),
@@ -173,14 +181,94 @@ def test_retained_memory_is_waited_for_also_where_not_every_reading_has_looked_w
     assert world.state() is GpuState.FREE
 
 
+def test_a_strangers_open_device_file_delays_a_clean_gpu_for_a_while_and_is_named_when_it_is_freed() -> None:
+    world, lease = drained(gpu(0, opened_by=(STRANGER,)))
+    assert world.state() is GpuState.DRAINING
+    said = (
+        f"is being cleaned of {lease.id} (user ann): nothing of that lease is left; pid 7 of bob (python notebook.py)"
+    )
+    assert reason(world) == f"{said} has its device file open, which delays it by at most 30 s"
+    world.pass_time(29)
+    assert world.state() is GpuState.DRAINING
+    world.pass_time(2)
+    assert world.state() is GpuState.FREE
+    assert told(world, "gpu.clean") == ["device file still open by pid 7 of bob (python notebook.py)"]
+    assert told(world, "gpu.leftover") == [], "a stranger is nothing that the lease has left"
+
+
+def test_a_gpu_is_free_at_once_when_the_stranger_closes_its_device_file() -> None:
+    world, _ = drained(gpu(0, opened_by=(STRANGER,)))
+    world.pass_time(5)
+    world.node(gpus=1)
+    assert world.state() is GpuState.FREE
+    assert told(world, "gpu.clean") == [None]
+
+
+def test_a_stream_of_new_strangers_delays_no_longer_than_one_that_stays() -> None:
+    world, _ = drained(gpu(0, opened_by=(STRANGER,)))
+    for pid in range(100, 129):
+        world.node(gpus=[gpu(0, opened_by=(Process(pid=pid),))])
+        world.pass_time(1)
+        assert world.state() is GpuState.DRAINING
+    many = tuple(Process(pid=pid) for pid in range(201, 207))
+    world.node(gpus=[gpu(0, opened_by=many)])
+    world.pass_time(2)
+    assert world.state() is GpuState.FREE
+    assert told(world, "gpu.clean") == ["device file still open by pid 201, pid 202, pid 203, pid 204 and 2 more"]
+
+
+def test_a_strangers_delay_is_not_lengthened_by_memory_that_comes_and_goes() -> None:
+    """As that of a browser on a GPU that drives a screen."""
+    world, _ = drained(gpu(0, opened_by=(STRANGER,)))
+    for _ in range(15):
+        world.node(gpus=[gpu(0, opened_by=(STRANGER,), memory_used_bytes=GIB)])
+        world.pass_time(1)
+        world.node(gpus=[gpu(0, opened_by=(STRANGER,))])
+        world.pass_time(1)
+    assert world.state() is GpuState.FREE
+
+
+@pytest.mark.parametrize("back", [LEFT, None], ids=["by an open file", "by a listed process"])
+def test_a_stranger_delays_anew_when_the_lease_is_seen_on_the_gpu_again(back: Process | None) -> None:
+    world, _ = drained(gpu(0, opened_by=(STRANGER,)))
+    world.pass_time(20)
+    again = gpu(0, opened_by=(STRANGER, back)) if back else gpu(0, opened_by=(STRANGER,), processes=(LEFT,))
+    world.node(gpus=[again])
+    world.pass_time(60)
+    assert world.state() is GpuState.DRAINING, "what is the lease's own keeps it without limit"
+    world.node(gpus=[gpu(0, opened_by=(STRANGER,))])
+    world.pass_time(29)
+    assert world.state() is GpuState.DRAINING
+    world.pass_time(2)
+    assert world.state() is GpuState.FREE
+
+
+def test_while_memory_is_not_back_a_stranger_counts_until_it_falls_no_further() -> None:
+    world, _ = drained(gpu(0, opened_by=(STRANGER,), memory_used_bytes=9 * GIB))
+    world.pass_time(20)
+    world.node(gpus=[gpu(0, opened_by=(STRANGER,), memory_used_bytes=5 * GIB)])
+    world.pass_time(29)
+    assert world.state() is GpuState.DRAINING
+    world.pass_time(2)
+    assert world.state() is GpuState.FREE
+    notes = "device file still open by pid 7 of bob (python notebook.py); memory retained by the driver: 5.0 GiB"
+    assert told(world, "gpu.clean") == [notes]
+
+
+def test_what_a_worker_of_an_earlier_version_says_of_other_leases_delays_and_does_not_keep() -> None:
+    world, _ = drained(gpu(0, opened_by=(Process(pid=7, lease_id="another"),)))
+    world.pass_time(31)
+    assert world.state() is GpuState.FREE
+
+
 def test_what_a_user_left_behind_is_told_once_for_each_change_and_not_while_it_may_be_ending() -> None:
     world, lease = drained(gpu(0, processes=(LEFT,)))
     assert told(world, "gpu.leftover") == []
     world.pass_time(5)
     assert told(world, "gpu.leftover") == ["left behind: pid 9 of ann (python train.py)"]
-    world.node(gpus=[gpu(0, opened_by=(Process(pid=10),))])
+    world.node(gpus=[gpu(0, opened_by=(Process(pid=10, lease_id=MINE), STRANGER))])
     world.pass_time(5)
-    assert told(world, "gpu.leftover")[1:] == ["left behind: pid 10"]
+    assert told(world, "gpu.leftover")[1:] == ["left behind: pid 10"], "a stranger is not the lease's"
     event = next(change for change in world.changes if getattr(change, "kind", "") == "gpu.leftover")
     assert (event.lease_id, event.gpus, event.node) == (lease.id, (uuid(0),), "a")
 

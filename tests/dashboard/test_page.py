@@ -47,7 +47,8 @@ def submit(running: DaemonProcess, *command: str, name: str = "", **more: Any) -
 def test_the_hardware_is_shown_as_it_is(watched: Watched, hardware: Hardware) -> None:
     busy = {"memory_used_bytes": 10 * GIB, "utilization_ratio": 0.55, "temperature_c": 61, "power_w": 412}
     silent = dict.fromkeys(("memory_used_bytes", "utilization_ratio", "temperature_c", "power_w"))
-    hardware.show(busy, silent, {"health": "xid:79"}, {"compute_mode": "prohibited"})
+    warned = {"health": "xid:79", "warnings": ["row_remap_pending"]}
+    hardware.show(busy, silent, warned, {"compute_mode": "prohibited"})
     page = watched.open()
 
     expect(gpu_row(page, 0)).to_contain_text("10.0 / 80.0 GiB")
@@ -56,7 +57,7 @@ def test_the_hardware_is_shown_as_it_is(watched: Watched, hardware: Hardware) ->
     readings = gpu_row(page, 1).locator("td:nth-child(n + 5)")
     expect(readings).to_have_text(["? / 80.0 GiB", "?", "?", "?"])
     expect(gpu_row(page, 2)).to_contain_text("unhealthy")
-    expect(gpu_row(page, 2)).to_contain_text("xid:79")
+    expect(gpu_row(page, 2)).to_contain_text("xid:79, row_remap_pending")
     expect(gpu_row(page, 3)).to_contain_text("prohibited")
     expect(page.locator("#totals")).to_contain_text("1 prohibited")
     hardware.show({**busy, "utilization_ratio": 0.25}, {}, {}, {})

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 from sqlalchemy.exc import DataError
 
-from gpulease.model import LeaseState, NodeMode
+from gpulease.model import LeaseState, Mask, NodeMode
+from gpulease.wire import to_json
 from gpulease_server.core.happenings import Key
 from gpulease_server.core.ledger import ENDED_KEPT, Ledger
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.writer import start_anew
+from gpulease_server.store import tables
 from gpulease_server.store.store import Store, StoreFailed, is_stored
 from tests.core.build import World
 
@@ -133,6 +135,22 @@ def test_text_comes_back_whatever_it_is(store: Store) -> None:
     found = store.job(job)
     assert found is not None
     assert (found.spec.environment, found.log_directory) == ({strange: strange}, strange)
+
+
+@pytest.mark.parametrize("mask", [None, Mask.UUIDS, Mask.INDICES])
+def test_how_a_jobs_gpus_are_named_comes_back_and_older_rows_do_not_say(store: Store, mask: Mask | None) -> None:
+    world = World().node(gpus=1)
+    job = world.submit(mask=mask)
+    save(store, world)
+    found = store.job(job)
+    assert found is not None
+    assert found.spec.mask is mask
+    with store.engine.begin() as connection:
+        older = {name: value for name, value in to_json(found.spec).items() if name != "mask"}
+        connection.execute(update(tables.job).values(spec=older))
+    found = store.job(job)
+    assert found is not None
+    assert found.spec.mask is None
 
 
 def test_numbers_of_any_size_that_a_request_may_have_come_back(store: Store) -> None:

@@ -173,29 +173,99 @@ def test_what_a_user_left_is_ended_where_the_administrator_wants_that(tmp_path: 
             assert stranger.poll() is None
 
 
-def test_a_gpu_drains_while_anybody_has_its_device_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = tmp_path / "nvidia0"
-    device.touch()
-    options = ("--simulate", "1", "--monitor-name", "my-monitor")
+@contextmanager
+def opening(note: Path, *devices: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of a user's own that has device files open, as CUDA and NVML have those of all GPUs."""
+    opens = " ".join(f"exec {3 + place}<{path};" for place, path in enumerate(devices))
+    with started("sh", "-c", f"{opens} echo $$ > {note}; exec sleep 600", **environment) as process:
+        written(note)
+        yield process
+
+
+@pytest.fixture
+def devices(tmp_path: Path) -> tuple[Path, Path]:
+    """The device files of a node of two GPUs."""
+    paths = tmp_path / "nvidia0", tmp_path / "nvidia1"
+    for path in paths:
+        path.touch()
+    return paths
+
+
+def known_to_its_worker(running: DaemonProcess, held: dict[str, Any]) -> None:
+    """What is started from here on was started during the lease."""
+    path = running.data_dir / "worker" / "leases.json"
+    eventually(lambda: path.exists() and held["id"] in path.read_text(), 10)
+
+
+def test_a_gpu_drains_while_what_its_lease_left_has_its_device_file_open(
+    tmp_path: Path, devices: tuple[Path, Path]
+) -> None:
+    """One that the driver does not list, that has no marker, and whose parent has died: as a forked worker does."""
+    options = ("--simulate", "1", "--monitor-name", "my-monitor", "--retained-memory-s", "0.5")
+    with daemon(tmp_path, *options, GPULEASE_DEVICE_FILES=str(tmp_path / "nvidia")) as running:
+        holder = tmp_path / "holder"
+        opens = f"exec 3<{devices[0]}; echo $$ > {holder}; (exec sleep 600) & exec sleep 600"
+        with started("setsid", "sh", "-c", opens) as owner:
+            written(holder)
+            known = processes.Identity.of(owner.pid)
+            assert known is not None
+            owned = {"owner_pid": known.pid, "owner_start_ticks": known.start_ticks}
+            held = dict(running.call("POST", "/v1/leases", {"count": 1} | owned).json)
+            known_to_its_worker(running, held)
+            eventually(lambda: bool(processes.descendants(owner.pid)), 10)
+            (child,) = processes.descendants(owner.pid)
+            watching = f"exec 3<{devices[0]}; exec -a my-monitor sleep 600"
+            with started("bash", "-c", watching):
+                owner.kill()
+                waiting = ask(running)
+                words = f"its device file is kept open by pid {child.pid}"
+                eventually(lambda: words in (gpu(running)["reason"] or ""), 10, running.story)
+                assert gpu(running)["state"] == "draining"
+                shown = [one for one in gpu(running)["opened_by"] if not one["bystander"]]
+                assert [(one["pid"], one["lease_id"]) for one in shown] == [(child.pid, held["id"])]
+                eventually(lambda: any(event["kind"] == "gpu.leftover" for event in events(running)), 10, running.story)
+                assert lease(running, waiting["id"])["state"] == "queued"
+                os.kill(child.pid, signal.SIGKILL)
+                eventually(lambda: lease(running, waiting["id"])["state"] == "active", 10, running.story)
+
+
+def test_a_gpu_is_clean_at_once_although_a_training_on_another_gpu_has_its_device_file_open(
+    tmp_path: Path, devices: tuple[Path, Path]
+) -> None:
+    with daemon(tmp_path, "--simulate", "2", GPULEASE_DEVICE_FILES=str(tmp_path / "nvidia")) as running:
+        short, long = ask(running), ask(running)
+        known_to_its_worker(running, long)
+        with opening(tmp_path / "note", *devices, **long["env"]) as training:
+            release(running, short)
+            waiting = ask(running)
+            eventually(lambda: lease(running, waiting["id"])["state"] == "active", 10, running.story)
+            (clean,) = [event for event in events(running) if event["kind"] == "gpu.clean"]
+            assert clean["lease_id"] == short["id"]
+            assert "device file" not in (clean["reason"] or "")
+            assert training.poll() is None
+
+
+def test_a_process_of_no_lease_that_has_the_device_file_open_delays_a_gpu_and_is_named(
+    tmp_path: Path, devices: tuple[Path, Path]
+) -> None:
+    options = ("--simulate", "2", "--retained-memory-s", "2")
     with daemon(tmp_path, *options, GPULEASE_DEVICE_FILES=str(tmp_path / "nvidia")) as running:
         held = ask(running)
-        eventually(lambda: gpu(running)["lease_id"] == held["id"], 10)
-        eventually(lambda: held["id"] in (running.data_dir / "worker" / "leases.json").read_text(), 10)
-        watching = f"exec 3<{device}; exec -a my-monitor sleep 600"
-        with (
-            started("bash", "-c", watching),
-            started("sh", "-c", f"exec 3<{device}; echo $$ > {tmp_path / 'note'}; exec sleep 600") as opener,
-        ):
-            written(tmp_path / "note")
+        known_to_its_worker(running, held)
+        with opening(tmp_path / "note", *devices) as exporter:
             release(running, held)
-            waiting = ask(running)
-            words = f"its device file is kept open by pid {opener.pid}"
-            eventually(lambda: words in (gpu(running)["reason"] or ""), 10, running.story)
-            assert gpu(running)["state"] == "draining"
-            assert [one["pid"] for one in gpu(running)["opened_by"] if not one["bystander"]] == [opener.pid]
-            assert lease(running, waiting["id"])["state"] == "queued"
-            opener.kill()
-            eventually(lambda: lease(running, waiting["id"])["state"] == "active", 10, running.story)
+
+            def draining() -> list[str]:
+                shown = running.call("GET", "/v1/gpus").json["items"]
+                return [one["reason"] or "" for one in shown if one["state"] == "draining"]
+
+            said = f"nothing of that lease is left; pid {exporter.pid} of "
+            eventually(lambda: any(said in reason for reason in draining()), 10, running.story)
+            assert any("which delays it by at most 2 s" in reason for reason in draining())
+            eventually(lambda: not draining(), 10, running.story)
+            (clean,) = [event for event in events(running) if event["kind"] == "gpu.clean"]
+            assert f"device file still open by pid {exporter.pid} of " in clean["reason"]
+            assert exporter.poll() is None
 
 
 def test_a_leased_gpu_is_exclusive_where_the_administrator_wants_that(tmp_path: Path) -> None:

@@ -102,11 +102,17 @@ def test_the_daemon_is_confined(units: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def settings(unit: str) -> configparser.SectionProxy:
+def settings(unit: str, section: str = "Service") -> configparser.SectionProxy:
     parsed = configparser.ConfigParser(interpolation=None, strict=True)
     parsed.optionxform = str  # type: ignore[assignment, method-assign]
     parsed.read(UNITS / unit)
-    return parsed["Service"]
+    return parsed[section]
+
+
+def test_a_worker_starts_after_what_cuda_needs_and_needs_none_of_it() -> None:
+    unit = settings("gpulease-worker.service", "Unit")
+    assert {"nvidia-fabricmanager.service", "nvidia-persistenced.service"} <= {*unit["After"].split()}
+    assert not {"Wants", "Requires", "BindsTo"} & {*unit}
 
 
 def test_jobs_outlive_their_worker_and_inherit_no_confinement() -> None:

@@ -201,7 +201,7 @@ def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
     def opened_by(lease_id: str, *, ended: bool = True) -> tuple[Process, ...] | None:
         return attribution.complete(reading(), [seen(lease_id, ended=ended)], {}, looker).gpus[0].opened_by
 
-    with opening(device) as pid:
+    with opening(device, GPULEASE_LEASE_ID="next") as pid:
         assert [opened_by("mine") for _ in range(3)] == [None] * 3
         assert len(looks) == 1
         assert opened_by("next") is None

@@ -13,6 +13,8 @@ import pytest
 from gpulease.model import ComputeMode, GpuReading
 from gpulease_worker import symptoms
 from gpulease_worker.doctor import CHECKS, INITIAL_PID_NAMESPACE, Facts, Finding, Health, examine
+from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
+from tests.worker.stand_in import POOR, WHOLE, Driver
 
 
 def gpu(index: int, **what: Any) -> GpuReading:
@@ -23,6 +25,7 @@ WELL = Facts(
     kernel_driver="580.95.05",
     library="580.95.05",
     gpus=(gpu(0), gpu(1)),
+    cuda=("GPU-0", "GPU-1"),
     pid_namespace=INITIAL_PID_NAMESPACE,
     persistence=(True, True),
     binding="/site-packages/pynvml.py",
@@ -67,7 +70,19 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
         ({"gpus": (gpu(0, health="processes_unknown"),)}, "NVML", "GPU 0 is processes_unknown", "the right to list"),
         ({"gpus": (gpu(0, health="row_remap_failed"),)}, "NVML", "GPU 0 is row_remap_failed", "Replace the GPU."),
         ({"pid_namespace": 4026532999}, "PID namespace", "look free", "--pid=host"),
-        ({"persistence": (True, False)}, "persistence mode", "GPU 1", "nvidia-smi -pm 1"),
+        (
+            {"gpus": (gpu(0, health="fabric_not_ready"),), "cuda": None, "cuda_absent": True},
+            "NVML",
+            "GPU 0 is fabric_not_ready",
+            "nvidia-fabricmanager",
+        ),
+        (
+            {"cuda": None, "cuda_problem": "cuInit answers with error 802", "cuda_code": 802},
+            "CUDA",
+            "CUDA does not start: error 802, system not ready: the fabric manager is not running",
+            "systemctl start nvidia-fabricmanager",
+        ),
+        ({"cuda": None, "cuda_problem": "it did not answer within 10 s"}, "CUDA", "within 10 s.", "dmesg"),
         (
             {"gpus": tuple(gpu(index, compute_mode=ComputeMode.PROHIBITED) for index in (0, 2))},
             "compute mode",
@@ -94,8 +109,39 @@ def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
 
 
 @pytest.mark.parametrize(
+    ("what", "check", "said", "remedy"),
+    [
+        ({"persistence": (True, False)}, "persistence mode", "Off on GPU 1: while neither", "nvidia-smi -pm 1"),
+        (
+            {"gpus": (gpu(0, warnings=("row_remap_pending", "drain_p2p")), gpu(1))},
+            "NVML",
+            "GPU 0 has row_remap_pending and drain_p2p",
+            "Reset it when nothing runs on it",
+        ),
+        (
+            {"gpus": (gpu(0, health="fabric_not_ready"), gpu(1, warnings=("fabric_not_ready",)))},
+            "NVML",
+            "GPU 0 has fabric_not_ready, GPU 1 has fabric_not_ready",
+            "None where GPUs are used alone",
+        ),
+        ({"cuda": ()}, "CUDA", "shows no GPU", "MIG"),
+    ],
+)
+def test_what_should_be_known_and_stops_nobody_is_a_warning(
+    what: dict[str, Any], check: str, said: str, remedy: str
+) -> None:
+    findings = found(replace(WELL, **what))
+    assert findings[check].health is Health.WARNING
+    assert said in findings[check].sentence
+    assert remedy in findings[check].remedy
+    assert {finding.health for name, finding in findings.items() if name != check} == {Health.FINE}
+
+
+@pytest.mark.parametrize(
     ("what", "check"),
     [
+        ({"cuda": None, "cuda_problem": "libcuda.so.1: no such file", "cuda_absent": True}, "CUDA"),
+        ({"gpus": (), "cuda": None}, "CUDA"),
         ({"library": None}, "driver library"),
         ({"kernel_driver": None, "daemon_has_readings": True}, "driver"),
         ({"kernel_driver": None, "nvml_problem": "NVML Shared Library Not Found"}, "NVML"),
@@ -147,6 +193,32 @@ def test_the_version_of_the_library_is_that_of_the_file_that_its_name_leads_to(t
     (tmp_path / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.580.95.05")
     assert symptoms.library_version([tmp_path / "nowhere", tmp_path]) == "580.95.05"
     assert symptoms.library_version([tmp_path / "nowhere"]) is None
+
+
+@pytest.mark.parametrize(
+    ("fails", "health", "said"),
+    [
+        ("", Health.FINE, "It starts and shows 2 GPUs."),
+        ("802", Health.WRONG, "CUDA does not start: error 802, system not ready"),
+        ("999", Health.WRONG, "CUDA does not start: cuInit answers with error 999."),
+        ("hang", Health.WRONG, "CUDA does not start: it did not answer within 3 s."),
+        (None, Health.UNKNOWN, "It cannot be asked: "),
+    ],
+)
+def test_cuda_itself_is_asked_whether_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None, health: Health, said: str
+) -> None:
+    driver = Driver(tmp_path)
+    if fails is None:
+        no_cuda(tmp_path)
+    else:
+        cards = (Card(one.uuid[4:].replace("-", "")) for one in (POOR, WHOLE))
+        driver.variables |= {**Cuda(tmp_path).environment, "STAND_IN_FAILS": fails, "STAND_IN_CUDA": machine(*cards)}
+    for name, value in {**driver.variables, "CUDA_VISIBLE_DEVICES": "7", "GPULEASE_URL": "http://127.0.0.1:9"}.items():
+        monkeypatch.setenv(name, value)
+    finding = found(symptoms.gather(tmp_path, deadline_s=3.0))["CUDA"]
+    assert finding.health is health
+    assert said in finding.sentence
 
 
 def test_the_facts_of_this_host_are_gathered_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

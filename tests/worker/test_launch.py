@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.model import JobSpec, Launcher
+from gpulease.model import JobSpec, Launcher, Mask
 from gpulease.wire import JobRequest
 from gpulease_worker import launch, launcher_argv
 from gpulease_worker.accounts import Account
@@ -18,9 +18,9 @@ from tests.worker.build import GPUS, order, spec
 LOGS = Path("/d/jobs/j/logs")
 
 
-def planned(job: JobSpec, own: dict[str, str] | None = None) -> launch.Plan:
+def planned(job: JobSpec, own: dict[str, str] | None = None, *, simulated: bool = False) -> launch.Plan:
     return launch.plan(
-        order("j", job, lease="L", port=21007),
+        order("j", job, lease="L", port=21007, simulated=simulated),
         own={"PATH": "/bin", "HOME": "/home/eva"} if own is None else own,
         url="http://127.0.0.1:8750",
         python="/py",
@@ -87,9 +87,29 @@ def test_torchrun_may_restart_its_ranks() -> None:
     assert argv[argv.index("--max-restarts") + 1] == "3"
 
 
-def test_deepspeed_is_told_physical_indices_because_it_cannot_read_uuids() -> None:
-    seen = planned(spec("t.py", launcher=Launcher.DEEPSPEED)).environment
-    assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"]) == ("2,5", "PCI_BUS_ID")
+def test_simulated_gpus_are_named_by_their_labels_because_cuda_knows_nothing_of_them() -> None:
+    plan = planned(spec("t.py", launcher=Launcher.DEEPSPEED), simulated=True)
+    seen = plan.environment
+    assert (seen["CUDA_VISIBLE_DEVICES"], seen["CUDA_DEVICE_ORDER"], seen["LOCAL_SIZE"]) == ("2,5", "PCI_BUS_ID", "6")
+    assert plan.numbered == ()
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize(
+    ("job", "by_index"),
+    [
+        (spec("t.py", launcher=Launcher.DEEPSPEED), True),
+        (spec("t.py", launcher=Launcher.DEEPSPEED, mask=Mask.UUIDS), False),
+        (spec("vllm", "serve", "m"), True),
+        (spec("vllm", "serve", "m", mask=Mask.UUIDS), False),
+        (spec("t.py", launcher=Launcher.TORCHRUN), False),
+        (spec("t.py", launcher=Launcher.TORCHRUN, mask=Mask.INDICES), True),
+    ],
+)
+def test_real_gpus_have_no_number_before_cuda_was_asked(job: JobSpec, by_index: bool, simulated: bool) -> None:
+    plan = planned(job, simulated=simulated)
+    assert plan.numbered == (GPUS if by_index and not simulated else ())
+    assert plan.environment["CUDA_VISIBLE_DEVICES"] == ("2,5" if by_index and simulated else ",".join(GPUS))
 
 
 def test_accelerate_reads_a_configuration_of_ours_and_not_the_users() -> None:

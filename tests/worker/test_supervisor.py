@@ -54,6 +54,12 @@ def log_of(report: JobReport, name: str) -> str:
     ("script", "code", "reason"),
     [
         ("echo out; echo err >&2", 0, None),
+        (
+            "echo 'RuntimeError: Unexpected error. Error 802: system not yet initialized' >&2; exit 1",
+            1,
+            "The command exited with code 1. CUDA did not start (error 802): the node's fabric manager is not running, "
+            "or was not done.",
+        ),
         ("exit 3", 3, "The command exited with code 3."),
         ("exit 200", 200, "The command exited with code 200."),
         ("kill -KILL $$", 137, "The command was ended by SIGKILL."),

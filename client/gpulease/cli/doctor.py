@@ -11,7 +11,9 @@ from gpulease.cli.serve import DataDir, examine_host
 
 
 def doctor(data_dir: DataDir = None, json: Json = False) -> int:
-    """Look for what is wrong on this host, and say what to do: one line for each check. Exits 1 if something is."""
+    """Look for what is wrong on this host, and say what to do: one line for each check. Exits 1 if something is.
+
+    A `warning` should be known and stops nobody."""
     findings = examine_host((data_dir or default_data_dir()).absolute())
     if json:
         output.nouns(findings)

@@ -14,11 +14,11 @@ import typer
 
 from gpulease import arrays, calls
 from gpulease.cli import log_view, output, scripts, waiting
-from gpulease.cli.options import Gpus, Json, Model, Node, checked, duration
+from gpulease.cli.options import Gpus, Json, MaskOption, Model, Node, checked, duration
 from gpulease.client import Client
 from gpulease.errors import InvalidRequest, NotFound
-from gpulease.launchers import scrubbed
-from gpulease.model import Job, JobState, Launcher, Page
+from gpulease.launchers import mask_for, scrubbed
+from gpulease.model import Job, JobState, Launcher, Mask, Page
 from gpulease.table import columns, plain
 from gpulease.table import duration as spell
 from gpulease.wire import LIMITS, ArrayRequest, CancelRequest, JobRequest
@@ -51,6 +51,7 @@ def submit(
     ] = 0,
     model: Model = None,
     node: Node = None,
+    mask: MaskOption = None,
     array: Annotated[
         str | None,
         typer.Option(
@@ -80,7 +81,8 @@ def submit(
             gpu_model=model,
             node=node,
             working_directory=os.getcwd(),
-            interpreter=None if launcher is Launcher.PLAIN else _interpreter(),
+            interpreter=_interpreter(launcher, mask or mask_for(launcher, command)),
+            mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),
         )
     )
@@ -94,10 +96,7 @@ def submit(
             output.complain("the job was not submitted", absent, "Check its name, and the directory that you are in.")
             return output.REFUSED
         job = client.submit(request)
-        if json:
-            output.noun(job)
-        else:
-            typer.echo(job.array_id or job.id)
+        output.noun(job) if json else typer.echo(job.array_id or job.id)
         return _follow(client, job) if follow else output.DONE
 
 
@@ -268,8 +267,11 @@ def _limits() -> dict[str, list[int]]:
     return {name: list(resource.getrlimit(number)) for name, number in known.items() if number is not None}
 
 
-def _interpreter() -> str | None:
-    """The Python of the shell that submits: of its virtual environment, else the first on its PATH."""
+def _interpreter(launcher: Launcher, mask: Mask) -> str | None:
+    """The Python of the shell that submits: of its virtual environment, else the first on its PATH. None where the job
+    runs no Python of ours: neither a launcher nor what asks CUDA for its numbers."""
+    if launcher is Launcher.PLAIN and mask is Mask.UUIDS:
+        return None
     environment = os.environ.get("VIRTUAL_ENV")
     python = Path(environment) / "bin" / "python" if environment else None
     return str(python) if python and python.exists() else shutil.which("python3")

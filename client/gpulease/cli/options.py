@@ -10,6 +10,7 @@ import typer
 
 from gpulease.cli.durations import seconds
 from gpulease.errors import InvalidRequest
+from gpulease.model import Mask
 
 Body = TypeVar("Body")
 LEAST_STEP = 0.001
@@ -61,3 +62,11 @@ Token = Annotated[
 ]
 Model = Annotated[str | None, typer.Option("--model", help="Only GPUs whose name contains this text.")]
 Node = Annotated[str | None, typer.Option("--node", help="Only GPUs of this node.")]
+MaskOption = Annotated[
+    Mask | None,
+    typer.Option(
+        "--mask",
+        show_default="indices for deepspeed and vLLM, else uuids",
+        help="How CUDA_VISIBLE_DEVICES names the GPUs; indices for programs that read only numbers.",
+    ),
+]

@@ -21,12 +21,16 @@ from typing import Annotated
 import typer
 
 from gpulease.cli import descendants, output, waiting
-from gpulease.cli.options import Gpus, Label, Model, Node, Wait, duration
+from gpulease.cli.options import Gpus, Label, MaskOption, Model, Node, Wait, duration
 from gpulease.client import Client
+from gpulease.errors import UnknownOrdinals
+from gpulease.launchers import mask_for
 from gpulease.lease import HeldLease
+from gpulease.model import Launcher, Mask
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for a command whose lease is lost."""
+BY_UUID = "See what CUDA says here, or say --mask uuids if the program reads UUIDs. The command was not started."
 KILL_S = 5.0
 """How long to go on with SIGKILL; what lives then hangs in the kernel, or is another user's."""
 ALWAYS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -51,6 +55,7 @@ def run(
     ] = 60.0,
     model: Model = None,
     node: Node = None,
+    mask: MaskOption = None,
 ) -> int:
     """Lease GPUs, run a command bound to them, release them. Exits with the command's code, 4 if the lease was lost."""
     program = shutil.which(command[0])
@@ -75,14 +80,23 @@ def run(
             on_lost=foreground.give_up,
             on_queued=queue.watch,
         ) as lease,
-        _passed_on(foreground.signal),
     ):
         queue.close()
-        code = foreground.run(lease)
+        environ = _environ(lease, mask or mask_for(Launcher.PLAIN, command))
+        with _passed_on(foreground.signal):
+            code = foreground.run(lease, environ)
     if lease.lost.is_set():
         _complain_of_loss(lease.id, foreground.await_sweep())
         return output.LOST
     return code
+
+
+def _environ(lease: HeldLease, mask: Mask) -> dict[str, str]:
+    """The command's environment. Raises UnknownOrdinals, in the words of the command line."""
+    try:
+        return lease.environ(mask)
+    except UnknownOrdinals as error:
+        raise UnknownOrdinals(error.detail, remedy=BY_UUID) from error
 
 
 def _complain_of_loss(lease_id: str, left: tuple[int, ...]) -> None:
@@ -108,7 +122,7 @@ class _Foreground:
         self._swept = threading.Event()
         self._left: tuple[int, ...] = ()
 
-    def run(self, lease: HeldLease) -> int:
+    def run(self, lease: HeldLease, environ: dict[str, str]) -> int:
         """Exit code of the command, 128 + N when signal N ended it."""
         descendants.adopt_orphans()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, the kernel would throw the exit code away
@@ -116,7 +130,7 @@ class _Foreground:
             if self._given_up:
                 return output.LOST
             try:
-                self._process = subprocess.Popen(self._command, env=lease.environ())
+                self._process = subprocess.Popen(self._command, env=environ)
             except OSError as error:
                 output.complain(
                     "the command was not started", str(error), "check that it is a program for this machine"

@@ -121,6 +121,17 @@ MonitorNames = Annotated[
         "--monitor-name", envvar="GPULEASE_MONITOR_NAMES", help="A program that only watches GPUs; repeatable."
     ),
 ]
+RetainedMemorySeconds = Annotated[
+    float,
+    typer.Option(
+        envvar="GPULEASE_RETAINED_MEMORY_S",
+        min=0,
+        max=3600,
+        callback=fraction,
+        help="How long a GPU whose lease has ended is kept for memory that the driver alone still holds, or for a "
+        "device file that a process of no lease has open. Seconds.",
+    ),
+]
 Standby = Annotated[
     bool,
     typer.Option(
@@ -218,6 +229,7 @@ def serve(
     node: NodeName = None,
     desktop_names: DesktopNames = None,
     monitor_names: MonitorNames = None,
+    retained_memory_s: RetainedMemorySeconds = 30.0,
     kill_leftovers: Annotated[bool | None, KILL_LEFTOVERS] = None,
     manage_compute_mode: Annotated[bool | None, MANAGE_COMPUTE_MODE] = None,
     standby: Standby = False,
@@ -249,7 +261,7 @@ def _settings(given: Mapping[str, Any], worker_options: tuple[str, ...]) -> Serv
 
     same = (
         *("host", "port", "socket", "database_url", "data_dir", "worker", "simulate", "node", "standby"),
-        *("max_bypass", "max_bypass_s", "max_observation_age_s", "log_format", "log_level"),
+        *("max_bypass", "max_bypass_s", "max_observation_age_s", "retained_memory_s", "log_format", "log_level"),
     )
     certificate, key = given["tls_cert"], given["tls_key"]
     if (certificate is None) is not (key is None):

@@ -121,9 +121,12 @@ class GpuWatch:
     leftovers: tuple[int, ...] = ()
     """Pids that were named as left behind by that lease."""
     quiet_since_s: float | None = None
-    """Since when the draining GPU has had no process, nobody had it open, and its memory fell no further."""
+    """Since when the draining GPU has had no process, nothing of its lease had it open, and its memory fell no
+    further."""
     lowest_bytes: int | None = None
     """Least memory in use in that time."""
+    clean_since_s: float | None = None
+    """When the draining GPU first had no process, nothing of its lease had it open, and its memory was back."""
     missing_since_s: float | None = None
     """Since when its node's readings have not shown the draining GPU."""
     free_bytes: tuple[int, ...] = ()

@@ -170,6 +170,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
         if gpu.lease_id is not None and gpu.device.node == node:
             held.setdefault(gpu.lease_id, []).append(gpu)
     leases = tuple(_node_lease(ledger, node, ledger.leases[lease_id], gpus) for lease_id, gpus in held.items())
+    simulated = (known := ledger.nodes.get(node)) is not None and known.simulated
     jobs = tuple(
         JobOrder(
             job_id=record.job.id,
@@ -179,6 +180,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
             gid=record.gid,
             gpus=tuple(device.uuid for device in record.job.gpus),
             indices=tuple(device.index for device in record.job.gpus),
+            simulated=simulated,
             spec=record.spec,
             env=ledger.leases[record.job.lease_id].lease.env,
             stop=record.cancelled_at is not None,

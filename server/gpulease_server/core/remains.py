@@ -1,12 +1,27 @@
 """What a lease that ended has left on a GPU, and when there is nothing left.
 
-A GPU is clean in three senses (ARCHITECTURE.md, "When a GPU is clean"): the driver lists no process, nobody has its
-device file open, and its memory is back at what it was while the GPU was free. A pid that is gone proves none of them.
+A GPU is clean in three senses (ARCHITECTURE.md, "When a GPU is clean"): the driver lists no process, nothing of the
+former holder has its device file open, and its memory is back at what it was while the GPU was free. A pid that is gone
+proves none of them.
+
+Who else has the device file open, of no lease and listed nowhere, is a stranger: a monitor, a notebook. The worker
+leaves out all others (`gpulease_worker.openers`). A stranger delays and never keeps the GPU:
+
+| list | open by the lease's own | strangers | memory | the GPU |
+|---|---|---|---|---|
+| somebody | any | any | any | drains, without limit |
+| empty | somebody | any | any | drains, without limit |
+| empty | nobody | none | back | is clean at once |
+| empty | nobody | some | back | is clean `retained_memory_s` after list, own files and memory were first clean |
+| empty | nobody | any | not back | is clean when memory has fallen no further for `retained_memory_s` |
+
+Which strangers there are is asked for nothing but the names in `gpu.clean`, so that a new one every few seconds delays
+no longer than one that stays. Both times begin anew when a process is listed again or the lease's own open it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gpulease.model import GpuReading, Process
@@ -17,6 +32,8 @@ from .turn import Policy, Turn
 
 MEMORY_STEP_BYTES = 2**20
 """Memory that changes by less than this is taken not to change."""
+NAMED = 4
+"""So many processes are named in one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +43,9 @@ class Remains:
     processes: tuple[Process, ...]
     """Listed by the driver."""
     openers: tuple[Process, ...]
-    """Not listed, and has the device file open or mapped."""
+    """The lease's own: not listed, and has the device file open or mapped."""
+    strangers: tuple[Process, ...]
+    """Of no lease, not listed, and has the device file open or mapped."""
     looked: bool
     """Somebody has looked for open device files, and the GPU is healthy enough to believe its process lists."""
     memory_back: bool
@@ -34,7 +53,7 @@ class Remains:
 
     @property
     def nobody(self) -> bool:
-        """True when no process is left in either sense."""
+        """True when no process of the lease is left in either sense, and no other is listed."""
         return self.looked and not self.processes and not self.openers
 
 
@@ -42,10 +61,11 @@ def remains_of(gpu: GpuRecord, reading: GpuReading, policy: Policy) -> Remains:
     """What this reading shows left on a draining GPU."""
     listed = occupants(reading)
     pids = {process.pid for process in listed}
-    opened_by = reading.opened_by or ()
+    opened_by = [one for one in reading.opened_by or () if not one.bystander and one.pid not in pids]
     return Remains(
         processes=listed,
-        openers=tuple(process for process in opened_by if not process.bystander and process.pid not in pids),
+        openers=tuple(process for process in opened_by if process.lease_id == gpu.lease_id),
+        strangers=tuple(process for process in opened_by if process.lease_id != gpu.lease_id),
         looked=reading.opened_by is not None and reading.health == "ok",
         memory_back=_memory_back(gpu, reading, policy),
     )
@@ -76,7 +96,9 @@ def watch_draining(turn: Turn, gpu: GpuRecord, reading: GpuReading, watch: GpuWa
     if reading.opened_by is None and reading.health == "ok" and not left:
         return watch  # a look at open files takes longer than this reading
     if not remains.nobody:
-        return replace(watch, quiet_since_s=None, lowest_bytes=None)
+        return replace(watch, quiet_since_s=None, lowest_bytes=None, clean_since_s=None)
+    if remains.memory_back and (watch.clean_since_s is None or watch.clean_since_s <= since_s):
+        watch = replace(watch, clean_since_s=observed_at_s)
     used, lowest = reading.memory_used_bytes, watch.lowest_bytes
     rose = used is not None and lowest is not None and used > lowest + turn.policy.memory_tolerance_bytes
     fell = used is not None and (lowest is None or used < lowest - MEMORY_STEP_BYTES)
@@ -103,8 +125,12 @@ def free_clean(turn: Turn, sighting: Sighting) -> None:
             turn.put(replace(gpu, lease_id=None, draining=False) if gpu.cordoned else GpuGone(uuid))
             continue
         remains, watch = remains_of(gpu, reading, turn.policy), sighting.watches[uuid]
-        retained = _is_retained(watch, at_s, turn.policy)
-        if not remains.nobody or not (remains.memory_back or retained):
+        if not remains.nobody:
+            continue
+        plain = remains.memory_back and not remains.strangers
+        settled_s = watch.clean_since_s if remains.memory_back else watch.quiet_since_s
+        waited = settled_s is not None and at_s - settled_s >= turn.policy.retained_memory_s
+        if not (plain or waited):
             continue
         freed = replace(gpu, lease_id=None, draining=False)
         if not remains.memory_back:
@@ -114,19 +140,17 @@ def free_clean(turn: Turn, sighting: Sighting) -> None:
             node=sighting.node,
             gpus=(uuid,),
             lease_id=gpu.lease_id,
-            reason=_how_clean(reading, retained=not remains.memory_back),
+            reason=_how_clean(reading, remains, turn.policy),
         )
         turn.put(freed)
 
 
-def _is_retained(watch: GpuWatch, observed_at_s: float, policy: Policy) -> bool:
-    return watch.quiet_since_s is not None and observed_at_s - watch.quiet_since_s >= policy.retained_memory_s
-
-
-def _how_clean(reading: GpuReading, *, retained: bool) -> str | None:
+def _how_clean(reading: GpuReading, remains: Remains, policy: Policy) -> str | None:
     """What a clean GPU was freed in spite of; None when all three senses were plain."""
     notes = []
-    if retained:
+    if remains.strangers:
+        notes.append(f"device file still open by {_some(remains.strangers, policy)}")
+    if not remains.memory_back:
         amount = "an unknown amount" if reading.memory_used_bytes is None else gibibytes(reading.memory_used_bytes)
         notes.append(f"memory retained by the driver: {amount}")
     if reading.unreadable_processes is None:
@@ -142,17 +166,25 @@ def left_words(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
     if reading is None:
         return ""
     remains = remains_of(gpu, reading, policy)
-    if remains.processes:
-        return f": {named(remains.processes[:4], policy)} left"
-    if remains.openers:
-        return f": its device file is kept open by {named(remains.openers[:4], policy)}"
+    if remains.processes or remains.openers:
+        left = f"{_some(remains.processes, policy)} left" if remains.processes else ""
+        kept = f"its device file is kept open by {_some(remains.openers, policy)} of that lease"
+        return ": " + "; ".join(filter(None, (left, kept if remains.openers else "")))
     if reading.opened_by is None:
         return ": who has its device file open is being looked for"
     if remains.looked and not remains.memory_back:
         used = reading.memory_used_bytes
         now = "unknown" if used is None else f"{gibibytes(used)} in use"
         return f": no process is left, but its memory is {now}, {gibibytes(gpu.baseline_bytes or 0)} while it was free"
+    if remains.looked and remains.strangers:
+        delay = f"which delays it by at most {policy.retained_memory_s:g} s"
+        return f": nothing of that lease is left; {_some(remains.strangers, policy)} has its device file open, {delay}"
     return ""
+
+
+def _some(processes: Sequence[Process], policy: Policy) -> str:
+    more = f" and {len(processes) - NAMED} more" if len(processes) > NAMED else ""
+    return named(processes[:NAMED], policy) + more
 
 
 def named(processes: Iterable[Process], policy: Policy) -> str:

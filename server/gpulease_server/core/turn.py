@@ -45,8 +45,9 @@ class Policy:
     memory_tolerance_bytes: int = 256 * 2**20
     """A draining GPU's memory is back when it is at most this much over what it was while the GPU was free."""
     retained_memory_s: float = 30.0
-    """Memory that stays in use with no process, no open device file and no change for so long is the driver's own, as
-    on coherent systems (GH200), and no longer keeps a GPU from being clean."""
+    """Memory that stays in use with no process, no device file that the lease's own have open, and no change for so
+    long is the driver's own, as on coherent systems (GH200), and no longer keeps a GPU from being clean. So long a
+    stranger's open device file delays a GPU at most."""
     gone_after_s: float = 600.0
     """A draining GPU that its node has not shown for so long is forgotten; one that comes back sooner drains on."""
     leftover_after_s: float = 1.0

@@ -128,7 +128,8 @@ function drawGpu(parts, gpu) {
   const also = gpu.cordoned && gpu.state !== "cordoned";
   parts.cordoned.hidden = !also;
   setText(parts.cordoned, also ? "cordoned" : "");
-  setText(parts.health, gpu.health === "ok" ? "" : plain(gpu.health));
+  const ills = [...(gpu.health === "ok" ? [] : [gpu.health]), ...(gpu.warnings ?? [])];
+  setText(parts.health, ills.map((word) => plain(word)).join(", "));
   setText(parts.holder, who(gpu.holder, gpu.job));
   parts.holder.toggleAttribute("data-empty", gpu.holder === null);
   count(parts.until, "until", gpu.until);
