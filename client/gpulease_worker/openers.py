@@ -15,6 +15,7 @@ node, and forked workers inherit them. So it is asked whose the process is. The 
 | descends from the owner of another lease that drains | not: it is answered for there |
 | is listed by the driver on another GPU and not on this one, or descends from one that is | not |
 | was there before the lease | not |
+| has ended since the look, which may be a second old | not: it has nothing open any more |
 | is none of these: a stranger | it delays, see `gpulease_server.core.remains` |
 
 Whoever uses the GPU is on the driver's list for it, and holds memory: that is asked beside this.
@@ -74,6 +75,8 @@ class Openers:
             mine = self._is_of(process, lease)
             if mine is None or (not mine and self._is_innocent(process, lease, elsewhere)):
                 continue
+            if not mine and not process.alive():
+                continue  # it has ended since the look, and with it whatever could have told whose it was
             one = self._show(process.pid)
             if OUR_OWN in (one.command or ""):
                 continue

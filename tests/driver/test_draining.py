@@ -20,7 +20,6 @@ RETAINED_S = 30.0
 
 
 pytestmark = pytest.mark.xdist_group("machine")  # it measures times: one such at a time
-AWAITS_OPENERS = pytest.mark.xfail(reason="an open device file of another lease's process still counts", strict=False)
 
 
 def masked(*gpus: int) -> dict[str, str]:
@@ -28,7 +27,6 @@ def masked(*gpus: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(UUIDS[gpu] for gpu in gpus)}
 
 
-@AWAITS_OPENERS
 def test_a_training_that_began_later_on_another_gpu_keeps_nothing(
     running: DaemonProcess, machine: DriverMachine
 ) -> None:
@@ -42,7 +40,6 @@ def test_a_training_that_began_later_on_another_gpu_keeps_nothing(
     assert machine.left_of(other["id"], 1), "the other has its device file open all the while"
 
 
-@AWAITS_OPENERS
 def test_nor_one_that_began_earlier_and_forks_workers_in_every_epoch(
     running: DaemonProcess, machine: DriverMachine
 ) -> None:
@@ -57,7 +54,6 @@ def test_nor_one_that_began_earlier_and_forks_workers_in_every_epoch(
     drains(running, machine, first, 1)
 
 
-@AWAITS_OPENERS
 @pytest.mark.parametrize(
     ("options", "mask"),
     [
@@ -91,7 +87,6 @@ def test_a_known_monitor_that_starts_during_a_lease_keeps_nothing(
     drains(running, machine, first, 1)
 
 
-@AWAITS_OPENERS
 def test_an_unknown_one_delays_for_a_while_once_and_is_named(running: DaemonProcess, machine: DriverMachine) -> None:
     first = take(running, 1)
     exporter = machine.start("-x", name="an-exporter")

@@ -63,14 +63,16 @@ def delay_s(running: DaemonProcess, machine: DriverMachine, held: dict[str, Any]
     return monotonic_s(clean_events(running)[held["id"], index]["at"]) - gone_s
 
 
-def drains(running: DaemonProcess, machine: DriverMachine, held: dict[str, Any], index: int) -> None:
+def drains(
+    running: DaemonProcess, machine: DriverMachine, held: dict[str, Any], index: int, within_s: float = PROMPT_S
+) -> None:
     """The GPU becomes clean no sooner than the last of the lease is gone, and soon after it."""
     eventually(lambda: machine.gone_at_s(held["id"], index) is not None, 20)
     gone_s = machine.gone_at_s(held["id"], index)
     assert gone_s is not None
     eventually(
         lambda: (held["id"], index) in clean_events(running),
-        max(0.0, gone_s + PROMPT_S - time.monotonic()),
+        max(0.0, gone_s + within_s - time.monotonic()),
         lambda: f"GPU {index} still drains: {reason(running, index)}; {running.story()}",
     )
     assert delay_s(running, machine, held, index) > -0.01, "it was taken for clean while something was left"
