@@ -15,6 +15,7 @@ from gpulease_worker.source import Pace
 from tests.gpu.subjects import churners
 
 COLUMNS = ("what", "median us", "p99 us", "max us")
+QUICK_S = 0.3
 SETTINGS = WorkerSettings(urls=(), node="", data_dir=Path())
 """What a worker is given that is told nothing else."""
 
@@ -39,7 +40,7 @@ def loaded(machine: Machine) -> None:
 
 
 def _measure(machine: Machine, when: str) -> None:
-    report, within_s = machine.report, 1.0 if machine.quick else probe.WITHIN_S
+    report, within_s = machine.report, QUICK_S if machine.quick else probe.WITHIN_S
     with report.asking(f"calls of NVML {when}"):
         said = io.StringIO()
         nvml = Nvml()
