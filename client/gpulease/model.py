@@ -100,7 +100,7 @@ class Process(Noun):
     lease_id: str | None = None
     """The lease it works under; null for a process outside any lease."""
     bystander: bool = False
-    """True for a desktop's or a monitor's process: it does not keep the GPU from others."""
+    """True for a desktop's or a monitor's process and for an MPS server: it does not keep the GPU from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,9 @@ class GpuReading(Device):
     processes: tuple[Process, ...] = ()
     """Processes on the GPU, every type."""
     hidden_use: bool = False
-    """True when memory or utilization shows that it is in use, no process is listed, and the worker runs in a PID
-    namespace of its own, from which the driver hides all other processes."""
+    """True when memory or utilization shows that it is in use, or its memory is not known, no process is listed, and
+    others could not be: the worker runs in a PID namespace of its own, from which the driver hides them, or the driver
+    has no process lists (WSL2)."""
     minor_number: int | None = None
     """N of its device file `/dev/nvidiaN`; not the index."""
     numa_node: int | None = None

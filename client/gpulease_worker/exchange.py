@@ -180,7 +180,14 @@ class Exchange:
 
     def _new_probe(self) -> Probe:
         settings = self._settings
-        return Probe(settings.node, settings.simulate, settings.probe_deadline_s, settings.pace, self._changed.set)
+        return Probe(
+            settings.node,
+            settings.simulate,
+            settings.probe_deadline_s,
+            settings.pace,
+            self._changed.set,
+            settings.idle_memory_bytes,
+        )
 
     def _hold_s(self) -> float:
         return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s

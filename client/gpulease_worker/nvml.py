@@ -119,11 +119,17 @@ class LibraryFailed(Exception):
 
 
 class Refused(Exception):
-    """The driver cannot or may not do or tell one thing. The text is its reason; `absent`: there is no such thing."""
+    """The driver cannot or may not do or tell one thing. The text is its reason; `absent`: there is no such thing,
+    `unsupported`: it says so in that very word."""
 
-    def __init__(self, text: str, *, absent: bool = False) -> None:
+    def __init__(self, text: str, *, absent: bool = False, unsupported: bool = False) -> None:
         super().__init__(text)
         self.absent = absent
+        self.unsupported = unsupported
+
+
+class NoProcessList(Exception):
+    """A GPU's driver has no list of compute processes at all, as under WSL2: it neither refuses one nor fails."""
 
 
 class ProcessV1(ctypes.Structure):
@@ -226,13 +232,18 @@ class Nvml:
         }
 
     def processes(self, handle: Any) -> list[Listed] | None:
-        """Every process on the GPU, once each; None when a list cannot be read: that is not an empty one."""
+        """Every process on the GPU, once each; None when a list cannot be read: that is not an empty one.
+
+        Raises NoProcessList where there is none.
+        """
         found: dict[int, Listed] = {}
         for kind, name in PROCESS_LISTS:
             try:
                 listed = self._list(name, handle)
             except Refused as refused:
                 # Where there is no MPS and no graphics, nobody can use them; a GPU always computes.
+                if kind is ProcessType.COMPUTE and refused.unsupported:
+                    raise NoProcessList from refused
                 if kind is ProcessType.COMPUTE or not refused.absent:
                     return None
                 continue
@@ -335,7 +346,8 @@ class Nvml:
                 raise LibraryFailed(str(error), mismatch=mismatch) from error
             if error.value in LOST:
                 raise GpuFailed(LOST[error.value], str(error)) from error
-            raise Refused(str(error), absent=error.value in ABSENT) from error
+            unsupported = error.value == pynvml.NVML_ERROR_NOT_SUPPORTED
+            raise Refused(str(error), absent=error.value in ABSENT, unsupported=unsupported) from error
         except pynvml.NVMLLibraryMismatchError as error:  # not an NVMLError: it misses a function of the library
             raise Refused(str(error), absent=True) from error
         finally:
@@ -378,7 +390,8 @@ class Nvml:
         if answer in LOST:
             raise GpuFailed(LOST[answer], name)
         if answer != pynvml.NVML_SUCCESS:
-            raise Refused(f"{name} fails with {answer}", absent=answer in ABSENT)
+            unsupported = answer == pynvml.NVML_ERROR_NOT_SUPPORTED
+            raise Refused(f"{name} fails with {answer}", absent=answer in ABSENT, unsupported=unsupported)
         return [(int(one.pid), _told(one.usedGpuMemory)) for one in entries[: count.value]]
 
     def _recovery_action(self, handle: Any) -> str | None:

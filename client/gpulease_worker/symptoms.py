@@ -44,6 +44,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
         nvml_problem=reading.problem,
         gpus=reading.gpus,
         pid_namespace=_inode(Path("/proc/self/ns/pid")),
+        wsl=Path("/dev/dxg").exists(),
         persistence=_persistence(deadline_s),
         binding=_binding(),
         socket=str(path),

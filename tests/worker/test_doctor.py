@@ -103,6 +103,7 @@ def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
         ({"gpus": ()}, "compute mode"),
         ({"gpus": (gpu(0, compute_mode=None),)}, "compute mode"),
         ({"pid_namespace": None}, "PID namespace"),
+        ({"pid_namespace": 4026532999, "wsl": True}, "PID namespace"),
         ({"socket_mode": None}, "socket"),
         ({"free_bytes": None}, "disk"),
     ],

@@ -82,6 +82,16 @@ Simulate = Annotated[
 NodeName = Annotated[
     str | None, typer.Option(envvar="GPULEASE_NODE", help="Name of this host's node.", show_default="its host name")
 ]
+IdleMemoryBytes = Annotated[
+    int,
+    typer.Option(
+        envvar="GPULEASE_IDLE_MEMORY_BYTES",
+        min=0,
+        max=2**50,
+        help="How much memory in use still is that of an idle GPU, where the processes of others cannot be seen (in a "
+        "container without --pid=host, under WSL2). Bytes.",
+    ),
+]
 KILL_LEFTOVERS: Any = typer.Option(
     "--kill-leftovers/--no-kill-leftovers",
     envvar="GPULEASE_KILL_LEFTOVERS",
@@ -294,6 +304,7 @@ def worker(
     health_s: Annotated[float, _seconds("health", "Time between two reads of ECC, throttling, links.", 3600.0)] = 30.0,
     probe_deadline_s: Annotated[float, _seconds("probe-deadline", "How long one reading may take.", 60.0)] = 0.9,
     call_deadline_s: Annotated[float, _seconds("call-deadline", "How long one driver call may take.", 60.0)] = 0.6,
+    idle_memory_bytes: IdleMemoryBytes = 16 * 2**20,
     kill_leftovers: Annotated[bool, KILL_LEFTOVERS] = False,
     manage_compute_mode: Annotated[bool, MANAGE_COMPUTE_MODE] = False,
     log_bytes: Annotated[
@@ -334,6 +345,7 @@ def worker(
             poll_s=poll_s,
             probe_deadline_s=probe_deadline_s,
             pace=Pace(processes_s=processes_s, health_s=health_s, call_deadline_s=call_deadline_s),
+            idle_memory_bytes=idle_memory_bytes,
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,
             log_bytes=log_bytes,
