@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         UnknownOrdinals,
     )
     from gpulease.executor import GPUExecutor
+    from gpulease.explanation import Explanation, Obstacle
     from gpulease.lease import HeldLease
     from gpulease.model import (
         Activity,
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
         Device,
         EndReason,
         Event,
-        Explanation,
         Gpu,
         GpuLink,
         GpuState,
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
         Mask,
         Node,
         NodeState,
-        Obstacle,
         Process,
     )
     from gpulease.wire import JobRequest, LeaseRequest
@@ -129,8 +128,10 @@ _HOME = {
     "AsyncClient": "async_client",
     "AsyncLease": "async_lease",
     "Client": "client",
+    "Explanation": "explanation",
     "GPUExecutor": "executor",
     "HeldLease": "lease",
+    "Obstacle": "explanation",
     "find_usable_cuda_devices": "devices",
     "reserved_leases": "devices",
 }

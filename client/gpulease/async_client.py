@@ -13,8 +13,9 @@ from gpulease.access import BearerToken, NewBearerToken, TokenRequest
 from gpulease.async_lease import AskedLease, AsyncLease, OnLost
 from gpulease.async_transport import AsyncTransport
 from gpulease.client import Client
+from gpulease.explanation import Explanation
 from gpulease.metrics import JobMetrics
-from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
+from gpulease.model import Event, Gpu, Job, Lease, Node
 from gpulease.owner import Owner
 from gpulease.route import Destination
 from gpulease.talk import Talk, lease_request, several

@@ -13,9 +13,10 @@ from typing import Any, Generic, TypeVar, cast
 from urllib.parse import quote
 
 from gpulease.access import BearerToken, NewBearerToken, TokenRequest
+from gpulease.explanation import Explanation
 from gpulease.history import EventPage
 from gpulease.metrics import JobMetrics
-from gpulease.model import Explanation, Gpu, Job, Lease, LeaseState, Node, Page
+from gpulease.model import Gpu, Job, Lease, LeaseState, Node, Page
 from gpulease.wire import CancelRequest, JobRequest, LeaseRequest, PauseRequest, from_json, to_json
 
 Answer = TypeVar("Answer")

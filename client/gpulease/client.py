@@ -10,9 +10,10 @@ from typing import Any, Self, TypeVar
 
 from gpulease import calls
 from gpulease.access import BearerToken, NewBearerToken, TokenRequest
+from gpulease.explanation import Explanation
 from gpulease.lease import HeldLease
 from gpulease.metrics import JobMetrics
-from gpulease.model import Event, Explanation, Gpu, Job, Lease, Node
+from gpulease.model import Event, Gpu, Job, Lease, Node
 from gpulease.owner import Owner
 from gpulease.route import Destination
 from gpulease.talk import Talk, lease_request, several

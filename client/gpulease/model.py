@@ -33,7 +33,6 @@ __all__ = [
     "Device",
     "EndReason",
     "Event",
-    "Explanation",
     "Gpu",
     "GpuReading",
     "GpuState",
@@ -50,7 +49,6 @@ __all__ = [
     "NodeMode",
     "NodeState",
     "Noun",
-    "Obstacle",
     "Page",
     "Process",
     "ProcessType",
@@ -102,7 +100,7 @@ class Process(Noun):
     lease_id: str | None = None
     """The lease it works under; null for a process outside any lease."""
     bystander: bool = False
-    """True for a desktop's or a monitor's process: it does not keep the GPU from others."""
+    """True for a desktop's or a monitor's process and for an MPS server: it does not keep the GPU from others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +126,9 @@ class GpuReading(Device):
     processes: tuple[Process, ...] = ()
     """Processes on the GPU, every type."""
     hidden_use: bool = False
-    """True when memory or utilization shows that it is in use, no process is listed, and the worker runs in a PID
-    namespace of its own, from which the driver hides all other processes."""
+    """True when memory or utilization shows that it is in use, or its memory is not known, no process is listed, and
+    others could not be: the worker runs in a PID namespace of its own, from which the driver hides them, or the driver
+    has no process lists (WSL2)."""
     minor_number: int | None = None
     """N of its device file `/dev/nvidiaN`; not the index."""
     numa_node: int | None = None
@@ -394,53 +393,6 @@ class Event(Noun):
     """Fencing token of the grant concerned."""
     reason: str | None = None
     """A word or sentence that says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Obstacle(Noun):
-    """Why one GPU could not be granted."""
-
-    uuid: str
-    """The GPU in the way."""
-    node: str
-    """Its node."""
-    index: int
-    """Its index on the node."""
-    code: str
-    """The GPU's state, or `claimed` (held for an earlier request), `unread` (looked free, but no fresh reading
-    came), `too_little_memory`, `other_model`, `other_node`, `not_listed`."""
-    sentence: str
-    """The same for people, naming pid, user and lease where there are any."""
-    lease_id: str | None = None
-    """The lease in the way."""
-    holder: Holder | None = None
-    """Who holds that lease."""
-    pids: tuple[int, ...] = ()
-    """Processes in the way."""
-    until: datetime | None = None
-    """When the lease in the way ends unless it is renewed; null where no time limit runs, or no lease is in the way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(Noun):
-    """Why a request has no GPUs: for now, or for ever."""
-
-    verdict: str
-    """`granted`, `not_now`, `never` or `ended`."""
-    sentence: str
-    """The answer for people."""
-    position: int | None = None
-    """Place in the queue; null unless queued."""
-    passed: int | None = None
-    """How often a younger request was granted a GPU that this one could use; null unless queued."""
-    passed_s: float | None = None
-    """Seconds since the first time; null if it was not passed."""
-    held: tuple[str, ...] = ()
-    """UUIDs of free GPUs that are held for it: no younger request gets them."""
-    behind: tuple[str, ...] = ()
-    """Earlier leases for which free GPUs are held that this one could use."""
-    obstacles: tuple[Obstacle, ...] = ()
-    """For each GPU of the daemon that cannot be granted to this request, why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

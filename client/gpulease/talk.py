@@ -19,8 +19,9 @@ from gpulease import calls
 from gpulease.calls import Call
 from gpulease.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost, NotNow, StaleToken, Unavailable
 from gpulease.event_frames import EventFrames
+from gpulease.explanation import Explanation
 from gpulease.log_frames import Frames
-from gpulease.model import Explanation, Job, Lease, LeaseState, Page
+from gpulease.model import Job, Lease, LeaseState, Page
 from gpulease.route import Destination, Route, may_be_sent_again, may_have_been_done
 from gpulease.steps import BrokenOff, Emit, NextPiece, Sleep, Steps
 from gpulease.wire import LeaseRequest, from_json, to_json

@@ -80,6 +80,8 @@ class Facts:
     """There is no libcuda."""
     pid_namespace: int | None = None
     """Inode of this process's PID namespace."""
+    wsl: bool = False
+    """The GPUs are those of Windows, through its /dev/dxg."""
     persistence: tuple[bool, ...] | None = None
     """Whether each GPU is in persistence mode, in PCI order."""
     binding: str | None = None
@@ -201,6 +203,9 @@ def cuda(facts: Facts) -> Finding:
 
 def pid_namespace(facts: Facts) -> Finding:
     """Are the processes of the whole host visible? Elsewhere the driver leaves out those of others, silently."""
+    if facts.wsl:
+        judged = "a GPU is judged by its memory and utilization; GPULEASE_IDLE_MEMORY_BYTES is what Windows may use."
+        return _unknown("PID namespace", f"Under WSL2 not every process on a GPU is listed: {judged}")
     if facts.pid_namespace is None:
         return _unknown("PID namespace", "/proc/self/ns/pid cannot be read.")
     if facts.pid_namespace != INITIAL_PID_NAMESPACE:

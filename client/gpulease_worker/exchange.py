@@ -187,9 +187,14 @@ class Exchange:
 
     def _new_probe(self) -> tuple[Probe, Readings]:
         settings = self._settings
-        deadline_s = settings.probe_deadline_s + settings.pace.call_deadline_s
         probe = Probe(
-            settings.node, settings.simulate, deadline_s, settings.pace, self._changed.set, settings.start_deadline_s
+            settings.node,
+            settings.simulate,
+            settings.probe_deadline_s + settings.pace.call_deadline_s,
+            settings.pace,
+            self._changed.set,
+            settings.start_deadline_s,
+            settings.idle_memory_bytes,
         )
         return probe, Readings(probe, settings.probe_deadline_s, self._changed.set)
 

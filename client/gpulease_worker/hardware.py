@@ -8,6 +8,14 @@ Only where memory in use has changed are they read anew, so that who comes or go
 The errors of one GPU stay with that GPU. One that was known, to this probe or to the one before it, and does not answer
 keeps its name and is `lost`, `reset_required` or `unreadable`; one that could never be identified is left out, because
 nothing can be said of it.
+
+Where the processes of others cannot be seen, memory and utilization tell whether a GPU is in use: in a PID namespace of
+its own, from which the driver hides the others, and where the driver has no process lists at all (WSL2). An idle GPU
+has some memory in use, the least that was seen, by this probe or the ones before it; but that is believed only up to
+`IDLE_BYTES`, because somebody hidden may have been there from the beginning. So whoever is on it at the first reading
+makes it foreign, and so does a GPU's own idle memory where it is more, as of a screen: an administrator says then how
+much that is (`Start.idle_bytes`).
+
 While a GPU is lost, NVML is opened anew every `health_s`, because a session does not always find it again.
 """
 
@@ -25,14 +33,15 @@ from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Process
 from gpulease_worker import driver, health, pci, processes
 from gpulease_worker.cuda_starts import CudaStarts
-from gpulease_worker.nvml import GpuFailed, LibraryFailed, Nvml, Refused
-from gpulease_worker.source import ModeChange, ModeNotSet, Reading, ReadingFailed, Start, attribute
+from gpulease_worker.nvml import GpuFailed, LibraryFailed, NoProcessList, Nvml, Refused
+from gpulease_worker.source import IDLE_BYTES, ModeChange, ModeNotSet, Reading, ReadingFailed, Start, attribute
 from gpulease_worker.xid_watch import XidWatch
 
 WHAT_TO_DO = "Install the NVIDIA driver, or try without GPUs: --simulate 4."
 
-HIDDEN_BYTES = 512 * 1024**2
-"""More memory in use than this is somebody's, although no process is listed; an idle driver keeps less."""
+HIDDEN_BYTES = 16 * 1024**2
+"""So much more memory in use than when idle is somebody's, although no process is listed: the smallest context of CUDA
+takes some 60 MiB, an MPS client 30."""
 MOVED_BYTES = 16 * 1024**2
 """When memory in use has changed by so much, a process has come or gone: its GPU's processes are read at once."""
 
@@ -53,6 +62,8 @@ class Sighted:
     """Memory in use at the last read of its processes."""
     failed: str | None = None
     """Its health when it did not answer the last reading."""
+    listless: bool = False
+    """The driver has no list of its processes."""
 
 
 class Hardware:
@@ -64,6 +75,11 @@ class Hardware:
         self._pace = start.pace
         self._nvml = Nvml()
         self._sees_all = processes.sees_the_host()
+        self._lists = False
+        """Some GPU's processes could be listed."""
+        self._idle_bytes = start.idle_bytes
+        self._least_bytes = dict(start.least_bytes)
+        """By UUID: the least memory in use that was seen."""
         self._open = False
         self._opened_at_s = 0.0
         self._known: dict[int, Sighted] = {}
@@ -113,6 +129,7 @@ class Hardware:
             self._whole_at_s = now_s
         if condition:
             self._condition_at_s = now_s
+        found = self._without_lists(found)
         gpus = [gpu for gpu in found if gpu is not None] + [_silent(sighted, health.LOST) for sighted in self._gone]
         if not gpus:
             raise ReadingFailed(f"The NVIDIA driver shows no usable GPU. {WHAT_TO_DO}")
@@ -246,23 +263,48 @@ class Hardware:
         used = activity["memory_used_bytes"]
         moved = used is not None and abs(used - (sighted.used_bytes or 0)) >= MOVED_BYTES
         if whole or moved or not sighted.whole:
-            sighted.whole, sighted.used_bytes = self._read_whole(handle), used
+            sighted.whole, sighted.used_bytes = self._read_whole(handle, sighted), used
             self._reread.add(sighted.device.uuid)
         if condition or not sighted.condition:
             numa_node = pci.numa_node(sighted.device.pci_bus_id)
             sighted.condition = {**self._nvml.condition(handle), "numa_node": numa_node}
         members = {**activity, **sighted.condition, **sighted.whole}
         facts: health.Facts = members.pop("facts")
-        if not self._sees_all and not members["processes"]:
-            members["hidden_use"] = (used or 0) > HIDDEN_BYTES or bool(activity["utilization_ratio"])
+        least_bytes = self._least(sighted.device.uuid, used)
+        if (sighted.listless or not self._sees_all) and not members["processes"]:
+            idle_bytes = max(self._idle_bytes, min(least_bytes, IDLE_BYTES) + HIDDEN_BYTES)
+            members["hidden_use"] = used is None or used > idle_bytes or bool(activity["utilization_ratio"])
         xid = self._xids.standing(sighted.device.uuid, facts.recovery_action, time.monotonic())
         starts = self._cuda.of(sighted.device.uuid, facts.fabric if health.cuda_decides(facts) else None)
         facts = replace(facts, xid=xid, cuda_starts=starts)
         sighted.failed = None
         return _reading(sighted, **members, health=health.judged(facts), warnings=health.warnings(facts))
 
-    def _read_whole(self, handle: Any) -> dict[str, Any]:
-        listed = self._nvml.processes(handle)
+    def _least(self, uuid: str, used_bytes: int | None) -> int:
+        if used_bytes is not None:
+            self._least_bytes[uuid] = min(used_bytes, self._least_bytes.get(uuid, used_bytes))
+        return self._least_bytes.get(uuid, 0)
+
+    def _without_lists(self, found: list[GpuReading | None]) -> list[GpuReading | None]:
+        """The readings, where a GPU has no process list. It counts only if none has: one that alone does not tell, on a
+        driver that has lists, is one whose processes are not known."""
+        if not self._lists and not self._gone and all(one.listless for one in self._known.values()):
+            return found
+        listless = {one.device.uuid for one in self._known.values() if one.listless and one.failed is None}
+        return [
+            replace(gpu, health=health.judged(health.Facts(processes_known=False)))
+            if gpu is not None and gpu.uuid in listless and gpu.health == health.OK
+            else gpu
+            for gpu in found
+        ]
+
+    def _read_whole(self, handle: Any, sighted: Sighted) -> dict[str, Any]:
+        try:
+            listed = self._nvml.processes(handle)
+            sighted.listless = False
+            self._lists |= listed is not None
+        except NoProcessList:
+            listed, sighted.listless = [], True
         facts, remapped_rows = self._nvml.facts(handle)
         return {
             "facts": replace(facts, processes_known=listed is not None),

@@ -101,12 +101,21 @@ class LibraryFailed(Exception):
 
 
 class Refused(Exception):
-    """The driver cannot or may not do or tell one thing. The text is its reason; `absent`: there is no such thing;
-    `outgrown`: a list grew between the two calls that it takes."""
+    """The driver cannot or may not do or tell one thing. The text is its reason, `code` NVML's word for it; None where
+    the driver, or the binding, does not even know the question."""
 
-    def __init__(self, text: str, *, absent: bool = False, outgrown: bool = False) -> None:
+    def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)
-        self.absent, self.outgrown = absent, outgrown
+        self.code = code
+
+    @property
+    def absent(self) -> bool:
+        """There is no such thing, as far as the driver tells."""
+        return self.code is None or self.code in ABSENT
+
+
+class NoProcessList(Exception):
+    """A GPU's driver has no list of compute processes at all, as under WSL2: it neither refuses one nor fails."""
 
 
 class ProcessV1(ctypes.Structure):
@@ -211,13 +220,18 @@ class Nvml:
         }
 
     def processes(self, handle: Any) -> list[Listed] | None:
-        """Every process on the GPU, once each; None when a list cannot be read: that is not an empty one."""
+        """Every process on the GPU, once each; None when a list cannot be read: that is not an empty one.
+
+        Raises NoProcessList where there is none.
+        """
         found: dict[int, Listed] = {}
         for kind, name in PROCESS_LISTS:
             try:
                 listed = self._whole_list(name, handle)
             except Refused as refused:
                 # Where there is no MPS and no graphics, nobody can use them; a GPU always computes.
+                if kind is ProcessType.COMPUTE and refused.code == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                    raise NoProcessList from refused
                 if kind is ProcessType.COMPUTE or not refused.absent:
                     return None
                 continue
@@ -312,7 +326,7 @@ class Nvml:
         """The answer of one call. Raises Refused, GpuFailed and LibraryFailed."""
         function = getattr(pynvml, call, None)
         if function is None:
-            raise Refused(f"nvidia-ml-py does not know {call}", absent=True)
+            raise Refused(f"nvidia-ml-py does not know {call}")
         self.under_way = (call, time.monotonic())
         try:
             return function(*words, **named)
@@ -322,10 +336,9 @@ class Nvml:
                 raise LibraryFailed(str(error), mismatch=mismatch) from error
             if error.value in LOST:
                 raise GpuFailed(LOST[error.value], str(error)) from error
-            outgrown = error.value == pynvml.NVML_ERROR_INSUFFICIENT_SIZE
-            raise Refused(str(error), absent=error.value in ABSENT, outgrown=outgrown) from error
+            raise Refused(str(error), error.value) from error
         except pynvml.NVMLLibraryMismatchError as error:  # not an NVMLError: it misses a function of the library
-            raise Refused(str(error), absent=True) from error
+            raise Refused(str(error)) from error
         finally:
             self.under_way = None
 
@@ -347,7 +360,7 @@ class Nvml:
         try:
             return self._list(name, handle)
         except Refused as refused:
-            if not refused.outgrown:
+            if refused.code != pynvml.NVML_ERROR_INSUFFICIENT_SIZE:
                 raise
             return self._list(name, handle)
 
@@ -355,7 +368,7 @@ class Nvml:
         """Pid and memory of each process on one list. Raises Refused and GpuFailed."""
         version = self._lists[name]
         if version is None:
-            raise Refused(f"the driver has no {name}", absent=True)
+            raise Refused(f"the driver has no {name}")
         if version == "":
             return self._list_v1(name, handle)
         return [(int(one.pid), _told(one.usedGpuMemory)) for one in self.call(name + version, handle)]
@@ -375,8 +388,7 @@ class Nvml:
         if answer in LOST:
             raise GpuFailed(LOST[answer], name)
         if answer != pynvml.NVML_SUCCESS:
-            outgrown = answer == pynvml.NVML_ERROR_INSUFFICIENT_SIZE
-            raise Refused(f"{name} fails with {answer}", absent=answer in ABSENT, outgrown=outgrown)
+            raise Refused(f"{name} fails with {answer}", answer)
         return [(int(one.pid), _told(one.usedGpuMemory)) for one in entries[: count.value]]
 
     def _fabric(self, handle: Any) -> str | None:

@@ -18,7 +18,7 @@ from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode
 from gpulease_worker.health import xid_of
 from gpulease_worker.processes import MARKER
-from gpulease_worker.source import ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start, name_of
+from gpulease_worker.source import IDLE_BYTES, ModeChange, ModeFound, ModeNotSet, Pace, Reading, Start, name_of
 from gpulease_worker.tasks import cancel
 
 START_S = 120.0
@@ -49,6 +49,7 @@ class Probe:
         pace: How often what is read, and how long one call may take.
         start_s: How long it may take until it is ready.
         ended: Called when the probe has ended by itself, so that nobody waits for the next reading to find out.
+        idle_bytes: How much memory in use may be that of an idle GPU, where the processes of others cannot be seen.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Probe:
         pace: Pace | None = None,
         ended: Callable[[], None] = lambda: None,
         start_s: float = START_S,
+        idle_bytes: int = IDLE_BYTES,
     ) -> None:
         self._arguments = [node, *([] if simulate is None else [simulate])]
-        self._told = Start(pace=pace or Pace())
+        self._told = Start(pace=pace or Pace(), idle_bytes=idle_bytes)
         self._simulated = simulate is not None
         self._deadline_s = deadline_s
         self._start_s = start_s
@@ -112,7 +114,8 @@ class Probe:
             xids = {gpu.uuid: xid for gpu in reading.gpus if (xid := xid_of(gpu.health)) is not None}
             # Only a driver loses GPUs; thousands of simulated ones have no room on a command line.
             named = () if self._simulated else tuple(name_of(gpu) for gpu in reading.gpus)
-            self._told = replace(self._told, xids=xids, gpus=named)
+            least = {} if self._simulated else _least(self._told.least_bytes, reading)
+            self._told = replace(self._told, xids=xids, gpus=named, least_bytes=least)
         return reading
 
     async def change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
@@ -253,3 +256,9 @@ class Probe:
         with suppress(TimeoutError):
             async with asyncio.timeout(DYING_S):
                 await process.wait()
+
+
+def _least(known: dict[str, int], reading: Reading) -> dict[str, int]:
+    """The least memory in use that any reading has shown, by UUID."""
+    used = {gpu.uuid: gpu.memory_used_bytes for gpu in reading.gpus if gpu.memory_used_bytes is not None}
+    return known | {uuid: min(amount, known.get(uuid, amount)) for uuid, amount in used.items()}

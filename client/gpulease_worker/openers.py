@@ -24,7 +24,6 @@ Whoever uses the GPU is on the driver's list for it, and holds memory: that is a
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 
 from gpulease.model import GpuReading, LeaseState, Process
 from gpulease.owner import Stat, stat
@@ -62,7 +61,7 @@ class Openers:
         self._lines = {process.pid: tuple(self._line(process.pid)) for process in found}
         self._markers = processes.markers({pid for line in self._lines.values() for pid in line})
         self._named = {process.pid: self._names(process.pid) for process in found}
-        self._shown: dict[int, Process] = {}
+        self._commands: dict[int, str] = {}
         self.theirs: Known = {}
         """Processes that were found to be those of a lease that has ended, in the form of `known`."""
 
@@ -70,19 +69,22 @@ class Openers:
         """Of the processes that have this GPU's device file open, those that count; the ended lease's with its id."""
         here = self._listed[gpu.uuid]
         elsewhere = {pid for pids in self._listed.values() for pid in pids} - here
+        whose = {process: self._is_of(process, lease) for process in found}
+        counts = {
+            process: mine
+            for process, mine in whose.items()
+            if mine or (mine is False and not self._is_innocent(process, lease, elsewhere))
+        }
+        self._commands |= processes.commands({process.pid for process in counts} - self._commands.keys())
         shown = []
-        for process in found:
-            mine = self._is_of(process, lease)
-            if mine is None or (not mine and self._is_innocent(process, lease, elsewhere)):
-                continue
-            if not mine and not process.alive():
-                continue  # it has ended since the look, and with it whatever could have told whose it was
-            one = self._show(process.pid)
-            if OUR_OWN in (one.command or ""):
+        for process, mine in counts.items():
+            pid, command = process.pid, self._commands.get(process.pid)
+            if OUR_OWN in (command or ""):
                 continue
             if mine:
-                self.theirs[process.pid] = (process.start_ticks, lease.id)
-            shown.append(replace(one, lease_id=lease.id if mine else self._marker(process.pid)))
+                self.theirs[pid] = (process.start_ticks, lease.id)
+            lease_id = lease.id if mine else self._marker(pid)
+            shown.append(Process(pid=pid, user=processes.user_of(pid), command=command, lease_id=lease_id))
         return tuple(shown)
 
     def _is_of(self, process: Identity, lease: SeenLease) -> bool | None:
@@ -105,6 +107,8 @@ class Openers:
     def _is_innocent(self, process: Identity, lease: SeenLease, elsewhere: Collection[int]) -> bool:
         if any(pid in elsewhere for pid in self._lines[process.pid]):
             return True
+        if not process.alive():
+            return True  # it has ended since the look, and with it whatever could have told whose it was
         return lease.since_ticks is not None and process.start_ticks < lease.since_ticks
 
     def _names(self, pid: int) -> frozenset[str]:
@@ -147,8 +151,3 @@ class Openers:
     def _marker(self, pid: int) -> str | None:
         """The lease of the process, by its own marker or that of its nearest marked ancestor."""
         return next((found for one in self._lines[pid] if (found := self._markers.get(one))), None)
-
-    def _show(self, pid: int) -> Process:
-        if pid not in self._shown:
-            self._shown[pid] = Process(pid=pid, user=processes.user_of(pid), command=processes.command_of(pid))
-        return self._shown[pid]

@@ -269,6 +269,11 @@ def command_of(pid: int) -> str | None:
     return patience.one(_command, pid, None)
 
 
+def commands(pids: Iterable[int]) -> dict[int, str]:
+    """The command line of each of these processes that has one, by pid. Far quicker than one after the other."""
+    return {pid: found for pid, found in patience.each(_command, pids).items() if found is not None}
+
+
 def _command(pid: int) -> str | None:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpulease.log_lines import LogFormat, LogLevel
 from gpulease_worker.jobs import KEEP_JOBS
 from gpulease_worker.launch import LOG_BYTES
-from gpulease_worker.source import Pace
+from gpulease_worker.source import IDLE_BYTES, Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class WorkerSettings:
     """How long a new probe may take to open the driver."""
     pace: Pace = field(default_factory=Pace)
     """How often what is read, and how long one call may take."""
+    idle_memory_bytes: int = IDLE_BYTES
+    """How much memory in use is still that of an idle GPU, where the processes of others cannot be seen."""
     kill_leftovers: bool = False
     """End what a user's own process has left on a GPU after its lease; what a job has left is ended in any case."""
     leftover_grace_s: float = 5.0

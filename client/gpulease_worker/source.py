@@ -10,6 +10,9 @@ from gpulease.exchange import NodeLease
 from gpulease.model import ComputeMode, Device, GpuLink, GpuReading, Noun, Process
 from gpulease_worker import processes
 
+IDLE_BYTES = 16 * 2**20
+"""What a driver has in use on an idle GPU, beside what it reserves; some megabytes at most."""
+
 
 class ReadingFailed(Exception):
     """There is no reading. The text is one sentence: what happened, why, what to do.
@@ -103,6 +106,11 @@ class Start:
     """How often what is read, and how long one call may take."""
     xids: dict[str, int] = field(default_factory=dict)
     """By UUID: critical Xids that the probe before this one saw, which the driver tells only once."""
+    idle_bytes: int = IDLE_BYTES
+    """So much memory in use is that of an idle GPU, by an administrator's word, where the processes of others cannot be
+    seen."""
+    least_bytes: dict[str, int] = field(default_factory=dict)
+    """By UUID: the least memory in use that the probe before this one saw."""
     gpus: tuple[GpuReading, ...] = ()
     """The GPUs that the probe before this one knew, by name: one that does not answer any more is lost, not nothing."""
 

@@ -52,6 +52,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
         cuda_code=None if failed is None else failed.code,
         cuda_absent=isinstance(failed, cuda.NoCuda),
         pid_namespace=_inode(Path("/proc/self/ns/pid")),
+        wsl=Path("/dev/dxg").exists(),
         persistence=_persistence(deadline_s),
         binding=_binding(),
         socket=str(path),

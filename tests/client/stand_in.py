@@ -13,18 +13,17 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from gpulease.errors import GpuleaseError, LeaseLost, NotFound, NotNow, StaleToken
+from gpulease.explanation import Explanation, Obstacle
 from gpulease.log_frames import Frame
 from gpulease.model import (
     Demand,
     Device,
-    Explanation,
     Gpu,
     Holder,
     Lease,
     LeaseState,
     Liveness,
     Node,
-    Obstacle,
     Page,
 )
 from gpulease.wire import to_json

@@ -8,7 +8,8 @@ import pytest
 
 from gpulease.errors import NotNow
 from gpulease.exchange import JobReport, RunState
-from gpulease.model import ComputeMode, Explanation, GpuState, Lease, LeaseState, NodeMode, Selection
+from gpulease.explanation import Explanation
+from gpulease.model import ComputeMode, GpuState, Lease, LeaseState, NodeMode, Selection
 from gpulease_server.core import bypass
 from gpulease_server.core.explain import explain
 from gpulease_server.core.ledger import Ledger

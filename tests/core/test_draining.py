@@ -69,11 +69,20 @@ def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: 
         Process(pid=9, command="/usr/bin/python3 /usr/bin/gpustat -i"),
         Process(pid=9, command="/usr/bin/python3 -u -m nvitop"),
         Process(pid=9, command="/usr/lib/xorg/Xorg vt2"),
+        Process(pid=9, command="/usr/bin/nv-fabricmanager -c /usr/share/nvidia/nvswitch/fabricmanager.cfg"),
+        Process(pid=9, command="/opt/datadog-agent/bin/agent/agent run -p /opt/datadog-agent/run/agent.pid"),
+        Process(pid=9, command="/usr/bin/python3 -m glances"),
+        Process(pid=9, command="nvidia-cuda-mps-server"),
     ],
 )
 def test_a_monitor_or_desktop_that_has_the_device_open_keeps_it_from_nobody(opener: Process) -> None:
     world, _ = drained(gpu(0, opened_by=(opener,)))
     assert world.state() is GpuState.FREE
+
+
+def test_a_name_that_says_nothing_by_itself_is_known_by_its_place() -> None:
+    world, _ = drained(gpu(0, opened_by=(Process(pid=9, command="/home/ann/rl/agent run"),)))
+    assert world.state() is GpuState.DRAINING
 
 
 def test_a_lost_gpu_that_shows_nothing_is_not_clean() -> None:

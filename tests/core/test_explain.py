@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from gpulease.errors import NeverFits, NotNow
-from gpulease.model import ComputeMode, Explanation, GpuReading, Lease, NodeMode, Obstacle, Selection
+from gpulease.explanation import Explanation, Obstacle
+from gpulease.model import ComputeMode, GpuReading, Lease, NodeMode, Selection
 from gpulease_server.core.explain import explain
 from gpulease_server.core.turn import Policy
 

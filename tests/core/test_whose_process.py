@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpulease.model import ComputeMode, GpuReading, GpuState, Process, ProcessType
@@ -52,12 +54,52 @@ def test_a_gpu_with_a_foreign_process_is_not_granted_and_frees_itself_when_the_p
         (Process(pid=7, memory_bytes=GIB // 4, command="/usr/bin/gnome-shell"), GpuState.FREE),
         (Process(pid=7, memory_bytes=6 * GIB, command="/usr/bin/gnome-shell"), GpuState.FOREIGN),
         (Process(pid=7, memory_bytes=GIB // 4, command="python Xorg"), GpuState.FOREIGN),
+        (Process(pid=7, memory_bytes=GIB // 4, command="/usr/libexec/gnome-remote-desktop-daemon"), GpuState.FREE),
+        (Process(pid=7, memory_bytes=GIB // 4, command="/usr/bin/sunshine"), GpuState.FREE),
+        (Process(pid=7, memory_bytes=6 * GIB, command="/usr/bin/sunshine"), GpuState.FOREIGN),
         (Process(pid=7, memory_bytes=1, command=None), GpuState.FOREIGN),
     ],
 )
 def test_a_desktop_does_not_make_a_gpu_foreign_but_a_game_does(process: Process, state: GpuState) -> None:
     world = World().node(gpus=[with_processes(process)])
     assert world.state() is state
+
+
+SERVER = "/usr/bin/nvidia-cuda-mps-server"
+
+
+@pytest.mark.parametrize(
+    ("processes", "state"),
+    [
+        ((Process(pid=7, memory_bytes=GIB // 32, command=SERVER),), GpuState.FREE),
+        ((Process(pid=7, memory_bytes=None, command=f"{SERVER} --x"),), GpuState.FREE),
+        ((Process(pid=7, memory_bytes=GIB, command=SERVER),), GpuState.FOREIGN),
+        ((Process(pid=7, memory_bytes=GIB // 32, command=f"python {SERVER}"),), GpuState.FOREIGN),
+        (
+            (
+                Process(pid=7, memory_bytes=GIB // 32, command=SERVER),
+                Process(pid=8, type=ProcessType.MPS, memory_bytes=GIB // 32, command="python infer.py"),
+            ),
+            GpuState.FOREIGN,
+        ),
+        ((Process(pid=8, type=ProcessType.MPS, memory_bytes=GIB // 32, command=SERVER),), GpuState.FOREIGN),
+    ],
+    ids=["idle", "its memory is not known", "with memory of clients", "a script", "with a client", "a client"],
+)
+def test_an_mps_server_without_clients_keeps_a_gpu_from_nobody(processes: tuple[Process, ...], state: GpuState) -> None:
+    assert World().node(gpus=[with_processes(*processes)]).state() is state
+
+
+def test_an_mps_server_that_a_lease_has_brought_does_not_keep_its_gpu_but_one_that_is_the_leases_own_does() -> None:
+    server = Process(pid=7, memory_bytes=GIB // 32, command=SERVER)
+    for left, state in ((server, GpuState.FREE), (replace(server, lease_id="lease-2"), GpuState.DRAINING)):
+        world = World().node(gpus=1)
+        lease = world.lease()
+        assert lease.id == "lease-2"
+        world.node(gpus=[with_processes(left, memory_used_bytes=GIB // 32, opened_by=(left,))])
+        world.release(lease)
+        world.report()
+        assert world.state() is state
 
 
 def test_the_names_and_the_memory_of_a_desktop_are_the_administrators_to_set() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpulease.model import GpuReading
+from gpulease_worker.hardware import Hardware
 from tests.daemon import DaemonProcess, daemon, eventually
+from tests.gpu.subjects import in_the_way
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FINAL = ("succeeded", "failed", "cancelled", "timed_out", "lost")
@@ -18,10 +20,9 @@ COUNT = "import torch; print('devices', torch.cuda.device_count())"
 
 
 @pytest.fixture
-def gpus() -> int:
-    """How many GPUs this host has, two at most."""
-    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
-    return min(2, len(listed.splitlines()))
+def gpus(hardware: Hardware, gpu: GpuReading) -> int:
+    """How many GPUs there are that nobody is on: one, or two where there are more."""
+    return min(2, sum(in_the_way(one) is None for one in hardware.read(()).gpus))
 
 
 def printed(running: DaemonProcess, command: list[str], **what: Any) -> list[str]:
@@ -35,6 +36,7 @@ def printed(running: DaemonProcess, command: list[str], **what: Any) -> list[str
     return text.splitlines()
 
 
+@pytest.mark.usefixtures("torch_with_cuda")
 @pytest.mark.timeout(600)
 def test_the_example_trains_over_nccl_on_the_gpus_of_its_lease(tmp_path: Path, gpus: int) -> None:
     with daemon(tmp_path, "--node", "n") as running:

@@ -35,6 +35,8 @@ MAX_AGE_S = 0.5
 READING_LIMIT_S = 0.9
 """How long a reading of the simulated workers may take, as they say."""
 """Promise 3: no grant rests on an older reading."""
+DRAINED_S = 60.0
+"""A GPU on which nothing of its lease is left drains no longer than this, whoever has its device file open."""
 NEVER = float("inf")
 
 
@@ -362,6 +364,20 @@ def all_are_served(seen: Seen) -> Iterator[str]:
             yield f"key {key} ({made.get(key)}) was never served"
 
 
+def clean_in_the_end(seen: Seen) -> Iterator[str]:
+    """Once everything is calm, no GPU drains on: nothing of any holder is left then."""
+    if not seen.of["over"]:
+        return
+    left: dict[str, Line] = {}
+    for event in seen.events("lease.ended", "lease.revived", "gpu.clean", "gpu.gone"):
+        for gpu in event["gpus"]:
+            left[gpu] = event
+    for gpu, event in left.items():
+        since_s = max(seen.moments(event), default=NEVER)
+        if event["kind"] == "lease.ended" and since_s < seen.end_s - DRAINED_S:
+            yield f"seq {event['seq']}: {gpu} drains of {event['lease_id']} to the end, {seen.end_s - since_s:.0f} s"
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -379,5 +395,6 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "nothing is granted unseen (3, 4, 5)": looked_at_first,
     "out of use is out of use (4)": out_of_use_is_left_alone,
     "all are served in the end (8)": all_are_served,
+    "nothing drains for ever (5)": clean_in_the_end,
 }
 """Each rule by what it says, with the number of the promise."""

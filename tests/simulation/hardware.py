@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .world import World
 
 GIB = 2**30
+EXPORTER = 99
+"""A process of no lease that always has the device file of each node's first GPU open: it only delays."""
 CHANGES = ("foreign", "foreign", "foreign", "health", "mode", "vanish", "restart", "down", "hang")
 
 
@@ -57,7 +59,7 @@ class PlayedGpu:
             processes=tuple(
                 Process(pid=pid, lease_id=lease, memory_bytes=self.memory(pid)) for pid, lease in self.processes.items()
             ),
-            opened_by=(),
+            opened_by=(Process(pid=EXPORTER, command="exporter"),) if self.index == 0 else (),
             unreadable_processes=0,
         )
 

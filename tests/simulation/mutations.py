@@ -21,6 +21,7 @@ from gpulease_server.core import decide as deciding
 from gpulease_server.core import gpu, lease, queue
 from gpulease_server.core.ledger import Deadline, Instant, KeyRecord, LeaseRecord, Ledger
 from gpulease_server.core.placement import Placed, place
+from gpulease_server.core.remains import watch_draining
 from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, writer
 from gpulease_server.store.store import Store, is_stored
@@ -117,6 +118,15 @@ def clean_with_leftovers() -> Patches:
 
     gpu_occupants = gpu.occupants
     return [(f"{CORE}.remains.occupants", nobody), (f"{CORE}.gpu.occupants", nobody)]
+
+
+def strangers_keep() -> Patches:
+    """Whoever has its device file open keeps a draining GPU, without a bound."""
+
+    def without_bound(turn: Turn, record: Any, reading: Any, seen: Any, observed_at_s: float) -> Any:
+        return replace(watch_draining(turn, record, reading, seen, observed_at_s), clean_since_s=None)
+
+    return [(f"{CORE}.watch.watch_draining", without_bound)]
 
 
 def any_reading_will_do() -> Patches:
@@ -230,6 +240,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         skip_draining,
         clean_by_an_old_reading,
         clean_with_leftovers,
+        strangers_keep,
         any_reading_will_do,
         ignore_strangers,
         ignore_cordons,

@@ -203,6 +203,10 @@ def never_served(run: Run) -> None:
     run.lines.append({"what": "asked", "key": "c", "sent_s": 2.5, "at_s": None})
 
 
+def drains_on(run: Run) -> None:
+    run.lines.append({"what": "over", "at_s": 100.0})
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
@@ -229,6 +233,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("out of use is out of use (4)", drained_node),
     ("out of use is out of use (4)", unknown_node),
     ("all are served in the end (8)", never_served),
+    ("nothing drains for ever (5)", drains_on),
 ]
 
 

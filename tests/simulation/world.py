@@ -126,7 +126,7 @@ class World:
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = url
-        self.policy = Policy()
+        self.policy = Policy(retained_memory_s=3.0)
         self.trace: list[str] = []
         self.lines: list[dict[str, Any]] = []
         self.calm = False

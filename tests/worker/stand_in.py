@@ -130,9 +130,12 @@ class Driver:
         new.rename(self._matters)
 
     @contextmanager
-    def probe(self, pace: Pace | None = None, prelude: str = "", within: Sequence[str] = ()) -> Iterator[Asked]:
-        """A probe on it. `prelude` is Python that runs before it, `within` a command that starts it."""
-        words = json.dumps(wire.to_json(Start(pace=pace or Pace(call_deadline_s=20))))
+    def probe(
+        self, pace: Pace | None = None, prelude: str = "", within: Sequence[str] = (), **start: Any
+    ) -> Iterator[Asked]:
+        """A probe on it. `prelude` is Python that runs before it, `within` a command that starts it, `start` what it is
+        told beside its pace."""
+        words = json.dumps(wire.to_json(Start(pace=pace or Pace(call_deadline_s=20), **start)))
         code = f"import sys; {prelude or 'pass'}; from gpulease_worker import probe; sys.exit(probe.main(sys.argv[1:]))"
         process = subprocess.Popen(
             [*within, *python("-c", code, words, "n")],

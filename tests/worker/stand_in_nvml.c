@@ -16,6 +16,7 @@
  *   remap INDEX 1|2      a row remap is pending (1), has failed (2)
  *   xid INDEX N          an Xid; each line is told once, and lines are only ever added
  *   idle INDEX 1         it has no processes       gone INDEX 1      nor these, but their memory is still in use
+ *   used_mib INDEX N      so much memory is in use
  *   odd INDEX 1          its memory, temperature, power and ECC counts have every bit set
  *   fabric INDEX N       state of its NVLink fabric: 0 none, 1 not started, 2 in progress, 3 completed
  *   fabric_status INDEX N   with which error that was completed
@@ -133,6 +134,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device device, Memory2 *memory) {
     if (memory->version != 0x02000028) return VERSION_MISMATCH;
     if (poor(device)) return NOT_SUPPORTED;
     memory->total = 80 * GIB; memory->reserved = 1 * GIB; memory->used = idle(device) ? 0 : 3 * GIB;
+    if (told("used_mib", device->index, NULL)) memory->used = told("used_mib", device->index, NULL) * (GIB / 1024);
     memory->free = 79 * GIB - memory->used;
     if (ODD) memory->used = memory->total = ~0ULL;
     return SUCCESS;

@@ -149,6 +149,7 @@ def test_what_should_be_known_and_stops_nobody_is_a_warning(
         ({"gpus": ()}, "compute mode"),
         ({"gpus": (gpu(0, compute_mode=None),)}, "compute mode"),
         ({"pid_namespace": None}, "PID namespace"),
+        ({"pid_namespace": 4026532999, "wsl": True}, "PID namespace"),
         ({"socket_mode": None}, "socket"),
         ({"free_bytes": None}, "disk"),
     ],

@@ -34,6 +34,7 @@ from tests.worker.stand_in import (
     THIRD,
     UNKNOWN,
     WHOLE,
+    Asked,
     Driver,
     silent,
 )
@@ -348,15 +349,20 @@ def test_who_comes_or_goes_is_seen_by_the_memory_before_the_lists_are_due(tmp_pa
         assert probe.read(fresh=False).gpus[1] == WHOLE
 
 
+CONTAINER = ("unshare", *(() if os.geteuid() == 0 else ("--map-root-user",)), "--pid", "--fork", "--kill-child")
+"""Starts a probe in a PID namespace of its own."""
+MIB = 2**20
+
+
 def test_memory_in_use_without_a_process_is_somebodys_where_others_are_hidden(tmp_path: Path) -> None:
     """In a container without the host's PID namespace the driver lists nobody else, and GPUs in use look free."""
     library = Driver(tmp_path)
     library.says(("gone", 0, 1))
-    container = ("unshare", *(() if os.geteuid() == 0 else ("--map-root-user",)), "--pid", "--fork", "--kill-child")
-    for within, hidden in (((), False), (container, True)):
+    for within, hidden in (((), False), (CONTAINER, True)):
         with library.probe(within=within) as probe:
-            in_use = probe.read().gpus[1]
+            poor, in_use = probe.read().gpus
             assert (in_use.processes, in_use.hidden_use) == ((), hidden)
+            assert poor.hidden_use is hidden, "memory that the driver does not tell is not none"
             library.says(("idle", 0, 1))
             assert not probe.read().gpus[1].hidden_use, "an idle GPU is free in a container as well"
             library.says(("gone", 0, 1))
@@ -429,6 +435,65 @@ def asked(cuda: Cuda) -> list[str]:
 
 def alive(pid: str) -> bool:
     return processes.Identity.of(int(pid)) is not None
+
+
+def test_one_idle_context_of_a_process_that_is_hidden_shows_beside_the_gpus_own_idle_memory(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+
+    def hidden(probe: Asked, used_mib: int) -> bool:
+        library.says(("idle", 0, 1), ("used_mib", 0, used_mib))
+        return probe.read().gpus[1].hidden_use
+
+    with library.probe(within=CONTAINER) as probe:
+        assert hidden(probe, 60), "somebody is there at the first reading already"
+        assert not hidden(probe, 30)
+        assert [hidden(probe, used) for used in (3, 19, 20, 30, 520)] == [False, False, True, True, True]
+    with library.probe(within=CONTAINER, least_bytes={WHOLE.uuid: 3 * MIB}) as probe:
+        assert hidden(probe, 30), "what the probe before this one saw is forgotten"
+    with library.probe(within=CONTAINER, idle_bytes=700 * MIB) as probe:
+        assert [hidden(probe, used) for used in (30, 700, 701)] == [False, False, True], "a screen has so much"
+
+
+def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(tmp_path: Path) -> None:
+    """As under WSL2."""
+    library = Driver(tmp_path)
+    none = [(name, EVERY, NOT_SUPPORTED) for name in (LISTS, GRAPHICS, MPS)]
+    library.says(*none, ("count", EVERY, 3))
+    with library.probe() as probe:
+        found = {gpu.uuid: (gpu.health, gpu.processes, gpu.hidden_use) for gpu in probe.read().gpus}
+        assert found == {
+            POOR.uuid: ("ok", (), True),
+            WHOLE.uuid: ("ok", (), True),
+            THIRD.uuid: ("ok", (), False),
+        }
+        library.says(*none, ("count", EVERY, 3), ("idle", 0, 1))
+        assert [gpu.hidden_use for gpu in probe.read().gpus] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "tells",
+    [
+        ((LISTS, 0, NOT_SUPPORTED), (LISTS, 2, NOT_SUPPORTED)),
+        ((LISTS, 0, NOT_SUPPORTED), (LISTS, 1, NO_PERMISSION), (LISTS, 2, NOT_SUPPORTED)),
+        ((LISTS, 0, NOT_SUPPORTED), (LISTS, 1, UNKNOWN), (LISTS, 2, NOT_SUPPORTED)),
+        ((LISTS, 0, NOT_SUPPORTED), ("nvmlDeviceGetUtilizationRates", 1, GPU_IS_LOST), (LISTS, 2, NOT_SUPPORTED)),
+    ],
+    ids=["another tells", "another may not", "another fails", "another is lost"],
+)
+def test_one_gpu_alone_that_lists_no_processes_is_one_whose_processes_are_unknown(
+    tmp_path: Path, tells: tuple[tuple[str, int, int], ...]
+) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3), ("idle", 0, 1), *tells)
+    with library.probe() as probe:
+        for _ in range(2):
+            found = {gpu.uuid: gpu.health for gpu in probe.read().gpus}
+            assert (found[WHOLE.uuid], found[THIRD.uuid]) == ("processes_unknown", "processes_unknown")
+        # A driver that has told once has lists, whatever becomes of the GPU that told.
+        library.says(("count", EVERY, 3), ("idle", 0, 1))
+        assert {gpu.health for gpu in probe.read().gpus} == {"ok"}
+        library.says(("count", EVERY, 3), ("idle", 0, 1), (LISTS, EVERY, NOT_SUPPORTED))
+        assert {gpu.health for gpu in probe.read().gpus} == {"processes_unknown"}
 
 
 def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:

@@ -82,6 +82,16 @@ Simulate = Annotated[
 NodeName = Annotated[
     str | None, typer.Option(envvar="GPULEASE_NODE", help="Name of this host's node.", show_default="its host name")
 ]
+IdleMemoryBytes = Annotated[
+    int,
+    typer.Option(
+        envvar="GPULEASE_IDLE_MEMORY_BYTES",
+        min=0,
+        max=2**50,
+        help="How much memory in use still is that of an idle GPU, where the processes of others cannot be seen (in a "
+        "container without --pid=host, under WSL2). Bytes.",
+    ),
+]
 KILL_LEFTOVERS: Any = typer.Option(
     "--kill-leftovers/--no-kill-leftovers",
     envvar="GPULEASE_KILL_LEFTOVERS",
@@ -313,6 +323,7 @@ def worker(
     start_deadline_s: Annotated[
         float, _seconds("start-deadline", "How long the driver may take to be opened.", 600.0)
     ] = 120.0,
+    idle_memory_bytes: IdleMemoryBytes = 16 * 2**20,
     kill_leftovers: Annotated[bool, KILL_LEFTOVERS] = False,
     manage_compute_mode: Annotated[bool, MANAGE_COMPUTE_MODE] = False,
     log_bytes: Annotated[
@@ -354,6 +365,7 @@ def worker(
             probe_deadline_s=probe_deadline_s,
             start_deadline_s=start_deadline_s,
             pace=Pace(processes_s=processes_s, health_s=health_s, call_deadline_s=call_deadline_s),
+            idle_memory_bytes=idle_memory_bytes,
             kill_leftovers=kill_leftovers,
             manage_compute_mode=manage_compute_mode,
             log_bytes=log_bytes,

@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 
 from gpulease.client import Client
 from gpulease.errors import GpuleaseError
-from gpulease.model import Explanation, Job, JobState, Lease
+from gpulease.explanation import Explanation
+from gpulease.model import Job, JobState, Lease
 from gpulease.table import duration, plain
 
 AT_ONCE_S = 0.3

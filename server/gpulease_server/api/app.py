@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpulease.errors import NotAllowed
-from gpulease.model import Explanation
+from gpulease.explanation import Explanation
 
 from . import administration, exposition, gpus, jobs, leases, links, logs, meanings, metrics, reference, service, tokens
 from .boundary import Boundary

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Query, Request, Response
 
 from gpulease.errors import InvalidRequest, NotFound
-from gpulease.model import Explanation, Holder, Lease, LeaseState, Page
+from gpulease.explanation import Explanation
+from gpulease.model import Holder, Lease, LeaseState, Page
 from gpulease.owner import realm
 from gpulease.wire import HolderProof, LeaseRequest
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from gpulease.explanation import Explanation, Obstacle
 from gpulease.model import (
     Demand,
-    Explanation,
     GpuReading,
     GpuState,
     JobState,
     LeaseState,
     NodeMode,
-    Obstacle,
     Selection,
 )
 
@@ -204,8 +203,8 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
             return f"is on node {gpu.device.node}, which an administrator {_MODES[mode_of(ledger, gpu.device.node)]}"
         case GpuState.FOREIGN if reading and not occupants(reading):
             return (
-                "is used by processes that its worker cannot see from a PID namespace of its own; start the worker in"
-                " the host's (docker run --pid=host) to learn whose they are"
+                "is used, by its memory or utilization, by processes that its worker cannot see; start the worker in"
+                " the host's PID namespace (docker run --pid=host); docs/operations.md says more, also of WSL2"
             )
         case GpuState.FOREIGN:
             return f"is used outside any lease by {_processes(reading, policy)}"

@@ -8,7 +8,7 @@ from gpulease.exchange import PAUSED
 from gpulease.model import Activity, ComputeMode, GpuReading, GpuState, NodeMode, Process, ProcessType
 
 from .ledger import GpuRecord, Instant, Ledger, Sighting
-from .turn import Policy
+from .turn import MPS_SERVER, Policy
 
 
 def node_problem(ledger: Ledger, node: str, now: Instant, policy: Policy) -> str | None:
@@ -47,9 +47,13 @@ def occupants(reading: GpuReading) -> tuple[Process, ...]:
 
 
 def tell_apart(reading: GpuReading, policy: Policy) -> GpuReading:
-    """The reading with every bystander marked: a desktop's processes, and monitors that only have the device open."""
+    """The reading with every bystander marked: a desktop's processes, an MPS server, and monitors that only have the
+    device open."""
     processes = tuple(
-        replace(process, bystander=process.lease_id is None and _is_desktop(process, policy))
+        replace(
+            process,
+            bystander=process.lease_id is None and (_is_desktop(process, policy) or _is_mps_server(process, policy)),
+        )
         for process in reading.processes
     )
     if reading.opened_by is None:
@@ -66,17 +70,23 @@ def tell_apart(reading: GpuReading, policy: Policy) -> GpuReading:
 def _is_desktop(process: Process, policy: Policy) -> bool:
     """Graphics and the right name; or one of both, with little memory. Memory that the driver does not tell passes."""
     graphics = process.type is ProcessType.GRAPHICS
-    named = not policy.desktop_names.isdisjoint(_programs(process)[:1])
+    named = not policy.desktop_names.isdisjoint(_programs(process, 1))
     little = process.memory_bytes is None or process.memory_bytes <= policy.desktop_memory_bytes
     return (graphics and named) or ((graphics or named) and little)
 
 
-def _programs(process: Process) -> tuple[str, ...]:
+def _is_mps_server(process: Process, policy: Policy) -> bool:
+    """An MPS server without memory of clients. Those are listed beside it, and count."""
+    little = process.memory_bytes is None or process.memory_bytes <= policy.mps_server_bytes
+    return process.type is ProcessType.COMPUTE and MPS_SERVER in _programs(process, 1) and little
+
+
+def _programs(process: Process, words: int = 2) -> set[str]:
     """What a command line runs: its first word, and for an interpreter's sake the next that is no option (`python -m
-    nvitop`), without directories."""
+    nvitop`). Each without directories, and with some, so that a name that says nothing by itself can be told."""
     first, *others = (process.command or "").split(" ")
-    words = [first, *(word for word in others if not word.startswith("-"))]
-    return tuple(word.rpartition("/")[2] for word in words[:2])
+    paths = [first, *(word for word in others if not word.startswith("-"))][:words]
+    return {"/".join(parts[at:]) for path in paths for parts in [path.split("/")] for at in range(len(parts))}
 
 
 def is_silent(sighting: Sighting, now: Instant, policy: Policy) -> bool:

@@ -16,16 +16,37 @@ Answer = Lease | Job | GpuleaseError | None
 
 
 DESKTOP_NAMES = frozenset(
-    {"Xorg", "X", "Xwayland", "gnome-shell", "kwin_x11", "kwin_wayland", "plasmashell", "mutter", "sway", "weston"}
-)
-"""Display servers, compositors and shells that hold GPU memory on every desktop."""
-MONITOR_NAMES = frozenset(
     {
-        *("nvidia-persistenced", "nvidia-powerd", "nvidia-smi", "nv-hostengine", "dcgmi", "dcgm-exporter"),
-        *("nvidia-device-plugin", "nvtop", "nvitop", "gpustat", "btop", "netdata"),
+        *("Xorg", "X", "Xwayland", "Xvnc", "Xtigervnc", "Xdcv", "nxagent", "xrdp-accel-assist"),
+        *("gnome-shell", "mutter", "kwin_x11", "kwin_wayland", "plasmashell", "cinnamon", "muffin", "gala", "xfwm4"),
+        *("sway", "weston", "Hyprland", "labwc", "wayfire", "river", "niri", "cosmic-comp", "budgie-wm", "picom"),
+        *("gnome-remote-desktop-daemon", "krdpserver", "krfb", "wayvnc", "sunshine", "dcvagent", "nxnode.bin"),
     }
 )
-"""NVML clients: they have every device file open for as long as they run, and hold no memory."""
+"""Display servers, compositors and shells, and what captures a screen: they hold GPU memory on every desktop."""
+MONITOR_NAMES = frozenset(
+    {
+        # NVIDIA's own services and tools
+        *("nvidia-persistenced", "nvidia-powerd", "nvidia-smi", "nv-fabricmanager", "nvlsm", "nvidia-imex", "nvsm"),
+        *("nvsm_core", "nvsm_api_gateway", "nv-hostengine", "dcgmi", "dcgm-exporter", "nvidia-dcgm"),
+        *(
+            "nvidia-device-plugin",
+            "gpu-feature-discovery",
+            "nvidia-validator",
+            "nvidia-mig-manager",
+            "mps-control-daemon",
+        ),
+        *("nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-container-cli", "nvidia-ctk", "nvidia-settings"),
+        # what watches a host or a training
+        *("nvtop", "nvitop", "nvitop-exporter", "gpustat", "btop", "glances", "netdata", "nvidia_gpu_exporter"),
+        *("nvidia_smi_exporter", "gpud", "telegraf", "datadog-agent/bin/agent/agent", "cadvisor"),
+        *("node_exporter", "zabbix_agent2", "otelcol", "otelcol-contrib", "collectd", "slurmd"),
+        *("wandb-core", "gpu_stats", "wandb-xpu"),
+    }
+)
+"""NVML clients: they have every device file open for as long as they run, and hold no memory. Name or end of a path."""
+MPS_SERVER = "nvidia-cuda-mps-server"
+"""It has a context on every GPU from its first client on until it is told to quit; clients are listed beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +77,8 @@ class Policy:
     """Programs of a desktop: their graphics processes do not make a GPU foreign, whatever memory they hold."""
     desktop_memory_bytes: int = 512 * 2**20
     """Any other graphics process, and a desktop program on the compute list, is let pass up to this much memory."""
+    mps_server_bytes: int = 256 * 2**20
+    """An MPS server is let pass up to this much memory on a GPU: more is that of clients (before Volta)."""
     monitor_names: frozenset[str] = MONITOR_NAMES
     """Programs that keep device files open only to watch."""
     retry_pause_s: tuple[float, float] = (2.0, 300.0)
