@@ -10,7 +10,7 @@ import pytest
 from tests.daemon import DaemonProcess, eventually
 from tests.driver.day import QUICK
 from tests.driver.machine import GPUS, DriverMachine, build
-from tests.driver.watch import release, states
+from tests.driver.watch import RETAINED_S, release, states
 
 
 @pytest.fixture(scope="session")
@@ -35,7 +35,8 @@ def module_machine(built: Path) -> Iterator[DriverMachine]:
 def module_daemon(module_machine: DriverMachine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """The daemon of a module."""
     place = tmp_path_factory.mktemp("daemon")
-    process = DaemonProcess(place / "d", "--node", "n", environment=module_machine.environment | QUICK)
+    options = ("--node", "n", "--retained-memory-s", str(RETAINED_S))
+    process = DaemonProcess(place / "d", *options, environment=module_machine.environment | QUICK)
     try:
         yield process.start()
     finally:

@@ -13,6 +13,9 @@ PROMPT_S = 2.0
 """A GPU is granted again within this time after the last of its former holder is gone: a reading of eight GPUs takes
 some 150 ms here, and the machine that tests run on is slow and busy."""
 
+RETAINED_S = 6.0
+"""What the daemon is told for `--retained-memory-s`: how long a stranger's open device file may delay."""
+
 
 def gpu(running: DaemonProcess, index: int) -> dict[str, Any]:
     """A GPU as the API shows it."""
