@@ -15,6 +15,7 @@ node, and forked workers inherit them. So it is asked whose the process is. The 
 | descends from the owner of another lease that drains | not: it is answered for there |
 | is listed by the driver on another GPU and not on this one, or descends from one that is | not |
 | was there before the lease | not |
+| has ended since the look, which may be a second old | not: it has nothing open any more |
 | is none of these: a stranger | it delays, see `gpulease_server.core.remains` |
 
 Whoever uses the GPU is on the driver's list for it, and holds memory: that is asked beside this.
@@ -106,6 +107,8 @@ class Openers:
     def _is_innocent(self, process: Identity, lease: SeenLease, elsewhere: Collection[int]) -> bool:
         if any(pid in elsewhere for pid in self._lines[process.pid]):
             return True
+        if not process.alive():
+            return True  # it has ended since the look, and with it whatever could have told whose it was
         return lease.since_ticks is not None and process.start_ticks < lease.since_ticks
 
     def _names(self, pid: int) -> frozenset[str]:

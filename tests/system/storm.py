@@ -1,13 +1,15 @@
 """Many processes at once, each asking for GPUs, holding them, giving them back, and writing down what it was told.
 
-Run as `python -m tests.system.storm URL PROCESSES COUNT HOLD_S DIRECTORY`. Each process appends lines of JSON to a file
-of its own in DIRECTORY; a line is written only after the daemon's answer has arrived.
+Run as `python -m tests.system.storm URL PROCESSES COUNT HOLD_S DIRECTORY [PROGRAM ARGUMENT...]`. Each process appends
+lines of JSON to a file of its own in DIRECTORY; a line is written only after the daemon's answer has arrived. With a
+program, each runs it under its lease until it prints a line, and kills it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +26,7 @@ RETRY_S = 180.0
 request up during an outage cannot take it back, and waits behind it, because it lives as long as the process does."""
 
 
-def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
+def one(url: str, count: int, hold_s: float, log: TextIO, program: list[str]) -> None:
     """Ask, hold, release."""
 
     def say(**what: object) -> None:
@@ -42,6 +44,11 @@ def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
                     raise
                 time.sleep(0.05)
         say(got=lease.id, token=lease.token, gpus=[gpu.uuid for gpu in lease.gpus])
+        if program:
+            with subprocess.Popen(program, env=lease.environ(), stdout=subprocess.PIPE) as training:
+                assert training.stdout is not None
+                assert training.stdout.readline().startswith(b"ready ")
+                training.kill()
         time.sleep(hold_s)
         say(releasing=lease.id)
         while True:
@@ -56,7 +63,7 @@ def one(url: str, count: int, hold_s: float, log: TextIO) -> None:
 
 def main() -> int:
     """Fork the processes, let them go at the same moment, and count those that failed."""
-    url, processes, count, hold_s, directory = sys.argv[1:]
+    url, processes, count, hold_s, directory, *program = sys.argv[1:]
     gate, opened = os.pipe()
     children = []
     for number in range(int(processes)):
@@ -67,7 +74,7 @@ def main() -> int:
             code = 1
             try:
                 with (Path(directory) / f"{number}.jsonl").open("w") as log:
-                    one(url, int(count), float(hold_s), log)
+                    one(url, int(count), float(hold_s), log, program)
                 code = 0
             except BaseException as error:
                 print(f"process {number}: {error!r}", file=sys.stderr, flush=True)

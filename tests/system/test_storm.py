@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.daemon import DaemonProcess, daemon, events, eventually
+from tests.driver.machine import driver_machine
 
 pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
 
@@ -23,20 +24,25 @@ PROCESSES = 200
 
 
 @contextmanager
-def storm_over(running: DaemonProcess, directory: Path, count: int = 1) -> Iterator[subprocess.Popen[str]]:
-    """The processes, all of which are gone afterwards, whatever has failed."""
+def storm_over(
+    running: DaemonProcess, directory: Path, count: int = 1, processes: int = PROCESSES, program: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """The processes, all of which are gone afterwards, whatever has failed; each runs `program` under its lease."""
     directory.mkdir()
     command = [
         sys.executable,
         "-m",
         "tests.system.storm",
         running.url,
-        str(PROCESSES),
+        str(processes),
         str(count),
         "0.05",
         str(directory),
+        *program,
     ]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as storm:
+    with subprocess.Popen(
+        command, env=os.environ | running.environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as storm:
         try:
             yield storm
         finally:
@@ -101,6 +107,26 @@ def test_all_of_two_hundred_processes_are_served_and_none_twice(tmp_path: Path, 
         log = events(running)
         check_events(log)
         assert sum(event["kind"] == "lease.granted" for event in log) == PROCESSES
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("processes", [40, pytest.param(PROCESSES, marks=pytest.mark.soak)])
+def test_a_storm_of_trainings_that_open_every_gpu_is_served_on_a_driver_that_takes_its_time(
+    tmp_path: Path, processes: int
+) -> None:
+    """By the machine's own witness, too, no two leases ever had anything of one GPU."""
+    with driver_machine() as machine, daemon(tmp_path, "--node", "n", **machine.environment) as running:
+        program = [machine.program, "-n"]
+        with storm_over(running, tmp_path / "storm", processes=processes, program=program) as storm:
+            _, complaints = storm.communicate(timeout=420)
+        assert storm.returncode == 0, f"{complaints}\n{running.story()}"
+        lines = told(tmp_path / "storm")
+        assert sum("released" in line for line in lines) == processes
+        check_clients(lines)
+        check_events(events(running))
+        assert machine.violations() == []
+        eventually(lambda: all(entry.gpu is None for entry in machine.entries), 10)
+        assert len({entry.lease_id for entry in machine.ended if entry.gpu is not None}) == processes
 
 
 @pytest.mark.timeout(600)

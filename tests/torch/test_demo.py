@@ -17,10 +17,24 @@ import psutil
 import pytest
 
 from gpulease.model import Event
+from tests.driver.machine import UUIDS, driver_machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.timeout(300)
+
+AS_WITH_CUDA = """
+import ctypes, os, runpy, sys
+cuda, nvml = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libnvidia-ml.so.1")
+context, handle = ctypes.c_void_p(), ctypes.c_void_p()
+assert cuda.cuInit(0) == 0
+assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), int(os.environ["LOCAL_RANK"])) == 0
+assert nvml.nvmlInit_v2() == 0
+for gpu in range(8):
+    assert nvml.nvmlDeviceGetHandleByIndex_v2(gpu, ctypes.byref(handle)) == 0
+runpy.run_path({training!r}, run_name="__main__")
+"""
+"""A training that has a context on its own GPU and the device files of all open, and then trains on the CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +55,11 @@ def scratch() -> Iterator[Path]:
         yield Path(directory)
 
 
-def run(script: Path, *options: str, scratch: Path) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *options: str, scratch: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
     return subprocess.run(
         [sys.executable, str(script), *options],
-        env=environment | {"TMPDIR": str(scratch), "COLUMNS": "200"},
+        env=environment | {"TMPDIR": str(scratch), "COLUMNS": "200"} | variables,
         capture_output=True,
         text=True,
         timeout=240,
@@ -83,6 +97,28 @@ def test_three_trainings_share_four_gpus(scratch: Path) -> None:
     assert "waits: digits-3" in ran.stdout
     assert ran.stdout.rstrip().endswith("no GPU was ever in two leases")
     assert list(scratch.glob("gpulease-demo-*")) == [], "the temporary directory is removed"
+
+
+def test_on_a_driver_the_same_trainings_use_its_gpus_beside_somebody_who_has_half_of_them(
+    tmp_path: Path, scratch: Path
+) -> None:
+    """torch is a build without CUDA here, so each rank does for itself what CUDA and NCCL would do to the driver."""
+    shutil.copy(EXAMPLES / "demo.py", tmp_path)
+    (tmp_path / "ddp_digits.py").write_text(AS_WITH_CUDA.format(training=str(EXAMPLES / "ddp_digits.py")))
+    with driver_machine() as machine:
+        somebody = machine.start("-n", env={"CUDA_VISIBLE_DEVICES": ",".join(UUIDS[4:])})
+
+        ran = run(tmp_path / "demo.py", scratch=scratch, **machine.environment)
+
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert "GPU 4, 5, 6, 7: foreign" in ran.stdout
+        assert "waits: digits-3" in ran.stdout
+        assert ran.stdout.rstrip().endswith("no GPU was ever in two leases")
+        assert machine.violations() == []
+        contexts = [entry for entry in machine.ended if entry.gpu is not None and entry.pid != somebody.pid]
+        assert len(contexts) == len({entry.pid for entry in contexts}) == 6
+        assert {entry.gpu for entry in contexts} <= {0, 1, 2, 3}
+        assert len({entry.lease_id for entry in contexts}) == 3
 
 
 def test_a_failing_training_fails_it_and_leaves_no_process(tmp_path: Path, scratch: Path) -> None:

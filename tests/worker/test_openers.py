@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.model import GpuReading, LeaseState, Process
-from gpulease_worker import attribution, processes
+from gpulease_worker import attribution, openers, processes
 from gpulease_worker.holders import SeenLease
 from gpulease_worker.source import Reading
 from tests.worker.build import GPUS, kill, python, until
@@ -212,6 +212,16 @@ def test_a_lease_within_a_lease_is_another(stack: ExitStack, devices: tuple[Path
     assert opened_by(mine, replace(THEIRS, owner=own.identity)) == {}, "by the nearer owner"
     everybody = dict.fromkeys((trial.pid, forked, own.pid), "mine")
     assert opened_by(mine) == everybody, "of a lease that is not on this node nobody knows here"
+
+
+def test_who_has_ended_since_the_look_has_nothing_open(stack: ExitStack, devices: tuple[Path, Path]) -> None:
+    """The forked workers of a training end all the time, and without their marker nobody can tell whose they were."""
+    worker = Program(stack, devices, GPULEASE_LEASE_ID="another")
+    found = {worker.identity}
+    gpu = GpuReading(uuid=GPUS[1], node="n", index=1)
+    worker.process.kill()
+    until(lambda: processes.Identity.of(worker.pid) is None, "it has ended")
+    assert openers.Openers([gpu], [ENDED, THEIRS], {}, found).of(gpu, ENDED, found) == ()
 
 
 def test_a_stranger_counts_only_if_it_began_during_the_lease(stack: ExitStack, devices: tuple[Path, Path]) -> None:

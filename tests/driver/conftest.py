@@ -1,0 +1,63 @@
+"""The machine of these tests, and a daemon on it: one of each for a module, and nothing left on them after a test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon import DaemonProcess, eventually
+from tests.driver.day import QUICK
+from tests.driver.machine import GPUS, DriverMachine, build
+from tests.driver.watch import release, states
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the compiled libraries."""
+    directory = tmp_path_factory.mktemp("driver")
+    build(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def module_machine(built: Path) -> Iterator[DriverMachine]:
+    """The machine of a module."""
+    found = DriverMachine(built)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def module_daemon(module_machine: DriverMachine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """The daemon of a module."""
+    place = tmp_path_factory.mktemp("daemon")
+    process = DaemonProcess(place / "d", "--node", "n", environment=module_machine.environment | QUICK)
+    try:
+        yield process.start()
+    finally:
+        process.stop()
+
+
+@pytest.fixture
+def machine(module_machine: DriverMachine) -> Iterator[DriverMachine]:
+    """Eight GPUs on which nothing runs."""
+    try:
+        yield module_machine
+    finally:
+        module_machine.quieten()
+
+
+@pytest.fixture
+def running(module_daemon: DaemonProcess, machine: DriverMachine) -> Iterator[DaemonProcess]:
+    """A daemon to which eight GPUs are free."""
+    try:
+        yield module_daemon
+    finally:
+        machine.quieten()
+        for held in module_daemon.call("GET", "/v1/leases?state=active&state=queued").json["items"]:
+            release(module_daemon, held)
+        eventually(lambda: states(module_daemon) == ["free"] * GPUS, 20, module_daemon.story)

@@ -1,0 +1,375 @@
+"""A machine of eight GPUs under a driver that behaves like drivers; see `machine.h` for what it consists of.
+
+`DriverMachine` owns one: it builds the libraries, starts trainings that use them, breaks things, and is the kernel that
+sees processes end. It also knows the truth that a daemon can only infer: who had what of which GPU, and until when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+SOURCES = Path(__file__).parent
+GPUS, ENTRIES, XIDS, LEASE_BYTES, DEVICE_BYTES = 8, 256, 256, 64, 4096
+UUIDS = [f"GPU-d0000000-0000-0000-0000-00000000000{gpu}" for gpu in range(GPUS)]
+FREE, LIVE, DYING, UNLISTED = range(4)
+CLIENT, COMPUTE, GRAPHICS = range(3)
+FABRIC_IN_PROGRESS, FABRIC_COMPLETED = 2, 3
+LIST_US, LIST_EACH_US, CONTEXT_US = 5000, 100, 100_000
+"""Microseconds under the driver's lock: a process list, more of it for each context, and making a context."""
+UNLIST_S, FREE_S = (0.01, 0.05), (0.05, 0.3)
+"""At least and at most: how long after its process a context is listed, and has its memory."""
+SWEEP_S = 0.01
+"""How often the kernel looks who has ended: the resolution of the truth."""
+LOCK_QUERY = "hhqqi0q"
+"""`struct flock` of fcntl(2)."""
+
+
+class GpuState(ctypes.Structure):
+    """`struct gpu` of machine.h."""
+
+    _fields_ = (
+        ("lost", ctypes.c_int32),
+        ("fabric", ctypes.c_int32),
+        ("recovery", ctypes.c_int32),
+        ("mode", ctypes.c_int32),
+        ("blocked_until_ns", ctypes.c_int64),
+        ("kept_bytes", ctypes.c_int64),
+    )
+
+
+class EntryState(ctypes.Structure):
+    """`struct entry` of machine.h."""
+
+    _fields_ = (
+        ("state", ctypes.c_int32),
+        ("kind", ctypes.c_int32),
+        ("pid", ctypes.c_int32),
+        ("gpu", ctypes.c_int32),
+        ("opened", ctypes.c_uint32),
+        ("unused", ctypes.c_int32),
+        ("bytes", ctypes.c_int64),
+        ("made_ns", ctypes.c_int64),
+        ("lease", ctypes.c_char * LEASE_BYTES),
+    )
+
+
+class MachineState(ctypes.Structure):
+    """`struct machine` of machine.h."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("attach_us", ctypes.c_int32),
+        ("list_us", ctypes.c_int32),
+        ("list_each_us", ctypes.c_int32),
+        ("context_us", ctypes.c_int32),
+        ("xids", ctypes.c_uint32),
+        ("xid", ctypes.c_int32 * 2 * XIDS),
+        ("gpu", GpuState * GPUS),
+        ("entry", EntryState * ENTRIES),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Something that a process has, or had, of the driver: the process as a client, or a context on a GPU."""
+
+    pid: int
+    """The process that made it; a forked child may have it long after that one is gone."""
+    lease_id: str
+    """GPULEASE_LEASE_ID of that process; empty where there was none."""
+    gpu: int | None
+    """The GPU that a context is on; None for a client."""
+    opened: frozenset[int]
+    """GPUs whose device files a client had open."""
+    made_at_s: float
+    """When, on the monotonic clock, which is one for all processes."""
+    dead_at_s: float | None = None
+    """When its last process was gone."""
+    freed_at_s: float | None = None
+    """When its memory was back."""
+
+    def concerns(self, gpu: int) -> bool:
+        """True when it is on this GPU, or has its device file open."""
+        return gpu == self.gpu or gpu in self.opened
+
+
+@dataclass(slots=True)
+class Ending:
+    """An entry whose last process is gone."""
+
+    entry: Entry
+    unlist_at_s: float
+    free_at_s: float
+
+
+def build(directory: Path) -> None:
+    """Compile the libraries and the training into a directory. Once for a session of tests: it takes a second."""
+    flags = ["gcc", "-O1", "-Wall", "-Werror", "-Wno-unused-function", "-pthread"]
+    for source, target in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
+        subprocess.run([*flags, "-shared", "-fPIC", "-o", directory / target, SOURCES / source, "-ldl"], check=True)
+    subprocess.run([*flags, "-o", directory / "training", SOURCES / "training.c", "-ldl"], check=True)
+
+
+@contextmanager
+def driver_machine() -> Iterator[DriverMachine]:
+    """A machine on which nothing runs, built for the occasion."""
+    with tempfile.TemporaryDirectory() as built:
+        build(Path(built))
+        found = DriverMachine(Path(built))
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+class DriverMachine:
+    """A running machine. Everything may change while daemons and trainings run on it.
+
+    Args:
+        built: The directory of `build`.
+        seed: Of the times that teardowns take.
+    """
+
+    def __init__(self, built: Path, seed: int = 0) -> None:
+        # Every user must be able to pass through it, which no directory of pytest's allows.
+        self.directory = Path(tempfile.mkdtemp(prefix="gpulease-driver-"))
+        self.directory.chmod(0o755)
+        for name in ("libnvidia-ml.so.1", "libcuda.so.1", "training"):
+            shutil.copy(built / name, self.directory)
+        for gpu in range(GPUS):
+            self._file(f"nvidia{gpu}", DEVICE_BYTES)
+        for name in ("locks", "clients", "violations"):
+            self._file(name, 0)
+        self._file("machine", ctypes.sizeof(MachineState))
+        with (self.directory / "machine").open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.state: Any = MachineState.from_buffer(self._memory)
+        self.state.size = ctypes.sizeof(MachineState)
+        self.unlist_s = UNLIST_S
+        """How long after its last process a context is still listed, at least and at most."""
+        self.free_s = FREE_S
+        """And how long its memory is still in use."""
+        self._started: list[subprocess.Popen[str]] = []
+        self.ended: list[Entry] = []
+        """All that has ended, in the order in which its memory came back."""
+        self._chance = random.Random(seed)
+        self._endings: dict[int, Ending] = {}
+        self._entries: list[Entry] = []
+        self._clients = os.open(self.directory / "clients", os.O_RDWR | os.O_CLOEXEC)
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._kernel = threading.Thread(target=self._run, name="kernel", daemon=True)
+        self._kernel.start()
+        self.quieten()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process needs to see this machine's driver instead of the host's. Jobs get as much from the worker."""
+        return {
+            "LD_LIBRARY_PATH": str(self.directory),
+            "GPULEASE_DEVICE_FILES": str(self.directory / "nvidia"),
+        }
+
+    @property
+    def program(self) -> str:
+        """Path of the training."""
+        return str(self.directory / "training")
+
+    def start(
+        self, *options: str, env: Mapping[str, str] | None = None, wait: bool = True, name: str = "training"
+    ) -> subprocess.Popen[str]:
+        """A training with these options (see training.c), and the variables of its lease. Returns when it is ready.
+
+        `name`: what it calls itself; `wait`: False to go on without it.
+        """
+        names = {name: value for name, value in os.environ.items() if not name.startswith(("GPULEASE_", "CUDA_"))}
+        started = subprocess.Popen(
+            [name, *options],
+            executable=self.program,
+            env=names | self.environment | dict(env or {}),
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(started)
+        if wait:
+            assert started.stdout is not None
+            line = started.stdout.readline()
+            assert line.startswith("ready "), line or f"it ended with {started.wait()}"
+        return started
+
+    def started(self, name: str) -> list[subprocess.Popen[str]]:
+        """The trainings that were started under this name."""
+        return [process for process in self._started if isinstance(process.args, list) and process.args[0] == name]
+
+    # What goes wrong.
+
+    def lose(self, gpu: int) -> None:
+        """Let a GPU fall off the bus, with the Xid that says so."""
+        self.state.gpu[gpu].lost = 1
+        self.xid(gpu, 79)
+
+    def restore(self, gpu: int) -> None:
+        """The GPU answers again."""
+        self.state.gpu[gpu].lost = 0
+
+    def xid(self, gpu: int, number: int) -> None:
+        """An error that the driver tells whoever listens."""
+        place = self.state.xid[self.state.xids % XIDS]
+        place[0], place[1] = gpu, number
+        self.state.xids += 1
+
+    def block(self, seconds: float, gpu: int | None = None) -> None:
+        """Calls that concern a GPU, or any, come back only after so long, as in a teardown that hangs."""
+        until_ns = time.monotonic_ns() + int(seconds * 1e9)
+        for each in range(GPUS) if gpu is None else (gpu,):
+            self.state.gpu[each].blocked_until_ns = until_ns
+
+    def fabric(self, state: int, *gpus: int) -> None:
+        """The state of the fabric on some GPUs, or on all."""
+        for gpu in gpus or range(GPUS):
+            self.state.gpu[gpu].fabric = state
+
+    def slow_lists(self, list_s: float, each_s: float = 0.0001) -> None:
+        """How long one process list takes under the driver's lock, and how much longer for each context."""
+        self.state.list_us, self.state.list_each_us = int(list_s * 1e6), int(each_s * 1e6)
+
+    # What is true.
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Everything that is open, or in use, now."""
+        if self._failure is not None:
+            raise self._failure
+        return list(self._entries)
+
+    def left_of(self, lease_id: str, gpu: int) -> list[Entry]:
+        """What a lease's processes have of a GPU now."""
+        return [entry for entry in self.entries if entry.lease_id == lease_id and entry.concerns(gpu)]
+
+    def gone_at_s(self, lease_id: str, gpu: int) -> float | None:
+        """When the last that a lease had of a GPU was gone, memory and open files. None while there is something, and
+        when there never was."""
+        if self.left_of(lease_id, gpu):
+            return None
+        freed = [one.freed_at_s for one in self.ended if one.lease_id == lease_id and one.concerns(gpu)]
+        return max((at_s for at_s in freed if at_s is not None), default=None)
+
+    def violations(self) -> list[str]:
+        """A line for each context on a GPU on which another lease still had something."""
+        return (self.directory / "violations").read_text().splitlines()
+
+    def quieten(self) -> None:
+        """End every training, mend everything, and forget what has ended; returns when nothing is left."""
+        for gpu in self.state.gpu:
+            gpu.lost, gpu.fabric, gpu.recovery, gpu.blocked_until_ns, gpu.kept_bytes = 0, FABRIC_COMPLETED, 0, 0, 0
+        self.state.list_us, self.state.list_each_us, self.state.context_us = LIST_US, LIST_EACH_US, CONTEXT_US
+        self.state.attach_us = 0
+        self.unlist_s, self.free_s = UNLIST_S, FREE_S
+        self._end_trainings()
+        while any(entry.gpu is not None for entry in self.entries):
+            time.sleep(SWEEP_S)
+        self.ended.clear()
+
+    def close(self) -> None:
+        """End the machine, and every training on it. A daemon on it must have ended before."""
+        self._closing.set()
+        self._kernel.join()
+        self._end_trainings()
+        os.close(self._clients)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._failure is not None:
+            raise self._failure
+
+    def _end_trainings(self) -> None:
+        """All that run this machine's program: those that were started here, by jobs, and what they have left."""
+        for place in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if os.readlink(place / "exe") == self.program:
+                    os.kill(int(place.name), signal.SIGKILL)
+        for process in self._started:
+            with process:
+                process.kill()
+        self._started.clear()
+
+    def _file(self, name: str, size: int) -> None:
+        path = self.directory / name
+        path.touch()
+        os.truncate(path, size)
+        path.chmod(0o666)
+
+    # The kernel.
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(SWEEP_S):
+                self._sweep()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _sweep(self) -> None:
+        """Look which entries have lost their last process, and take further those that have."""
+        now_s, found = time.monotonic(), []
+        for slot in range(ENTRIES):
+            state = self.state.entry[slot]
+            if state.state == FREE:
+                continue
+            if slot not in self._endings and not self._is_open(slot):
+                self._endings[slot] = self._ending(_entry(state), now_s)
+                state.state = DYING
+            ending = self._endings.get(slot)
+            if ending is None:
+                found.append(_entry(state))
+            elif now_s >= ending.free_at_s:
+                self._free(slot, ending)
+            else:
+                found.append(ending.entry)
+                if now_s >= ending.unlist_at_s:
+                    state.state = UNLISTED
+        self._entries = found
+
+    def _ending(self, entry: Entry, now_s: float) -> Ending:
+        dead = replace(entry, dead_at_s=now_s)
+        if entry.gpu is None:  # closing a file takes no time
+            return Ending(dead, now_s, now_s)
+        unlist_at_s = now_s + self._chance.uniform(*self.unlist_s)
+        return Ending(dead, unlist_at_s, max(unlist_at_s, now_s + self._chance.uniform(*self.free_s)))
+
+    def _free(self, slot: int, ending: Ending) -> None:
+        del self._endings[slot]
+        # The stamp comes first: nobody can see the GPU clean before the truth says that it is.
+        self.ended.append(replace(ending.entry, freed_at_s=time.monotonic()))
+        self.state.entry[slot].state = FREE
+
+    def _is_open(self, slot: int) -> bool:
+        """True while any process has the open file that the entry's lock is on."""
+        query = struct.pack(LOCK_QUERY, fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
+        answer = struct.unpack(LOCK_QUERY, fcntl.fcntl(self._clients, fcntl.F_OFD_GETLK, query))
+        return cast(int, answer[0]) != fcntl.F_UNLCK
+
+
+def _entry(state: Any) -> Entry:
+    return Entry(
+        pid=state.pid,
+        lease_id=state.lease.decode(),
+        gpu=None if state.kind == CLIENT else state.gpu,
+        opened=frozenset(gpu for gpu in range(GPUS) if state.opened >> gpu & 1),
+        made_at_s=state.made_ns / 1e9,
+    )
