@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.model import GpuLink, GpuReading, LeaseState
-from gpulease_worker import attribution, driver, processes
+from gpulease_worker import driver, openers, processes
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Pace, Reading
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
