@@ -470,6 +470,31 @@ def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one
         assert [gpu.hidden_use for gpu in probe.read().gpus] == [True, False, False]
 
 
+def test_the_least_memory_that_was_seen_outlasts_the_probe_that_saw_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Driver(tmp_path)
+    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
+        monkeypatch.setenv(name, library.environment[name])
+    none = [(name, EVERY, NOT_SUPPORTED) for name in (LISTS, GRAPHICS, MPS)]
+
+    async def story() -> None:
+        probe = Probe("n", None, 10.0)
+        try:
+            seen = []
+            for used_mib in (3, 30):
+                library.says(*none, ("idle", 0, 1), ("used_mib", 0, used_mib))
+                while not (reading := await probe.read(())).gpus:
+                    pass
+                seen.append(reading.gpus[1].hidden_use)
+                await probe._kill()
+            assert seen == [False, True]
+        finally:
+            await probe.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+
+
 @pytest.mark.parametrize(
     "tells",
     [
