@@ -172,5 +172,8 @@ class Asked:
         return wire.from_json(Reading, self._line())
 
     def _line(self) -> Any:
+        """The next answer; that a call takes long is said before it."""
         assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
+        while "under_way" in (line := json.loads(self.process.stdout.readline())):
+            pass
+        return line

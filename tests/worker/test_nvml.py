@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease.model import GpuLink, GpuReading, LeaseState
-from gpulease_worker import attribution, driver, processes
+from gpulease_worker import driver, openers, processes
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Pace, Reading
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
@@ -424,7 +424,7 @@ def test_a_probe_that_ends_while_cuda_hangs_leaves_nothing_behind(tmp_path: Path
         assert probe.read().gpus[1].health == "fabric_not_ready"
         assert time.monotonic() - begun_s < 5, "the reading waited for CUDA"
         command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        assert attribution.OUR_OWN in command, "no worker takes it for a user's"
+        assert openers.OUR_OWN in command, "no worker takes it for a user's"
     until(lambda: not alive(pid), "it ends with the probe")
 
 
@@ -468,6 +468,31 @@ def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one
         }
         library.says(*none, ("count", EVERY, 3), ("idle", 0, 1))
         assert [gpu.hidden_use for gpu in probe.read().gpus] == [True, False, False]
+
+
+def test_the_least_memory_that_was_seen_outlasts_the_probe_that_saw_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Driver(tmp_path)
+    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
+        monkeypatch.setenv(name, library.environment[name])
+    none = [(name, EVERY, NOT_SUPPORTED) for name in (LISTS, GRAPHICS, MPS)]
+
+    async def story() -> None:
+        probe = Probe("n", None, 10.0)
+        try:
+            seen = []
+            for used_mib in (3, 30):
+                library.says(*none, ("idle", 0, 1), ("used_mib", 0, used_mib))
+                while not (reading := await probe.read(())).gpus:
+                    pass
+                seen.append(reading.gpus[1].hidden_use)
+                await probe._kill()
+            assert seen == [False, True]
+        finally:
+            await probe.close()
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 @pytest.mark.parametrize(
@@ -533,7 +558,9 @@ def test_who_keeps_the_device_open_is_looked_for_while_its_lease_drains(tmp_path
         try:
             until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
             with library.probe() as probe:
-                readings = probe.read(asked), probe.read(asked, fresh=False)
+                # One that is asked for as fresh does not wait for the look; the next one does.
+                whole, later = probe.read(asked), probe.read(asked, fresh=False)
+                readings = (later,) if state is LeaseState.ENDED else (whole, later)
         finally:
             process.kill()
     for reading in readings:

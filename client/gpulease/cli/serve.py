@@ -216,6 +216,11 @@ def _seconds(name: str, text: str, most: float) -> Any:
     return typer.Option(f"--{name}-s", help=f"{text} Seconds.", envvar=variable, min=0.05, max=most)
 
 
+PROBE_DEADLINE: Any = _seconds("probe-deadline", "How long one reading may take before the GPUs are unknown.", 60.0)
+CALL_DEADLINE: Any = _seconds("call-deadline", "How long one driver call may take before the probe is replaced.", 600.0)
+START_DEADLINE: Any = _seconds("start-deadline", "How long the driver may take to be opened.", 600.0)
+
+
 def serve(
     context: typer.Context,
     host: Host = "127.0.0.1",
@@ -314,15 +319,9 @@ def worker(
     poll_s: Annotated[float, _seconds("poll", "Time between two readings.", 2.0)] = 1.0,
     processes_s: Annotated[float, _seconds("processes", "Time between two reads of process lists.", 60.0)] = 5.0,
     health_s: Annotated[float, _seconds("health", "Time between two reads of ECC, throttling, links.", 3600.0)] = 30.0,
-    probe_deadline_s: Annotated[
-        float, _seconds("probe-deadline", "How long one reading may take before the GPUs are unknown.", 60.0)
-    ] = 2.0,
-    call_deadline_s: Annotated[
-        float, _seconds("call-deadline", "How long one driver call may take before the probe is replaced.", 600.0)
-    ] = 60.0,
-    start_deadline_s: Annotated[
-        float, _seconds("start-deadline", "How long the driver may take to be opened.", 600.0)
-    ] = 120.0,
+    probe_deadline_s: Annotated[float, PROBE_DEADLINE] = 2.0,
+    call_deadline_s: Annotated[float, CALL_DEADLINE] = 60.0,
+    start_deadline_s: Annotated[float, START_DEADLINE] = 120.0,
     idle_memory_bytes: IdleMemoryBytes = 16 * 2**20,
     kill_leftovers: Annotated[bool, KILL_LEFTOVERS] = False,
     manage_compute_mode: Annotated[bool, MANAGE_COMPUTE_MODE] = False,
