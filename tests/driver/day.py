@@ -99,6 +99,11 @@ def plan(seconds: float, leases: int, jobs: int, seed: int) -> list[Use]:
     uses = [
         Use(at_s=0.0, uid=USERS[n], label="long", hold_s=last, options=("-n", "-w", "2", "-e", "1")) for n in (0, 1)
     ]
+    # Two that end while calls are blocked, whatever chance has the others do.
+    blocked = Use(
+        at_s=0.38 * seconds, uid=USERS[2], label="blocked", hold_s=0.03 * seconds, ends="kill", options=("-n",)
+    )
+    uses += [blocked, blocked]
     for _ in range(leases - len(uses)):
         options = [] if chance.random() < 0.3 else ["-n"]
         ends = chance.choices(("exit", "kill", "die", "nothing"), (4, 4, 1, 1))[0]

@@ -12,9 +12,10 @@ import pytest
 from tests.daemon import DaemonProcess
 from tests.driver.day import QUICK, Figures, spend
 from tests.driver.machine import DriverMachine
-from tests.driver.watch import PROMPT_S
 
 pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine: one such at a time
+LATE_S = 3.0
+"""No GPU drains for longer than its own lease has anything on it, and this: two seconds, one more on a busy machine."""
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def judge(found: Figures) -> None:
     assert found.failed == []
     assert found.unclean == []
     assert found.refused_for_age == []
-    assert found.late_s < PROMPT_S, [one for one in found.delays if one.late_s >= PROMPT_S]
+    assert found.late_s < LATE_S, [one for one in found.delays if one.late_s >= LATE_S]
 
 
 def test_a_minute_of_many_people_and_every_trouble(running: DaemonProcess, machine: DriverMachine, place: Path) -> None:
@@ -53,6 +54,7 @@ def test_a_minute_of_many_people_and_every_trouble(running: DaemonProcess, machi
     judge(found)
     assert found.jobs == 4
     assert found.leases == 30
+    assert any(one.trouble == "blocked calls" for one in found.delays)
 
 
 @pytest.mark.soak
@@ -64,3 +66,4 @@ def test_ten_minutes_of_many_people_and_every_trouble(
     judge(found)
     assert found.jobs == 20
     assert found.leases == 200
+    assert any(one.trouble == "blocked calls" for one in found.delays)
