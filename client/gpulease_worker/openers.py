@@ -8,7 +8,7 @@ node, and forked workers inherit them. So it is asked whose the process is. The 
 | is a probe | not |
 | works under the lease that has ended, by marker or cgroup | it is the lease's |
 | works under another lease with GPUs on this node, by marker or cgroup | not: it is answered for there |
-| was known as one of the lease's before | it is the lease's |
+| was known as one of a lease with GPUs on this node before (what ends loses its marker before its files) | as that |
 | is, or descends from, the owner of leases, the nearest owner counts: of an active one that is another | not |
 | is itself the owner of the lease that has ended, and lives on | like a stranger: nobody waits behind themselves |
 | descends from that owner; or was in its process group, where that owner has ended | it is the lease's |
@@ -92,8 +92,9 @@ class Openers:
         named = self._named[process.pid]
         if named:
             return True if lease.id in named else None
-        if self._known.get(process.pid) == (process.start_ticks, lease.id):
-            return True
+        then_ticks, then_lease = self._known.get(process.pid, (None, None))
+        if then_ticks == process.start_ticks and any(one.id == then_lease for one in self._leases):
+            return True if then_lease == lease.id else None
         owner = self._nearest_owner(process.pid)
         if owner is None:
             return False

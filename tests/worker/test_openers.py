@@ -224,6 +224,17 @@ def test_who_has_ended_since_the_look_has_nothing_open(stack: ExitStack, devices
     assert openers.Openers([gpu], [ENDED, THEIRS], {}, found).of(gpu, ENDED, found) == ()
 
 
+def test_what_was_another_leases_is_so_still_when_it_ends_and_loses_its_marker(
+    stack: ExitStack, devices: tuple[Path, Path]
+) -> None:
+    ending = Program(stack, devices)
+    gpu, found = GpuReading(uuid=GPUS[1], node="n", index=1), {ending.identity}
+    for lease_id, expected in ((THEIRS.id, []), (ENDED.id, [(ending.pid, ENDED.id)]), ("gone", [(ending.pid, None)])):
+        known = {ending.pid: (ending.identity.start_ticks, lease_id)}
+        counted = openers.Openers([gpu], [ENDED, THEIRS], known, found).of(gpu, ENDED, found)
+        assert [(one.pid, one.lease_id) for one in counted] == expected
+
+
 def test_a_stranger_counts_only_if_it_began_during_the_lease(stack: ExitStack, devices: tuple[Path, Path]) -> None:
     exporter = Program(stack, devices)
     assert opened_by(ENDED, THEIRS) == {exporter.pid: None}
