@@ -572,6 +572,30 @@ def test_who_keeps_the_device_open_is_looked_for_while_its_lease_drains(tmp_path
         assert reading.gpus[1] == WHOLE
 
 
+def test_who_was_looked_for_before_readings_failed_says_nothing_when_they_come_again(tmp_path: Path) -> None:
+    mine = f"lease-{os.urandom(4).hex()}"
+    device = tmp_path / "nvidia1"
+    device.touch()
+    asked = (lease(mine, POOR.uuid, state=LeaseState.ENDED),)
+    library = Driver(tmp_path)
+    library.environment["GPULEASE_DEVICE_FILES"] = str(tmp_path / "nvidia")
+    with library.probe() as probe:
+        assert probe.read(asked).gpus[0].opened_by is None, "the look has just begun"
+        library.says(("nvmlDeviceGetTemperature", 0, 1))
+        assert probe.read(asked).problem is not None
+        with under(mine, "sh", "-c", f"exec 3< {device}; exec sleep 60") as process:
+            try:
+                until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
+                assert probe.read(asked).problem is not None
+                library.says()
+                first = probe.read(asked).gpus[0].opened_by
+                later = probe.read(asked, fresh=False).gpus[0].opened_by
+            finally:
+                process.kill()
+    assert first != (), "nobody has looked since"
+    assert [one.pid for one in later or ()] == [process.pid]
+
+
 def test_gpus_on_one_nvlink_are_linked(tmp_path: Path) -> None:
     library = Driver(tmp_path)
     library.says(("count", EVERY, 3))
