@@ -454,6 +454,17 @@ def test_one_idle_context_of_a_process_that_is_hidden_shows_beside_the_gpus_own_
         assert [hidden(probe, used) for used in (30, 700, 701)] == [False, False, True], "a screen has so much"
 
 
+def test_memory_that_no_listed_process_has_is_somebodys_where_others_are_hidden(tmp_path: Path) -> None:
+    """A desktop's process or an MPS server that is seen keeps a GPU from nobody; who is hidden beside it does."""
+    library = Driver(tmp_path)
+    for within, hidden in (((), False), (CONTAINER, True)):
+        library.says(("used_mib", 0, 60_000))
+        with library.probe(within=within) as probe:
+            gpu = probe.read().gpus[1]
+            assert len(gpu.processes) == 3
+            assert gpu.hidden_use is hidden
+
+
 def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(tmp_path: Path) -> None:
     """As under WSL2."""
     library = Driver(tmp_path)
