@@ -126,9 +126,9 @@ class GpuReading(Device):
     processes: tuple[Process, ...] = ()
     """Processes on the GPU, every type."""
     hidden_use: bool = False
-    """True when memory or utilization shows that it is in use, or its memory is not known, no process is listed, and
-    others could not be: the worker runs in a PID namespace of its own, from which the driver hides them, or the driver
-    has no process lists (WSL2)."""
+    """True when memory or utilization shows that somebody is on it who is not listed, or its memory is not known, and
+    others could not be listed: the worker runs in a PID namespace of its own, from which the driver hides them, or the
+    driver has no process lists (WSL2). Never beside a process with the marker of a lease."""
     minor_number: int | None = None
     """N of its device file `/dev/nvidiaN`; not the index."""
     numa_node: int | None = None

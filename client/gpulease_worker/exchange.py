@@ -29,7 +29,7 @@ from gpulease_worker.occupancy import Probe
 from gpulease_worker.owners import Owners
 from gpulease_worker.readings import Readings, Taken
 from gpulease_worker.settings import WorkerSettings
-from gpulease_worker.source import ModeChange, ModeNotSet, Reading
+from gpulease_worker.source import ModeChange, Reading
 from gpulease_worker.tasks import cancel
 
 DRAIN_HOLD_S = (0.02, 1.0)
@@ -49,7 +49,7 @@ class Exchange:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._changed = asyncio.Event()
-        self._probe, self._readings = self._new_probe()
+        self._readings = self._new_probe()
         self._jobs = Jobs(
             settings.data_dir.absolute(),
             ",".join(settings.urls),
@@ -172,7 +172,7 @@ class Exchange:
             closed = await self._readings.end()
             if closed:
                 # Another takes its place, and starts with the first reading that is wanted again.
-                self._probe, self._readings = self._new_probe()
+                self._readings = self._new_probe()
             problem = PAUSED if closed else f"{PAUSED}, but a probe that was killed has not ended yet"
             return Taken(Reading(problem=problem, simulated=self._settings.simulate is not None))
         leases = self._holders.see(desired.leases)
@@ -181,11 +181,9 @@ class Exchange:
 
     async def _change_compute_mode(self, change: ModeChange) -> ComputeMode | None:
         """Through the probe of the moment: a pause puts another in its place."""
-        if self._readings.late:
-            raise ModeNotSet("the driver is busy, and is asked again when it is not")
-        return await self._probe.change_compute_mode(change)
+        return await self._readings.change_compute_mode(change)
 
-    def _new_probe(self) -> tuple[Probe, Readings]:
+    def _new_probe(self) -> Readings:
         settings = self._settings
         probe = Probe(
             settings.node,
@@ -196,7 +194,7 @@ class Exchange:
             settings.start_deadline_s,
             settings.idle_memory_bytes,
         )
-        return probe, Readings(probe, settings.probe_deadline_s, self._changed.set)
+        return Readings(probe, settings.probe_deadline_s, self._changed.set)
 
     def _hold_s(self) -> float:
         return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s

@@ -271,9 +271,9 @@ class Hardware:
         members = {**activity, **sighted.condition, **sighted.whole}
         facts: health.Facts = members.pop("facts")
         least_bytes = self._least(sighted.device.uuid, used)
-        if (sighted.listless or not self._sees_all) and not members["processes"]:
+        if sighted.listless or not self._sees_all:
             idle_bytes = max(self._idle_bytes, min(least_bytes, IDLE_BYTES) + HIDDEN_BYTES)
-            members["hidden_use"] = used is None or used > idle_bytes or bool(activity["utilization_ratio"])
+            members["hidden_use"] = _hidden(members["processes"], used, idle_bytes, activity["utilization_ratio"])
         xid = self._xids.standing(sighted.device.uuid, facts.recovery_action, time.monotonic())
         starts = self._cuda.of(sighted.device.uuid, facts.fabric if health.cuda_decides(facts) else None)
         facts = replace(facts, xid=xid, cuda_starts=starts)
@@ -344,6 +344,17 @@ def _silent(sighted: Sighted, word: str) -> GpuReading:
 def _device(gpu: Device, node: str) -> Device:
     """What does not change of a GPU."""
     return Device(**{name: getattr(gpu, name) for name in Device.__dataclass_fields__} | {"node": node})
+
+
+def _hidden(listed: Sequence[Process], used: int | None, idle_bytes: int, utilization_ratio: float | None) -> bool:
+    """Whether somebody is on a GPU beside those who are listed. A process of a lease answers for all of it; any other
+    may keep the GPU from nobody, as a desktop's does, and answers for the memory that it has."""
+    if any(process.lease_id is not None for process in listed):
+        return False
+    known = [process.memory_bytes for process in listed if process.memory_bytes is not None]
+    if used is None or len(known) < len(listed) or used - sum(known) > idle_bytes:
+        return True
+    return not listed and bool(utilization_ratio)
 
 
 def _reading(sighted: Sighted, **members: Any) -> GpuReading:

@@ -8,6 +8,7 @@ them, because looking at a file that lies on a network may hang.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -57,7 +58,8 @@ class Looker:
         self._thread: threading.Thread | None = None
         self._sought: frozenset[Sought] = frozenset()
         """What the look under way, or the last one, was begun for, as far as it is still wanted."""
-        self._found = Openers()
+        self._found: Openers | None = None
+        """What that look has found; None until it is over, and where it failed."""
         self._next_at_s = 0.0
         self._open: dict[Sought, Openers] = {}
         """What the last look found open, by what was sought."""
@@ -72,7 +74,7 @@ class Looker:
         known = self._sought.issuperset(wanted) and time.monotonic() < self._next_at_s
         if self._thread is not None or not wanted or known:
             return
-        self._sought = frozenset(wanted)
+        self._sought, self._found = frozenset(wanted), None
         self._thread = threading.Thread(target=self._look, args=({path for path, _ in wanted},), daemon=True)
         self._thread.start()
 
@@ -87,9 +89,11 @@ class Looker:
             if self._thread.is_alive():
                 break
             self._thread = None
-            self._open = {one: self._found for one in self._sought if self._found.by_path.get(one[0])}
+            if (found := self._found) is None:
+                break
+            self._open = {one: found for one in self._sought if found.by_path.get(one[0])}
             if self._sought:
-                return dict.fromkeys(self._sought, self._found)
+                return dict.fromkeys(self._sought, found)
         return {}
 
     def before(self, sought: Sought) -> Openers | None:
@@ -97,12 +101,16 @@ class Looker:
         return self._open.get(sought)
 
     def forget(self) -> None:
-        """Nothing drains: what is found by a look under way is of no use."""
+        """Nothing drains, or it is not known for how long nothing could be read: what is found by a look under way, or
+        was found since the last question, is of no use."""
         self.begin(())
 
     def _look(self, paths: Collection[str]) -> None:
         begun_s = time.monotonic()
-        self._found = openers(paths)
+        try:
+            self._found = openers(paths)
+        except OSError as error:
+            print(f"Who has device files open cannot be looked for: {error}", file=sys.stderr, flush=True)
         took_s = time.monotonic() - begun_s
         self._next_at_s = time.monotonic() + min(PAUSES * took_s, LONGEST_PAUSE_S)
 
@@ -141,10 +149,8 @@ def _open_in(pid: int, wanted: set[str], headless: bool, look: Callable[[str, se
         for place in _other_tasks(pid) if headless else (f"/proc/{pid}",):
             with suppress(FileNotFoundError, ProcessLookupError):  # it has ended, and has nothing open
                 has |= look(place, wanted)
-    except PermissionError:
+    except OSError:  # it may not be looked into, or there is no descriptor left to do so
         return None
-    except OSError:
-        return set()
     return has
 
 

@@ -77,6 +77,7 @@ def serve(source: Source, requests: TextIO, answers: TextIO, call_deadline_s: fl
             # Whoever waits for a grant does not wait for a look at open files besides.
             reading = last = attribution.complete(reading, leases, known, looker, wait=not fresh)
         except ReadingFailed as failed:
+            looker.forget()  # by the time there is a reading to which it belongs, it is old
             reading = Reading(problem=str(failed), over=failed.over)
         answer(answers, reading)
         if reading.over:

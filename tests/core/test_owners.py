@@ -208,3 +208,20 @@ def test_only_an_end_against_the_holders_will_is_a_loss() -> None:
     world.pass_time(2)
     assert "lease.lost" not in kinds(world, released)
     assert kinds(world, expired).count("lease.lost") == 1
+
+
+def test_a_living_owner_keeps_his_lease_while_his_worker_waits_for_a_slow_driver() -> None:
+    """With `--probe-deadline-s 10` a worker may say nothing for over 11 s, and counts as heard all the while."""
+    world = World().node(gpus=1)
+    world.report(reading_limit_s=10.0, hold_s=1.0)
+    world.owners[ANN] = ALIVE
+    lease = world.lease(1, owner=ANN, ttl_s=5)
+    for _ in range(3):
+        world.report(reading_limit_s=10.0, hold_s=1.0, problem="the driver is busy")
+        for _ in range(44):
+            world.at_s += 0.25
+            world.turn(Ticked(cause="t", since_last_s=0.25))
+        assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.at_s += 1
+    world.turn(Ticked(cause="t", since_last_s=1.0))
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED

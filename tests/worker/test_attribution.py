@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import subprocess
@@ -215,6 +216,41 @@ def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
         assert opened_by("next") is None, "it has ended again: what was found before that is of no use"
         done.set()
         until(lambda: opened_by("next"), "it was looked for again")
+
+
+def test_a_look_that_failed_has_not_found_that_nobody_has_the_device_open(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def pids() -> Iterator[int]:
+        looks.append(1)
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    looker = open_files.Looker(wait_s=20)
+
+    def opened_by() -> tuple[Process, ...] | None:
+        return attribution.complete(reading(), [seen("mine", ended=True)], {}, looker).gpus[0].opened_by
+
+    with opening(device, GPULEASE_LEASE_ID="mine") as pid:
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "pids", pids)
+            assert [opened_by() for _ in range(3)] == [None] * 3
+            assert looks
+        found = until(opened_by, "a look that does not fail")
+        assert [one.pid for one in found] == [pid]
+
+
+def test_a_process_whose_files_cannot_be_read_for_want_of_descriptors_is_not_one_that_has_none_open(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(process: str, wanted: set[str]) -> set[str]:
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), process)
+
+    monkeypatch.setattr(open_files, "_descriptors", full)
+    with opening(device) as pid:
+        monkeypatch.setattr(processes, "pids", lambda: iter([pid]))
+        assert open_files.openers({str(device)}).unreadable == 1
 
 
 def test_who_had_the_device_open_before_the_lease_keeps_it_from_nobody_unless_it_is_the_leases(device: Path) -> None:

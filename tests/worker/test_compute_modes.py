@@ -259,8 +259,8 @@ def test_the_driver_is_asked_by_bus_id_and_changes_only_what_is_as_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, refused: bool | None
 ) -> None:
     library = StandIn(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
     library.says(("nvmlDeviceSetComputeMode", 0, error))
     back = ModeChange(pci_bus_id=WHOLE.pci_bus_id or "", expected=EXCLUSIVE, mode=DEFAULT)
 
@@ -288,8 +288,8 @@ def test_a_call_that_hangs_while_a_mode_is_changed_is_named_and_the_probe_replac
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = StandIn(tmp_path)
-    for name in ("LD_LIBRARY_PATH", "STAND_IN_NVML"):
-        monkeypatch.setenv(name, library.environment[name])
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
 
     async def story() -> None:
         probe = Probe("n", None, 20.0, Pace(call_deadline_s=0.5))

@@ -30,7 +30,7 @@ from gpulease.exchange import (
     OwnerState,
     RunState,
 )
-from gpulease.model import LeaseState
+from gpulease.model import ComputeMode, LeaseState
 from gpulease.owner import Owner, realm
 from gpulease_worker import processes, records
 from gpulease_worker.simulation import plausible
@@ -254,6 +254,31 @@ def test_a_driver_that_hangs_is_reported_within_three_seconds_of_the_defaults_an
     assert time.monotonic() - begun < 1, "what was late is reported when it arrives, and not at the next turn"
     assert (report.read_s or 0) > 2
     assert probes_of(worker) == [probe], "another would have stood behind the same driver"
+
+
+def test_a_mode_that_the_driver_takes_long_to_set_keeps_the_worker_from_nothing_else(
+    daemon: Daemon, host: Host, tmp_path: Path
+) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3), ("nvmlDeviceSetComputeMode", EVERY, HANGS))
+    code = RUN.replace("simulate='2', ", "manage_compute_mode=True, ")
+    worker = host.worker(code=code, env={**os.environ, **library.environment})
+    whole = daemon.report(lambda report: len(report.gpus) == 3, "readings")
+    assert {gpu.uuid: gpu.compute_mode for gpu in whole.gpus}[THIRD.uuid] is ComputeMode.DEFAULT
+    (probe,) = probes_of(worker)
+    daemon.want([lease("mine", THIRD.uuid)])
+    begun = time.monotonic()
+    problem = daemon.report(lambda report: report.problem is not None, "the driver is busy", deadline_s=15).problem
+    assert time.monotonic() - begun < 6
+    assert "nvmlDeviceSetComputeMode did not answer within 2 s" in (problem or "")
+    daemon.want([lease("mine", THIRD.uuid)], [order("job-1", spec("true"))])
+    daemon.job(RunState.EXITED)
+    library.says(("count", EVERY, 3))
+    daemon.report(
+        lambda report: [gpu.compute_mode for gpu in report.gpus[2:]] == [ComputeMode.EXCLUSIVE_PROCESS],
+        "the driver answers again, and has set it",
+    )
+    assert probes_of(worker) == [probe], "no answer was taken for that to another question"
 
 
 def test_while_a_gpu_drains_it_alone_is_read_anew(daemon: Daemon, host: Host, tmp_path: Path) -> None:

@@ -454,6 +454,17 @@ def test_one_idle_context_of_a_process_that_is_hidden_shows_beside_the_gpus_own_
         assert [hidden(probe, used) for used in (30, 700, 701)] == [False, False, True], "a screen has so much"
 
 
+def test_memory_that_no_listed_process_has_is_somebodys_where_others_are_hidden(tmp_path: Path) -> None:
+    """A desktop's process or an MPS server that is seen keeps a GPU from nobody; who is hidden beside it does."""
+    library = Driver(tmp_path)
+    for within, hidden in (((), False), (CONTAINER, True)):
+        library.says(("used_mib", 0, 60_000))
+        with library.probe(within=within) as probe:
+            gpu = probe.read().gpus[1]
+            assert len(gpu.processes) == 3
+            assert gpu.hidden_use is hidden
+
+
 def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(tmp_path: Path) -> None:
     """As under WSL2."""
     library = Driver(tmp_path)
@@ -570,6 +581,30 @@ def test_who_keeps_the_device_open_is_looked_for_while_its_lease_drains(tmp_path
         else:
             assert [(one.pid, one.lease_id) for one in openers or ()] == [(process.pid, mine)]
         assert reading.gpus[1] == WHOLE
+
+
+def test_who_was_looked_for_before_readings_failed_says_nothing_when_they_come_again(tmp_path: Path) -> None:
+    mine = f"lease-{os.urandom(4).hex()}"
+    device = tmp_path / "nvidia1"
+    device.touch()
+    asked = (lease(mine, POOR.uuid, state=LeaseState.ENDED),)
+    library = Driver(tmp_path)
+    library.environment["GPULEASE_DEVICE_FILES"] = str(tmp_path / "nvidia")
+    with library.probe() as probe:
+        assert probe.read(asked).gpus[0].opened_by is None, "the look has just begun"
+        library.says(("nvmlDeviceGetTemperature", 0, 1))
+        assert probe.read(asked).problem is not None
+        with under(mine, "sh", "-c", f"exec 3< {device}; exec sleep 60") as process:
+            try:
+                until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
+                assert probe.read(asked).problem is not None
+                library.says()
+                first = probe.read(asked).gpus[0].opened_by
+                later = probe.read(asked, fresh=False).gpus[0].opened_by
+            finally:
+                process.kill()
+    assert first != (), "nobody has looked since"
+    assert [one.pid for one in later or ()] == [process.pid]
 
 
 def test_gpus_on_one_nvlink_are_linked(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def node_problem(ledger: Ledger, node: str, now: Instant, policy: Policy) -> str
     if sighting is None:
         return f"node {node} has not reported yet"
     if is_silent(sighting, now, policy):
-        return f"node {node} has been silent for over {max(policy.silence_s, sighting.silence_s):g} s"
+        return f"node {node} has been silent for over {silence_of(sighting, policy):g} s"
     return sighting.problem
 
 
@@ -89,9 +89,14 @@ def _programs(process: Process, words: int = 2) -> set[str]:
     return {"/".join(parts[at:]) for path in paths for parts in [path.split("/")] for at in range(len(parts))}
 
 
+def silence_of(sighting: Sighting | None, policy: Policy) -> float:
+    """For how long a node may report nothing before nothing is known of it any more. Seconds."""
+    return policy.silence_s if sighting is None else max(policy.silence_s, sighting.silence_s)
+
+
 def is_silent(sighting: Sighting, now: Instant, policy: Policy) -> bool:
     """True when a node has reported nothing for so long that nothing is known of it any more."""
-    return now.mono_s - sighting.reported_at_s > max(policy.silence_s, sighting.silence_s)
+    return now.mono_s - sighting.reported_at_s > silence_of(sighting, policy)
 
 
 def observed_at(sighting: Sighting | None, uuid: str) -> float | None:

@@ -31,10 +31,10 @@ def on_owner_reports(turn: Turn, node: str, report: NodeReport) -> None:
             if record.watched is not None and record.watched.realm != report.realm:
                 _unwatched(turn, record, OTHER_REALM)
             elif (one := told.get(owner)) is not None:
-                _seen(turn, record, one)
+                _seen(turn, record, one, node)
 
 
-def _seen(turn: Turn, record: LeaseRecord, one: OwnerReport) -> None:
+def _seen(turn: Turn, record: LeaseRecord, one: OwnerReport, node: str) -> None:
     undecided = record.lease.id in turn.pending
     match one.state:
         case OwnerState.GONE if undecided:
@@ -42,7 +42,7 @@ def _seen(turn: Turn, record: LeaseRecord, one: OwnerReport) -> None:
         case OwnerState.GONE:
             end(turn, record, EndReason.HOLDER_DIED)
         case OwnerState.ALIVE if not undecided:
-            seen_alive(turn, record.lease)
+            seen_alive(turn, record.lease, node)
         case OwnerState.UNKNOWN:
             _unwatched(turn, record, one.reason or "its worker cannot watch it")
 

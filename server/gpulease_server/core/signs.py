@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpulease.exchange import MAX_OWNERS
 from gpulease.model import Lease, Liveness
 
+from .gpu import silence_of
 from .ledger import Deadline, Ledger, OwnerWatch
 from .turn import Turn
 
@@ -28,13 +29,13 @@ def live_on(turn: Turn, lease: Lease) -> None:
     turn.put(Deadline(lease.id, until_s))
 
 
-def seen_alive(turn: Turn, lease: Lease) -> None:
-    """The owner has been seen: a full `ttl_s` from now, in memory only.
+def seen_alive(turn: Turn, lease: Lease, node: str) -> None:
+    """The owner has been seen by this node's worker: a full `ttl_s` from now, in memory only.
 
     A lease whose `ttl_s` is shorter than the time between two reports lasts until its worker counts as silent, because
     the worker would have told of a death at once.
     """
-    lasts_s = max(lease.ttl_s, turn.policy.silence_s)
+    lasts_s = max(lease.ttl_s, silence_of(turn.ledger.sightings.get(node), turn.policy))
     until_s = turn.now.mono_s + lasts_s
     if until_s - turn.ledger.deadlines.get(lease.id, 0.0) >= min(STEP_S, lasts_s / 10):
         turn.put(Deadline(lease.id, until_s))
