@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpulease import cuda
 from gpulease.model import GpuLink, GpuReading, LeaseState
-from gpulease_worker import driver, openers, processes
+from gpulease_worker import cuda_starts, driver, openers, processes
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Pace, Reading
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
@@ -40,6 +43,7 @@ from tests.worker.stand_in import (
 )
 
 LISTS = "nvmlDeviceGetComputeRunningProcesses_v3"
+ON_WSL = "from pathlib import Path; from gpulease_worker import driver; driver.WSL = Path('/dev/null')"
 GRAPHICS, MPS = "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"
 OF_POOR, OF_WHOLE = (Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE))
 """As CUDA shows them."""
@@ -128,6 +132,7 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             id="a GPU that has no graphics and no MPS",
         ),
         pytest.param((("nvmlDeviceRegisterEvents", 0, GPU_IS_LOST),), WHOLE, id="its Xids cannot be had"),
+        pytest.param((("garbled", 0, 1),), replace(WHOLE, name=None), id="a name that is no text is none"),
         pytest.param((("mig", 0, 1),), replace(WHOLE, health="mig", mig=True), id="split by MIG"),
         pytest.param(
             (("action", 0, 1),),
@@ -428,6 +433,32 @@ def test_a_probe_that_ends_while_cuda_hangs_leaves_nothing_behind(tmp_path: Path
     until(lambda: not alive(pid), "it ends with the probe")
 
 
+def test_while_a_question_hangs_that_no_signal_ends_no_other_is_asked_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[subprocess.Popen[bytes]] = []
+
+    def hangs(environ: Mapping[str, str]) -> list[str]:
+        questions.append(subprocess.Popen(["sleep", "60"]))
+        raise cuda.CudaHangs("it did not answer", questions[-1])
+
+    monkeypatch.setattr(cuda_starts, "ask", hangs)
+    starts = cuda_starts.CudaStarts(0.0)
+    try:
+        until(lambda: starts.of("GPU-1", "in_progress") is False, "it was asked")
+        for _ in range(20):
+            starts.of("GPU-1", "in_progress")
+        until(lambda: starts.of("GPU-2", "in_progress") is False, "another GPU is asked of meanwhile")
+        assert len(questions) == 2
+        questions[0].kill()
+        questions[0].wait()
+        until(lambda: starts.of("GPU-1", "in_progress") is False and len(questions) == 3, "it has ended")
+    finally:
+        for one in questions:
+            one.kill()
+            one.wait()
+
+
 def asked(cuda: Cuda) -> list[str]:
     """The processes that have initialised CUDA."""
     return [line.split()[1] for line in cuda.calls.read_text().splitlines()] if cuda.calls.exists() else []
@@ -454,12 +485,16 @@ def test_one_idle_context_of_a_process_that_is_hidden_shows_beside_the_gpus_own_
         assert [hidden(probe, used) for used in (30, 700, 701)] == [False, False, True], "a screen has so much"
 
 
-def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(tmp_path: Path) -> None:
-    """As under WSL2."""
+@pytest.mark.parametrize(
+    ("code", "prelude"), [(NOT_SUPPORTED, ""), (UNKNOWN, ON_WSL)], ids=["not supported", "unknown, under WSL2"]
+)
+def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(
+    tmp_path: Path, code: int, prelude: str
+) -> None:
     library = Driver(tmp_path)
-    none = [(name, EVERY, NOT_SUPPORTED) for name in (LISTS, GRAPHICS, MPS)]
+    none = [(name, EVERY, code) for name in (LISTS, GRAPHICS, MPS)]
     library.says(*none, ("count", EVERY, 3))
-    with library.probe() as probe:
+    with library.probe(prelude=prelude) as probe:
         found = {gpu.uuid: (gpu.health, gpu.processes, gpu.hidden_use) for gpu in probe.read().gpus}
         assert found == {
             POOR.uuid: ("ok", (), True),
