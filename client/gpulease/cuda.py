@@ -2,8 +2,8 @@
 
 `devices_shown` looks at the CUDA of this process: which devices it shows, if it is initialised. It never loads libcuda
 and never calls cuInit. `ask` starts a process that initialises CUDA with a given environment, lists what CUDA shows it,
-and ends; that process is this file run as a script, so nothing but the standard library is imported here. Who starts
-such a process by himself, as another user, has `question` and `understood`.
+and ends; that process is this file run as a script, so nothing but the standard library is imported here. Whoever
+starts such a process themselves, as another user, has `question` and `understood`.
 
 CUDA reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, in cuInit. Until then its functions answer
 CUDA_ERROR_NOT_INITIALIZED, and so they do in a forked child of a process that had initialised it: CUDA cannot be used

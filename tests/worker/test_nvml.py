@@ -15,7 +15,7 @@ import pytest
 from gpulease import cuda
 from gpulease.model import GpuLink, GpuReading, LeaseState
 from gpulease_worker import cuda_starts, driver, openers, processes
-from gpulease_worker.occupancy import Probe
+from gpulease_worker.occupancy import STARTING, Probe
 from gpulease_worker.source import Pace, Reading
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.worker.build import lease, under, until
@@ -529,6 +529,32 @@ def test_one_gpu_alone_that_lists_no_processes_is_one_whose_processes_are_unknow
         assert {gpu.health for gpu in probe.read().gpus} == {"ok"}
         library.says(("count", EVERY, 3), ("idle", 0, 1), (LISTS, EVERY, NOT_SUPPORTED))
         assert {gpu.health for gpu in probe.read().gpus} == {"processes_unknown"}
+
+
+def test_how_long_the_driver_may_take_to_be_opened_is_a_limit_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Driver(tmp_path)
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
+    library.says(("nvmlDeviceGetHandleByIndex_v2", EVERY, HANGS))
+
+    async def problem(start_s: float, limited: bool) -> str | None:
+        probe = Probe("n", None, 0.5, start_s=start_s)
+        try:
+            for _ in range(4):
+                found = (await probe.read(())).problem
+                assert limited or probe.starting, "it is not killed after the 0.5 s that a reading has"
+            library.says()
+            while not limited and (found := (await probe.read(())).problem) is not None:
+                assert found == STARTING
+            return found
+        finally:
+            await probe.close()
+
+    assert asyncio.run(problem(60.0, limited=False)) is None
+    library.says(("nvmlDeviceGetHandleByIndex_v2", EVERY, HANGS))
+    assert "it was not ready within 0.7 s" in str(asyncio.run(problem(0.7, limited=True)))
 
 
 def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:
