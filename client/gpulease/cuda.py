@@ -2,8 +2,8 @@
 
 `devices_shown` looks at the CUDA of this process: which devices it shows, if it is initialised. It never loads libcuda
 and never calls cuInit. `ask` starts a process that initialises CUDA with a given environment, lists what CUDA shows it,
-and ends; that process is this file run as a script, so nothing but the standard library is imported here. Who starts
-such a process by himself, as another user, has `question` and `understood`.
+and ends; that process is this file run as a script, so nothing but the standard library is imported here. Whoever
+starts such a process themselves, as another user, has `question` and `understood`.
 
 CUDA reads CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER once, in cuInit. Until then its functions answer
 CUDA_ERROR_NOT_INITIALIZED, and so they do in a forked child of a process that had initialised it: CUDA cannot be used
@@ -49,6 +49,14 @@ class CudaFailed(Exception):
         self.code = int(found[1]) if found else None
 
 
+class CudaHangs(CudaFailed):
+    """It did not answer in time. `process` was killed; while it hangs in the driver it lives on."""
+
+    def __init__(self, text: str, process: subprocess.Popen[bytes]) -> None:
+        super().__init__(text)
+        self.process = process
+
+
 class NoCuda(CudaFailed):
     """There is no libcuda that a program could load."""
 
@@ -72,8 +80,8 @@ def ask(environ: Mapping[str, str], within_s: float = ASK_S, command: Sequence[s
     """What `devices_shown` would be in a process with this environment that has initialised CUDA.
 
     `command`: another program that prints `answer`; it is that process then.
-    Costs a process and its cuInit: about a second on a machine with GPUs. Raises NoCuda when there is no libcuda, and
-    CudaFailed when it fails or takes longer than `within_s`.
+    Costs a process and its cuInit: about a second on a machine with GPUs. Raises NoCuda when there is no libcuda,
+    CudaHangs when it takes longer than `within_s`, and CudaFailed when it fails.
     """
     import subprocess  # noqa: PLC0415 - seldom needed
 
@@ -92,7 +100,7 @@ def ask(environ: Mapping[str, str], within_s: float = ASK_S, command: Sequence[s
     try:
         printed, _ = process.communicate(timeout=within_s)
     except subprocess.TimeoutExpired:
-        raise CudaFailed(f"it did not answer within {within_s:g} s") from None
+        raise CudaHangs(f"it did not answer within {within_s:g} s", process) from None
     finally:
         if process.poll() is None:
             _end(process)
@@ -122,7 +130,8 @@ def understood(answer: str, code: int) -> list[str]:
     """
     failed = re.search(r"^(none|fails) (.+)$", answer, re.MULTILINE)
     if failed is not None:
-        raise NoCuda(failed[2]) if failed[1] == "none" else CudaFailed(failed[2])
+        why = failed[2][:MAX_TEXT]
+        raise NoCuda(why) if failed[1] == "none" else CudaFailed(why)
     if not re.search(r"^end$", answer, re.MULTILINE):
         raise CudaFailed(f"the process that asked it ended with code {code}: {answer.strip()[-MAX_TEXT:]}")
     return re.findall(r"^device (GPU-[0-9a-f-]{36})$", answer, re.MULTILINE)

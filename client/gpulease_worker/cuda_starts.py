@@ -7,7 +7,8 @@ CUDA starts. And a GPU whose fabric `failed` may compute, though it reaches no o
 
 So the fabric's word makes somebody ask, and CUDA's decides. Until it has answered, and where it cannot be asked, the
 fabric's word counts. CUDA is never initialised in the probe: each question is a process of its own, off the reading's
-path, for one GPU, and its command line says to every worker that it is none of a user's (`attribution.OUR_OWN`).
+path, for one GPU, and its command line says to every worker that it is none of a user's (`openers.OUR_OWN`). One that
+hangs in the driver, and so outlives its end, is the only one for its GPU: that GPU is not asked of until it has ended.
 
 Run as `python -m gpulease_worker.cuda_starts` this is that process.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -59,6 +61,8 @@ class CudaStarts:
         self._again_s = again_s
         self._verdicts: dict[str, Verdict] = {}
         self._asking: threading.Thread | None = None
+        self._hung: dict[str, subprocess.Popen[bytes]] = {}
+        """By UUID: a process that was killed, and may live on."""
 
     def of(self, uuid: str, fabric: str | None) -> bool | None:
         """Whether CUDA starts on this GPU; None where nobody knows. Never waits.
@@ -85,6 +89,7 @@ class CudaStarts:
             for uuid, verdict in self._verdicts.items()
             if now_s - verdict.asked_at_s >= self._again_s * (SETTLED if verdict.starts else 1)
             and now_s - verdict.read_at_s <= CHANGED_S  # one that is not read any more may be lost
+            and (uuid not in self._hung or self._hung[uuid].poll() is not None)
         }
         if due:
             uuid = min(due, key=lambda one: due[one].asked_at_s)
@@ -96,6 +101,8 @@ class CudaStarts:
             starts, why = uuid in ask({**os.environ, "CUDA_VISIBLE_DEVICES": uuid}), "CUDA does not show it"
         except cuda.CudaFailed as failed:
             starts, why = False, str(failed)
+            if isinstance(failed, cuda.CudaHangs):
+                self._hung[uuid] = failed.process
         if starts is not verdict.starts:
             found = "CUDA starts all the same" if starts else f"CUDA does not start on it: {why}"
             print(f"The NVLink fabric of {uuid} is {verdict.fabric}; {found}.", file=sys.stderr, flush=True)

@@ -16,10 +16,13 @@ from functools import cache
 from pathlib import Path
 
 from gpulease_worker import processes
+from gpulease_worker.bounded_run import bounded_run
 from gpulease_worker.source import ReadingFailed
 
 MODULE_VERSION = Path("/proc/driver/nvidia/version")
 LIBRARY = "libnvidia-ml.so.1"
+WSL = Path("/dev/dxg")
+"""Where there is this device, the driver is that of Windows."""
 VERSION = re.compile(r"\b\d+\.\d+(?:\.\d+)?\b")
 DEADLINE_S = 60.0
 """How long the driver may take to be opened: without persistence mode it sets up each GPU then."""
@@ -90,14 +93,7 @@ def unavailable(deadline_s: float = DEADLINE_S) -> str | None:
     Asked in a process of its own, so that a hung driver costs `deadline_s` and nothing else.
     """
     try:
-        answer = subprocess.run(
-            [sys.executable, "-P", "-m", "gpulease_worker.driver"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=deadline_s,
-            check=False,
-        )
+        answer = bounded_run([sys.executable, "-P", "-m", "gpulease_worker.driver"], deadline_s)
     except subprocess.TimeoutExpired:
         return f"NVML did not answer within {deadline_s:g} s: the driver hangs. See `dmesg` for Xid lines."
     if answer.returncode == 0:

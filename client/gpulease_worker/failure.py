@@ -23,6 +23,8 @@ SUMMARY_LINES = 40
 """How much of torchrun's summary is looked at, from its beginning."""
 TRACEBACK_CHARACTERS = 4096
 """How much of a traceback is kept, its end."""
+REASON_CHARACTERS = 1200
+"""How much of a reason is reported: what the job's user has printed may be in it."""
 LINE_CHARACTERS = 300
 """How much of a traceback's last line goes into the sentence."""
 ROOT_CAUSE = "Root Cause (first observed failure):"
@@ -98,9 +100,18 @@ def _last_traceback(printed: str) -> str | None:
 
 
 def _clipped(traceback: str) -> str:
-    """Its end, as text that JSON and every database take: half a surrogate pair is neither."""
-    clipped = traceback.strip()[-TRACEBACK_CHARACTERS:]
-    return clipped.encode(errors="replace").decode().replace("\0", "?")
+    """Its end."""
+    return _storable(traceback.strip()[-TRACEBACK_CHARACTERS:])
+
+
+def reportable(reason: str | None) -> str | None:
+    """A reason that the daemon takes, whatever is quoted in it: one that it refused would keep the node silent."""
+    return None if reason is None else _storable(reason[:REASON_CHARACTERS])
+
+
+def _storable(text: str) -> str:
+    """The text as JSON and every database take it: half a surrogate pair is not, nor is NUL."""
+    return text.encode(errors="replace").decode().replace("\0", "?")
 
 
 def _line(traceback: str | None) -> str:

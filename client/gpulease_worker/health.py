@@ -152,7 +152,7 @@ class Xids:
         self._seen[uuid] = (before if graver else xid, at_s)
 
     def standing(self, uuid: str, recovery_action: str | None, now_s: float) -> int | None:
-        """The Xid that still counts against a GPU that answers, given the driver's verdict read after `now_s`."""
+        """The Xid that still counts against a GPU that answers, given the driver's last verdict."""
         xid, at_s = self._seen.get(uuid, (None, 0.0))
         if xid is None:
             return None

@@ -1,4 +1,4 @@
-"""A job's mask of CUDA's own numbers, asked of CUDA just before the launch, as the job's user and in his environment.
+"""A job's mask of CUDA's own numbers, asked of CUDA just before the launch, as its user and in its environment.
 
 The worker cannot answer: it is another user, in another cgroup, with other libraries, and CUDA numbers the devices that
 a process can open. So two short processes of the job itself ask (`gpulease.masks`). Each starts CUDA without a mask, or

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gpulease.exchange import JobReport, RunState, parts_of_run
 from gpulease_worker import records
+from gpulease_worker.failure import reportable
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Job:
             started_at=(self.start.rank_at or (self.start.started_at if self.exit else None)) if self.start else None,
             ended_at=self.exit.ended_at if self.exit else None,
             exit_code=self.exit.exit_code if self.exit else None,
-            reason=self.exit.reason if self.exit else self.stuck.reason if self.stuck else None,
+            reason=reportable(self.exit.reason if self.exit else self.stuck.reason if self.stuck else None),
             traceback=self.exit.traceback if self.exit else None,
             unkillable=self.stuck.pids if self.stuck and not self.exit else (),
             timed_out=self.exit.timed_out if self.exit else False,

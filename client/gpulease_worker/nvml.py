@@ -21,8 +21,8 @@ import pynvml
 
 from gpulease.model import ComputeMode, ProcessType
 from gpulease.wire import spell_uuid
-from gpulease_worker import health
-from gpulease_worker.nvml_words import FABRIC_FAILED, FABRIC_STATES, RECOVERY_ACTIONS, THROTTLE_REASONS
+from gpulease_worker import driver, health
+from gpulease_worker.nvml_words import ANCESTORS, FABRIC_FAILED, FABRIC_STATES, RECOVERY_ACTIONS, THROTTLE_REASONS
 
 LOST = {
     pynvml.NVML_ERROR_GPU_IS_LOST: health.LOST,
@@ -68,14 +68,6 @@ PROCESS_LISTS = (
     (ProcessType.GRAPHICS, "nvmlDeviceGetGraphicsRunningProcesses"),
 )
 """Where processes are listed; a process in several counts as the first."""
-ANCESTORS = {
-    pynvml.NVML_TOPOLOGY_INTERNAL: "same_board",
-    pynvml.NVML_TOPOLOGY_SINGLE: "one_switch",
-    pynvml.NVML_TOPOLOGY_MULTIPLE: "several_switches",
-    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "host_bridge",
-    pynvml.NVML_TOPOLOGY_NODE: "numa_node",
-    pynvml.NVML_TOPOLOGY_SYSTEM: "system",
-}
 CAPS_READ = 0
 """NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py spells as a tuple by mistake."""
 UNTOLD = {2**32 - 1, 2**64 - 1}
@@ -229,10 +221,12 @@ class Nvml:
             try:
                 listed = self._whole_list(name, handle)
             except Refused as refused:
+                # WSL2 has been seen to refuse lists that it has not in either way.
+                wsl = refused.code == pynvml.NVML_ERROR_UNKNOWN and driver.WSL.exists()
                 # Where there is no MPS and no graphics, nobody can use them; a GPU always computes.
-                if kind is ProcessType.COMPUTE and refused.code == pynvml.NVML_ERROR_NOT_SUPPORTED:
+                if kind is ProcessType.COMPUTE and (wsl or refused.code == pynvml.NVML_ERROR_NOT_SUPPORTED):
                     raise NoProcessList from refused
-                if kind is ProcessType.COMPUTE or not refused.absent:
+                if kind is ProcessType.COMPUTE or not (wsl or refused.absent):
                     return None
                 continue
             for pid, used in listed:
@@ -339,6 +333,8 @@ class Nvml:
             raise Refused(str(error), error.value) from error
         except pynvml.NVMLLibraryMismatchError as error:  # not an NVMLError: it misses a function of the library
             raise Refused(str(error)) from error
+        except UnicodeDecodeError as error:  # a GPU in trouble may tell a name that is none
+            raise Refused(f"{call} answers with what is no text: {error}") from error
         finally:
             self.under_way = None
 

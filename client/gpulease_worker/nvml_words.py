@@ -12,7 +12,16 @@ RECOVERY_ACTIONS = (
     "bus_reset",
     "system_reboot",
 )
-"""By number: what a GPU needs to be sound again."""
+"""By number: what a GPU needs to be sound again. Drivers of 580 say 5 for a reset of the bus; both need a reset."""
+ANCESTORS = {
+    0: "same_board",
+    10: "one_switch",
+    20: "several_switches",
+    30: "host_bridge",
+    40: "numa_node",
+    50: "system",
+}
+"""By number: what lies between two GPUs."""
 THROTTLE_REASONS = {
     0x002: "applications_clocks",
     0x004: "sw_power_cap",

@@ -39,7 +39,7 @@ from gpulease_worker.launch import Plan
 ORDER, START, STOP, STUCK, EXIT = "order.json", "start.json", "stop.json", "stuck.json", "exit.json"
 FORGOTTEN, LOGS, WORK, LOCK = "forgotten", "logs", "work", "lock"
 RESERVED_BYTES = 32768
-"""Room for one record: a traceback of 4,096 characters, each written as six, and the rest."""
+"""Room for one record: a traceback of 4,096 characters and a reason of 1,200, each written as six, and the rest."""
 
 Record = TypeVar("Record")
 

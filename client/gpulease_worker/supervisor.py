@@ -343,6 +343,7 @@ class Supervisor:
 
     def _record(self, end: records.Exit) -> None:
         """Put the end on disk. Raises OSError when that has failed for RECORD_DEADLINE_S."""
+        end = replace(end, reason=failure.reportable(end.reason))
         give_up_s = time.monotonic() + RECORD_DEADLINE_S
         while True:
             try:

@@ -18,7 +18,8 @@ from gpulease.client import Client
 from gpulease.errors import GpuleaseError
 from gpulease.model import NodeState
 from gpulease.ordinals import MASK, ORDER
-from gpulease_worker import cuda_starts
+from gpulease_worker import cuda_starts, driver
+from gpulease_worker.bounded_run import bounded_run
 from gpulease_worker.doctor import Facts
 from gpulease_worker.occupancy import Probe
 from gpulease_worker.source import Reading
@@ -52,7 +53,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> Facts:
         cuda_code=None if failed is None else failed.code,
         cuda_absent=isinstance(failed, cuda.NoCuda),
         pid_namespace=_inode(Path("/proc/self/ns/pid")),
-        wsl=Path("/dev/dxg").exists(),
+        wsl=driver.WSL.exists(),
         persistence=_persistence(deadline_s),
         binding=_binding(),
         socket=str(path),
@@ -118,10 +119,10 @@ def _library_places() -> list[Path]:
 def _persistence(deadline_s: float) -> tuple[bool, ...] | None:
     command = ["nvidia-smi", "--query-gpu=persistence_mode", "--format=csv,noheader"]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=True)
-    except (OSError, subprocess.SubprocessError):
+        ran = bounded_run(command, deadline_s)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    words = ran.stdout.split()
+    words = ran.stdout.split() if ran.returncode == 0 else []
     return tuple(word == "Enabled" for word in words) if {*words} <= {"Enabled", "Disabled"} and words else None
 
 

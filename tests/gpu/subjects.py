@@ -11,15 +11,19 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
 
+from gpulease import cuda
 from gpulease.launchers import scrubbed
 from gpulease.model import ComputeMode, GpuReading
-from gpulease_worker import processes
+from gpulease_worker import cuda_starts, processes
 from gpulease_worker.attribution import DEVICE_FILES
+from gpulease_worker.bounded_run import bounded_run
+from gpulease_worker.health import FABRIC
 from gpulease_worker.source import Reading
 
 PROGRAM = Path(__file__).with_name("subject.py")
@@ -182,9 +186,18 @@ def churners(count: int, mask: str) -> Iterator[list[Subject]]:
         yield all_of_them
 
 
+@cache
+def starts(uuid: str) -> bool:
+    """Whether CUDA starts on a GPU. A first reading has not its answer yet, and its fabric's may say little."""
+    try:
+        return uuid in cuda_starts.ask({**os.environ, MASK: uuid})
+    except cuda.CudaFailed:
+        return False
+
+
 def in_the_way(gpu: GpuReading) -> str | None:
     """Why a GPU is left alone; None for one that nobody is on."""
-    if gpu.health != "ok":
+    if gpu.health != "ok" and not (gpu.health == FABRIC and starts(gpu.uuid)):
         return f"its health is {gpu.health}"
     if gpu.processes:
         named = [f"{process.command or 'a process'} (pid {process.pid})"[:80] for process in gpu.processes[:4]]
@@ -205,9 +218,7 @@ def choose(reading: Reading) -> tuple[GpuReading | None, dict[str, str]]:
 def torch_problem(within_s: float = 90.0) -> str | None:
     """Why torch cannot use CUDA here, asked in a process of its own; None when it can."""
     try:
-        asked = subprocess.run(
-            [sys.executable, "-c", TORCH], capture_output=True, text=True, timeout=within_s, check=False
-        )
+        asked = bounded_run([sys.executable, "-c", TORCH], within_s)
     except subprocess.TimeoutExpired:
         return f"torch did not say within {within_s:g} s whether it has CUDA"
     if asked.returncode == 0:

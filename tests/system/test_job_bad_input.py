@@ -102,6 +102,21 @@ def test_an_interpreter_that_does_not_work_is_the_reason(running: DaemonProcess,
     assert "does not work: libpython3.11.so.1.0: cannot open" in job["reason"]
 
 
+@pytest.mark.parametrize("says", ["a\\000b", "%060000d"], ids=["NUL", "long"])
+def test_whatever_an_interpreter_says_the_node_goes_on_reporting(
+    running: DaemonProcess, tmp_path: Path, says: str
+) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f"#!/bin/sh\nprintf '{says}'\nexit 1\n")
+    interpreter.chmod(0o755)
+    (tmp_path / "t.py").touch()
+    what = {"launcher": "torchrun", "interpreter": str(interpreter), "working_directory": str(tmp_path)}
+    job = end_of(running, "t.py", **what)
+    assert job["state"] == "failed"
+    assert f"The interpreter {interpreter} does not work: " in job["reason"]
+    assert len(job["reason"]) <= 1200
+
+
 def test_binary_output_is_kept_as_it_is(running: DaemonProcess) -> None:
     job = end_of(running, "sh", "-c", "head -c 300000 /dev/zero; printf '\\377\\376'; exit 4")
     assert (job["state"], job["exit_code"]) == ("failed", 4)

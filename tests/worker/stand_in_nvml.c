@@ -18,6 +18,7 @@
  *   idle INDEX 1         it has no processes       gone INDEX 1      nor these, but their memory is still in use
  *   used_mib INDEX N      so much memory is in use
  *   odd INDEX 1          its memory, temperature, power and ECC counts have every bit set
+ *   garbled INDEX 1      its name is no text
  *   fabric INDEX N       state of its NVLink fabric: 0 none, 1 not started, 2 in progress, 3 completed
  *   fabric_status INDEX N   with which error that was completed
  *   retired INDEX 1      memory pages wait to be retired (and it remaps no rows)
@@ -115,7 +116,11 @@ int nvmlDeviceGetPciInfo_v3(Device device, PciInfo *info) {
     else sprintf(info->bus_id, "00000000:%02X:00.0", device->index == 1 ? 0x1A : 0x4E + device->index);
     return SUCCESS;
 }
-int nvmlDeviceGetName(Device device, char *text, unsigned size) { DEVICE; snprintf(text, size, "Stand-in %d", device->index); return SUCCESS; }
+int nvmlDeviceGetName(Device device, char *text, unsigned size) {
+    DEVICE;
+    snprintf(text, size, told("garbled", device->index, NULL) ? "\xff\xfe" : "Stand-in %d", device->index);
+    return SUCCESS;
+}
 int nvmlDeviceGetMinorNumber(Device device, unsigned *minor) { DEVICE; *minor = device->index; return SUCCESS; }
 
 static int poor(Device device) { return device->index == 1; }

@@ -120,6 +120,33 @@ def test_steps_that_cannot_run_are_no_failure_and_gpus_in_use_are_left_alone(dri
     assert ran.returncode == 0, ran.stdout
 
 
+@pytest.mark.parametrize("fails", ["", "802"], ids=["CUDA starts all the same", "CUDA does not start"])
+def test_a_gpu_whose_fabric_is_not_ready_is_used_where_cuda_starts(driver: Driver, fails: str) -> None:
+    driver.says(*IDLE, ("fabric", 0, 2), ("fabric", 2, 2))
+    ran = command({**driver.environment, "STAND_IN_FAILS": fails}, "--only", "F")
+    _, *rows = table(ran.stdout)
+    assert f"Used: {'no GPU' if fails else WHOLE.uuid}" in ran.stdout
+    assert ("as expected" in verdicts(rows, "F")) is (not fails)
+    assert ("its health is fabric_not_ready" in ran.stdout) is bool(fails)
+
+
+@pytest.mark.timeout(200)
+def test_tests_on_hardware_skip_what_needs_a_torch_with_cuda(driver: Driver) -> None:
+    driver.says(*IDLE)
+    words = ("-m", "pytest", "tests/gpu/test_training_on_hardware.py", "-q", "-rs", "-n", "0", "-p", "no:cacheprovider")
+    ran = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env=driver.environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert (ran.returncode, "1 skipped" in ran.stdout) == (0, True), ran.stdout
+    assert "has no CUDA" in ran.stdout
+
+
 def test_without_a_driver_there_is_one_line_and_an_exit_code_of_its_own() -> None:
     ran = command({**os.environ, "LD_LIBRARY_PATH": ""})
     assert (ran.returncode, ran.stdout.count("\n")) == (2, 1)

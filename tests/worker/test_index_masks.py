@@ -161,7 +161,11 @@ def test_a_mask_that_was_asked_for_counts_over_what_is_known(public: Path, cuda:
     ("cards", "more", "words"),
     [
         ((LEASED[0], OTHERS), {}, f"CUDA was asked for them, and it does not show {GPUS[1]}, but {GPUS[0]}, "),
-        (LEASED, {"STAND_IN_FAILS": "802"}, "CUDA was asked for them, and cuInit answers with error 802."),
+        (
+            LEASED,
+            {"STAND_IN_FAILS": "802"},
+            "CUDA was asked for them, and cuInit answers with error 802 (system not ready: ",
+        ),
         (LEASED, {"STAND_IN_FAILS": "dies"}, "the driver fell over"),
     ],
 )
@@ -183,6 +187,30 @@ def test_no_library_and_no_interpreter_are_the_reason(public: Path, cuda: Cuda) 
     missing = end_of(public / "again", vllm(public), uid=os.geteuid(), environment=on(cuda, *LEASED))
     assert "CUDA was asked for them, and " in str(missing.reason)
     assert "libcuda.so.1" in str(missing.reason)
+
+
+@pytest.mark.parametrize(
+    ("says", "most"),
+    [
+        ("fails a\\000b", 800),
+        ("%060000d", 1000),
+        ("fails %060000d", 1000),
+        ("device GPU-%036d\\n" * 900 + "end\\n", 1200),
+    ],
+    ids=["NUL", "long", "long, as an error", "many devices"],
+)
+def test_what_an_interpreter_says_instead_is_told_as_far_as_a_reason_goes(
+    public: Path, cuda: Cuda, says: str, most: int
+) -> None:
+    interpreter = public / "python"
+    interpreter.write_text(f"#!/bin/sh\nprintf '{says}'\n")
+    interpreter.chmod(0o755)
+    job = end_of(public, vllm(public), uid=os.geteuid(), interpreter=str(interpreter), environment=on(cuda, *LEASED))
+    assert job.exit_code is None
+    assert job.reason is not None
+    assert job.reason.startswith("The numbers that CUDA gives these GPUs are not known: ")
+    assert len(job.reason) <= most
+    assert "\0" not in job.reason
 
 
 def hanging(tmp_path: Path, cuda: Cuda) -> JobOrder:

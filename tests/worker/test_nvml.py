@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from gpulease import cuda
 from gpulease.model import GpuLink, GpuReading, LeaseState
-from gpulease_worker import driver, openers, processes
-from gpulease_worker.occupancy import Probe
+from gpulease_worker import cuda_starts, driver, openers, processes
+from gpulease_worker.occupancy import STARTING, Probe
 from gpulease_worker.source import Pace, Reading
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.worker.build import lease, under, until
@@ -40,6 +43,7 @@ from tests.worker.stand_in import (
 )
 
 LISTS = "nvmlDeviceGetComputeRunningProcesses_v3"
+ON_WSL = "from pathlib import Path; from gpulease_worker import driver; driver.WSL = Path('/dev/null')"
 GRAPHICS, MPS = "nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v3"
 OF_POOR, OF_WHOLE = (Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE))
 """As CUDA shows them."""
@@ -128,6 +132,7 @@ def test_a_gpu_that_may_not_be_opened_leaves_the_others_their_readings(tmp_path:
             id="a GPU that has no graphics and no MPS",
         ),
         pytest.param((("nvmlDeviceRegisterEvents", 0, GPU_IS_LOST),), WHOLE, id="its Xids cannot be had"),
+        pytest.param((("garbled", 0, 1),), replace(WHOLE, name=None), id="a name that is no text is none"),
         pytest.param((("mig", 0, 1),), replace(WHOLE, health="mig", mig=True), id="split by MIG"),
         pytest.param(
             (("action", 0, 1),),
@@ -428,6 +433,32 @@ def test_a_probe_that_ends_while_cuda_hangs_leaves_nothing_behind(tmp_path: Path
     until(lambda: not alive(pid), "it ends with the probe")
 
 
+def test_while_a_question_hangs_that_no_signal_ends_no_other_is_asked_of_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions: list[subprocess.Popen[bytes]] = []
+
+    def hangs(environ: Mapping[str, str]) -> list[str]:
+        questions.append(subprocess.Popen(["sleep", "60"]))
+        raise cuda.CudaHangs("it did not answer", questions[-1])
+
+    monkeypatch.setattr(cuda_starts, "ask", hangs)
+    starts = cuda_starts.CudaStarts(0.0)
+    try:
+        until(lambda: starts.of("GPU-1", "in_progress") is False, "it was asked")
+        for _ in range(20):
+            starts.of("GPU-1", "in_progress")
+        until(lambda: starts.of("GPU-2", "in_progress") is False, "another GPU is asked of meanwhile")
+        assert len(questions) == 2
+        questions[0].kill()
+        questions[0].wait()
+        until(lambda: starts.of("GPU-1", "in_progress") is False and len(questions) == 3, "it has ended")
+    finally:
+        for one in questions:
+            one.kill()
+            one.wait()
+
+
 def asked(cuda: Cuda) -> list[str]:
     """The processes that have initialised CUDA."""
     return [line.split()[1] for line in cuda.calls.read_text().splitlines()] if cuda.calls.exists() else []
@@ -465,12 +496,16 @@ def test_memory_that_no_listed_process_has_is_somebodys_where_others_are_hidden(
             assert gpu.hidden_use is hidden
 
 
-def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(tmp_path: Path) -> None:
-    """As under WSL2."""
+@pytest.mark.parametrize(
+    ("code", "prelude"), [(NOT_SUPPORTED, ""), (UNKNOWN, ON_WSL)], ids=["not supported", "unknown, under WSL2"]
+)
+def test_where_the_driver_lists_no_processes_on_any_gpu_memory_tells_whether_one_is_in_use(
+    tmp_path: Path, code: int, prelude: str
+) -> None:
     library = Driver(tmp_path)
-    none = [(name, EVERY, NOT_SUPPORTED) for name in (LISTS, GRAPHICS, MPS)]
+    none = [(name, EVERY, code) for name in (LISTS, GRAPHICS, MPS)]
     library.says(*none, ("count", EVERY, 3))
-    with library.probe() as probe:
+    with library.probe(prelude=prelude) as probe:
         found = {gpu.uuid: (gpu.health, gpu.processes, gpu.hidden_use) for gpu in probe.read().gpus}
         assert found == {
             POOR.uuid: ("ok", (), True),
@@ -530,6 +565,32 @@ def test_one_gpu_alone_that_lists_no_processes_is_one_whose_processes_are_unknow
         assert {gpu.health for gpu in probe.read().gpus} == {"ok"}
         library.says(("count", EVERY, 3), ("idle", 0, 1), (LISTS, EVERY, NOT_SUPPORTED))
         assert {gpu.health for gpu in probe.read().gpus} == {"processes_unknown"}
+
+
+def test_how_long_the_driver_may_take_to_be_opened_is_a_limit_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Driver(tmp_path)
+    for name, value in library.variables.items():
+        monkeypatch.setenv(name, value)
+    library.says(("nvmlDeviceGetHandleByIndex_v2", EVERY, HANGS))
+
+    async def problem(start_s: float, limited: bool) -> str | None:
+        probe = Probe("n", None, 0.5, start_s=start_s)
+        try:
+            for _ in range(4):
+                found = (await probe.read(())).problem
+                assert limited or probe.starting, "it is not killed after the 0.5 s that a reading has"
+            library.says()
+            while not limited and (found := (await probe.read(())).problem) is not None:
+                assert found == STARTING
+            return found
+        finally:
+            await probe.close()
+
+    assert asyncio.run(problem(60.0, limited=False)) is None
+    library.says(("nvmlDeviceGetHandleByIndex_v2", EVERY, HANGS))
+    assert "it was not ready within 0.7 s" in str(asyncio.run(problem(0.7, limited=True)))
 
 
 def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:

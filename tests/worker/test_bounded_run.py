@@ -1,0 +1,43 @@
+"""A program that takes too long costs that long, and no more, though nothing ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gpulease_worker.bounded_run import bounded_run
+from gpulease_worker.processes import Identity
+from tests.worker.build import until
+
+
+def test_a_program_is_run_to_its_end() -> None:
+    ran = bounded_run([sys.executable, "-c", "import sys; print('out'); sys.exit('err')"], 30)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "out\n", "err\n")
+
+
+def test_one_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        bounded_run(["sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 60"], 0.5)
+    until(lambda: Identity.of(int((tmp_path / "pid").read_text())) is None, "it has ended")
+
+
+def test_one_that_hangs_in_the_driver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[subprocess.Popen[str]] = []
+
+    def notes(process: subprocess.Popen[str]) -> None:
+        """As the kernel does with a signal then, and no more."""
+        left.append(process)
+
+    with monkeypatch.context() as kernel:
+        kernel.setattr(subprocess.Popen, "kill", notes)
+        begun_s = time.monotonic()
+        with pytest.raises(subprocess.TimeoutExpired):
+            bounded_run(["sleep", "10"], 0.2)
+    assert time.monotonic() - begun_s < 5
+    assert left[0].poll() is None
+    left[0].kill()
+    left[0].wait()
