@@ -16,7 +16,8 @@ has some memory in use, the least that was seen, by this probe or the ones befor
 makes it foreign, and so does a GPU's own idle memory where it is more, as of a screen: an administrator says then how
 much that is (`Start.idle_bytes`).
 
-While a GPU is lost, NVML is opened anew every `health_s`, because a session does not always find it again.
+While a GPU is lost, NVML is opened anew every `health_s`, because a session does not always find it again; less often
+the longer it is lost.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ WHAT_TO_DO = "Install the NVIDIA driver, or try without GPUs: --simulate 4."
 HIDDEN_BYTES = 16 * 1024**2
 """So much more memory in use than when idle is somebody's, although no process is listed: the smallest context of CUDA
 takes some 60 MiB, an MPS client 30."""
+RENEWAL_RATIO = 0.1
+"""The pause between two sessions, as a share of the time for which a GPU has been lost."""
 MOVED_BYTES = 16 * 1024**2
 """When memory in use has changed by so much, a process has come or gone: its GPU's processes are read at once."""
 
@@ -66,6 +69,14 @@ class Sighted:
     """The driver has no list of its processes."""
 
 
+def renewal_pause_s(health_s: float, lost_s: float) -> float:
+    """How long a session lasts, at least, while a GPU has been lost for `lost_s`. Seconds.
+
+    Without persistence mode a new session sets every GPU up anew, seconds each, and all are unknown meanwhile.
+    """
+    return max(health_s, RENEWAL_RATIO * lost_s)
+
+
 class Hardware:
     """A source that reads this host's GPUs. NVML is opened at the first reading and again after it has failed."""
 
@@ -82,6 +93,8 @@ class Hardware:
         """By UUID: the least memory in use that was seen."""
         self._open = False
         self._opened_at_s = 0.0
+        self._lost_since_s = float("inf")
+        """Since when some GPU has been lost."""
         self._known: dict[int, Sighted] = {}
         """By the driver's index, which stays the same for a session."""
         self._gone = [Sighted(_device(gpu, node), gpu.minor_number) for gpu in start.gpus]
@@ -170,7 +183,9 @@ class Hardware:
     def _renew_session(self, now_s: float) -> None:
         """Open NVML; also anew when a GPU has been lost for a while."""
         lost = bool(self._gone) or any(sighted.failed == health.LOST for sighted in self._known.values())
-        if self._open and lost and now_s - self._opened_at_s >= self._pace.health_s:
+        self._lost_since_s = min(self._lost_since_s, now_s) if lost else float("inf")
+        pause_s = renewal_pause_s(self._pace.health_s, now_s - self._lost_since_s)
+        if self._open and lost and now_s - self._opened_at_s >= pause_s:
             self._stop()
         if self._open:
             return

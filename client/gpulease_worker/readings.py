@@ -22,6 +22,8 @@ from gpulease_worker.occupancy import STARTING, Probe
 from gpulease_worker.source import ModeChange, ModeNotSet, Reading
 from gpulease_worker.tasks import cancel
 
+LATE_S = 0.5
+"""How long a reading that is late already is waited for in each turn: the worker has jobs to look after meanwhile."""
 ORDER_S = 0.5
 """How long the worker waits for a changed mode: there may be one for each GPU between two reports."""
 
@@ -75,7 +77,7 @@ class Readings:
             self._ticket, self._begun_s = ticket, time.monotonic()
             self._task = asyncio.create_task(self._probe.read(leases, fresh, anew))
             self._task.add_done_callback(lambda _: self._tell())
-        await asyncio.wait({self._task}, timeout=self._limit_s)
+        await asyncio.wait({self._task}, timeout=min(LATE_S, self._limit_s) if self._late else self._limit_s)
         if not self._task.done():
             return self._none()
         task, self._task, self._late = self._task, None, False

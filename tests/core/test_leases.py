@@ -97,7 +97,7 @@ def test_a_verdict_does_not_wait_for_ever_for_a_fresh_reading(answers: bool) -> 
     for _ in range(22):
         world.at_s += 0.25
         if answers:
-            world.report(age_s=3.0)
+            world.report(age_s=0.6)
         world.turn(Ticked(cause="t", since_last_s=0.25))
     assert isinstance(world.answers[refused], NotNow)
     queued = world.answers[waiting]
@@ -444,7 +444,7 @@ def test_a_node_that_is_always_late_holds_nobody_up_for_ever() -> None:
     call = world.ask(queue=False)
     for _ in range(24):
         world.at_s += 0.25
-        world.report("a", age_s=3.0)
+        world.report("a", age_s=0.6)
         world.turn(Ticked(cause="t", since_last_s=0.25))
     assert isinstance(world.answers[call], NotNow)
 

@@ -34,13 +34,17 @@ def test_a_reading_that_was_asked_for_counts_when_it_arrives_however_long_it_too
 
 
 @pytest.mark.parametrize(
-    ("age_s", "limit_s"), [(1.5, 0.9), (2.6, 2.0)], ids=["an old worker's", "longer than the limit"]
+    ("age_s", "read_s", "limit_s"),
+    [(1.5, 1.5, 0.9), (2.6, 2.6, 2.0), (1.5, 0.9, 2.0), (0.6, None, 2.0)],
+    ids=["an old worker's", "longer than the limit", "long under way", "of unknown length"],
 )
-def test_a_reading_that_took_too_long_does_not_count_and_another_is_asked_for(age_s: float, limit_s: float) -> None:
+def test_a_reading_that_took_too_long_does_not_count_and_another_is_asked_for(
+    age_s: float, read_s: float | None, limit_s: float
+) -> None:
     world = old_world()
     call = world.ask()
     world.at_s += age_s + 0.1
-    world.report(age_s=age_s, reading_limit_s=limit_s)
+    world.report(age_s=age_s, read_s=read_s, reading_limit_s=limit_s)
     assert not granted(world, call)
     assert world.wanted["a"] == world.at_s
     world.report(reading_limit_s=limit_s)
@@ -53,10 +57,10 @@ def test_a_reading_that_was_begun_before_the_request_does_not_count_for_it() -> 
     world.at_s += 1
     second = world.ask(queue=False)
     world.at_s += 0.8
-    world.report(age_s=1.5, reading_limit_s=2.0)
+    world.report(age_s=1.5, read_s=1.5, reading_limit_s=2.0)
     assert (granted(world, first), granted(world, second)) == (True, False)
     world.at_s += 1.2
-    world.report(age_s=1.1, reading_limit_s=2.0)
+    world.report(age_s=1.1, read_s=1.1, reading_limit_s=2.0)
     assert granted(world, second)
 
 
@@ -67,7 +71,7 @@ def test_a_report_that_nobody_asked_for_and_repeats_old_processes_does_not_count
     waiting = world.ask()
     world.at_s += 1.5
     world.release(first)
-    world.report(age_s=1.4, reading_limit_s=2.0)
+    world.report(age_s=1.4, read_s=1.4, reading_limit_s=2.0)
     assert not granted(world, waiting), "it was begun before the lease had ended"
 
 
@@ -75,12 +79,12 @@ def test_a_slow_reading_that_has_arrived_is_old_a_moment_later() -> None:
     world = old_world()
     call = world.ask()
     world.at_s += 1.6
-    world.report(age_s=1.5, reading_limit_s=2.0)
+    world.report(age_s=1.5, read_s=1.5, reading_limit_s=2.0)
     held = world.answers[call]
     assert isinstance(held, Lease)
     world.at_s += 0.1
     world.nodes["a"] = [gpu(0), gpu(1)]
-    world.report(age_s=1.5, reading_limit_s=2.0)
+    world.report(age_s=1.5, read_s=1.5, reading_limit_s=2.0)
     other = world.ask(queue=False)
     assert not granted(world, other), "GPU 1 was shown by a reading that nobody had asked for"
 

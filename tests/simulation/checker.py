@@ -32,8 +32,6 @@ Line = dict[str, Any]
 TOLERANCE_S = 0.06
 """How far a daemon's wall clock may be off the one it was read from: it follows at 0.05 s."""
 MAX_AGE_S = 0.5
-READING_LIMIT_S = 0.9
-"""How long a reading of the simulated workers may take, as they say."""
 """Promise 3: no grant rests on an older reading."""
 DRAINED_S = 60.0
 """A GPU on which nothing of its lease is left drains no longer than this, whoever has its device file open."""
@@ -299,8 +297,7 @@ def _trusts(seen: Seen) -> Iterator[tuple[float, float, Line]]:
 
 
 def looked_at_first(seen: Seen) -> Iterator[str]:
-    """Each granted GPU was shown clean by a reading begun after the end of its last lease, and at most 0.5 s before; or
-    longer ago by what a reading may take, and sent at most 0.5 s before."""
+    """Each granted GPU was shown clean by a reading begun at most 0.5 s before, and after the end of its last lease."""
     if not seen.of["reading"]:
         return
     clean: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -320,13 +317,10 @@ def looked_at_first(seen: Seen) -> Iterator[str]:
 
 
 def _clean_at(clean: list[tuple[float, float]], at_s: float, since_s: float, slack_s: float) -> bool:
-    """True when one of the readings (begun, sent), in order, was begun and sent late enough, and sent by then."""
-    young_s = at_s - MAX_AGE_S - slack_s
-    first = bisect.bisect_left(clean, (max(at_s - MAX_AGE_S - READING_LIMIT_S, since_s) - slack_s, 0.0))
+    """True when one of the readings (begun, sent), in order, was begun late enough and sent by then."""
+    first = bisect.bisect_left(clean, (max(at_s - MAX_AGE_S, since_s) - slack_s, 0.0))
     last = bisect.bisect_right(clean, (at_s + slack_s, NEVER))
-    return any(
-        sent_s <= at_s + slack_s and (begun_s >= young_s or sent_s >= young_s) for begun_s, sent_s in clean[first:last]
-    )
+    return any(sent_s <= at_s + slack_s for _, sent_s in clean[first:last])
 
 
 def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:

@@ -27,7 +27,8 @@ POLL_S = 1.0
 """Time between two readings when nobody asks for one (`WorkerSettings.poll_s`)."""
 SLACK_S = 0.6
 """What a reading and its report may take on a machine with other work."""
-UNKNOWN_WITHIN_S = 2.0
+UNKNOWN_WITHIN_S = 2.0 + SLACK_S
+"""How long a reading may take, and what its report may."""
 CLOCKS_S = 0.01
 """How far apart the daemon's wall clock and this process's monotonic one may be read."""
 CHANGES = 500

@@ -15,6 +15,7 @@ import pytest
 from gpulease import cuda
 from gpulease.model import GpuLink, GpuReading, LeaseState
 from gpulease_worker import cuda_starts, driver, openers, processes
+from gpulease_worker.hardware import renewal_pause_s
 from gpulease_worker.occupancy import STARTING, Probe
 from gpulease_worker.source import Pace, Reading
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
@@ -194,6 +195,10 @@ def test_a_gpu_that_is_lost_keeps_its_name_and_recovers_without_a_restart(tmp_pa
         assert probe.read(fresh=False).gpus == (POOR, silent(WHOLE, "lost")), "whichever call says so"
         library.says()
         assert probe.read(fresh=False).gpus == (POOR, WHOLE), "all of it is read anew"
+
+
+def test_nvml_is_opened_anew_less_often_for_a_gpu_that_stays_lost() -> None:
+    assert [renewal_pause_s(30.0, lost_s) for lost_s in (0.0, 299.0, 600.0, 86400.0)] == [30.0, 30.0, 60.0, 8640.0]
 
 
 def test_a_gpu_that_fell_off_the_bus_is_lost_also_in_the_next_session(tmp_path: Path) -> None:

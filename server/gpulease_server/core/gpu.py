@@ -112,8 +112,9 @@ def is_fresh(
     """True when a grant may rest on what the last report shows of a GPU.
 
     It is at most `max_observation_age_s` old; or it was asked for, was begun after the request was made (`since_s`),
-    took no longer than a reading may, and arrives in this very turn. Without the second a node whose readings take
-    longer than that age, because it has many GPUs or a busy driver, would never be granted on.
+    arrives in this very turn, and is older only by what it took, which is no longer than a reading may. Without the
+    second a node whose readings take longer than that age, because it has many GPUs or a busy driver, would never be
+    granted on.
     """
     at_s = observed_at(sighting, uuid)
     if sighting is None or sighting.problem is not None or at_s is None:
@@ -122,7 +123,8 @@ def is_fresh(
     if age_s <= policy.max_observation_age_s:
         return True
     arrives = sighting.answers and sighting.reported_at_s == now.mono_s
-    return arrives and at_s > since_s and age_s <= sighting.reading_limit_s + policy.max_observation_age_s
+    took_s = min(sighting.read_s or 0.0, sighting.reading_limit_s)
+    return arrives and at_s > since_s and age_s <= took_s + policy.max_observation_age_s
 
 
 def state_of(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> GpuState:
