@@ -35,6 +35,8 @@ STRANGER = "an-exporter"
 """A monitor of that name is known to nobody."""
 BELIEVED_S = 4.0
 """How soon a GPU that was lost is believed to be back: NVML is opened anew, and its Xid has settled."""
+LEARNT_S = 2.0
+"""A lease began, for its worker, after the last answer that did not name it: up to a poll before its grant."""
 RETAINED_S = 30.0
 """`Policy.retained_memory_s`: how long the open files of a process that belongs to nobody may delay."""
 
@@ -217,7 +219,7 @@ class Trouble:
             if window.gpu not in (None, gpu) or clean_s < window.since_s or gone_s > window.until_s:
                 continue
             if window.what == STRANGER:
-                if granted_s < window.since_s:  # a later lease finds it there already
+                if granted_s < window.since_s + LEARNT_S:  # a later lease finds it there already
                     could_s, trouble = gone_s + RETAINED_S, window.what
             else:
                 could_s, trouble = max(could_s, window.until_s), window.what
