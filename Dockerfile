@@ -4,7 +4,9 @@
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY protocol protocol
 COPY client client
+COPY worker worker
 COPY server server
 COPY migrations migrations
 ARG EXTRAS=server

@@ -7,11 +7,20 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
+# One lane of tests: four at once on two cores, because most long tests only wait; then those that measure time: two at once in
+# the fast lane, where they have bounds in seconds, and one by one in the slow lane, where some are ratios.
+# build/tests/*.xml records what each took. tests/lanes.py says more.
+LANE = $(BIN)/python -m pytest -q --lane $(1) --junit-xml=build/tests/$(1).xml $(PYTEST_ARGS)
+lane = $(call LANE,$(1)) -n 4 --dist loadgroup && $(call LANE,$(1)-alone) -n $(2) --dist loadgroup
+
+# Whatever the environment says, bytecode is kept: every process of a lane would compile all tests again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench soak wheel clean packages promtool
+.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool
 
 help: ## print this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(STAMP) ## make .venv with everything that demo, test and check use
 
@@ -30,8 +39,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for and given back
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) packages promtool ## run all tests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not soak' $(PYTEST_ARGS)
+test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
+	$(call lane,fast,2)
+
+test-slow: $(STAMP) packages promtool ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
+	$(call lane,slow,0)
+
+test-all: test test-slow ## both lanes
 
 check: $(STAMP) ## lint, format, types, import rule, migration drift
 	$(BIN)/ruff check .
@@ -45,7 +59,7 @@ bench: $(STAMP) packages ## measure; results and what they are compared with are
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
 soak: $(STAMP) packages promtool ## the long rounds that try to break the promises
-	$(BIN)/python -m pytest -n 2 -m soak --timeout 3600 $(PYTEST_ARGS)
+	$(call LANE,soak) -n 2 --dist loadgroup --timeout 3600 && $(call LANE,soak-alone) -n 0 --timeout 3600
 
 wheel: $(STAMP) ## build dist/*.tar.gz, and dist/*.whl from that
 	$(BIN)/python -m build --no-isolation

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from gpulease.owner import Owner
+from gpulease_protocol.host.process_id import ProcessId
 from tests.daemon import DaemonProcess
 
 ROUNDS = 300
@@ -49,7 +49,7 @@ class Connection:
 
 
 def timed(action: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds that each of so many calls took."""
+    """Seconds that each call took."""
     found = []
     for _ in range(rounds):
         begun = time.perf_counter()
@@ -101,7 +101,7 @@ def storm(port: int, watched: bool) -> float:
             for process in processes:
                 stack.callback(process.kill)
             owners = [
-                Owner(process.pid, getattr(Owner.of(process.pid), "start_ticks", None)).named() for process in processes
+                identity.owner_fields() for process in processes if (identity := ProcessId.of(process.pid)) is not None
             ]
         threads = [threading.Thread(target=many, args=(port, *one)) for one in zip(each, owners, strict=True)]
         begun = time.perf_counter()

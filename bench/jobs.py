@@ -38,7 +38,7 @@ def through_the_daemon(running: DaemonProcess) -> tuple[float, list[dict[str, An
 
 
 def plainly() -> float:
-    """Seconds that the same commands take without anybody in between."""
+    """Seconds that the same commands take without gpulease."""
     begun = time.perf_counter()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(lambda _: subprocess.run(["sleep", "0"], check=True), range(JOBS)))

@@ -18,20 +18,22 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from gpulease.exchange import NodeReport
-from gpulease.model import Demand, GpuReading, Holder, JobSpec
-from gpulease_server.api.metrics import JSON, csv, job_metrics
+from gpulease_protocol.model import Demand, GpuReading, Holder, JobSpec
+from gpulease_protocol.node_protocol import NodeReport
+from gpulease_server.api.routes.job_metrics import JSON, csv, job_metrics
 from gpulease_server.core.decide import decide
-from gpulease_server.core.happenings import JobSubmitted, NodeReported
-from gpulease_server.core.ledger import Instant, Ledger
+from gpulease_server.core.happenings import JobSubmitted, NodeReported, SubmittedJob
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
-from gpulease_server.core.turn import Policy, Turn
-from gpulease_server.runtime.recorder import Recorder, packed
-from gpulease_server.runtime.series import MAX_BUCKETS, Series
+from gpulease_server.core.records import Instant
+from gpulease_server.core.turn import Turn
+from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder, encode_series
+from gpulease_server.runtime.job_metrics.time_series import MAX_BUCKETS, TimeSeries
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store import metrics
+from gpulease_server.store import job_metrics_table
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.store import Store, is_stored
+from gpulease_server.store.ledger_store import Store, is_stored
 
 GPUS = 8
 ROUNDS = 3000
@@ -39,7 +41,7 @@ NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def timed(action: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds that each of so many calls took, in order of size."""
+    """Microseconds that each call took, sorted."""
     found = []
     for _ in range(rounds):
         begun = time.perf_counter()
@@ -56,7 +58,7 @@ def row(what: str, microseconds: list[float]) -> None:
 class Node:
     """A node of 8 GPUs, all held by one job, whose readings change from report to report."""
 
-    def __init__(self, recorder: Recorder, writer: Writer) -> None:
+    def __init__(self, recorder: JobMetricsRecorder, writer: Writer) -> None:
         self.recorder, self.ledger, self.at_s = recorder, writer.committed, 0.0
         self.policy, self.changes, self.chance = Policy(), list[object](), random.Random(5)  # noqa: S311 - load
         self.readings = [
@@ -65,8 +67,8 @@ class Node:
         ]
         self.core()
         spec = JobSpec(command=("train.py",), gpus=GPUS)
-        ids = {"cause": "c", "job_id": "job", "lease_id": "lease", "name": ""}
-        self.turn(JobSubmitted(**ids, spec=spec, demand=Demand(count=GPUS), holder=Holder()))
+        jobs = (SubmittedJob(job_id="job", lease_id="lease", spec=spec),)
+        self.turn(JobSubmitted(cause="c", jobs=jobs, name="", demand=Demand(count=GPUS), holder=Holder()))
         self.core()
 
     @property
@@ -108,7 +110,7 @@ def main() -> None:
         store = Store(url)
         writer = Writer(store, Policy())
         writer.committed, writer.problem = Ledger(), None
-        recorder = Recorder(store, writer)
+        recorder = JobMetricsRecorder(store, writer)
         node = Node(recorder, writer)
         print(f"\n{GPUS} GPUs held by a job\n\n| what | median us | p99 us |\n|---|---|---|")
         measure(store, recorder, node)
@@ -116,42 +118,48 @@ def main() -> None:
     memory()
 
 
-def measure(store: Store, recorder: Recorder, node: Node) -> None:
+def measure(store: Store, recorder: JobMetricsRecorder, node: Node) -> None:
     """The rows of the table."""
     reports = [node.report() for _ in range(ROUNDS)]
     upcoming = iter(reports)
 
     def take() -> None:
         node.at_s += 1
-        recorder.take("a", next(upcoming), node.ledger, node.now)
+        recorder.record("a", next(upcoming), node.ledger, node.now)
 
     row("the core's turn for one report (limit)", timed(node.core, 300))
     row("keeping the readings of one report", timed(take, ROUNDS))
-    content = recorder.content("lease")
+    content = recorder.encoded("lease")
     assert content is not None
-    row("copying the series for a write or an answer", timed(lambda: recorder.content("lease"), 300))
-    row("packing and committing the row, in a thread", timed(lambda: metrics.save(store, "lease", content), 100))
+    row("copying the series for a write or an answer", timed(lambda: recorder.encoded("lease"), 300))
+    row(
+        "packing and committing the row, in a thread",
+        timed(lambda: job_metrics_table.save(store, "lease", content), 100),
+    )
     store.write([change for change in node.changes if is_stored(change)], node.ledger)  # type: ignore[arg-type]
-    leases = metrics.leases_of(store.engine, "job")
+    leases = job_metrics_table.leases_of_job(store.engine, "job")
     found = job_metrics("job", leases, {"lease": content}, node.now.at, MAX_BUCKETS)
     noun = lambda: job_metrics("job", leases, {"lease": content}, node.now.at, MAX_BUCKETS)  # noqa: E731
     row("answer as JSON, in a thread", timed(lambda: JSON.dump_json(noun()), 30))
     row("answer as CSV, in a thread", timed(lambda: csv(noun()), 30))
     asyncio.run(recorder.save(node.at_s, everything=True))
     row("restart: reading the row", timed(recorder.restore, 30))
-    points, row_bytes = len(found.attempts[0].gpus[0].start_at), len(zlib.compress(content, metrics.FAST))
+    points, row_bytes = (
+        len(found.attempts[0].gpus[0].start_at),
+        len(zlib.compress(content, job_metrics_table.ZLIB_LEVEL)),
+    )
     print(f"\n{points} buckets for each GPU; a row of {row_bytes} bytes for each attempt, written every minute")
 
 
 def memory() -> None:
     """Print what full series take, and that they take no more after weeks."""
-    full = Series.empty()
+    full = TimeSeries.empty()
     while full.closed < MAX_BUCKETS - 1:
         full.add(full.until_s + full.width_s, full.width_s, (0.5, 2.0**36, 300.0, 60.0))
-    content = packed({"GPU": full})
+    content = encode_series({"GPU": full})
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
-    kept = [Series.from_bytes(full.to_bytes()) for _ in range(400)]
+    kept = [TimeSeries.from_bytes(full.to_bytes()) for _ in range(400)]
     each = (tracemalloc.get_traced_memory()[0] - before) / len(kept)
     tracemalloc.stop()
     print(f"full: {each / 1000:.1f} kB in memory for each GPU, {len(content) / 1000:.1f} kB as bytes;", end=" ")

@@ -1,8 +1,8 @@
-"""What does one look at the GPUs cost, and which call is the dear one?
+"""What does one reading of the GPUs cost, and which call is the expensive one?
 
 On this host's GPUs where there are any. Beside it, always: the same calls on the stand-in library of the tests, which
 answers at once, so that what is left is nvidia-ml-py and this project (the limit of the binding). `--load`: while
-processes make and drop contexts on a GPU that nobody else is on, which is when a driver's locks are held.
+processes create and destroy contexts on an otherwise unused GPU, which is when a driver's locks are held.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpulease_worker import driver
-from gpulease_worker.hardware import Hardware
-from gpulease_worker.nvml import GpuFailed, LibraryFailed, Nvml
+from gpulease_worker.probe import nvml_check
+from gpulease_worker.probe.nvml_binding import GpuFailed, LibraryFailed, Nvml
+from gpulease_worker.probe.nvml_reader import NvmlReader
 from tests.gpu.subjects import choose, churners
 
 ROUNDS = 300
 WITHIN_S = 4.0
-"""Fewer rounds, when so many take longer."""
+"""Fewer rounds are made if they take longer than this."""
 CHURNERS = 12
 """Processes that make and drop contexts under load: more than the ranks of a host that start together."""
 STAND_IN = Path(__file__).parents[1] / "tests" / "worker" / "stand_in_nvml.c"
@@ -44,9 +44,9 @@ class Timed(Nvml):
         with self._noted(call):
             return super().call(call, *words, **named)
 
-    def _grave(self, call: str) -> Any:
+    def _required_call(self, call: str) -> Any:
         with self._noted(call):
-            return super()._grave(call)
+            return super()._required_call(call)
 
     @contextmanager
     def _noted(self, call: str) -> Iterator[None]:
@@ -58,7 +58,7 @@ class Timed(Nvml):
 
 
 def timed(action: Callable[[], object], rounds: int = ROUNDS, within_s: float = WITHIN_S) -> list[float]:
-    """Microseconds that each of so many calls took; of fewer, when they take long."""
+    """Microseconds that each of `rounds` calls took; fewer calls if they take long."""
     found: list[float] = []
     until_s = time.monotonic() + within_s
     while len(found) < rounds and (not found or time.monotonic() < until_s):
@@ -102,7 +102,7 @@ def by_call(nvml: Nvml, handle: Any, within_s: float = WITHIN_S) -> dict[str, li
         "memory": lambda: nvml.memory(handle),
         "memory, utilization, temperature, power, compute mode": lambda: nvml.activity(handle),
         "process lists (compute, MPS, graphics)": lambda: nvml.processes(handle),
-        "recovery action, remapped rows, MIG": lambda: nvml.facts(handle),
+        "recovery action, remapped rows, MIG": lambda: nvml.health_facts(handle),
         "ECC counts, throttle reasons, NUMA node": lambda: nvml.condition(handle),
     }
     why = no_xids(nvml, events)
@@ -112,19 +112,19 @@ def by_call(nvml: Nvml, handle: Any, within_s: float = WITHIN_S) -> dict[str, li
         print(f"The driver tells of no Xids: {why}.\n")
     found = {name: timed(part, within_s=within_s) for name, part in parts.items()}
     if events is not None:
-        nvml.forget_xids(events)
+        nvml.free_xid_events(events)
     return found
 
 
 def by_reading(within_s: float = WITHIN_S) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """What whole readings of all GPUs cost, and those between; and each call of NVML in them, by its name."""
-    source, session = Hardware("bench"), Timed()
+    source, session = NvmlReader("bench"), Timed()
     source._nvml = session
     source.read(())
     session.took.clear()  # the first opens the driver, which is another matter
     found = {
         "a whole reading": timed(lambda: source.read(()), within_s=within_s),
-        "one between, without processes": timed(lambda: source.read((), fresh=False), within_s=within_s),
+        "one between, without processes": timed(lambda: source.read((), complete=False), within_s=within_s),
     }
     source._stop()
     return found, session.took
@@ -148,8 +148,8 @@ def measure() -> None:
 
 
 def under_load() -> None:
-    """The same while processes make and drop contexts on a GPU that nobody else is on."""
-    gpu, why = choose(Hardware("bench").read(()))
+    """The same while processes create and destroy contexts on an otherwise unused GPU."""
+    gpu, why = choose(NvmlReader("bench").read(()))
     if gpu is None:
         print(f"No GPU to load: {why}")
         return
@@ -166,7 +166,7 @@ def main() -> None:
         under_load()
         return
     here = [sys.executable, "-m", "bench.probe", "--here"]
-    missing = driver.unavailable()
+    missing = nvml_check.unavailable_reason()
     if missing is None:
         subprocess.run(here, check=True)
     else:

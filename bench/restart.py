@@ -14,9 +14,9 @@ from contextlib import closing
 from pathlib import Path
 
 from gpulease_server.runtime import clock
-from gpulease_server.runtime.outage import start_anew, twin
-from gpulease_server.store.store import Store
-from tests.store.great import great_ledger
+from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
+from gpulease_server.store.ledger_store import Store
+from tests.store.large_ledger import large_ledger
 
 ROUNDS = 5
 SAME_ROWS = (
@@ -31,8 +31,8 @@ SAME_ROWS = (
 def rebuild(store: Store) -> None:
     """What a writer does at its start: one ledger to decide on, one to show."""
     ledger = store.load()
-    start_anew(ledger, clock.now())
-    twin(ledger)
+    reset_deadlines(ledger, clock.now())
+    copy_ledger(ledger)
 
 
 def fetch(file: Path) -> None:
@@ -43,7 +43,7 @@ def fetch(file: Path) -> None:
 
 
 def best(action: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Seconds of processor time of the fastest of so many: others at work disturb that least."""
+    """CPU seconds of the fastest run, which other load disturbs least."""
     found = []
     for _ in range(rounds):
         begun_s = time.process_time()
@@ -56,9 +56,9 @@ def main() -> None:
     """Print the table of bench/README.md."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "great.db"
-        store = Store(great_ledger(file))
+        store = Store(large_ledger(file))
         limit_s, took_s = best(lambda: fetch(file)), best(lambda: rebuild(store))
-        twin_s = best(lambda loaded=store.load(): twin(loaded))  # type: ignore[misc]
+        twin_s = best(lambda loaded=store.load(): copy_ledger(loaded))  # type: ignore[misc]
         store.close()
     print(f"{'plain SELECT of the same rows (limit)':<46}{limit_s * 1e3:>9.0f} ms")
     print(f"{'the ledger, rebuilt and copied for the readers':<46}{took_s * 1e3:>9.0f} ms {took_s / limit_s:>6.1f} x")

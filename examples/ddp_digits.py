@@ -72,7 +72,7 @@ class View:
 def main() -> None:
     """Join the other ranks, train, evaluate, print the view."""
     options = parse(sys.argv[1:])
-    # The GPUs belong to the ranks, the cores to everybody: more threads only make small models slower.
+    # The GPUs belong to the ranks, the cores to everyone: more threads only make small models slower.
     torch.set_num_threads(1)
     signal.signal(signal.SIGTERM, stop)
     place = join()
@@ -258,7 +258,7 @@ def evaluate(model: DistributedDataParallel, test: TensorDataset, place: Rank) -
 
 
 def save(path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Replace the checkpoint at once: whoever reads it, at whatever moment, finds a whole one."""
+    """Replace the checkpoint atomically, so that a reader always finds a complete one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:
@@ -282,6 +282,6 @@ def load(path: Path, model: DistributedDataParallel, optimizer: torch.optim.Opti
 
 
 if __name__ == "__main__":
-    # Writes a failure's traceback where torchrun and the job's supervisor look for it. Without it all that anybody
+    # Writes a failure's traceback where torchrun and the job's supervisor look for it. Without it all that anyone
     # learns is exit code 1.
     record(main)()

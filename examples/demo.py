@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpulease import Client, Event, Gpu, GpuleaseError, GpuState, Job, JobState, Lease
-from gpulease.wire import JobRequest
+from gpulease_protocol.requests import JobRequest
 
 TRAINING = Path(__file__).resolve().with_name("ddp_digits.py")
 JOBS, GPUS_PER_JOB, SIMULATED_GPUS = 3, 2, 4
@@ -117,7 +117,9 @@ def demonstrate(directory: Path, simulate: int | None) -> None:
 
 def driver_shows_gpus() -> bool:
     """Whether NVML shows a GPU. Asked in a process of its own, because a sick driver can hang its caller."""
-    question = "import sys; from gpulease_worker import driver; sys.exit(0 if driver.available() else 3)"
+    question = (
+        "import sys; from gpulease_worker.probe import nvml_check; sys.exit(0 if nvml_check.is_available() else 3)"
+    )
     try:
         asked = subprocess.run(
             [sys.executable, "-c", question], timeout=20, capture_output=True, check=False, text=True
@@ -135,7 +137,7 @@ def daemon(directory: Path, simulate: int | None) -> Iterator[Daemon]:
     """A ready daemon in this directory; it, and every job it still runs, is stopped at the end."""
     directory.mkdir(mode=0o700)
     port, log = free_port(), directory / "daemon.log"
-    command = [sys.executable, "-m", "gpulease.cli", "serve", "--port", str(port), "--data-dir", str(directory)]
+    command = [sys.executable, "-m", "gpulease_cli", "serve", "--port", str(port), "--data-dir", str(directory)]
     command += ["--socket", str(directory / "gpulease.sock")]
     command += [] if simulate is None else ["--simulate", str(simulate)]
     with log.open("wb") as file:
@@ -237,7 +239,7 @@ def picture(client: Client, jobs: Iterable[Job]) -> str:
         together.setdefault(what_it_does(gpu, names), []).append(gpu.index)
     parts = [f"GPU {', '.join(map(str, indices))}: {what}" for what, indices in together.items()]
     waiting = [job.name for job in jobs if job.state == JobState.QUEUED]
-    return " | ".join([*parts, f"waits: {', '.join(waiting) or 'nobody'}"])
+    return " | ".join([*parts, f"waits: {', '.join(waiting) or 'no one'}"])
 
 
 def what_it_does(gpu: Gpu, names: dict[str, str]) -> str:

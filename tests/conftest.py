@@ -7,6 +7,7 @@ A skip is how a missing compiler or package turns a suite green that has checked
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.databases import PostgresServer
 
+pytest_plugins = ["tests.lanes"]
 SERVER = pytest.StashKey["PostgresServer"]()
 NOTHING_SKIPPED = os.environ.get("CI") == "true"
 
@@ -50,7 +52,7 @@ def pytest_make_collect_report(
 
 @pytest.fixture(scope="session")
 def postgres(request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
-    """A PostgreSQL server, one for each process of tests. Nobody may stop it; make one of your own for that."""
+    """A PostgreSQL server, one for each process of tests. No one may stop it; make one of your own for that."""
     from tests.databases import PostgresServer  # noqa: PLC0415 - only where it is used
 
     server = PostgresServer()
@@ -69,16 +71,26 @@ def postgres_url(postgres: PostgresServer) -> Iterator[str]:
     postgres.drop(url)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A fresh database of either kind with the schema of this version: the test runs on both."""
-    if request.param == "postgresql":
-        return str(request.getfixturevalue("postgres_url"))
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite database with the schema of this version, which is copied: all its migrations take long."""
     from gpulease_server.store.database import upgrade  # noqa: PLC0415 - needs the server
 
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    upgrade(url)
-    return url
+    template = tmp_path_factory.mktemp("template") / "ledger.db"
+    upgrade(f"sqlite:///{template}")
+    return template
+
+
+@pytest.fixture
+def sqlite_url(sqlite_template: Path, tmp_path: Path) -> str:
+    """A fresh SQLite database with the schema of this version."""
+    return f"sqlite:///{shutil.copy(sqlite_template, tmp_path / 'ledger.db')}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request: pytest.FixtureRequest) -> str:
+    """A fresh database of either kind: the test runs on both. For the conformance tests of store and runtime alone."""
+    return str(request.getfixturevalue("postgres_url" if request.param == "postgresql" else "sqlite_url"))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -1,4 +1,4 @@
-"""A real `gpulease serve` in a process of its own, for tests that go through the whole of it."""
+"""A real `gpulease serve` in a process of its own, and the words in which tests talk to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from gpulease import Client
+from tests.imported_program import ForkedProgram, completed
 
 START_S = 60.0
+READ_AT_START = ("LD_PRELOAD", "PYTHON", "TMPDIR", "TZ")
+"""Variables that matter when a program begins: with others of these a daemon is executed, and not forked."""
+
+FINAL = ("succeeded", "failed", "cancelled", "timed_out", "lost")
+"""The states in which a job has ended."""
+
+
+def is_read_at_start(environment: Mapping[str, str]) -> bool:
+    """True if a program that is forked would not take in these variables as one that is executed does."""
+    changed = (name for name, value in environment.items() if os.environ.get(name) != value)
+    return any(name.startswith(READ_AT_START) for name in changed)
 
 
 class DaemonProcess:
@@ -29,7 +41,7 @@ class DaemonProcess:
         self.environment = environment or {}
         self.options = options
         self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedProgram | subprocess.Popen[bytes] | None = None
         self.output = data_dir.parent / f"{data_dir.name}.log"
 
     @property
@@ -45,7 +57,7 @@ class DaemonProcess:
         start = [
             sys.executable,
             "-m",
-            "gpulease.cli",
+            "gpulease_cli",
             "serve",
             "--port",
             str(self.port),
@@ -58,8 +70,12 @@ class DaemonProcess:
         """Start it, and wait until it can grant; else until it has read its ledger, or stands by."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
         environment |= self.environment
-        with self.output.open("ab") as output:
-            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
+        program = [sys.executable, "-m", "gpulease_cli"]
+        if self.command[:3] == program and not is_read_at_start(self.environment):
+            self.process = ForkedProgram(self.command[3:], environment, self.output)
+        else:
+            with self.output.open("ab") as output:
+                self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environment)
         eventually(lambda: self.answers("/readyz" if ready else "/healthz"), START_S, self.story)
         eventually(lambda: b"the ledger is being read" not in self.get("/readyz").content, START_S, self.story)
         return self
@@ -110,7 +126,82 @@ class DaemonProcess:
             return Answer(error.code, error.read(), dict(error.headers))
 
     def client(self) -> Client:
+        """A client of this daemon."""
         return Client(self.url)
+
+    def gpulease(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run the program against this daemon; what it printed."""
+        environment = {"GPULEASE_URL": self.url} | environment
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
+        if not is_read_at_start(environment):
+            return completed(words, kept | environment, 240)
+        command = [sys.executable, "-m", "gpulease_cli", *words]
+        return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=240, check=False)
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """All GPUs, in the daemon's order."""
+        shown: list[dict[str, Any]] = self.get("/v1/gpus").json["items"]
+        return shown
+
+    def gpu_states(self) -> list[str]:
+        """The state of each GPU."""
+        return [gpu["state"] for gpu in self.gpus()]
+
+    def wait_free(self, within_s: float = 20) -> None:
+        """Wait until every GPU is free."""
+        eventually(lambda: set(self.gpu_states()) == {"free"}, within_s, lambda: f"{self.gpus()}\n{self.story()}")
+
+    def request_lease(self, count: int = 1, *, wait_s: float = 0, **fields: Any) -> dict[str, Any]:
+        """Ask for GPUs; the lease, active or queued."""
+        answer = self.call("POST", f"/v1/leases?wait_s={wait_s}", {"count": count, **fields})
+        assert answer.status in (201, 202), answer.content
+        return dict(answer.json)
+
+    def lease(self, lease_id: str) -> dict[str, Any]:
+        """A lease as it is now."""
+        return dict(self.get(f"/v1/leases/{lease_id}").json)
+
+    def leases(self, state: str) -> list[dict[str, Any]]:
+        """The leases in a state."""
+        return list(self.get(f"/v1/leases?limit=1000&state={state}").json["items"])
+
+    def wait_active(self, lease_id: str, within_s: float = 20) -> dict[str, Any]:
+        """Wait until a queued lease is granted; the lease."""
+        eventually(lambda: self.lease(lease_id)["state"] == "active", within_s, self.story)
+        return self.lease(lease_id)
+
+    def release(self, lease: Mapping[str, Any]) -> None:
+        """Give a lease back, or take a queued request back."""
+        answer = self.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+        assert answer.status == 200, answer.content
+
+    def submit(self, *command: str, **fields: Any) -> str:
+        """Submit a job, with launcher plain unless another is named; its id."""
+        answer = self.call("POST", "/v1/jobs", {"command": list(command), "launcher": "plain", **fields})
+        assert answer.status == 201, answer.content
+        return str(answer.json["id"])
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        """A job as it is now."""
+        return dict(self.get(f"/v1/jobs/{job_id}").json)
+
+    def job_log(self, job_id: str, query: str = "") -> str:
+        """What a job has printed."""
+        return self.get(f"/v1/jobs/{job_id}/logs{query}").content.decode(errors="replace")
+
+    def wait_job(self, job_id: str, *states: str, within_s: float = 60) -> dict[str, Any]:
+        """Wait until a job has ended, or is in one of these states; the job."""
+        eventually(lambda: self.job(job_id)["state"] in (states or FINAL), within_s, self.story)
+        return self.job(job_id)
+
+    def give_everything_back(self) -> None:
+        """Cancel all jobs and release all leases, and wait until every GPU is free."""
+        for lease in [*self.leases("queued"), *self.leases("active")]:
+            if lease["job_id"] is None:
+                self.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+            else:
+                self.call("POST", f"/v1/jobs/{lease['job_id']}/cancel", {"grace_s": 0})
+        self.wait_free()
 
 
 class Answer:
@@ -145,24 +236,28 @@ def daemon(directory: Path, *options: str, **environment: str) -> Iterator[Daemo
 
 
 def eventually(condition: Callable[[], bool], within_s: float, story: Callable[[], str] = lambda: "") -> None:
-    """Wait until a condition is true; fail with the story when it does not become so in time."""
-    until_s = time.monotonic() + within_s
+    """Wait until a condition is true; fail with the story when it does not become so in time.
+
+    It is looked at less often the longer it takes: most conditions ask a daemon, and other tests need the processor.
+    """
+    until_s, pause_s = time.monotonic() + within_s, 0.01
     while not condition():
         if time.monotonic() > until_s:
             raise AssertionError(f"not within {within_s} s; {story()}")
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, 0.1)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A TCP port that no one listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def events(running: DaemonProcess) -> list[dict[str, Any]]:
-    """The whole event log."""
+def events(running: DaemonProcess, *, after: int = 0) -> list[dict[str, Any]]:
+    """The event log after a sequence number."""
     found: list[dict[str, Any]] = []
-    while page := running.call("GET", f"/v1/events?limit=1000&after={found[-1]['seq'] if found else 0}").json["items"]:
+    while page := running.get(f"/v1/events?limit=1000&after={found[-1]['seq'] if found else after}").json["items"]:
         found += page
     return found

@@ -15,12 +15,12 @@ from bench.hardware.run import Survey, survey, take
 from tests.gpu.subjects import torch_problem
 
 WITHIN_S = 570.0
-"""All of it; what has not been begun by then says so."""
+"""Time for all steps; those that have not started by then are reported as not run."""
 NO_GPU = 2
 
 
 def main() -> int:
-    """Take the steps, print their rows as they come, and the tables of times at the end."""
+    """Take the steps, print their rows as they arrive, and the tables of times at the end."""
     begun_s, options = time.monotonic(), _options()
     seen = survey(options.gpu)
     if seen.reading.problem is not None:
@@ -50,7 +50,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="shorter measurements: to see that it runs")
     parser.add_argument("--only", type=_letters, default=None, help="these steps alone, e.g. A,E", metavar="LETTERS")
-    parser.add_argument("--gpu", default=None, help="use this GPU, by UUID or index, if nobody is on it")
+    parser.add_argument("--gpu", default=None, help="use this GPU, by UUID or index, if it is unused")
     parser.add_argument("--xid", action="store_true", help="also M, which leaves an Xid 31 in the host's log")
     parser.add_argument("--within-s", type=float, default=WITHIN_S, help="seconds for all of it", metavar="SECONDS")
     return parser.parse_args()
@@ -72,13 +72,13 @@ def _chosen(options: argparse.Namespace) -> list[Check]:
 
 
 def _introduce(seen: Survey) -> None:
-    """What was found before the first step, and the head of the table."""
+    """Print what is known before the first step, and the table's header."""
     names = sorted({gpu.name or "GPU" for gpu in seen.reading.gpus})
     at = f"{datetime.now(UTC):%Y-%m-%d}"
     print(f"{len(seen.reading.gpus)} x {', '.join(names)}, driver {seen.reading.driver_version}, {at}.\n")
     for uuid, why in seen.left_alone.items():
         print(f"Left alone: {uuid}, {why}.\n")
-    print(f"Used: {'no GPU, for there is none that nobody is on' if seen.gpu is None else seen.gpu.uuid}.\n")
+    print(f"Used: {'no GPU, because none is unused' if seen.gpu is None else seen.gpu.uuid}.\n")
     print(f"{findings.line(HEADER)}\n{findings.rule(len(HEADER))}", flush=True)
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-from pathlib import Path
 
 from bench import probe
 from bench.hardware.findings import Report
 from bench.hardware.machine import Machine
-from gpulease_worker.nvml import Nvml
+from gpulease_worker.probe.nvml_binding import Nvml
 from gpulease_worker.settings import WorkerSettings
-from gpulease_worker.source import Pace
 from tests.gpu.subjects import churners
 
 COLUMNS = ("what", "median us", "p99 us", "max us")
 QUICK_S = 0.3
-SETTINGS = WorkerSettings(urls=(), node="", data_dir=Path())
+SETTINGS = WorkerSettings()
 """What a worker is given that is told nothing else."""
 
 
@@ -63,7 +61,7 @@ def _measure(machine: Machine, when: str) -> None:
 def _judge(report: Report, when: str, whole: list[float], calls: dict[str, list[float]]) -> None:
     """The longest of each against what a node is given."""
     name, longest = max(((name, max(found)) for name, found in calls.items()), key=lambda one: one[1])
-    limit_s = Pace().call_deadline_s
+    limit_s = SETTINGS.call_deadline_s
     report.judge(
         f"longest call of NVML {when}",
         f"{name}: {longest / 1e3:.1f} ms of {sum(map(len, calls.values()))} calls",

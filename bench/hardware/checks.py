@@ -1,4 +1,4 @@
-"""The steps, in the order in which they are taken. None of them sets or resets anything."""
+"""The steps, in order. None of them sets or resets anything."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Check:
     """One step."""
 
     letter: str
-    """What `--only` calls it."""
+    """Its name for `--only`."""
     title: str
-    """What it is about."""
+    """Its subject."""
     measure: Callable[[Machine], None]
     """Takes the measurements, in a process of its own."""
     deadline_s: float
-    """After so long that process is killed."""
+    """That process is killed after this time."""
     told_only: bool = False
-    """Only taken when the command is told to."""
+    """Whether it is taken only on request."""
 
 
 CHECKS = (

@@ -8,13 +8,14 @@ import time
 from dataclasses import dataclass
 
 from bench.hardware.machine import LOOK_S, MIB, Look, Machine, look, spelled, until
-from gpulease_server.core.turn import Policy
-from gpulease_worker import open_files, processes
+from gpulease_server.core.policy import Policy
+from gpulease_worker.probe import open_file_scanner
+from gpulease_worker.processes import procfs
 from tests.gpu.subjects import Subject
 
 TOLERANCE = Policy().memory_tolerance_bytes
 BACK_S = 20.0
-"""How long memory may take to come back when nobody holds it."""
+"""How long memory may take to come back when no process holds it."""
 WATCHED_S = 8.0
 """How long a GPU is watched while a forked worker of a killed process lives."""
 SEEN_S = 2.0
@@ -58,7 +59,7 @@ def lists(machine: Machine) -> None:
             subject.do("memory", 1024**3)
             rose = seen.used_bytes() - before
             report.judge(
-                asked, f"{rose // MIB} MiB more", "1024 MiB or more", holds=rose >= 1024**3, relies="core/remains.py"
+                asked, f"{rose // MIB} MiB more", "1024 MiB or more", holds=rose >= 1024**3, relies="core/draining.py"
             )
 
 
@@ -71,9 +72,9 @@ def _judge_shows(machine: Machine, asked: str, seen: Look, pid: int, before: int
     listed = seen.sees(pid, before + TOLERANCE)
     took_s = 0.0 if listed else until(lambda: seen.sees(pid, before + TOLERANCE), SEEN_S)
     found = "yes" if listed else f"no; {spelled(took_s, SEEN_S)} later"
-    where = "" if processes.sees_the_host() else " (outside the host's pid namespace memory counts as well)"
+    where = "" if procfs.sees_the_host() else " (outside the host's pid namespace memory counts as well)"
     machine.report.judge(
-        asked, found + where, "yes", holds=listed, relies="a GPU in use is never granted: core/gpu.py, core/remains.py"
+        asked, found + where, "yes", holds=listed, relies="a GPU in use is never granted: core/gpu.py, core/draining.py"
     )
 
 
@@ -112,7 +113,7 @@ def _size(machine: Machine) -> int:
 
 
 def _watch(seen: Look, pid: int, before: int, within_s: float) -> Killed:
-    """Look until the process is off the list and its memory back, or the time is over."""
+    """Poll until the process is off the list and its memory is free, or the time is up."""
     begun, killed = time.monotonic(), Killed()
     while (killed.off_s is None or killed.back_s is None) and time.monotonic() - begun < within_s:
         if killed.off_s is None and not seen.lists(pid):
@@ -135,7 +136,7 @@ def _alone(machine: Machine, seen: Look, before: int) -> Killed:
             spelled(took_s, BACK_S),
             f"within {BACK_S:g} s",
             holds=took_s is not None,
-            relies="a draining GPU becomes free: core/remains.py",
+            relies="a draining GPU becomes free: core/draining.py",
         )
     return killed
 
@@ -147,7 +148,7 @@ def _forked(machine: Machine, seen: Look, before: int) -> Killed:
         worker = subject.do("fork")
         subject.kill()
         killed = _watch(seen, subject.pid, before, WATCHED_S)
-        opened = [one.pid for one in open_files.openers({path}).by_path.get(path, ())]
+        opened = [one.pid for one in open_file_scanner.scan({path}).by_path.get(path, ())]
         report.judge(
             "a forked worker of a killed process: is the dead process's memory kept while it lives?",
             f"{killed.kept_bytes // MIB} MiB are; the dead process is {'off' if killed.off_s is not None else 'on'} "
@@ -161,7 +162,7 @@ def _forked(machine: Machine, seen: Look, before: int) -> Killed:
             f"{_word(worker in opened)}",
             "no: memory says so, or the open file does",
             holds=killed.back_s is not None or killed.kept_bytes > TOLERANCE,
-            relies="core/remains.py: clean in every sense",
+            relies="core/draining.py: clean in every sense",
         )
         os.kill(worker, signal.SIGKILL)
         took_s = until(lambda: seen.used_bytes() <= before + TOLERANCE, BACK_S)
@@ -176,7 +177,7 @@ def _forked(machine: Machine, seen: Look, before: int) -> Killed:
 
 
 def stray(machine: Machine) -> None:
-    """M, only when told: an illegal access, which is an Xid 31 of an application, and no reason to call a GPU sick."""
+    """M, only on request: an illegal access, which is an Xid 31 of an application and does not make a GPU unhealthy."""
     asked = "a kernel that writes where it may not: which Xid is told, and what is the GPU's health then?"
     if (why := machine.taken()) is not None:
         machine.report.not_run(asked, why)
@@ -192,11 +193,11 @@ def stray(machine: Machine) -> None:
         while events is not None and not told and time.monotonic() < until_s:
             one = seen.nvml.wait_for_xid(events, 0.25)
             told += [] if one is None else [one[1]]
-        action = seen.nvml.facts(seen.handle)[0].recovery_action
+        action = seen.nvml.health_facts(seen.handle)[0].recovery_action
         machine.report.judge(
             asked,
             f"CUDA: {error}; Xid {told[0] if told else 'not told'}; recovery action {action}",
             "Xid 31, and no recovery action",
             holds=told == [31] and action in (None, "none"),
-            relies="health.APPLICATION_XIDS" if told else "",
+            relies="xid_catalog.HARMLESS" if told else "",
         )

@@ -13,10 +13,11 @@ from pathlib import Path
 import pynvml
 
 from bench.hardware.machine import MIB, Machine, look
-from gpulease import cuda
-from gpulease.launchers import scrubbed
-from gpulease_worker import driver, processes
-from gpulease_worker.attribution import device_file
+from gpulease.cuda import libcuda
+from gpulease_protocol.launchers import strip_launcher_variables
+from gpulease_worker.probe import driver_check
+from gpulease_worker.probe.process_attribution import device_file
+from gpulease_worker.processes import procfs
 from tests.gpu.subjects import MASK, SubjectFailed, in_the_way
 
 SMI = "pci.bus_id,persistence_mode,compute_mode,mig.mode.current,memory.reserved,memory.used,ecc.mode.current"
@@ -30,18 +31,18 @@ def facts(machine: Machine) -> None:
     report = machine.report
     own = os.stat("/proc/self/ns/pid").st_ino
     report.note("kernel; Python; nvidia-ml-py", f"{os.uname().release}; {sys.version.split()[0]}; {binding()}")
-    report.note("driver: kernel module; library", f"{driver.module_version()}; {machine.reading.driver_version}")
+    report.note("driver: kernel module; library", f"{driver_check.module_version()}; {machine.reading.driver_version}")
     report.note("torch", machine.torch or "has CUDA")
     report.note(
         "pid namespace: does the driver's list show the processes of others?",
-        f"{own}, {'the host' if processes.sees_the_host() else 'not the host'}'s: "
-        + ("it does" if processes.sees_the_host() else "it may leave some out; memory and utilization decide"),
+        f"{own}, {'the host' if procfs.sees_the_host() else 'not the host'}'s: "
+        + ("it does" if procfs.sees_the_host() else "it may leave some out; memory and utilization decide"),
     )
     report.judge(
         "do library and kernel module fit?",
-        driver.misfit(machine.reading.driver_version) or "no word against it",
+        driver_check.version_mismatch(machine.reading.driver_version) or "no word against it",
         "they do",
-        holds=driver.misfit(machine.reading.driver_version) is None,
+        holds=driver_check.version_mismatch(machine.reading.driver_version) is None,
         relies="driver.py refuses readings otherwise",
     )
     for gpu in machine.reading.gpus:
@@ -62,7 +63,7 @@ def facts(machine: Machine) -> None:
         report.note(f"nvidia-smi: {SMI}", smi(f"--query-gpu={SMI}", "--format=csv,noheader"))
     idle = machine.gpu
     if idle is not None and idle.memory_used_bytes is not None:
-        report.note("memory in use on the GPU while nobody is on it", f"{idle.memory_used_bytes // MIB} MiB")
+        report.note("memory in use on the unused GPU", f"{idle.memory_used_bytes // MIB} MiB")
 
 
 def binding() -> str:
@@ -92,8 +93,8 @@ def smi(*options: str) -> str:
 def doctor(machine: Machine) -> None:
     """B: what `gpulease doctor` finds wrong, its daemon aside, for none runs."""
     with machine.report.asking("gpulease doctor"):
-        command = [sys.executable, "-m", "gpulease.cli", "doctor", "--json", "--data-dir", str(machine.place / "data")]
-        environment = scrubbed(os.environ) | {"GPULEASE_URL": "http://127.0.0.1:9"}
+        command = [sys.executable, "-m", "gpulease_cli", "doctor", "--json", "--data-dir", str(machine.place / "data")]
+        environment = strip_launcher_variables(os.environ) | {"GPULEASE_URL": "http://127.0.0.1:9"}
         ran = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
         try:
             found = json.loads(ran.stdout)["items"]
@@ -123,10 +124,10 @@ def fabric(machine: Machine) -> None:
 def starts(machine: Machine, index: int, uuid: str) -> None:
     """Whether CUDA initialises with the mask of a lease, and shows that GPU."""
     try:
-        found, shown = cuda.ask({**os.environ, MASK: uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ASK_S), ""
-    except cuda.NoCuda as none:
+        found, shown = libcuda.query_devices({**os.environ, MASK: uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, ASK_S), ""
+    except libcuda.CudaNotInstalled as none:
         raise SubjectFailed(f"there is no libcuda: {none}") from none
-    except cuda.CudaFailed as failed:
+    except libcuda.CudaError as failed:
         found, shown = [], f"it does not: {failed}"
     machine.report.judge(
         f"GPU {index}, whose health is ok: does CUDA start on it, and show it under its UUID as the mask?",

@@ -1,4 +1,4 @@
-"""What a step finds: rows, tables of times, and whether gpulease relies on what was found."""
+"""The findings of a step: rows, tables of times, and what in gpulease relies on them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from gpulease_worker.nvml import GpuFailed, LibraryFailed
-from gpulease_worker.source import ReadingFailed
+from gpulease_worker.probe.nvml_binding import GpuFailed, LibraryFailed
+from gpulease_worker.probe.probe_protocol import ReadingFailed
 from tests.gpu.subjects import SubjectFailed, SubjectHangs
 
 HEADER = ("step", "what was asked", "what was found", "expected", "verdict", "gpulease relies on it")
 
 
 class Verdict(StrEnum):
-    """What a row comes to."""
+    """The verdict of a row."""
 
     AS_EXPECTED = "as expected"
     NOTED = "noted"
-    """A fact that nothing was expected of."""
+    """A fact without an expectation."""
     DIFFERS = "differs"
     """Not as expected, and gpulease does not rely on it."""
     NOT_RUN = "not run"
@@ -32,7 +32,7 @@ class Verdict(StrEnum):
 
 
 GRAVE = (Verdict.CONTRADICTS, Verdict.HUNG, Verdict.BROKE)
-"""What makes the command's exit code 1."""
+"""Verdicts that make the command's exit code 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,30 +58,30 @@ class Times:
     """A table below the report."""
 
     title: str
-    """What it shows."""
+    """Its title."""
     header: tuple[str, ...]
-    """Names of its columns."""
+    """Column names."""
     rows: tuple[tuple[str, ...], ...]
-    """Its lines."""
+    """Its rows."""
 
 
 class Report:
-    """Writes what a step finds into a file, each thing as soon as it is found."""
+    """Writes the findings of a step to a file, each as soon as it is known."""
 
     def __init__(self, step: str, path: Path) -> None:
         self._step, self._path = step, path
 
     def note(self, asked: str, found: object) -> None:
-        """A fact."""
+        """Write a fact."""
         self._row(asked, str(found), "", Verdict.NOTED, "")
 
     def judge(self, asked: str, found: object, expected: str, *, holds: bool, relies: str = "") -> None:
-        """An answer, and whether it is the expected one."""
+        """Write an answer, and whether it is the expected one."""
         wrong = Verdict.CONTRADICTS if relies else Verdict.DIFFERS
         self._row(asked, str(found), expected, Verdict.AS_EXPECTED if holds else wrong, relies)
 
     def not_run(self, asked: str, why: object) -> None:
-        """A question that cannot be answered here."""
+        """Write that a question cannot be answered here."""
         self._row(asked, f"not run: {why}", "", Verdict.NOT_RUN, "")
 
     def times(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -93,7 +93,7 @@ class Report:
 
     @contextmanager
     def asking(self, asked: str) -> Iterator[None]:
-        """A question under way: when it cannot be asked, or does not come back, that is its row."""
+        """The duration of a question. If it cannot be asked or does not return, that becomes its row."""
         self._write({"asking": asked})
         try:
             yield
@@ -112,13 +112,13 @@ class Report:
 
 
 def read(path: Path) -> tuple[list[Row | Times], str]:
-    """What a step has written, and what it was asking last."""
+    """What a step has written, and its last question."""
     found: list[Row | Times] = []
     asking = "its beginning"
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             one = json.loads(line)
-        except ValueError:  # the step was killed in the middle of it
+        except ValueError:  # the step was killed while writing it
             continue
         if "row" in one:
             found.append(Row(**one["row"] | {"verdict": Verdict(one["row"]["verdict"])}))

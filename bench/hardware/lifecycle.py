@@ -7,19 +7,19 @@ import time
 from typing import Any
 
 from bench.hardware.machine import NODE, Machine, await_readings, leased, release, serving, spelled, state, until
-from gpulease import cuda
-from gpulease_server.core.turn import Policy
-from gpulease_worker.attribution import device_file
+from gpulease.cuda import libcuda
+from gpulease_server.core.policy import Policy
+from gpulease_worker.probe.process_attribution import device_file
 from tests.daemon import DaemonProcess
 from tests.gpu.subjects import MASK, Subject, processes_with_driver
 
 FREE_S = 5.0
-"""How long a GPU may drain that nobody holds."""
+"""How long a GPU without any process may drain."""
 LATE_S = 10.0
 """How much longer than promised is waited for it, to tell late from never."""
 RETAINED_S = Policy().retained_memory_s
 GIB = 1024**3
-CLEAN = "promise of clean: core/remains.py, attribution.py"
+CLEAN = "promise of clean: core/draining.py, attribution.py"
 
 
 def lifecycle(machine: Machine) -> None:
@@ -28,7 +28,7 @@ def lifecycle(machine: Machine) -> None:
         machine.report.not_run("from release to free", why)
         return
     with serving(machine) as running:
-        for step in (_nobody, _holder, _earlier_stranger, _later_stranger, _under_another_lease):
+        for step in (_idle_gpu, _holder, _earlier_stranger, _later_stranger, _under_another_lease):
             step(machine, running)
 
 
@@ -46,8 +46,8 @@ def _drains(machine: Machine, running: DaemonProcess, asked: str, expected_s: fl
     )
 
 
-def _nobody(machine: Machine, running: DaemonProcess) -> None:
-    asked = "from release to free, when nobody used the GPU"
+def _idle_gpu(machine: Machine, running: DaemonProcess) -> None:
+    asked = "from release to free, when no process used the GPU"
     with machine.report.asking(asked):
         with leased(running, machine.used().uuid):
             pass
@@ -89,7 +89,7 @@ def _earlier_stranger(machine: Machine, running: DaemonProcess) -> None:
     asked = "from release to free, while a process from before the lease has NVML open, the GPU masked away"
     with machine.report.asking(asked), _stranger() as stranger:
         asked += _opens(machine, stranger)
-        # A process that began within one exchange before the lease counts as later: nobody saw which was first.
+        # A process that began within one exchange before the lease counts as later: the order is not known.
         await_readings(running, machine.used().uuid, 3)
         with leased(running, machine.used().uuid):
             pass
@@ -108,7 +108,7 @@ def _under_another_lease(machine: Machine, running: DaemonProcess) -> None:
     asked = "the same with a process that began during the lease, and works under another on a second GPU"
     other = machine.another()
     if other is None:
-        machine.report.not_run(asked, "it needs a second GPU that nobody is on")
+        machine.report.not_run(asked, "it needs a second unused GPU")
         return
     with (
         machine.report.asking(asked),
@@ -123,7 +123,7 @@ def _under_another_lease(machine: Machine, running: DaemonProcess) -> None:
 
 
 def paused(machine: Machine) -> None:
-    """J: whether a paused node has let go of the driver; and whose number is whose, in CUDA's words."""
+    """J: whether a paused node has released the driver; and which ordinal is which GPU, according to CUDA."""
     asked = "a paused node: does any of its processes have the driver open?"
     with machine.report.asking(asked), serving(machine) as running:
         assert running.process is not None
@@ -136,7 +136,7 @@ def paused(machine: Machine) -> None:
             f"before: {', '.join(before) or 'none'}; after: {', '.join(processes_with_driver(pid, files)) or 'none'}, "
             f"{spelled(took_s, LATE_S)}",
             "before the probe alone, after none",
-            holds=before == ["gpulease_worker.probe"] and took_s is not None,
+            holds=before == ["gpulease_worker.probe.main"] and took_s is not None,
             relies="gpulease node pause, before a GPU reset",
         )
         running.call("POST", f"/v1/nodes/{NODE}/resume")
@@ -149,12 +149,12 @@ def _numbers(machine: Machine) -> None:
     """UUIDs by ordinal: as gpulease finds them, as torch does, as a process that was asked does."""
     report = machine.report
     if (why := machine.taken()) is not None:
-        report.not_run("cuda.devices_shown in a process that uses CUDA", why)
+        report.not_run("libcuda.initialized_devices in a process that uses CUDA", why)
         return
     uuid = machine.used().uuid
     for asked, step, word in (
-        ("cuda.devices_shown in a process that uses CUDA", "init", "CUDA's"),
-        ("cuda.devices_shown beside torch's own word", "torch_uuids", "torch's"),
+        ("libcuda.initialized_devices in a process that uses CUDA", "init", "CUDA's"),
+        ("libcuda.initialized_devices beside torch's own word", "torch_uuids", "torch's"),
     ):
         if word == "torch's" and machine.torch is not None:
             report.not_run(asked, machine.torch)
@@ -163,13 +163,13 @@ def _numbers(machine: Machine) -> None:
             other = subject.do(step)
             found, wanted = subject.do("devices"), other if word == "torch's" else [uuid]
             report.judge(asked, f"{found}", f"{wanted}", holds=found == wanted, relies="ordinals.py")
-    asked = "cuda.ask, in PCI order and without a mask: are CUDA's numbers the daemon's?"
+    asked = "libcuda.query_devices, in PCI order and without a mask: are CUDA's numbers the daemon's?"
     sound = [gpu.uuid for gpu in machine.reading.gpus]
     begun = time.monotonic()
     try:
         environment = {name: value for name, value in os.environ.items() if name != MASK}
-        found = cuda.ask({**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 30)
-    except cuda.CudaFailed as failed:
+        found = libcuda.query_devices({**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 30)
+    except libcuda.CudaError as failed:
         report.not_run(asked, failed)
         return
     took = spelled(time.monotonic() - begun, 30)

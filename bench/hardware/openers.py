@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.hardware.machine import Machine
-from gpulease_worker.attribution import device_file
+from gpulease_worker.probe.process_attribution import device_file
 from tests.gpu.subjects import Subject, SubjectFailed
 
 
@@ -82,7 +82,7 @@ def _of_another(machine: Machine) -> None:
     asked = "masked CUDA with a context on one GPU: does it open the device file of another?"
     other = machine.another()
     if other is None:
-        machine.report.not_run(asked, "it needs a second GPU that nobody is on")
+        machine.report.not_run(asked, "it needs a second unused GPU")
         return
     for mask, what in ((machine.used().uuid, "masked"), (None, "unmasked")):
         with machine.report.asking(asked):

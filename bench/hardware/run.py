@@ -1,4 +1,4 @@
-"""Runs a step in a process of its own, and ends all that it has started: a hang costs rows, not the command."""
+"""Runs a step in a process of its own and ends everything that it has started: a hang loses rows, not the command."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from bench.hardware import findings
 from bench.hardware.checks import Check
 from bench.hardware.findings import Row, Times, Verdict
 from bench.hardware.step import SURVEY
-from gpulease import wire
-from gpulease.model import GpuReading
-from gpulease_worker import processes
-from gpulease_worker.source import Reading
+from gpulease_protocol import codec
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.model import GpuReading
+from gpulease_worker.probe.probe_protocol import Reading
 from tests.gpu.subjects import choose
 
 ROOT = Path(__file__).parents[2]
-TOKEN = "BENCH_HARDWARE_STEP"  # noqa: S105  a name, by which what a step has started is found
+TOKEN = "BENCH_HARDWARE_STEP"  # noqa: S105  a variable name that marks the processes of a step
 SURVEY_S = 60.0
-"""How long the first look may take: without persistence mode the driver sets up each GPU."""
+"""How long the first reading may take: without persistence mode the driver initializes every GPU."""
 END_S = 3.0
-"""How long to wait for the end of what was killed; what hangs in the driver does not end."""
+"""How long to wait for killed processes; those that hang in the driver do not end."""
 LEAST_S = 5.0
-"""A step is not begun with less time than this."""
+"""A step does not start with less time left than this."""
 
 
 @dataclass(frozen=True)
@@ -42,36 +43,36 @@ class Survey:
     reading: Reading
     """Every GPU."""
     gpu: GpuReading | None
-    """The one that the steps use."""
+    """The GPU that the steps use."""
     left_alone: dict[str, str]
-    """By UUID, why others are not used."""
+    """By UUID: why other GPUs are not used."""
     torch: str | None = None
     """Why torch cannot use CUDA."""
 
 
 def survey(wanted: str | None) -> Survey:
-    """Look which GPUs there are, and choose one that nobody is on; `wanted`: this one or none."""
+    """Read which GPUs exist, and choose an unused one; `wanted`: this one or none."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place:
         path = Path(place) / "reading"
         if not _run([SURVEY, str(path)], "", SURVEY_S, Path(place)).in_time:
             return Survey(Reading(problem=f"NVML did not answer within {SURVEY_S:g} s: the driver hangs."), None, {})
         if not path.exists():
             return Survey(Reading(problem="the process that was to read NVML has ended without a word"), None, {})
-        reading = wire.from_json(Reading, json.loads(path.read_text()))
+        reading = codec.from_json(Reading, json.loads(path.read_text()))
     candidates = tuple(gpu for gpu in reading.gpus if wanted is None or wanted in (gpu.uuid, str(gpu.index)))
     return Survey(reading, choose(Reading(gpus=candidates))[0], choose(reading)[1])
 
 
 def take(check: Check, seen: Survey, *, quick: bool, left_s: float) -> list[Row | Times]:
-    """What a step finds within its deadline, and within what is left of the command's time."""
+    """The findings of a step within its deadline and the rest of the command's time."""
     if left_s < LEAST_S:
-        return [_row(check, check.title, "not run: the command's time is over", Verdict.NOT_RUN)]
+        return [_row(check, check.title, "not run: the command has no time left", Verdict.NOT_RUN)]
     deadline_s = min(check.deadline_s, left_s)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         place, results = Path(directory) / "place", Path(directory) / "results"
         place.mkdir()
         told = {
-            "reading": wire.to_json(seen.reading),
+            "reading": codec.to_json(seen.reading),
             "gpu": None if seen.gpu is None else seen.gpu.uuid,
             "torch": seen.torch,
             "quick": quick,
@@ -98,7 +99,7 @@ class Ran:
     in_time: bool
     code: int | None
     said: str
-    """The end of what it printed."""
+    """The end of its output."""
 
 
 def _run(words: Sequence[str], told: str, within_s: float, place: Path) -> Ran:
@@ -128,19 +129,19 @@ def _run(words: Sequence[str], told: str, within_s: float, place: Path) -> Ran:
 
 
 def end(token: str) -> None:
-    """SIGKILL to whatever has this token in its environment, until there is nothing, or for a while."""
+    """Send SIGKILL to every process with this token in its environment, until none is left or for a while."""
     mark, until_s = f"{TOKEN}={token}".encode(), time.monotonic() + END_S
-    while (left := [one for pid in processes.pids() if (one := _marked(pid, mark)) is not None]) and (
+    while (left := [one for pid in process_tree.all_pids() if (one := _marked(pid, mark)) is not None]) and (
         time.monotonic() < until_s
     ):
         for one in left:
-            one.send(signal.SIGKILL)
+            one.send_signal(signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _marked(pid: int, mark: bytes) -> processes.Identity | None:
-    """The process, if it lives and was started with the token."""
-    identity = processes.Identity.of(pid)
+def _marked(pid: int, mark: bytes) -> ProcessId | None:
+    """The process, if it is alive and was started with the token."""
+    identity = ProcessId.of(pid)
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes() if identity is not None else b""
     except OSError:

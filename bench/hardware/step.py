@@ -1,4 +1,4 @@
-"""One step, in the process that `run` has started for it: its letter is the argument, what is known comes on stdin."""
+"""One step, in the process that `run` has started for it: its letter is the argument, its input comes on stdin."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 from bench.hardware.checks import CHECKS
 from bench.hardware.findings import Report
 from bench.hardware.machine import NODE, Machine
-from gpulease import wire
-from gpulease_worker import processes
-from gpulease_worker.hardware import Hardware
-from gpulease_worker.source import Reading, ReadingFailed
+from gpulease_protocol import codec
+from gpulease_protocol.host import process_tree
+from gpulease_worker.probe.nvml_reader import NvmlReader
+from gpulease_worker.probe.probe_protocol import Reading, ReadingFailed
 
 SURVEY = "survey"
 
 
 def main() -> None:
-    """Take the step, or look which GPUs there are."""
-    processes.end_with_parent(signal.SIGKILL)
+    """Take the step, or read which GPUs exist."""
+    process_tree.signal_on_parent_death(signal.SIGKILL)
     if sys.argv[1] == SURVEY:
         survey(Path(sys.argv[2]))
         return
     told = json.load(sys.stdin)
-    reading = wire.from_json(Reading, told["reading"])
+    reading = codec.from_json(Reading, told["reading"])
     report = Report(sys.argv[1], Path(told["results"]))
     machine = Machine(
         report=report,
@@ -43,10 +43,10 @@ def main() -> None:
 def survey(path: Path) -> None:
     """Write a reading of every GPU, or why there is none."""
     try:
-        reading = Hardware(NODE).read(())
+        reading = NvmlReader(NODE).read(())
     except ReadingFailed as failed:
         reading = Reading(problem=str(failed))
-    path.write_text(json.dumps(wire.to_json(reading)))
+    path.write_text(json.dumps(codec.to_json(reading)))
 
 
 if __name__ == "__main__":

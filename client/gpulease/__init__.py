@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpulease.async_client import AsyncClient
     from gpulease.async_lease import AsyncLease
-    from gpulease.client import Client
-    from gpulease.devices import find_usable_cuda_devices, reserved_leases
-    from gpulease.errors import (
+    from gpulease.client import Client, find_usable_cuda_devices
+    from gpulease.executor.executor import GPUExecutor
+    from gpulease.executor.task_process import ProcessDied
+    from gpulease.find_devices import reserved_leases
+    from gpulease.lease import HeldLease
+    from gpulease_protocol.errors import (
         DaemonUnavailable,
         EventsPruned,
         GpuleaseError,
@@ -43,10 +46,8 @@ if TYPE_CHECKING:
         Unavailable,
         UnknownOrdinals,
     )
-    from gpulease.executor import GPUExecutor
-    from gpulease.explanation import Explanation, Obstacle
-    from gpulease.lease import HeldLease
-    from gpulease.model import (
+    from gpulease_protocol.explanation import Explanation, Obstacle
+    from gpulease_protocol.model import (
         Activity,
         ComputeMode,
         Demand,
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
         NodeState,
         Process,
     )
-    from gpulease.wire import JobRequest, LeaseRequest
+    from gpulease_protocol.requests import JobRequest, LeaseRequest
 
 __all__ = [
     "Activity",
@@ -115,6 +116,7 @@ __all__ = [
     "Obstacle",
     "OverQuota",
     "Process",
+    "ProcessDied",
     "StaleToken",
     "TooLarge",
     "TooSlow",
@@ -125,23 +127,24 @@ __all__ = [
 ]
 
 _HOME = {
-    "AsyncClient": "async_client",
-    "AsyncLease": "async_lease",
-    "Client": "client",
-    "Explanation": "explanation",
-    "GPUExecutor": "executor",
-    "HeldLease": "lease",
-    "Obstacle": "explanation",
-    "find_usable_cuda_devices": "devices",
-    "reserved_leases": "devices",
+    "AsyncClient": "gpulease.async_client",
+    "AsyncLease": "gpulease.async_lease",
+    "Client": "gpulease.client",
+    "Explanation": "gpulease_protocol.explanation",
+    "GPUExecutor": "gpulease.executor.executor",
+    "HeldLease": "gpulease.lease",
+    "Obstacle": "gpulease_protocol.explanation",
+    "ProcessDied": "gpulease.executor.task_process",
+    "find_usable_cuda_devices": "gpulease.client",
+    "reserved_leases": "gpulease.find_devices",
 }
-_MODULES = ("errors", "model", "wire")
+_MODULES = ("gpulease_protocol.errors", "gpulease_protocol.model", "gpulease_protocol.requests")
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         for module in (_HOME[name],) if name in _HOME else _MODULES:
-            value = getattr(import_module(f"gpulease.{module}"), name, None)
+            value = getattr(import_module(module), name, None)
             if value is not None:
                 globals()[name] = value
                 return value

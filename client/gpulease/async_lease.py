@@ -1,9 +1,8 @@
-"""A lease in a program that runs in an event loop.
+"""A lease for programs that run in an event loop.
 
-A thread renews it, the very one of `gpulease.lease`, and not a task: an event loop that computes, loads a model or
-waits in CUDA renews nothing, and the lease would be lost in the middle of the work that it is for. So the rules of
-trust are those of `HeldLease`, word for word. What the loop hears of it, ``lost`` and `on_lost`, it hears when it next
-runs; `is_lost` is true at once.
+It is renewed by the threads of `gpulease.lease` and not by a task: while an event loop computes, loads a model or waits
+in CUDA, its tasks do not run, and the lease would be lost in the middle of the work. So the rules of trust are those of
+`HeldLease`. The loop learns of a loss (`lost`, `on_lost`) when it next runs; `is_lost` is true at once.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Any, Literal
 
-from gpulease.async_transport import until_done
-from gpulease.client import Client
-from gpulease.lease import HeldLease
-from gpulease.model import Device, Lease, Mask
+from gpulease.lease import HeldLease, LeaseClient
+from gpulease.sansio.async_transport import wait_through_cancellation
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.model import Device, Lease, Mask
 
 LOG = logging.getLogger("gpulease")
 
@@ -26,28 +25,38 @@ OnLost = Callable[["AsyncLease"], Any]
 
 
 class AsyncLease:
-    """An active lease that this process holds; `AsyncClient.lease` makes it. `async with` gives it back at the end."""
+    """An active lease that this process holds and renews; `AsyncClient.lease` returns it.
+
+    async with client.lease(count=2, wait_s=600) as lease:      # released at the end of the block
+        process = await asyncio.create_subprocess_exec(*command, env=lease.environ())
+    """
 
     def __init__(
-        self, client: Client, lease: Lease, trusted_from: float, on_lost: OnLost | None, *, shared: bool = False
+        self,
+        client: LeaseClient,
+        lease: Lease,
+        *,
+        trusted_from: float,
+        on_lost: OnLost | None = None,
+        shared: bool = False,
+        owner: ProcessId | None = None,
     ) -> None:
-        """Begin to renew `lease` with `client`. `trusted_from`: a monotonic time before its grant.
-
-        `shared`: other processes hold it too, so the end of this one does not release it.
-        """
+        """Start to renew `lease` with `client`, as `HeldLease` does."""
         self._loop = asyncio.get_running_loop()
         self._on_lost = on_lost
-        self._telling: asyncio.Task[Any] | None = None
+        self._callback_task: asyncio.Task[Any] | None = None
         self.lost = asyncio.Event()
         """Set when the lease is lost, and never cleared: stop using the GPUs."""
-        self._held = HeldLease(client, lease, trusted_from=trusted_from, on_lost=self._heard, shared=shared)
+        self._held = HeldLease(
+            client, lease, trusted_from=trusted_from, on_lost=self._on_held_lost, shared=shared, owner=owner
+        )
 
     def __repr__(self) -> str:
         return repr(self._held).replace("HeldLease", "AsyncLease", 1)
 
     @property
     def is_lost(self) -> bool:
-        """True as soon as the lease is lost, also while the event loop is kept from running."""
+        """True as soon as the lease is lost, even while the event loop is blocked."""
         return self._held.lost.is_set()
 
     @property
@@ -56,9 +65,9 @@ class AsyncLease:
         return self._held.id
 
     @property
-    def token(self) -> int | None:
-        """Fencing token: higher than that of every earlier grant."""
-        return self._held.token
+    def fencing_token(self) -> int | None:
+        """Fencing token: greater than that of every earlier grant."""
+        return self._held.fencing_token
 
     @property
     def gpus(self) -> tuple[Device, ...]:
@@ -67,28 +76,27 @@ class AsyncLease:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What was wrong with the GPUs at the last renewal, such as someone else's process on one."""
+        """Problems of the GPUs at the last renewal, such as another user's process on one."""
         return self._held.problems
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables that bind a process to the GPUs."""
+        """Environment variables that bind a process to the GPUs."""
         return self._held.env
 
     def environ(self, mask: Mask | Literal["uuids", "indices"] = Mask.UUIDS) -> dict[str, str]:
-        """A whole environment for a child, as `HeldLease.environ`.
+        """The complete environment for a child process, as `HeldLease.environ`.
 
-        With `indices` it waits for CUDA, for seconds: `await asyncio.to_thread(lease.environ, "indices")`.
+        `indices` blocks for seconds, so use `await asyncio.to_thread(lease.environ, "indices")`.
         """
         return self._held.environ(mask)
 
     async def release(self) -> None:
-        """Give the GPUs back, once. Goes on to its end although the task is cancelled, for 20 s at most.
+        """Give the GPUs back. Runs to its end even if the task is cancelled, for 20 s at most.
 
-        Raises DaemonUnavailable if no daemon answers: the lease then ends by itself within `ttl_s`, and a further call
-        tries again.
+        Raises DaemonUnavailable if no daemon responds. This process then repeats it until one does, as `HeldLease`.
         """
-        await in_a_thread(self._held.release)
+        await run_in_thread(self._held.release)
 
     async def __aenter__(self) -> AsyncLease:
         return self
@@ -96,35 +104,35 @@ class AsyncLease:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await in_a_thread(lambda: self._held.__exit__(kind, error, trace))
+        await run_in_thread(lambda: self._held.__exit__(kind, error, trace))
 
-    def _heard(self, _: HeldLease) -> None:
-        """In a thread of the lease."""
+    def _on_held_lost(self, _: HeldLease) -> None:
+        """Runs in a thread of the lease."""
         try:
-            self._loop.call_soon_threadsafe(self._tell)
+            self._loop.call_soon_threadsafe(self._notify)
         except RuntimeError:
             LOG.debug("Lease %s was lost after its event loop had ended", self.id)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self.lost.set()
         if self._on_lost is None:
             return
         try:
-            told = self._on_lost(self)
+            result = self._on_lost(self)
         except Exception:
             LOG.exception("on_lost of lease %s failed", self.id)
             return
-        if isinstance(told, Awaitable):
-            self._telling = asyncio.ensure_future(told)
-            self._telling.add_done_callback(self._told)
+        if isinstance(result, Awaitable):
+            self._callback_task = asyncio.ensure_future(result)
+            self._callback_task.add_done_callback(self._log_callback_error)
 
-    def _told(self, telling: asyncio.Task[Any]) -> None:
-        if not telling.cancelled() and (error := telling.exception()) is not None:
+    def _log_callback_error(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
             LOG.error("on_lost of lease %s failed", self.id, exc_info=error)
 
 
-class AskedLease:
-    """A lease that is yet to be granted: `await` it, or enter it with `async with`, once."""
+class PendingLease:
+    """A lease that is not granted yet: `await` it, or enter it with `async with`, once."""
 
     def __init__(self, grant: Callable[[], Awaitable[AsyncLease]]) -> None:
         self._grant = grant
@@ -144,15 +152,15 @@ class AskedLease:
         await self._lease.__aexit__(kind, error, trace)
 
 
-async def in_a_thread(call: Callable[[], None]) -> None:
-    """Run a blocking call to its end in a thread of its own, whoever cancels the task that waits for it.
+async def run_in_thread(call: Callable[[], None]) -> None:
+    """Run a blocking call to its end in a new thread, even if the waiting task is cancelled.
 
-    Not in the loop's executor: the work for which the GPUs were leased may fill that.
+    Not in the loop's executor, which the work on the GPUs may fill.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
-    def settle(error: BaseException | None) -> None:
+    def finish(error: BaseException | None) -> None:
         if error is None:
             done.set_result(None)
         else:
@@ -164,16 +172,16 @@ async def in_a_thread(call: Callable[[], None]) -> None:
             call()
         except BaseException as raised:
             error = raised
-        loop.call_soon_threadsafe(settle, error)
+        loop.call_soon_threadsafe(finish, error)
 
     try:
         threading.Thread(target=body, name="gpulease-release").start()
-    except RuntimeError:  # the interpreter is about to end and starts no more threads
+    except RuntimeError:  # the interpreter is exiting and starts no more threads
         call()
         return
     try:
-        await until_done(done)
+        await wait_through_cancellation(done)
     except asyncio.CancelledError:
-        done.exception()  # heard of, if not told
+        done.exception()  # mark it as retrieved
         raise
     done.result()

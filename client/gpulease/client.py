@@ -1,38 +1,51 @@
-"""`Client`: the REST API as Python calls. Thin: `calls` knows the endpoints, `transport` the wire."""
+"""`Client`: the REST API as Python methods. `AsyncClient` is generated from it.
+
+Run `python -m tests.client.test_async_client_source` after a change here; it writes `async_client.py`.
+"""
 
 from __future__ import annotations
 
+import operator
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from gpulease import calls
-from gpulease.access import BearerToken, NewBearerToken, TokenRequest
-from gpulease.explanation import Explanation
+from gpulease.cuda import ranks
+from gpulease.device_reuse import DeviceRequirements
+from gpulease.find_devices import find_devices
 from gpulease.lease import HeldLease
-from gpulease.metrics import JobMetrics
-from gpulease.model import Event, Gpu, Job, Lease, Node
-from gpulease.owner import Owner
-from gpulease.route import Destination
-from gpulease.talk import Talk, lease_request, several
-from gpulease.transport import Transport
-from gpulease.wire import JobRequest, LeaseRequest
+from gpulease.sansio.failover import Destination
+from gpulease.sansio.flows import Flows, as_tuple, lease_request
+from gpulease.sansio.sync_transport import Transport
+from gpulease_protocol import endpoints
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.job_metrics import JobMetrics
+from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
+from gpulease_protocol.requests import JobRequest, LeaseRequest
+from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
 
 Answer = TypeVar("Answer")
 
 
 class Client:
-    """A connection to a daemon; safe to use from several threads, and in a forked child.
+    """A client of a daemon. Safe to use from several threads, and in a forked child.
 
-    `url` (`http://host:port` or `unix:///path`) and `token` default to GPULEASE_URL and GPULEASE_TOKEN; without an
-    address the local sockets are tried, then http://127.0.0.1:8750. Several URLs, as a list or with commas, are several
-    ways to one service: the one that answers is kept until it fails. `timeout_s` bounds the wait for an answer, beyond
-    what the call itself asks the daemon to hold; `retry_s` how long an outage is sat out while a wait goes on.
+        with gpulease.Client() as client:
+            free = [gpu for gpu in client.gpus() if gpu.state == "free"]
+            with client.lease(count=2, wait_s=600) as lease:
+                subprocess.run(command, env=lease.environ())
 
-    Every method raises the `GpuleaseError` that the daemon answers, and DaemonUnavailable when none answers: within 2 s
-    if nobody listens.
+    `url` is `http://host:port` or `unix:///path`, and `token` a bearer token. They default to GPULEASE_URL and
+    GPULEASE_TOKEN, else to the configuration file; without any address the client tries the local sockets and then
+    http://127.0.0.1:8750. Several URLs, as a list or separated by commas, lead to one service: the client stays with
+    the one that responds until it fails. `timeout_s` limits the wait for a response, beyond what a long poll takes;
+    `retry_s` is how long a wait survives an outage of the daemon.
+
+    Every method raises the daemon's `GpuleaseError`, and DaemonUnavailable if no daemon responds: within 2 s if none is
+    listening.
     """
 
     def __init__(
@@ -46,22 +59,22 @@ class Client:
         self._connect(Destination.of(url, token, timeout_s), retry_s)
 
     @classmethod
-    def to(cls, destination: Destination, retry_s: float = 30.0) -> Self:
-        """A client of the daemon that another client talks to."""
+    def for_destination(cls, destination: Destination, retry_s: float = 30.0) -> Self:
+        """A client of the same daemon as another client's `destination`."""
         client = cls.__new__(cls)
         client._connect(destination, retry_s)
         return client
 
     def _connect(self, destination: Destination, retry_s: float) -> None:
         self.destination = destination
-        self._talk = Talk(destination, retry_s)
+        self._flows = Flows(destination, retry_s)
         self._transport = Transport(destination)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {', '.join(address.shown for address in self.destination.addresses)}>"
 
     def close(self) -> None:
-        """Close the connections. Leases stay held."""
+        """Close the connections. Leases are still held."""
         self._transport.close()
 
     def __enter__(self) -> Self:
@@ -73,95 +86,105 @@ class Client:
         self.close()
 
     def send(
-        self, call: calls.Call[Answer], *, patience_s: float | None = None, timeout_s: float | None = None
+        self, call: endpoints.ApiCall[Answer], *, retry_s: float | None = None, timeout_s: float | None = None
     ) -> Answer:
-        """The answer to any call; the other methods are short for this."""
-        return self._transport.run(self._talk.send(call, patience_s, timeout_s))
+        """The answer to any API call. The other methods are shortcuts for this one."""
+        return self._transport.run(self._flows.send(call, retry_s, timeout_s))
 
-    # What there is
+    # GPUs, nodes and events
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """Every GPU, with its last reading and who holds it."""
-        return self._transport.run(self._talk.every(calls.gpus))
+        """All GPUs, with their last readings and holders."""
+        return self._transport.run(self._flows.all_pages(endpoints.gpus))
 
     def gpu(self, uuid: str) -> Gpu:
         """One GPU. Raises NotFound."""
-        return self.send(calls.gpu(uuid))
+        return self.send(endpoints.gpu(uuid))
 
     def nodes(self) -> tuple[Node, ...]:
-        """Every node."""
-        return self._transport.run(self._talk.every(calls.nodes))
+        """All nodes."""
+        return self._transport.run(self._flows.all_pages(endpoints.nodes))
 
     def node(self, name: str) -> Node:
         """One node. Raises NotFound."""
-        return self.send(calls.node(name))
+        return self.send(endpoints.node(name))
 
     def drain_node(self, name: str) -> Node:
-        """The node, of which nothing is granted any more; what runs there goes on. Raises NotFound."""
-        return self.send(calls.drain_node(name))
+        """Stop granting GPUs of the node; what runs there continues. Raises NotFound."""
+        return self.send(endpoints.drain_node(name))
 
     def pause_node(self, name: str, force: bool = False) -> Node:
-        """The node, drained and about to close NVML; its `reason` says when that is done. Raises NotFound, and InUse
-        while a lease is active there, unless with `force`."""
-        return self.send(calls.pause_node(name, force))
+        """Drain the node and have its worker close NVML; `reason` says when that is done.
+
+        Raises NotFound; InUse if a lease is active there, unless with `force`.
+        """
+        return self.send(endpoints.pause_node(name, force))
 
     def resume_node(self, name: str) -> Node:
-        """The node, in use again once it has reported. Raises NotFound."""
-        return self.send(calls.resume_node(name))
+        """Put the node back into use, once it has reported. Raises NotFound."""
+        return self.send(endpoints.resume_node(name))
+
+    def forget_node(self, name: str) -> Node:
+        """Forget a node whose host is off: end its jobs and leases, and let jobs with a retry left start elsewhere.
+
+        Returns the node as it last was. Raises NotFound, also where an earlier try was not answered; InUse while it
+        reports.
+        """
+        return self.send(endpoints.forget_node(name))
 
     def cordon_gpu(self, uuid: str, cordoned: bool = True) -> Gpu:
-        """The GPU, granted to nobody from now on; or with `cordoned` false, in use again. Raises NotFound."""
-        return self.send(calls.cordon_gpu(uuid, cordoned))
+        """Stop granting the GPU; with `cordoned=False` put it back into use. Raises NotFound."""
+        return self.send(endpoints.cordon_gpu(uuid, cordoned))
 
     @property
     def as_of(self) -> str | None:
-        """When the last answer was true (ISO 8601), where the daemon could not say that it still is: it stands by, or
-        has lost its lock. Else null."""
-        return self._talk.route.as_of
+        """When the last answer was current (ISO 8601), if it may be stale: the daemon is a standby, or has lost its
+        lock. Else None."""
+        return self._flows.failover.as_of
 
     def ready(self) -> Mapping[str, Any]:
-        """What `/readyz` says. Raises Unavailable while the daemon cannot grant."""
-        return self.send(calls.ready())
+        """The content of `/readyz`; `detail` says that no worker reports. Raises Unavailable while it is not ready."""
+        return self.send(endpoints.ready())
 
     def alive(self) -> Mapping[str, Any]:
-        """What `/healthz` says: the daemon's process answers."""
-        return self.send(calls.alive())
+        """The content of `/healthz`: the daemon's process is alive."""
+        return self.send(endpoints.alive())
 
     def front_page(self) -> str:
         """GPUs, holders and the queue as a text table."""
-        return self.send(calls.front_page())
+        return self.send(endpoints.front_page())
 
     def events(self, after: int = 0, limit: int | None = None) -> Iterator[Event]:
-        """Events with a `seq` over `after`, oldest first, up to the newest there is; fetched page by page.
+        """The events with a `seq` over `after`, oldest first, up to the newest one; fetched in pages of `limit`.
 
-        After 0 they begin with the oldest that is kept. Raises EventsPruned when some after another `seq` are gone.
+        With `after=0` they begin with the oldest one that is kept; otherwise this raises EventsPruned if any of them is
+        gone.
         """
-        while items := self.send(calls.events(after, limit)).items:
-            yield from items
-            after = items[-1].seq
+        while (page := self.send(endpoints.events(after, limit))).items:
+            yield from page.items
+            after = page.items[-1].seq
+
+    def watch_events(self, after: int | None = None) -> Iterator[Event]:
+        """Each event as it is recorded, forever: those with a `seq` over `after`, or new ones if `after` is None.
+
+        After an outage, or at another address, it resumes where it broke off. Raises EventsPruned if events in between
+        are gone, DaemonUnavailable if an outage lasts `retry_s`.
+        """
+        return self._transport.emitted(self._flows.watch_events(after))
 
     # Leases
 
-    def watch_events(self, after: int | None = None) -> Iterator[Event]:
-        """Each event as it is recorded, for ever: those after `seq` number `after`, 0 for all that are kept, null for
-        what comes from now on.
-
-        After an outage, or at another address, it goes on where it broke off. Raises EventsPruned where events are
-        missing, DaemonUnavailable when an outage lasts `retry_s`.
-        """
-        return self._transport.emitted(self._talk.events(after))
-
     def leases(self, state: str | Iterable[str] = ()) -> tuple[Lease, ...]:
-        """Leases of this state or these states, else of every state."""
-        return self._transport.run(self._talk.every(lambda cursor: calls.leases(several(state), cursor)))
+        """The leases in this state or in these states, by default in any."""
+        return self._transport.run(self._flows.all_pages(lambda cursor: endpoints.leases(as_tuple(state), cursor)))
 
     def lease_by_id(self, lease_id: str) -> Lease:
         """One lease. Raises NotFound."""
-        return self.send(calls.lease(lease_id))
+        return self.send(endpoints.lease(lease_id))
 
     def explain(self, lease_id: str) -> Explanation:
-        """Why the lease has no GPUs: not now, or never."""
-        return self.send(calls.explain(lease_id))
+        """Why the lease has no GPUs, and whether it can ever get them."""
+        return self.send(endpoints.explain(lease_id))
 
     def lease(
         self,
@@ -177,18 +200,27 @@ class Client:
         among: list[str] | None = None,
         on_lost: Callable[[HeldLease], None] | None = None,
         on_queued: Callable[[Lease], None] | None = None,
-        owner: Owner | None = None,
+        owner: ProcessId | None = None,
+        watch_owner: bool = True,
         shared_key: str | None = None,
     ) -> HeldLease:
-        """A lease that is renewed in the background, to be used as a context manager.
+        """Acquire a lease, which is renewed in the background until the end of the block.
 
-        Waits in the queue for at most `wait_s`, `math.inf` for ever; 0 takes what is free now. `on_lost` is called
-        once, in a thread, if the lease is lost; `on_queued` once if the request must wait. `owner` is whose end frees
-        the GPUs, this process by default. Processes that give the same `shared_key`, and otherwise the same, hold one
-        lease together, which lasts as long as its owner; one that has ended already raises LeaseLost. The other
-        arguments are the fields of `LeaseRequest`. Raises NotNow, whose `extra["explanation"]` says what is in the way;
-        NeverFits when waiting is of no use; InvalidRequest.
+            with client.lease(count=2, wait_s=600) as lease:
+                subprocess.run(command, env=lease.environ())
+
+        Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
+        now. `on_queued` is called once if the request must wait.
+        `on_lost` is called once if the lease is lost, in a thread.
+        The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
+        longer renewed. Processes with the same `shared_key` and
+        the same arguments hold one lease together, for as long as its owner lives; if it has ended, this raises
+        LeaseLost. The other arguments are the fields of `LeaseRequest`.
+
+        Raises NotNow, with `extra["explanation"]`, if the GPUs are not granted in time; NeverFits if waiting would be
+        in vain; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
         """
+        ranks.check_not_orphaned()
         request = lease_request(
             count=count,
             devices=devices,
@@ -198,10 +230,23 @@ class Client:
             gpu_model=gpu_model,
             node=node,
             among=among,
-            **((owner or Owner.this_process()).named() if self.destination.local else {}),
+            watch_owner=watch_owner,
+            **(owner or ProcessId.this_process()).owner_fields(local=self.destination.local),
         )
-        lease, sent_at = self._transport.run(self._talk.granted(request, wait_s, shared_key, on_queued))
-        return HeldLease(self, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared_key is not None)
+        return self._acquire(request, wait_s, on_lost, on_queued, shared_key, owner)
+
+    def _acquire(
+        self,
+        request: LeaseRequest,
+        wait_s: float,
+        on_lost: Callable[[HeldLease], None] | None,
+        on_queued: Callable[[Lease], None] | None,
+        shared_key: str | None,
+        owner: ProcessId | None,
+    ) -> HeldLease:
+        lease, sent_at = self._transport.run(self._flows.acquire(request, wait_s, shared_key, on_queued))
+        shared = shared_key is not None
+        return HeldLease(self, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared, owner=owner)
 
     def request_lease(
         self,
@@ -209,77 +254,89 @@ class Client:
         wait_s: float | None = None,
         on_queued: Callable[[Lease], None] | None = None,
     ) -> Lease:
-        """A lease as it is granted, which the caller must renew and release.
+        """A lease that the caller renews and releases.
 
-        With `wait_s` null the answer comes at once, and the lease may be queued. Otherwise it waits for at most
-        `wait_s` and raises NotNow, with the request taken back, when the GPUs were not granted; `on_queued` is called
-        once if it must wait.
+        If `wait_s` is None, it returns at once, and the lease may be queued. Otherwise it waits for at most `wait_s`,
+        and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` is called once if it must
+        wait.
         """
-        return self._transport.run(self._talk.requested(request, wait_s, on_queued))
+        return self._transport.run(self._flows.request_lease(request, wait_s, on_queued))
 
-    def renew(self, lease_id: str, token: int | None) -> Lease:
-        """The lease, with a full `ttl_s` before it. Raises LeaseLost, StaleToken."""
-        return self.send(calls.renew(lease_id, token))
+    def renew(self, lease_id: str, fencing_token: int | None) -> Lease:
+        """Extend the lease by a full `ttl_s` from now. Raises LeaseLost, StaleToken."""
+        return self.send(endpoints.renew(lease_id, fencing_token))
 
-    def release(self, lease_id: str, token: int | None) -> Lease:
-        """The lease, ended; a queued one is cancelled. Raises LeaseLost, StaleToken."""
-        return self.send(calls.release(lease_id, token))
+    def release(
+        self,
+        lease_id: str,
+        fencing_token: int | None,
+        *,
+        retry_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """End the lease, or cancel it if it is queued. Raises LeaseLost, StaleToken.
 
-    def find_usable_cuda_devices(self, num_devices: int = -1, **wishes: Any) -> list[int]:
+        Raises DaemonUnavailable or Unavailable if no daemon answers; this process then repeats it until one does.
+        """
+        return self._transport.run(self._flows.release(lease_id, fencing_token, retry_s, timeout_s))
+
+    def find_usable_cuda_devices(self, num_devices: int = -1, **options: Any) -> list[int]:
         """`gpulease.find_usable_cuda_devices` with this client."""
-        from gpulease.devices import find_usable_cuda_devices  # noqa: PLC0415 - which imports this module
+        return find_usable_cuda_devices(num_devices, client=self, **options)
 
-        return find_usable_cuda_devices(num_devices, client=self, **wishes)
-
-    # Who may ask
+    # Bearer tokens
 
     def create_token(self, request: TokenRequest) -> NewBearerToken:
-        """A new bearer token; its `bearer` is shown this once. For administrators."""
-        return self.send(calls.create_token(request))
+        """Create a bearer token; only this answer shows its `bearer`. For administrators."""
+        return self.send(endpoints.create_token(request))
 
     def tokens(self) -> tuple[BearerToken, ...]:
-        """Every bearer token that was not revoked, without its secret. For administrators."""
-        return self._transport.run(self._talk.every(calls.tokens))
+        """All bearer tokens that are not revoked, without their secrets. For administrators."""
+        return self._transport.run(self._flows.all_pages(endpoints.tokens))
 
     def revoke_token(self, token_id: str) -> BearerToken:
-        """The bearer token, which is refused from now on. For administrators. Raises NotFound."""
-        return self.send(calls.revoke_token(token_id))
+        """Revoke the bearer token. For administrators. Raises NotFound."""
+        return self.send(endpoints.revoke_token(token_id))
 
     # Jobs
 
     def submit(self, request: JobRequest) -> Job:
-        """The job, queued or already starting."""
-        return self.send(calls.submit(request, uuid.uuid4().hex))
+        """Submit a job, which is then queued or already starting.
+
+        job = client.submit(gpulease.JobRequest(command=["train.py"], gpus=2))
+        print(client.wait_job(job.id).exit_code)
+        """
+        return self.send(endpoints.submit(request, uuid.uuid4().hex))
 
     def jobs(
         self, state: str | Iterable[str] = (), *, array: str | None = None, user: str | None = None
     ) -> tuple[Job, ...]:
-        """Jobs of this state or these states, else of every state; of one array and one user, or of any."""
+        """The jobs in this state or in these states, by default in any; of one array or user, by default of all."""
         return self._transport.run(
-            self._talk.every(lambda cursor: calls.jobs(several(state), cursor, array=array, user=user))
+            self._flows.all_pages(lambda cursor: endpoints.jobs(as_tuple(state), cursor, array=array, user=user))
         )
 
     def job(self, job_id: str) -> Job:
         """One job. Raises NotFound."""
-        return self.send(calls.job(job_id))
+        return self.send(endpoints.job(job_id))
 
     def wait_job(
-        self, job_id: str, wait_s: float | None = None, *, until: Callable[[Job], bool] = lambda job: job.state.final
+        self, job_id: str, wait_s: float | None = None, *, until: Callable[[Job], bool] = lambda job: job.ended
     ) -> Job:
-        """The job once it has ended (or `until` says so), or as it is after `wait_s`; null waits for ever."""
-        return self._transport.run(self._talk.job(job_id, wait_s, until))
+        """The job once it has ended (or `until` returns true), or as it is after `wait_s`; None waits forever."""
+        return self._transport.run(self._flows.wait_job(job_id, wait_s, until))
 
     def cancel_job(self, job_id: str, grace_s: float | None = None) -> Job:
-        """The job, stopping or cancelled. `grace_s` lies between SIGTERM and SIGKILL."""
-        return self.send(calls.cancel_job(job_id, grace_s))
+        """Cancel the job. `grace_s` is the time between SIGTERM and SIGKILL."""
+        return self.send(endpoints.cancel_job(job_id, grace_s))
 
     def job_metrics(self, job_id: str, points: int | None = None) -> JobMetrics:
-        """What the job's GPUs showed, in at most `points` buckets each (1 to 600), and GPU-hours. Raises NotFound."""
-        return self.send(calls.job_metrics(job_id, points))
+        """Readings of the job's GPUs, in at most `points` buckets each (1 to 600), and GPU-hours. Raises NotFound."""
+        return self.send(endpoints.job_metrics(job_id, points))
 
     def job_metrics_csv(self, job_id: str, points: int | None = None) -> str:
-        """The same as CSV, a line for each bucket of each GPU; what is not known is `nan`. Raises NotFound."""
-        return self.send(calls.job_metrics_csv(job_id, points))
+        """The same as CSV, one line for each bucket of each GPU; unknown values are `nan`. Raises NotFound."""
+        return self.send(endpoints.job_metrics_csv(job_id, points))
 
     def job_logs(
         self,
@@ -289,15 +346,52 @@ class Client:
         tail: int | None = None,
         offset: str | int | None = None,
     ) -> Iterator[str]:
-        """Text of the job's log in pieces: of one rank, of the launcher, or with `rank` "all" of all, each line after
-        its rank; with `follow` until the job has ended. Begins with the `tail` last lines, or at `offset` in bytes."""
-        return self._transport.emitted(self._talk.log(partial(calls.job_logs, job_id, follow, rank), tail, offset))
+        """The text of the job's log, in pieces; with `follow` until the job has ended.
+
+        It is the log of the launcher, of one `rank`, or with `rank="all"` of all ranks, each line prefixed with its
+        rank. It begins with the last `tail` lines, or at `offset` in bytes.
+        """
+        return self._transport.emitted(
+            self._flows.job_log(partial(endpoints.job_logs, job_id, follow, rank), tail, offset)
+        )
 
 
-def __getattr__(name: str) -> Any:
-    # `from gpulease import client; client.find_usable_cuda_devices(2)`
-    if name == "find_usable_cuda_devices":
-        from gpulease.devices import find_usable_cuda_devices  # noqa: PLC0415 - which imports this module
+def find_usable_cuda_devices(
+    num_devices: int = -1,
+    *,
+    wait_s: float | None = None,
+    min_free_memory_bytes: int | None = None,
+    gpu_model: str | None = None,
+    label: str = "",
+    reuse: bool = True,
+    set_visible: bool = False,
+    client: Client | None = None,
+) -> list[int]:
+    """Reserve `num_devices` usable GPUs until this process ends, and return their CUDA ordinals.
 
-        return find_usable_cuda_devices
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        devices = gpulease.find_usable_cuda_devices(2)          # [1, 3]
+        trainer = Trainer(accelerator="cuda", devices=devices)
+
+    A drop-in replacement for `lightning.fabric.accelerators.find_usable_cuda_devices`, with the same results and
+    messages: -1 finds every GPU that is usable now, and returns `[]` if there is none. Only GPUs that this process can
+    see are considered.
+
+    `wait_s`: how long to wait in the queue (default: GPULEASE_WAIT_S, else 0). `min_free_memory_bytes` and `gpu_model`
+    (a part of the product name) narrow the choice. `label` is shown to others who wait. With `reuse` a second call
+    returns what the first one found, also in the ranks of one training; without it, every call reserves more GPUs. With
+    `set_visible` CUDA_VISIBLE_DEVICES is narrowed to the reserved GPUs, whose ordinals are then 0, 1, 2 and so on; call
+    it before CUDA is used.
+
+    Raises TypeError unless `num_devices` is an integer; ValueError if fewer GPUs are visible, or none; and these, which
+    are RuntimeErrors: NotNow, which names who is in the way, if too few are usable; InUse if an earlier call found
+    something else; UnknownOrdinals if it cannot be known which GPUs CUDA's numbers mean, see docs/ordinals.md;
+    MaskLatched if it is too late for `set_visible`; DaemonUnavailable if no daemon answers.
+    """
+    try:
+        count = operator.index(num_devices)
+    except TypeError:
+        raise TypeError(f"num_devices must be an integer, not {num_devices!r}") from None
+    if count == 0:
+        return []
+    requirements = DeviceRequirements(min_free_memory_bytes, gpu_model, set_visible)
+    return find_devices(count, client or Client(), requirements, wait_s=wait_s, label=label, reuse=reuse)

@@ -1,21 +1,24 @@
-"""The holder's side of a lease: it renews in the background, notices when the lease is lost, and gives it back.
+"""The holder's side of a lease: renews it in the background, detects its loss, and releases it.
 
 What the holder may rely on, and what each failure does:
 
-- The daemon is authoritative. It keeps a lease for at least `ttl_s` from the last renewal that it has answered.
-- The holder trusts its lease until `ttl_s` after it *sent* the last renewal that succeeded, by its own monotonic clock.
-  The daemon counts from a later moment, so the holder always stops trusting first.
-- The daemon cannot be reached, or renewing fails in any other way: the renewals go on, more often, until the trust
-  window has passed. Then the lease counts as lost, although the daemon may still have it: someone else may hold the
-  GPUs. A thread of its own watches the window, because a renewal can hang longer than that, in name resolution.
+- The daemon is authoritative. It keeps a lease for at least `ttl_s` from the last renewal that it answered.
+- The holder trusts its lease until `ttl_s` after it *sent* the last successful renewal, by its own monotonic clock. The
+  daemon counts from a later moment, so the holder always stops trusting first.
+- The daemon cannot be reached, or renewing fails in another way: the holder goes on renewing, more often, until the
+  trust window ends. No renewal waits for its answer through the whole window, because a connection can go silent for
+  good while a new one works. Then the lease counts as lost, because another user may hold the GPUs, even if the daemon
+  still has the lease. A second thread watches the window, because a renewal can hang in name resolution.
 - The holder was stopped (SIGSTOP, a debugger, a call that keeps the GIL) for longer than that. With liveness `process`
-  the daemon has kept the lease all the while, for as long as a worker saw the owner live. So once the threads here run
-  again they ask first: the lease is lost when the daemon says so, or does not answer for `ASK_S`. With liveness
-  `heartbeat` it is lost at once.
-- The daemon answers that the lease is over: it is lost at once.
+  the daemon kept the lease as long as a worker saw the owner alive. So the threads ask first once they run again: the
+  lease is lost if the daemon says so or does not respond for `CONFIRM_S`. With liveness `heartbeat` it is lost at once.
+- The daemon says that the lease has ended: it is lost at once.
+- The process that this one works for ends: the launcher of a rank, the parent of a child of multiprocessing or joblib.
+  What an orphan does is useless, and it may wait for work forever. So the lease is given back, and counts as lost.
 - The process forks: the child is not the holder. It neither renews nor releases.
-- The process ends in an orderly way without leaving the block: what is still held is released at exit. When it is
-  killed, the daemon takes the GPUs back by itself.
+- The process exits without leaving the block: its leases are released at exit. If it is killed, the daemon takes the
+  GPUs back by itself.
+- No daemon answers the release: it is owed (`gpulease.sansio.owed`), and repeated for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -29,58 +32,96 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol, TypeVar
 
-from gpulease import calls, masks
-from gpulease.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
-from gpulease.launchers import scrubbed
-from gpulease.model import Device, Lease, Liveness, Mask
+from gpulease.cuda import index_mask, ranks
+from gpulease.sansio.failover import Destination
+from gpulease_protocol import endpoints
+from gpulease_protocol.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.launchers import strip_launcher_variables
+from gpulease_protocol.model import Device, Lease, Liveness, Mask, Node
 
-if TYPE_CHECKING:
-    from gpulease.client import Client
+Answer = TypeVar("Answer")
 
 LOG = logging.getLogger("gpulease")
 
-RELEASE_S = 10.0
-"""How long a release may hold up the end of a block or of the process: long enough for a daemon to be restarted."""
+RELEASE_TIMEOUT_S = 10.0
+"""How long a release may delay the end of a block or of the process: long enough for a restart of the daemon."""
+RENEW_TIMEOUT_S, MIN_RENEW_TIMEOUT_S = 10.0, 1.0
+"""Time limit for the response to a renewal: half of what is left of the trust window, and within these bounds."""
 
-ASK_S = 10.0
-"""How long a holder that was stopped tries to learn whether its lease is still there: a daemon may be restarting."""
-STOPPED_S = 0.5
-"""A thread that wakes later than this did not run for a while; neither did the other, then."""
+CONFIRM_S = 10.0
+"""How long a holder that was stopped tries to confirm its lease: the daemon may be restarting."""
+ORPHAN_CHECK_S = 1.0
+"""How often a process that works for another checks that this one lives."""
+LATE_WAKEUP_S = 0.5
+"""A thread that wakes later than this was stopped, and so was the other one."""
 
-_held: set[HeldLease] = set()
+_held_leases: set[HeldLease] = set()
+
+
+class LeaseClient(Protocol):
+    """The part of `Client` that a lease needs: it renews, releases, and asks whether a node is simulated."""
+
+    destination: Destination
+
+    def send(
+        self, call: endpoints.ApiCall[Answer], *, retry_s: float | None = None, timeout_s: float | None = None
+    ) -> Answer:
+        """As `Client.send`."""
+
+    def release(
+        self,
+        lease_id: str,
+        fencing_token: int | None,
+        *,
+        retry_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Lease:
+        """As `Client.release`."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        """As `Client.nodes`."""
 
 
 class HeldLease:
-    """An active lease that this process holds; `Client.lease` makes it, and it is a context manager.
+    """An active lease that this process holds and renews; `Client.lease` returns it.
 
-    ``lost`` is set when the GPUs may no longer be used; leaving the block releases them.
+        with client.lease(count=2, wait_s=600) as lease:        # released at the end of the block
+            process = subprocess.Popen(command, env=lease.environ())
+            while process.poll() is None and not lease.lost.wait(1):
+                pass
+
+    `lost` is set when the GPUs may no longer be used.
     """
 
     def __init__(
         self,
-        client: Client,
+        client: LeaseClient,
         lease: Lease,
         *,
         trusted_from: float,
         on_lost: Callable[[HeldLease], None] | None = None,
         shared: bool = False,
+        owner: ProcessId | None = None,
     ) -> None:
-        """Begin to renew `lease`. `trusted_from`: a monotonic time before its grant, at best shortly before.
+        """Start to renew `lease`. `trusted_from`: a monotonic time before its grant, at best just before.
 
-        `on_lost` is called once, in whichever thread finds out, with the signal mask of the thread that calls here.
-        `shared`: other processes hold it too, so the end of this one does not release it.
+        `on_lost` is called once, in the thread that detects the loss, with the signal mask of the constructing thread.
+        `shared`: other processes hold the lease too, so the exit of this one does not release it.
+        `owner`: the process that owns the lease, if it is another; the lease is given back when that ends.
         """
         self._client = client
+        self._works_for = ranks.pool_parent() if owner in (None, ProcessId.this_process()) else owner
         self._lease = lease
         self._on_lost = on_lost
         self._sent_at = trusted_from
         self._resumed_at = float("-inf")
-        """When a thread of this lease last noticed that it had not run for a while."""
+        """When a thread of this lease last noticed that it had been stopped."""
         self._pid = os.getpid()
-        self._over = threading.Event()
-        # Reentrant, because a signal handler may call release() within release().
+        self._stopped = threading.Event()
+        # Reentrant, because a signal handler may call release() during release().
         self._releasing = threading.RLock()
         self._losing = threading.RLock()
         self._released = False
@@ -88,19 +129,19 @@ class HeldLease:
         self.lost = threading.Event()
         """Set when the lease is lost, and never cleared: stop using the GPUs."""
         self.problems = lease.problems
-        """What was wrong with the GPUs at the last renewal, such as someone else's process on one."""
+        """Problems of the GPUs at the last renewal, such as another user's process on one."""
         self._threads = tuple(
             threading.Thread(target=body, name=f"gpulease-{name}-{lease.id}", daemon=True)
-            for name, body in (("renew", self._keep), ("watch", self._watch))
+            for name, body in (("renew", self._renew_loop), ("watch", self._watch_loop))
         )
         if not shared:
-            _held.add(self)
+            _held_leases.add(self)
         try:
             for thread in self._threads:
                 thread.start()
         except BaseException:
-            # Nobody gets this object, so nobody but us can give the GPUs back.
-            self.leave()
+            # The caller never gets this object and could not release the GPUs.
+            self.detach()
             if not shared:
                 self._release_quietly()
             raise
@@ -110,14 +151,14 @@ class HeldLease:
         return f"<HeldLease {self.id} {state}: {', '.join(f'{gpu.node}:{gpu.index}' for gpu in self.gpus)}>"
 
     @property
-    def mine(self) -> bool:
+    def is_holder(self) -> bool:
         """True in the process that took the lease, false in its forked children."""
         return self._pid == os.getpid()
 
     @property
     def active(self) -> bool:
-        """True until the lease is lost, or somebody has begun to release it: from then on nothing renews it."""
-        return not self._over.is_set()
+        """True while the lease is renewed: until it is lost, or its release has begun."""
+        return not self._stopped.is_set()
 
     @property
     def id(self) -> str:
@@ -125,9 +166,9 @@ class HeldLease:
         return self._lease.id
 
     @property
-    def token(self) -> int | None:
-        """Fencing token: higher than that of every earlier grant."""
-        return self._lease.token
+    def fencing_token(self) -> int | None:
+        """Fencing token: greater than that of every earlier grant."""
+        return self._lease.fencing_token
 
     @property
     def gpus(self) -> tuple[Device, ...]:
@@ -136,56 +177,60 @@ class HeldLease:
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables that bind a process to the GPUs."""
+        """Environment variables that bind a process to the GPUs."""
         return dict(self._lease.env)
 
     def environ(self, mask: Mask | Literal["uuids", "indices"] = Mask.UUIDS) -> dict[str, str]:
-        """A whole environment for a child: this process's own, without traces of other launchers, and `env` over it.
+        """The complete environment for a child process: this process's, without variables of launchers, and `env`.
 
-        `indices` is for programs that read only numbers in CUDA_VISIBLE_DEVICES, such as vLLM. Those of CUDA are not
-        known beforehand: it is asked, in processes of its own that take a second or two, and up to two minutes on a
-        driver that hangs. Raises UnknownOrdinals where it cannot be asked or does not show the GPUs.
+        `mask="indices"` is for programs that read only numbers in CUDA_VISIBLE_DEVICES, such as vLLM. CUDA's numbers
+        are not known in advance, so CUDA is queried in two short processes: a second or two, up to two minutes if the
+        driver hangs. Raises UnknownOrdinals if it cannot be queried or does not show the GPUs.
         """
-        bound = scrubbed(os.environ) | self._lease.env
+        bound = strip_launcher_variables(os.environ) | self._lease.env
         if Mask(mask) is Mask.UUIDS:
             return bound
         nodes = {gpu.node for gpu in self.gpus}
         simulated = any(node.simulated for node in self._client.nodes() if node.name in nodes)
-        return masks.by_index(bound, self.gpus, simulated=simulated)
+        return index_mask.with_index_mask(bound, self.gpus, simulated=simulated)
 
     def release(self) -> None:
-        """Give the GPUs back, once; further calls, and calls in a forked child, do nothing.
+        """Give the GPUs back. Further calls, and calls in a forked child, do nothing.
 
-        Raises DaemonUnavailable if no daemon answers: the lease then ends by itself within `ttl_s`, and a further call
-        tries again.
+        Raises DaemonUnavailable if no daemon responds. This process then repeats the release in the background until a
+        daemon answers, so that the GPUs are free again as soon as it is back; another call tries again too.
         """
-        if not self.mine:
+        if not self.is_holder:
             return
-        given_up = self._over.is_set()
-        self._over.set()
-        self._join()
-        with self._releasing:
-            if self._released:
-                return
-            try:
-                self._client.send(calls.release(self.id, self.token), patience_s=RELEASE_S, timeout_s=RELEASE_S)
-            except (LeaseLost, StaleToken, NotFound) as error:
-                if not given_up:
-                    self._lose(str(error))
-            except GpuleaseError:
-                _held.discard(self)  # the end of the process need not wait for that daemon once more
-                raise
-            self._released = True
-        _held.discard(self)
+        was_stopped = self._stopped.is_set()
+        self._stopped.set()
+        try:
+            self._join()
+        finally:  # Ctrl-C meanwhile
+            with self._releasing:
+                if not self._released:
+                    self._release(was_stopped)
 
-    def leave(self) -> None:
-        """Renew no more, and give nothing back: what other processes hold too is theirs."""
-        self._over.set()
-        _held.discard(self)
+    def _release(self, was_stopped: bool) -> None:
+        try:
+            self._client.release(self.id, self.fencing_token, retry_s=RELEASE_TIMEOUT_S, timeout_s=RELEASE_TIMEOUT_S)
+        except (LeaseLost, StaleToken, NotFound) as error:
+            if not was_stopped:
+                self._mark_lost(str(error))
+        except GpuleaseError:
+            _held_leases.discard(self)  # the exit of the process need not wait for that daemon again
+            raise
+        self._released = True
+        _held_leases.discard(self)
+
+    def detach(self) -> None:
+        """Stop renewing without releasing: other processes hold the lease too."""
+        self._stopped.set()
+        _held_leases.discard(self)
 
     def _join(self) -> None:
-        """Wait until nothing is renewed any more, for at most `RELEASE_S`."""
-        end = time.monotonic() + RELEASE_S
+        """Wait for the threads to end, for at most `RELEASE_TIMEOUT_S`."""
+        end = time.monotonic() + RELEASE_TIMEOUT_S
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(max(0.0, end - time.monotonic()))
@@ -199,64 +244,75 @@ class HeldLease:
         self._release_quietly()
 
     def _release_quietly(self) -> bool:
-        """False if nobody has answered."""
-        # The work in the block is done, or has an exception of its own: neither should be hidden by this.
+        """Release without raising. False if no daemon responded."""
+        # The work in the block is done or has raised its own exception; a failed release must hide neither.
         try:
             self.release()
         except GpuleaseError as error:
             LOG.warning(
-                "Lease %s was not released and ends by itself in at most %g s: %s", self.id, self._lease.ttl_s, error
+                "Lease %s was not released; this process repeats that until a daemon answers: %s", self.id, error
             )
             return False
         return True
 
-    def _keep(self) -> None:
-        """Body of the renewing thread: ends when the lease is released or lost."""
-        _leave_signals_to_others()
+    def _renew_loop(self) -> None:
+        """Body of the renewing thread; returns when the lease is released or lost."""
+        _block_signals()
         ttl_s = self._lease.ttl_s
         pause_s = self._sent_at + ttl_s / 3 - time.monotonic()
-        while self._pause(pause_s) is not None:
+        while self._wait(pause_s) is not None:
             sent_at = time.monotonic()
             try:
-                # A renewal that is sent too late to count might still revive a lease that its holder has given up.
+                # A renewal sent after the trust window could revive a lease that its holder has given up.
                 if (left_s := self._trusted_until - sent_at) > 0:
-                    renewed = self._client.send(calls.renew(self.id, self.token), patience_s=0, timeout_s=left_s)
+                    renewed = self._client.send(
+                        endpoints.keep(self._lease), retry_s=0, timeout_s=renew_timeout_s(left_s)
+                    )
                     self._sent_at, self._lease = sent_at, renewed
-                    self._heed(renewed.problems)
+                    self._report_problems(renewed.problems)
             except (LeaseLost, StaleToken, NotFound) as error:
-                if not self._over.is_set():
-                    self._lose(str(error))
+                if not self._stopped.is_set():
+                    self._mark_lost(str(error))
                 return
             except GpuleaseError as error:
                 LOG.debug("Lease %s could not be renewed: %s", self.id, error)
             except Exception:
-                LOG.exception("Lease %s could not be renewed; it is tried again until the lease is lost", self.id)
+                LOG.exception("Lease %s could not be renewed; retrying until it is lost", self.id)
             jitter = random.uniform(0.8, 1.0)  # noqa: S311
             answered = self._sent_at == sent_at
-            # From its sending, because this process may have been stopped before the answer was read.
+            # Counted from when it was sent, because this process may have been stopped before it read the response.
             pause_s = sent_at + ttl_s / 3 * jitter - time.monotonic() if answered else min(1.0, ttl_s / 20) * jitter
 
-    def _heed(self, problems: tuple[str, ...]) -> None:
-        """Warn of each problem of the GPUs once, for as long as it lasts."""
+    def _report_problems(self, problems: tuple[str, ...]) -> None:
+        """Warn once of each problem of the GPUs, for as long as it lasts."""
         for problem in problems:
             if problem not in self.problems:
                 LOG.warning("Lease %s: %s", self.id, problem)
         self.problems = problems
 
-    def _watch(self) -> None:
-        """Body of the watching thread: does nothing that can block but wait for the end of the trust window."""
-        _leave_signals_to_others()
-        while (woke_at := self._pause(self._trusted_until - time.monotonic())) is not None:
-            if woke_at >= self._trusted_until:
-                self._lose(f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s.")
+    def _watch_loop(self) -> None:
+        """Body of the watching thread, which only waits for the end of the trust window: nothing else may block it."""
+        _block_signals()
+        longest_s = float("inf") if self._works_for is None else ORPHAN_CHECK_S
+        while (woke_at := self._wait(min(longest_s, self._trusted_until - time.monotonic()))) is not None:
+            if self._works_for is not None and not self._works_for.alive():
+                self._give_back(self._works_for)
+            elif woke_at >= self._trusted_until:
+                self._mark_lost(f"No renewal of lease {self.id} succeeded for its ttl of {self._lease.ttl_s:g} s.")
 
-    def _pause(self, seconds: float) -> float | None:
-        """Wait; the moment of waking, or None when the lease is over. Notices that this thread was kept from waking."""
+    def _give_back(self, ended: ProcessId) -> None:
+        """Release the lease of an orphan. Its GPUs drain for as long as it uses them."""
+        self._stopped.set()
+        self._release_quietly()  # first, because `on_lost` may take long
+        self._mark_lost(f"Process {ended.pid}, for which this one works, has ended, so it was given back.")
+
+    def _wait(self, seconds: float) -> float | None:
+        """Wait; the time of waking, or None if the lease has ended. Notices if this thread was stopped meanwhile."""
         due_at = time.monotonic() + max(0.0, seconds)
-        if self._over.wait(max(0.0, seconds)):
+        if self._stopped.wait(max(0.0, seconds)):
             return None
         woke_at = time.monotonic()
-        if woke_at > due_at + STOPPED_S:
+        if woke_at > due_at + LATE_WAKEUP_S:
             self._resumed_at = woke_at
         return woke_at
 
@@ -264,43 +320,48 @@ class HeldLease:
     def _trusted_until(self) -> float:
         until = self._sent_at + self._lease.ttl_s
         if self._lease.liveness is Liveness.PROCESS and self._resumed_at > self._sent_at:
-            return max(until, self._resumed_at + ASK_S)
+            return max(until, self._resumed_at + CONFIRM_S)
         return until
 
-    def _lose(self, why: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         with self._losing:
-            self._over.set()
+            self._stopped.set()
             if self.lost.is_set():
                 return
             self.lost.set()
-        LOG.warning("Lease %s is lost; its GPUs may be someone else's now, stop using them. %s", self.id, why)
+        LOG.warning("Lease %s is lost. Another user may hold its GPUs now, so stop using them. %s", self.id, reason)
         if self._on_lost is None:
             return
-        own = threading.current_thread() in self._threads
-        if own:
-            # What the callback starts inherits the mask, and a child that blocks SIGTERM is hard to be rid of.
+        in_own_thread = threading.current_thread() in self._threads
+        if in_own_thread:
+            # Programs that the callback starts inherit the mask, and one that blocks SIGTERM is hard to stop.
             signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         try:
             self._on_lost(self)
         except Exception:
             LOG.exception("on_lost of lease %s failed", self.id)
         finally:
-            if own:
-                _leave_signals_to_others()
+            if in_own_thread:
+                _block_signals()
 
 
-def _leave_signals_to_others() -> None:
-    """Block every signal in this thread: it must not take them from a caller that waits for them."""
+def renew_timeout_s(left_s: float) -> float:
+    """How long to wait for the response to a renewal when the trust window ends in `left_s`."""
+    return min(left_s, max(MIN_RENEW_TIMEOUT_S, min(RENEW_TIMEOUT_S, left_s / 2)))
+
+
+def _block_signals() -> None:
+    """Block every signal in this thread, so that it takes none from a caller that waits for them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 @atexit.register
 def _release_all() -> None:
-    """Give back what is still held when the process ends."""
-    silent = set()
-    for lease in list(_held):
+    """Release what is still held when the process exits."""
+    unresponsive = set()
+    for lease in list(_held_leases):
         daemon = lease._client.destination
-        if daemon in silent:  # the program has waited for it once
-            LOG.warning("Lease %s was not released either and ends by itself.", lease.id)
+        if daemon in unresponsive:  # the exit has waited for it once
+            LOG.warning("Lease %s was not released either; it ends after the process that owns it.", lease.id)
         elif not lease._release_quietly():
-            silent.add(daemon)
+            unresponsive.add(daemon)

@@ -1,4 +1,4 @@
-"""What an administrator has taken out of use: a node's mode, a GPU's cordon."""
+"""Nodes and GPUs out of use: the mode of a node, the cordon of a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process whose end is the end of a lease, and the worker that watches it."""
+"""The owner process of a lease, and the worker that watches it."""
 
 from __future__ import annotations
 

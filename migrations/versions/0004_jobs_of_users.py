@@ -1,4 +1,4 @@
-"""As whom a job runs, and the traceback of the rank that failed first."""
+"""The user that a job runs as, and the traceback of the rank that failed first."""
 
 from __future__ import annotations
 

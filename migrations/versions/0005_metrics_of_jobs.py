@@ -1,4 +1,4 @@
-"""What the GPUs of jobs showed, and the way from a job to the leases of its attempts."""
+"""Metrics of jobs, and an index from a job to the leases of its attempts."""
 
 from __future__ import annotations
 

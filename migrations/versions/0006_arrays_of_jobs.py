@@ -1,4 +1,4 @@
-"""Jobs that were submitted together, and how many of them run at once."""
+"""Job arrays, and how many of their jobs run at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may write: one row, whose term every transaction proves."""
+"""One writer: a row with the fencing term that every transaction checks."""
 
 from __future__ import annotations
 

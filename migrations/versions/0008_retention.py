@@ -1,4 +1,4 @@
-"""What is pruned is found by its end, a page by its state; up to where events are gone; when a node was last seen."""
+"""Retention: indexes by end and by state, the last pruned event, and when a node was last seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bearer tokens, by their hash."""
+"""Bearer tokens, stored as hashes."""
 
 from __future__ import annotations
 

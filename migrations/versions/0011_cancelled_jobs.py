@@ -1,4 +1,4 @@
-"""When a job was cancelled: one that is stopping may be so for another reason."""
+"""When a job was cancelled, since a job may be stopping for another reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a job is, as its lease said, which may be pruned before it."""
+"""The user of a job, which outlives its lease."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker of the daemon's own host, supervised."""
+"""Supervises the worker of the daemon's own host."""
 
 from __future__ import annotations
 
@@ -11,50 +11,49 @@ import signal
 import sys
 from pathlib import Path
 
-from gpulease import config_file
-
-from . import notify
+from gpulease_protocol.host import config_file
+from gpulease_server import systemd_notify
 
 log = logging.getLogger("gpulease.serve")
 
-DESCRIPTORS = resource.getrlimit(resource.RLIMIT_NOFILE)
-"""As this program was started with them; it raises its own, but jobs must not inherit that."""
+DESCRIPTOR_LIMITS = resource.getrlimit(resource.RLIMIT_NOFILE)
+"""Limits at the start of this program, which raises its own; jobs must not inherit the raised ones."""
 RESTART_S = 1.0
-"""Least time between two starts."""
+"""Minimum time between two starts."""
 STOP_S = 10.0
 """How long a worker may take to end before it is killed."""
 
 
-async def keep_worker(
+async def supervise_worker(
     addresses: tuple[str, ...], data_dir: Path, node: str, simulate: str | None, options: tuple[str, ...] = ()
 ) -> None:
-    """Run `gpulease worker` until cancelled; start it again when it ends. Jobs do not notice.
+    """Run `gpulease worker` until cancelled, restarting it when it ends. Jobs are not affected.
 
     It reports to the first of `addresses`, this daemon, and to the others while that one does not serve.
     """
-    command = [sys.executable, "-P", "-m", "gpulease.cli", "worker", "--url", ",".join(addresses), "--node", node]
+    command = [sys.executable, "-P", "-m", "gpulease_cli", "worker", "--url", ",".join(addresses), "--node", node]
     command += ["--data-dir", str(data_dir), "--with-parent"]
     command += options
     command += ["--simulate", simulate] if simulate is not None else []
-    # The daemon's own URL, its secrets, and what makes a process speak to systemd in its name.
-    kept_back = ["GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD", *notify.VARIABLES]
+    # Not for the worker: the daemon's URL and secrets, and its connection to systemd.
+    withheld = ["GPULEASE_URL", "GPULEASE_DATABASE_URL", "PGPASSWORD", *systemd_notify.SYSTEMD_VARIABLES]
     if len(addresses) == 1:
-        kept_back.append("GPULEASE_TOKEN")  # its daemon knows it by its user; a token may allow it less
-    environment = {name: value for name, value in os.environ.items() if name not in kept_back}
-    environment[config_file.VARIABLE] = os.devnull  # it is told everything: the files may have changed by now
+        withheld.append("GPULEASE_TOKEN")  # this daemon knows the worker by its user; a token may allow less
+    environment = {name: value for name, value in os.environ.items() if name not in withheld}
+    environment[config_file.VARIABLE] = os.devnull  # it gets every setting as an option; the files may have changed
     environment["GPULEASE_PARENT_PID"] = str(os.getpid())
     while True:
         try:
-            # In a session of its own, so that Ctrl-C at the terminal reaches the daemon alone, which then ends it.
+            # In its own session, so that Ctrl-C at the terminal reaches only the daemon, which then ends the worker.
             process = await asyncio.create_subprocess_exec(
                 *command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
-            log.error("the worker of this host cannot be started: %s; trying again", error)
+            log.error("the worker of this host could not be started: %s; trying again", error)
             await asyncio.sleep(RESTART_S)
             continue
         with contextlib.suppress(OSError):  # it has ended already
-            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, DESCRIPTORS)
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, DESCRIPTOR_LIMITS)
         try:
             code = await process.wait()
         except asyncio.CancelledError:

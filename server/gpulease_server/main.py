@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
-import re
 import signal
 import socket
 import ssl
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +20,30 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
-from gpulease.addresses import default_data_dir, let_through
-from gpulease.errors import GpuleaseError
-from gpulease.log_lines import LogFormat, LogLevel, fields, logging_to_stderr
-
-from . import dashboard, notify
-from .api.app import create_app
-from .api.callers import Access
-from .api.connection import BoundedProtocol, connections_allowed
-from .api.daemon import Daemon
-from .api.peer import PeerProtocol
-from .core.quota import Limits
-from .core.turn import DESKTOP_NAMES, MONITOR_NAMES, Policy
-from .local_worker import keep_worker
-from .runtime.bearers import Bearers
-from .runtime.lock import OneDaemon, WriterLock, take, this_process, writer_lock
-from .runtime.recorder import Recorder
-from .runtime.retention import Pruner
-from .runtime.standby import Standby
-from .runtime.standing import Standing
-from .runtime.tickets import Tickets
-from .runtime.writer import Writer
-from .store.database import database_file, shown, unusable, upgrade
-from .store.retention import Keep
-from .store.store import Store, Superseded
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host.addresses import Address, make_traversable
+from gpulease_protocol.host.logging import fields, logging_to_stderr
+from gpulease_server import dashboard, other_daemons, systemd_notify
+from gpulease_server.api.access_settings import AccessSettings
+from gpulease_server.api.app import create_app
+from gpulease_server.api.auth.peer_credentials import PeerCredentialsProtocol
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.http_limits import LimitedHttpProtocol, raise_connection_limit
+from gpulease_server.core.policy import DESKTOP_NAMES, MONITOR_NAMES, Policy
+from gpulease_server.core.user_limits import UserLimits
+from gpulease_server.local_worker import supervise_worker
+from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.leadership.lock import FileLock, WriterLock, acquire_or_raise, this_process, writer_lock
+from gpulease_server.runtime.leadership.standby import Standby
+from gpulease_server.runtime.leadership.status import LeadershipStatus
+from gpulease_server.runtime.reading_age import DesiredStateTickets
+from gpulease_server.runtime.retention import Pruner
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
+from gpulease_server.store.database import database_file, redacted, unusable_error, upgrade
+from gpulease_server.store.ledger_store import Store, Superseded
+from gpulease_server.store.retention import RetentionLimits
 
 log = logging.getLogger("gpulease.serve")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -53,73 +52,9 @@ SOCKET_PATH_BYTES = 107
 
 
 class CannotStart(GpuleaseError):
-    """The daemon cannot start as it was told to."""
+    """The daemon cannot start with these settings."""
 
     code, title = "cannot_start", "Cannot start"
-
-
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """The files that TLS needs, PEM."""
-
-    certificate: Path
-    """The certificate, and those that lead from it to its authority."""
-    key: Path
-    """Its private key."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeSettings:
-    """What `gpulease serve` was told."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on; other than loopback only with TLS or behind a proxy."""
-    port: int = 8750
-    """TCP port; 0 takes a free one."""
-    socket: Path | None = None
-    """Unix socket; `gpulease.sock` in the data directory when None."""
-    socket_mode: int = 0o666
-    """Who may connect to it; what each may do then is decided by who he is."""
-    tls: Tls | None = None
-    """Speak TLS on TCP."""
-    access: Access = field(default_factory=Access)
-    """What is set about callers."""
-    limits: Limits = field(default_factory=Limits)
-    """What one user may have."""
-    database_url: str | None = None
-    """`sqlite:///FILE` or `postgresql://...`; `gpulease.db` in the data directory when None."""
-    data_dir: Path | None = None
-    """Everything the daemon keeps; a place by user when None."""
-    worker: bool = True
-    """Run a worker for this host."""
-    simulate: str | None = None
-    """Simulated GPUs for that worker: a number, or a JSON file."""
-    node: str | None = None
-    """Name of this host's node; the host name when None."""
-    desktop_names: tuple[str, ...] = ()
-    """Programs of a desktop, beside those that `core.turn.DESKTOP_NAMES` lists."""
-    monitor_names: tuple[str, ...] = ()
-    """Programs that have device files open only to watch, beside those that `core.turn.MONITOR_NAMES` lists."""
-    retained_memory_s: float = 30.0
-    """How long memory that the driver alone still holds, or a stranger's open device file, keeps a draining GPU."""
-    worker_options: tuple[str, ...] = ()
-    """What that worker is told beside its place, its name and the form of its log."""
-    standby: bool = False
-    """Stand by while another daemon is the writer of the database, and take over when it is gone."""
-    peers: tuple[str, ...] = ()
-    """Addresses of the other daemons on this database, to which that worker reports while this one does not serve."""
-    max_bypass: int = 10
-    """How often a waiting request may be passed before GPUs are held for it, see `core.bypass`."""
-    max_bypass_s: float = 300.0
-    """For how long from the first time on it may be passed."""
-    max_observation_age_s: float = 0.5
-    """How old a reading may be that a grant rests on, see `core.gpu.is_fresh`."""
-    keep: Keep = field(default_factory=Keep)
-    """What is kept of what is over."""
-    log_format: LogFormat = LogFormat.AUTO
-    """The form of the log of daemon and worker."""
-    log_level: LogLevel = LogLevel.INFO
-    """The least that is logged there."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -131,55 +66,58 @@ def serve(settings: ServeSettings) -> int:
 def _serve(settings: ServeSettings) -> int:
     check_simulation(settings.simulate)
     check_exposure(settings)
-    data_dir = (settings.data_dir or default_data_dir()).absolute()
+    data_dir = settings.data_dir.absolute()
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        let_through(data_dir)
+        make_traversable(data_dir)
     except OSError as error:
         raise CannotStart(f"{data_dir} cannot be made: {error.strerror}.", remedy="Give another --data-dir.") from None
     url = settings.database_url or f"sqlite:///{data_dir / 'gpulease.db'}"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(OneDaemon(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
+        stack.enter_context(FileLock(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
         lock = stack.enter_context(contextlib.closing(writer_lock(url)))
         holder = None
         if settings.standby:
             holder = _stand_by(lock, url)
         else:
-            take(lock)
+            acquire_or_raise(lock)
+            other = other_daemons.first_of(other_daemons.usual_addresses())
+            if other is not None:
+                log.warning("%s; what its worker has claimed is not leased here (`gpulease status`)", other)
         tcp = stack.enter_context(listen_tcp(settings.host, settings.port))
         path = settings.socket or data_dir / "gpulease.sock"
-        local = stack.enter_context(listen_unix(path, settings.socket_mode))
+        local = stack.enter_context(listen_unix(path, int(settings.socket_mode, 8)))
         stack.callback(path.unlink, missing_ok=True)
         store = stack.enter_context(contextlib.closing(Store(url)))
         if holder is None:
-            lock.keep(store.term.check)
+            lock.keep_alive(store.fence.check)
             take_over(store, url)
         return _Serving(settings, data_dir, url, store, lock).run(holder, tcp, local, path)
 
 
 def _stand_by(lock: WriterLock, url: str) -> str | None:
-    """Who has the lock; None if this daemon has now. Raises `CannotStart` where nobody can stand by."""
+    """Try the lock; returns its holder, or None if this daemon has it now. Raises `CannotStart` for SQLite."""
     if database_file(url) is not None:
         raise CannotStart(
-            "--standby needs PostgreSQL: SQLite's database is in the directory of one daemon.",
+            "--standby needs PostgreSQL: an SQLite database belongs to the data directory of one daemon.",
             remedy="Give --database-url postgresql://..., see docs/databases.md.",
         )
-    return lock.try_take()
+    return lock.try_acquire()
 
 
 def take_over(store: Store, url: str) -> None:
-    """Bring the database, whose lock is held, up to date, and become its writer. Raises `DatabaseUnusable`."""
+    """Upgrade the schema and become the writer. The lock must be held. Raises `DatabaseUnusable`."""
     file = database_file(url)
     if file is not None:
-        with contextlib.suppress(OSError):  # if it cannot be made, the next line says why
+        with contextlib.suppress(OSError):  # if this fails, the upgrade reports it
             file.touch(mode=0o600)
-            file.chmod(0o600)  # it holds the environments of jobs
+            file.chmod(0o600)  # it contains the environments of jobs
     upgrade(url)
     try:
-        store.term.evict()
-        log.info("writes to %s in term %d", shown(url), store.term.take_over(this_process()))
+        store.fence.end_open_transaction()
+        log.info("writing to %s in term %d", redacted(url), store.fence.take_over(this_process()))
     except SQLAlchemyError as error:
-        raise unusable(url, error) from error
+        raise unusable_error(url, error) from error
 
 
 def check_simulation(simulate: str | None) -> None:
@@ -191,10 +129,10 @@ def check_simulation(simulate: str | None) -> None:
 
 
 def check_exposure(settings: ServeSettings) -> None:
-    """Raise `CannotStart` if tokens would pass over a network in the clear, or TLS cannot be spoken."""
-    if settings.host not in LOOPBACK and settings.tls is None and not settings.access.behind_proxy:
+    """Raise `CannotStart` if tokens would cross a network unencrypted, or if TLS does not work."""
+    if settings.host not in LOOPBACK and settings.tls is None and not settings.behind_proxy:
         raise CannotStart(
-            f"{settings.host} is not a loopback address, and without TLS anybody on the way reads the callers' tokens.",
+            f"{settings.host} is not a loopback address. Without TLS, anyone on the network can read the tokens.",
             remedy="Give --tls-cert and --tls-key, or --behind-proxy where a proxy speaks TLS, or use --host 127.0.0.1"
             " and ssh -L.",
         )
@@ -204,7 +142,7 @@ def check_exposure(settings: ServeSettings) -> None:
                 settings.tls.certificate, settings.tls.key, password=_no_password
             )
         except (OSError, ValueError) as error:  # SSLError is an OSError
-            detail = f"{settings.tls.certificate} and {settings.tls.key} are of no use for TLS: {error}."
+            detail = f"{settings.tls.certificate} and {settings.tls.key} do not work for TLS: {error}."
             raise CannotStart(detail, remedy="Give a certificate and its key, in PEM, without a password.") from None
 
 
@@ -213,25 +151,28 @@ def _no_password() -> str:
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises `CannotStart` for an address that is not this host's or a port that is taken."""
+    """A bound TCP socket. Raises `CannotStart` if the address is not one of this host or the port is in use."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except (OSError, OverflowError) as error:
         listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CannotStart(
-            f"Port {port} of {host}: {reason}.", remedy="Give another --port; 0 takes a free one."
-        ) from None
+        reason, remedy = getattr(error, "strerror", None) or str(error), "Give another --port; 0 takes a free one."
+        name = f"[{host}]" if ":" in host else host
+        there = Address(url=f"http://{name}:{port}", origin=f"http://{name}:{port}")
+        other = other_daemons.at(there) if getattr(error, "errno", None) == errno.EADDRINUSE else None
+        if other is not None:
+            reason, remedy = str(other), "You need none of your own: `gpulease status` shows its GPUs."
+        raise CannotStart(f"Port {port} of {host}: {reason}.", remedy=remedy) from None
     return listener
 
 
 def listen_unix(path: Path, mode: int) -> socket.socket:
-    """A bound Unix socket that those can open whom its mode names.
+    """A bound Unix socket with this mode.
 
-    The lock on the data directory is held, so a file that is left over belongs to nobody, unless another daemon answers
-    on it: then raises `CannotStart`.
+    A socket file that an earlier daemon left is replaced, since the lock on the data directory is held. Raises
+    `CannotStart` if a process listens on it.
     """
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
         detail = f"The socket path {path} is longer than {SOCKET_PATH_BYTES} bytes."
@@ -254,68 +195,79 @@ def listen_unix(path: Path, mode: int) -> socket.socket:
         os.umask(before)
     closed = next((place for place in path.absolute().parents if not place.stat().st_mode & stat.S_IXOTH), None)
     if closed is not None and mode & stat.S_IWOTH:
-        log.info("other users do not reach %s, because they may not enter %s; they have loopback TCP", path, closed)
+        log.info("other users cannot reach %s, because they may not enter %s; they can use loopback TCP", path, closed)
     return listener
 
 
-def node_name(given: str | None) -> str:
-    """The name of this host's node, in characters that an address can carry."""
-    return given or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:255] or "localhost"
-
-
 class _Serving:
-    """What runs between the start of a daemon and its end."""
+    """A running daemon: its parts, from start to end."""
 
     def __init__(self, settings: ServeSettings, data_dir: Path, url: str, store: Store, lock: WriterLock) -> None:
         self.settings = settings
         self.data_dir = data_dir
         self.url = url
-        self.node = node_name(settings.node)
+        self.node = settings.node
+        self.access = AccessSettings(
+            admins=frozenset(settings.admins),
+            behind_proxy=settings.behind_proxy,
+            origins=frozenset(settings.cors_origins),
+            show_commands=settings.show_commands is CommandVisibility.ALL,
+            max_rps_per_user=settings.max_rps_per_user,
+        )
+        keep = RetentionLimits(
+            age_s=settings.keep_days * 24 * 3600.0, ended=settings.keep_ended, events=settings.keep_events
+        )
         policy = Policy(
             desktop_names=DESKTOP_NAMES.union(settings.desktop_names),
             monitor_names=MONITOR_NAMES.union(settings.monitor_names),
             max_bypass=settings.max_bypass,
             max_bypass_s=settings.max_bypass_s,
+            node_lost_after_s=settings.node_lost_after_s,
             max_observation_age_s=settings.max_observation_age_s,
             retained_memory_s=settings.retained_memory_s,
-            limits=settings.limits,
-            show_commands=settings.access.show_commands,
-            node_lifetime_s=settings.keep.age_s,
+            limits=UserLimits(
+                leases=settings.max_leases_per_user,
+                gpus=settings.max_gpus_per_user,
+                queued=settings.max_queue_per_user,
+                queued_bytes=settings.max_queue_bytes_per_user,
+            ),
+            show_commands=self.access.show_commands,
+            node_lifetime_s=keep.age_s,
         )
         self.writer = Writer(store, policy)
-        self.recorder = Recorder(store, self.writer)
-        self.bearers = Bearers(store, self.writer)
-        self.pruner = Pruner(store, self.writer, settings.keep)
-        self.standing = Standing(lock)
-        self.standby = Standby(lock, store, self.writer, self.standing, self._take_over)
-        self.daemon = Daemon(
+        self.recorder = JobMetricsRecorder(store, self.writer)
+        self.bearer_tokens = BearerTokens(store, self.writer)
+        self.pruner = Pruner(store, self.writer, keep)
+        self.leadership = LeadershipStatus(lock)
+        self.standby = Standby(lock, store, self.writer, self.leadership, self._take_over)
+        self.daemon = DaemonState(
             writer=self.writer,
             store=store,
-            tickets=Tickets(),
+            tickets=DesiredStateTickets(),
             recorder=self.recorder,
             host=socket.gethostname(),
             local_node=self.node if settings.worker else None,
-            standing=self.standing,
-            access=settings.access,
-            bearers=self.bearers,
+            leadership=self.leadership,
+            access=self.access,
+            bearer_tokens=self.bearer_tokens,
         )
 
     def run(self, holder: str | None, tcp: socket.socket, local: socket.socket, path: Path) -> int:
-        """Serve until told to end; stand by first, while `holder` has the lock."""
-        settings, term = self.settings, self.daemon.store.term
+        """Serve until stopped; as a standby first, while `holder` has the lock."""
+        settings, fence = self.settings, self.daemon.store.fence
         if holder is None:
             self._restore()
         else:
             self.standby.begin(holder)
-        app = create_app(self.daemon, self._lifespan, settings.access.origins, dashboard.routes)
+        app = create_app(self.daemon, self._lifespan, self.access.origins, dashboard.routes)
         server = TwoSocketServer(_config(app, settings.tls), self.daemon, local)
-        BoundedProtocol.max_connections = connections_allowed()
-        self.server, self.addresses = server, (f"unix://{path}", *settings.peers)
+        LimitedHttpProtocol.max_connections = raise_connection_limit()
+        self.server, self.addresses = server, (f"unix://{path}", *settings.peer_urls)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         scheme = "http" if settings.tls is None else "https"
         server.announce = f"gpulease listens on {scheme}://{host}:{tcp.getsockname()[1]} and unix://{path}"
-        term.on_superseded = self._step_down
-        term.check()  # nobody was told of what happened before
+        fence.on_superseded = self._step_down
+        fence.check()  # the callback was not set before
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn raises the signal again once it has shut down; by default that ends the process without clean-up.
             signal.signal(number, lambda *_: None)
@@ -327,13 +279,20 @@ class _Serving:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         settings = self.settings
-        parts = (self._write(), self.recorder.run(), self.pruner.run(), self.bearers.note_uses(), notify.watchdog())
+        parts = (
+            self._write(),
+            self.writer.keep_reserve(),
+            self.recorder.run(),
+            self.pruner.run(),
+            self.bearer_tokens.keep_saving_uses(),
+            systemd_notify.watchdog(),
+        )
         tasks = [asyncio.create_task(part) for part in parts]
         if settings.worker:
             place = self.data_dir / "worker"
             logs = ("--log-format", settings.log_format, "--log-level", settings.log_level)
             options = (*logs, *settings.worker_options)
-            keeping = keep_worker(self.addresses, place, self.node, settings.simulate, options)
+            keeping = supervise_worker(self.addresses, place, self.node, settings.simulate, options)
             self.server.worker = asyncio.create_task(keeping)
             tasks.append(self.server.worker)
         yield
@@ -342,13 +301,13 @@ class _Serving:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.recorder.save(self.daemon.now().mono_s, everything=True)
-        await self.bearers.save_uses()
+        await self.bearer_tokens.save_uses()
         self.writer.close()
 
     async def _write(self) -> None:
-        """Be the writer, after standing by where that is to be done first."""
+        """Run the writer; as a standby first if there is another writer."""
         leaving = None
-        if self.standing.copy is not None:
+        if self.leadership.standby_copy is not None:
             try:
                 await self.standby.run()
             except GpuleaseError as error:
@@ -366,17 +325,17 @@ class _Serving:
         self._restore()
 
     def _restore(self) -> None:
-        """Read what is kept beside the ledger."""
+        """Load what is stored beside the ledger."""
         self.recorder.restore()
-        self.bearers.restore()
+        self.bearer_tokens.restore()
 
     def _step_down(self) -> None:
-        """End, because another daemon is the writer now. From any thread."""
-        self.standing.superseded = True
+        """End, because another daemon is the writer now. Thread-safe."""
+        self.leadership.superseded = True
         self.server.end(
             Superseded(
-                "Another daemon has taken over the database, so this one has ended. Nothing that it answered is lost.",
-                remedy="Use the other one; this one can be started again with --standby, or when that has ended.",
+                "Another daemon has taken over the database, so this one ended. Everything it answered is recorded.",
+                remedy="Use the other one. Start this one again with --standby, or after the other one has ended.",
             )
         )
 
@@ -387,7 +346,7 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
         ssl_certfile=None if tls is None else tls.certificate,
         ssl_keyfile=None if tls is None else str(tls.key),
         proxy_headers=False,
-        http=PeerProtocol,
+        http=PeerCredentialsProtocol,
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -402,9 +361,9 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
 
 
 class TwoSocketServer(uvicorn.Server):
-    """uvicorn on a TCP and a Unix socket, whose long polls end when it is told to stop."""
+    """uvicorn on a TCP and a Unix socket; long polls end when it stops."""
 
-    def __init__(self, config: uvicorn.Config, daemon: Daemon, local: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, daemon: DaemonState, local: socket.socket) -> None:
         super().__init__(config)
         self.daemon = daemon
         self.local = local
@@ -413,27 +372,30 @@ class TwoSocketServer(uvicorn.Server):
         self.failure: GpuleaseError | None = None
 
     def end(self, failure: GpuleaseError) -> None:
-        """End because of a failure. From any thread."""
+        """End because of a failure. Thread-safe."""
         self.failure, self.should_exit = failure, True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on both."""
         await super().startup(sockets)
 
-        def protocol() -> asyncio.Protocol:
-            return PeerProtocol(self.config, self.server_state, self.lifespan.state, asyncio.get_running_loop())
-
         loop: Any = asyncio.get_running_loop()
+
+        def protocol() -> asyncio.Protocol:
+            return PeerCredentialsProtocol(
+                self.config, self.server_state, self.lifespan.state, asyncio.get_running_loop()
+            )
+
         self.servers.append(await loop.create_unix_server(protocol, sock=self.local, backlog=self.config.backlog))
         log.info(self.announce, extra=fields(event="daemon.listens"))
-        notify.tell("READY=1")
+        systemd_notify.notify("READY=1")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the worker and the long polls, then the rest."""
-        notify.tell("STOPPING=1")
+        systemd_notify.notify("STOPPING=1")
         if self.worker is not None:
             self.worker.cancel()
             await asyncio.wait([self.worker])
         self.daemon.stopping.set()
-        self.daemon.writer.topics.wake_all()
+        self.daemon.writer.wakeups.wake_all()
         await super().shutdown(sockets)

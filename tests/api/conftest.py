@@ -29,7 +29,7 @@ class Hardware:
         return f"GPU-0000000{index}-0000-0000-0000-000000000000"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, Hardware]]:
     directory = tmp_path_factory.mktemp("api")
     hardware = Hardware(directory / "hardware.json")

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from gpulease import AsyncClient, Client, EventsPruned
-from gpulease.event_frames import EventFrames
-from gpulease.model import Event
-from gpulease_server.api import event_stream
-from gpulease_server.runtime.recent import KEPT, RecentEvents
+from gpulease_protocol.model import Event
+from gpulease_protocol.sse import EventStreamParser
+from gpulease_server.api.streams import event_stream
+from gpulease_server.runtime.recent_events import MAX_EVENTS, RecentEvents
 from tests.daemon import DaemonProcess, daemon, events, eventually
 
 PATIENCE_S = 60.0
@@ -78,7 +78,7 @@ def lease(running: DaemonProcess) -> dict[str, Any]:
     return made
 
 
-def test_a_stream_begins_now_and_tells_what_happens(api: DaemonProcess) -> None:
+def test_a_stream_begins_now_and_sends_new_events(api: DaemonProcess) -> None:
     lease(api)
     with stream(api) as watched:
         assert watched.status == 200
@@ -89,7 +89,7 @@ def test_a_stream_begins_now_and_tells_what_happens(api: DaemonProcess) -> None:
         assert watched.event("lease.ended")["lease_id"] == made["id"]
 
 
-def test_a_stream_tells_the_same_events_as_the_pages(api: DaemonProcess) -> None:
+def test_a_stream_sends_the_same_events_as_the_pages(api: DaemonProcess) -> None:
     for _ in range(3):
         lease(api)
     pages = events(api)
@@ -104,7 +104,7 @@ def test_a_stream_tells_the_same_events_as_the_pages(api: DaemonProcess) -> None
     assert [event.kind for event in told] == [event["kind"] for event in pages]
 
 
-def test_last_event_id_counts_more_than_the_address(api: DaemonProcess) -> None:
+def test_last_event_id_takes_precedence_over_after(api: DaemonProcess) -> None:
     lease(api)
     last = events(api)[-1]["seq"]
     with stream(api, "?after=0", **{"Last-Event-ID": str(last - 1)}) as watched:
@@ -113,7 +113,7 @@ def test_last_event_id_counts_more_than_the_address(api: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["x", "-1", "1" * 19])
-def test_an_id_that_is_none_is_refused(api: DaemonProcess, wrong: str) -> None:
+def test_an_invalid_last_event_id_is_refused(api: DaemonProcess, wrong: str) -> None:
     answer = api.call("GET", "/v1/events", None, Accept="text/event-stream", **{"Last-Event-ID": wrong})
     assert answer.problem() == (422, "invalid_request")
 
@@ -153,7 +153,7 @@ def test_both_clients_watch(api: DaemonProcess) -> None:
     assert asyncio.run(asyncio.wait_for(watch_too(last_seq), PATIENCE_S))[-1].lease_id == made["id"]
 
 
-def test_a_client_goes_on_after_a_restart_without_a_gap(tmp_path: Path) -> None:
+def test_a_client_continues_after_a_restart_without_a_gap(tmp_path: Path) -> None:
     with daemon(tmp_path, "--simulate", "1") as running:
         client = Client(running.url, retry_s=PATIENCE_S)
         lease(running)
@@ -169,7 +169,7 @@ def test_a_client_goes_on_after_a_restart_without_a_gap(tmp_path: Path) -> None:
 
 
 def test_streams_end_at_once_with_the_daemon_and_are_bounded(tmp_path: Path) -> None:
-    with daemon(tmp_path, "--simulate", "1") as running:
+    with daemon(tmp_path, "--no-worker") as running:
         streams = [Stream(running) for _ in range(event_stream.MAX_STREAMS)]
         try:
             assert {one.status for one in streams} == {200}
@@ -193,7 +193,7 @@ def opens(running: DaemonProcess) -> bool:
         return one.status == 200
 
 
-def test_what_is_in_the_database_alone_is_told_and_a_gap_named(tmp_path: Path) -> None:
+def test_old_events_come_from_the_database_and_a_gap_is_reported(tmp_path: Path) -> None:
     with daemon(tmp_path, "--simulate", "1") as running:
         for _ in range(3):
             lease(running)
@@ -209,6 +209,7 @@ def test_what_is_in_the_database_alone_is_told_and_a_gap_named(tmp_path: Path) -
         with closing(sqlite3.connect(running.data_dir / "gpulease.db")) as database, database:
             database.execute("DELETE FROM event WHERE seq <= 5")
             database.execute("INSERT INTO pruned (id, seq) VALUES (1, 5) ON CONFLICT (id) DO UPDATE SET seq = 5")
+        running.options = ("--no-worker",)
         running.start()
         answer = running.call("GET", "/v1/events", None, Accept="text/event-stream", **{"Last-Event-ID": "1"})
         assert answer.problem() == (410, "events_pruned")
@@ -224,12 +225,12 @@ def event(seq: int) -> Event:
     return Event(seq=seq, at=datetime.now(UTC), kind="lease.granted", cause="c")
 
 
-def test_memory_keeps_the_newest_events_and_says_when_it_lacks_some() -> None:
+def test_memory_keeps_the_newest_events_and_says_when_some_are_missing() -> None:
     recent = RecentEvents()
-    recent.begin_after(10)
+    recent.reset(10)
     assert recent.after(10, 5) == []
     assert recent.after(9, 5) is None, "event 10 is in the database alone"
-    for seq in range(11, 11 + KEPT + 5):
+    for seq in range(11, 11 + MAX_EVENTS + 5):
         recent.add(event(seq))
     assert recent.after(10, 5) is None
     assert [one.seq for one in recent.after(15, 2) or ()] == [16, 17]
@@ -237,15 +238,15 @@ def test_memory_keeps_the_newest_events_and_says_when_it_lacks_some() -> None:
     assert recent.after(recent.last_seq - 7, 5) is None, "six are missing before it"
 
 
-def test_a_stream_is_put_together_however_it_is_cut() -> None:
-    whole = b"retry: 1000\nid: 3\n\n: nothing new\n\n" + b"".join(map(event_stream._spelled, (event(4), event(5))))
+def test_a_stream_is_parsed_however_it_is_split() -> None:
+    whole = b"retry: 1000\nid: 3\n\n: nothing new\n\n" + b"".join(map(event_stream._frame, (event(4), event(5))))
     for size in (1, 7, 64, len(whole)):
-        frames = EventFrames()
+        frames = EventStreamParser()
         found = [one for at in range(0, len(whole), size) for one in frames.feed(whole[at : at + size])]
         assert [(one.seq, one.event is not None) for one in found] == [(3, False), (4, True), (5, True)]
 
 
 @pytest.mark.parametrize("wrong", [b'{"items": []}', b"<html>\n\n", b"hello: x\n\n"])
-def test_what_is_no_stream_is_refused(wrong: bytes) -> None:
+def test_an_answer_that_is_not_a_stream_is_refused(wrong: bytes) -> None:
     with pytest.raises(ValueError, match="not a stream"):
-        list(EventFrames().feed(wrong))
+        list(EventStreamParser().feed(wrong))

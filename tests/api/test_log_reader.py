@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_server.api.log_reader import LINE_BYTES, LogReader
+from gpulease_server.api.streams.log_reader import LINE_BYTES, LogReader
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def single(logs: Path, name: str = "launcher.log", offset: int = 0, tail: int | 
         reader.close()
 
 
-def test_a_line_is_handed_out_when_it_is_whole(tmp_path: Path, merged: LogReader) -> None:
+def test_a_line_is_returned_when_it_is_complete(tmp_path: Path, merged: LogReader) -> None:
     zero, one = tmp_path / "rank-0.log", tmp_path / "rank-1.log"
     write(zero, b"half a ")
     assert taken(merged) == b""
@@ -46,12 +46,12 @@ def test_a_line_is_handed_out_when_it_is_whole(tmp_path: Path, merged: LogReader
     assert taken(merged) == b"[rank 1] other\n"
     write(zero, b"line\nand")
     assert taken(merged) == b"[rank 0] half a line\n"
-    assert merged.place == "0:12,launcher:0,1:6"
+    assert merged.offset == "0:12,launcher:0,1:6"
     assert taken(merged, last=True) == b"[rank 0] and\n"
-    assert merged.place == "0:15,launcher:0,1:6"
+    assert merged.offset == "0:15,launcher:0,1:6"
 
 
-def test_a_carriage_return_ends_a_line_and_with_a_line_feed_is_one_end(tmp_path: Path, merged: LogReader) -> None:
+def test_a_carriage_return_or_crlf_ends_a_line(tmp_path: Path, merged: LogReader) -> None:
     log = tmp_path / "rank-0.log"
     write(log, b"\r 10%\r 20%")
     assert taken(merged) == b"[rank 0] \r[rank 0]  10%\r"
@@ -61,14 +61,14 @@ def test_a_carriage_return_ends_a_line_and_with_a_line_feed_is_one_end(tmp_path:
     assert taken(merged) == b"[rank 0]  20%\r\n"
 
 
-def test_a_line_without_end_is_cut(tmp_path: Path, merged: LogReader) -> None:
+def test_an_endless_line_is_split(tmp_path: Path, merged: LogReader) -> None:
     write(tmp_path / "rank-0.log", b"x" * (3 * LINE_BYTES))
     lines = taken(merged, last=True).splitlines()
     assert all(line.startswith(b"[rank 0] x") for line in lines)
     assert sum(len(line) - len(b"[rank 0] ") for line in lines) == 3 * LINE_BYTES
 
 
-def test_what_the_launcher_only_copies_is_left_out(tmp_path: Path, merged: LogReader) -> None:
+def test_lines_that_the_launcher_only_copies_are_left_out(tmp_path: Path, merged: LogReader) -> None:
     write(tmp_path / "rank-0.log", b"hello\n")
     write(tmp_path / "launcher.log", b"W0101 of torchrun\n[default0]:hello\n[default 0] not a copy\n")
     assert sorted(taken(merged).splitlines()) == [
@@ -84,7 +84,7 @@ def test_a_launcher_that_is_rank_0_is_shown_once(tmp_path: Path, merged: LogRead
     assert taken(merged) == b"[rank 0] hello\n"
 
 
-def test_ranks_that_are_started_again_begin_anew(tmp_path: Path) -> None:
+def test_restarted_ranks_begin_a_new_log(tmp_path: Path) -> None:
     log = tmp_path / "rank-0.log"
     write(log, b"first start\nhalf")
     reader = LogReader(tmp_path, "rank-0.log", {})
@@ -97,7 +97,7 @@ def test_ranks_that_are_started_again_begin_anew(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_a_log_that_the_job_has_cut_begins_anew(tmp_path: Path) -> None:
+def test_a_log_that_the_job_has_truncated_begins_again(tmp_path: Path) -> None:
     log = tmp_path / "launcher.log"
     write(log, b"a long line\n")
     reader = LogReader(tmp_path, "launcher.log", {})
@@ -105,12 +105,12 @@ def test_a_log_that_the_job_has_cut_begins_anew(tmp_path: Path) -> None:
         assert taken(reader) == b"a long line\n"
         os.truncate(log, 0)
         write(log, b"new\n")
-        assert taken(reader) == b"[... the log was cut and begins anew]\nnew\n"
+        assert taken(reader) == b"[... the log was truncated and begins again]\nnew\n"
     finally:
         reader.close()
 
 
-def test_an_offset_into_what_was_dropped_begins_with_what_is_kept(tmp_path: Path) -> None:
+def test_an_offset_into_dropped_output_begins_with_what_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "launcher.log"
     with log.open("wb") as file:
         file.seek(2**20)
@@ -122,7 +122,7 @@ def test_an_offset_into_what_was_dropped_begins_with_what_is_kept(tmp_path: Path
     assert single(tmp_path, tail=1) == b"end\n"
 
 
-def test_zeros_that_a_job_has_written_are_no_hole(tmp_path: Path) -> None:
+def test_zeros_that_a_job_has_written_are_not_a_hole(tmp_path: Path) -> None:
     content = b"\0" * 300_000 + b"x"
     write(tmp_path / "launcher.log", content)
     assert single(tmp_path) == content

@@ -1,4 +1,4 @@
-"""Thousands who wait at once: they cost little, hold nobody up, and are all answered when the daemon ends."""
+"""Thousands of long polls at once: they cost little, delay no one, and are all answered when the daemon stops."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from tests.daemon import DaemonProcess, daemon
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 WAITERS, MIB = 5000, 2**20
 EACH_BYTES = 64 * 1024
-"""What one who waits may cost the daemon: his connection, his request and his lease."""
+"""What one long poll may cost the daemon: its connection, its request and its lease."""
 IDLE_RATIO = 0.5
 """How much of a processor all of them may cost while nothing happens."""
 MEDIAN_S = 0.1
@@ -85,7 +85,7 @@ async def play(running: DaemonProcess) -> str:
     return figures
 
 
-def test_five_thousand_wait_cheaply_and_are_told_of_the_end(tmp_path: Path) -> None:
+def test_five_thousand_long_polls_are_cheap_and_answered_at_shutdown(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert before[1] == resource.RLIM_INFINITY or before[1] > 2 * WAITERS, "raise the hard limit of `ulimit -n`"
     resource.setrlimit(resource.RLIMIT_NOFILE, (WAITERS + 1000, before[1]))

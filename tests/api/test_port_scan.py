@@ -16,7 +16,7 @@ import pytest
 
 from tests.daemon import DaemonProcess, daemon
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 SLOW, MIB = 500, 2**20
 GROWTH_BYTES = 192 * MIB
 """What the whole scan may cost the daemon. The bodies alone, kept, would be a gigabyte."""
@@ -48,7 +48,7 @@ def slow_loris(running: DaemonProcess) -> Iterator[list[socket.socket]]:
 
 
 def bodies(size: int, chunked: bool) -> Iterator[bytes]:
-    """A POST of a body of so many bytes."""
+    """A POST with a body of this number of bytes."""
     head = b"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\n"
     yield head + (b"Transfer-Encoding: chunked\r\n\r\n" if chunked else b"Content-Length: %d\r\n\r\n" % size)
     piece = b"x" * 65536
@@ -81,7 +81,7 @@ def nonsense(seed: int) -> Iterator[bytes]:
 
 
 def throw(running: DaemonProcess, pieces: Iterator[bytes]) -> None:
-    """Send it, read what comes, whoever hangs up first."""
+    """Send it and read the answer, whichever side closes first."""
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", running.port), 5) as one:
         for piece in pieces:
             one.sendall(piece)
@@ -100,7 +100,7 @@ def asked(running: DaemonProcess, until: Callable[[int], bool]) -> list[float]:
     return took
 
 
-def test_a_port_scan_costs_little_memory_and_nobody_elses_time(tmp_path: Path) -> None:
+def test_a_port_scan_costs_little_memory_and_delays_no_one(tmp_path: Path) -> None:
     with daemon(tmp_path, "--simulate", "4") as running:
         assert running.process is not None
         process = psutil.Process(running.process.pid)

@@ -1,4 +1,7 @@
-"""docs/rest.md against the OpenAPI document. `python -m tests.api.test_rest_page` writes it."""
+"""The reference of the REST API against the OpenAPI document: docs/rest.md and the page at `/docs`.
+
+`python -m tests.api.test_rest_page` writes both.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpulease_server.api.reference import NOUNS, Entry, entries, introduction
+from gpulease_server.api.openapi import docs_page
+from tests.api.reference import TYPES, Entry, entries, html_page, introduction
 from tests.daemon import DaemonProcess, daemon
 
 PAGE = Path(__file__).parents[2] / "docs" / "rest.md"
 HEAD = """# The REST API
 
-Made of the OpenAPI document by `python -m tests.api.test_rest_page`, and compared with it by a test. A running daemon
-has the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each address in use.
+Made from the OpenAPI document by `python -m tests.api.test_rest_page`, and compared with it by a test. A running daemon
+has the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in use.
 
 """
 
 
-def page(document: dict[str, Any]) -> str:
-    """The whole page."""
+def markdown_page(document: dict[str, Any]) -> str:
+    """docs/rest.md."""
     parts, subject = [HEAD, introduction(document), "\n"], ""
     for entry in entries(document):
         if entry.subject != subject:
@@ -31,10 +35,10 @@ def page(document: dict[str, Any]) -> str:
 
 
 def written(entry: Entry) -> str:
-    name = entry.name if entry.subject == NOUNS else f"`{entry.name}`"
+    name = entry.name if entry.subject == TYPES else f"`{entry.name}`"
     lines = [f"\n### {name}\n", linked(entry.text)]
     if entry.rows:
-        heads = "| field | type | meaning |" if entry.subject == NOUNS else "| asked, answered | type | meaning |"
+        heads = "| field | type | meaning |" if entry.subject == TYPES else "| parameter or status | type | meaning |"
         lines += ["", heads, "|---|---|---|"]
         lines += [f"| `{what}` | {cell(kind)} | {cell(meaning)} |" for what, kind, meaning in entry.rows]
     return "\n".join(lines) + "\n"
@@ -48,9 +52,10 @@ def linked(text: str) -> str:
     return re.sub(r"\[([A-Z]\w+)\]", lambda name: f"[{name[1]}](#{name[1].lower()})", text)
 
 
-def test_the_page_says_what_the_document_says(api: DaemonProcess) -> None:
-    made = page(api.call("GET", "/openapi.json").json)
-    assert made == PAGE.read_text(), "run python -m tests.api.test_rest_page"
+def test_both_pages_are_up_to_date_with_the_openapi_document(api: DaemonProcess) -> None:
+    document = api.call("GET", "/openapi.json").json
+    assert markdown_page(document) == PAGE.read_text(), "run python -m tests.api.test_rest_page"
+    assert html_page(document) == docs_page.PAGE.read_text(), "run python -m tests.api.test_rest_page"
 
 
 def test_every_link_of_the_page_leads_to_a_heading() -> None:
@@ -63,4 +68,6 @@ def test_every_link_of_the_page_leads_to_a_heading() -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place, daemon(Path(place), "--simulate", "1") as running:
-        PAGE.write_text(page(running.call("GET", "/openapi.json").json))
+        document = running.call("GET", "/openapi.json").json
+    PAGE.write_text(markdown_page(document))
+    docs_page.PAGE.write_text(html_page(document))

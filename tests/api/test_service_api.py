@@ -14,11 +14,23 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from gpulease_server.api.peer import Peer
+from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from tests.daemon import DaemonProcess, daemon, events
+from tests.imported_program import completed
 
 GONE = 2**22 + 1
 """A pid that no kernel hands out: over the highest pid_max."""
+
+
+def gpulease(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the program; what it printed."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
+    return completed(words, kept | environment, 60)
+
+
+def refused(started: DaemonProcess) -> subprocess.CompletedProcess[str]:
+    """The end of a daemon that does not start."""
+    return gpulease(*started.command[3:])
 
 
 def test_the_openapi_document_describes_every_field(api: DaemonProcess) -> None:
@@ -53,7 +65,7 @@ def test_a_web_page_cannot_reach_the_daemon(api: DaemonProcess, headers: dict[st
     assert answer.problem() == (403, "not_allowed")
 
 
-def test_the_holder_is_who_owns_the_connection(api: DaemonProcess) -> None:
+def test_the_holder_is_the_owner_of_the_connection(api: DaemonProcess) -> None:
     me = pwd.getpwuid(os.getuid()).pw_name
     over_tcp = api.call("POST", "/v1/leases", {"count": 1}).json
     assert over_tcp["holder"]["user"] == me
@@ -63,16 +75,16 @@ def test_the_holder_is_who_owns_the_connection(api: DaemonProcess) -> None:
     assert over_socket["holder"]["host"] == socket.gethostname()
 
 
-def test_the_socket_opens_for_everybody_and_what_lies_beside_it_for_its_owner_only(api: DaemonProcess) -> None:
+def test_everyone_may_open_the_socket_and_only_its_owner_the_files_beside_it(api: DaemonProcess) -> None:
     assert api.socket.stat().st_mode & 0o777 == 0o666
-    # Under root the users of jobs pass through it; what lies in it is still its owner's alone.
+    # Under root the users of jobs pass through it; only its owner can open what is in it.
     assert api.data_dir.stat().st_mode & 0o777 == (0o711 if os.geteuid() == 0 else 0o700)
     assert (api.data_dir / "gpulease.db").stat().st_mode & 0o777 == 0o600
 
 
-def test_another_address_than_loopback_is_refused(tmp_path: Path) -> None:
+def test_an_address_other_than_loopback_is_refused(tmp_path: Path) -> None:
     running = DaemonProcess(tmp_path / "d", "--no-worker", "--host", "0.0.0.0")
-    ended = subprocess.run(running.command, check=False, capture_output=True, text=True, timeout=30)
+    ended = refused(running)
     assert ended.returncode == 1
     assert "not a loopback address" in ended.stderr
     assert "--tls-cert" in ended.stderr
@@ -82,7 +94,7 @@ def test_another_address_than_loopback_is_refused(tmp_path: Path) -> None:
 
 def test_a_second_daemon_on_the_same_directory_is_refused(api: DaemonProcess) -> None:
     second = DaemonProcess(api.data_dir)
-    ended = subprocess.run(second.command, check=False, capture_output=True, text=True, timeout=30)
+    ended = refused(second)
     assert api.process is not None
     assert ended.returncode == 1
     assert f"pid {api.process.pid}" in ended.stderr
@@ -98,7 +110,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
         taken.listen()
         second = DaemonProcess(tmp_path / "d", "--no-worker")
         second.port = taken.getsockname()[1]
-        ended = subprocess.run(second.command, check=False, capture_output=True, text=True, timeout=30)
+        ended = refused(second)
     assert ended.returncode == 1
     assert f"Port {second.port}" in ended.stderr
     assert "--port" in ended.stderr
@@ -106,7 +118,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_socket_left_by_a_killed_daemon_is_taken_over(tmp_path: Path) -> None:
-    running = DaemonProcess(tmp_path / "d", "--simulate", "1").start()
+    running = DaemonProcess(tmp_path / "d", "--no-worker").start()
     running.kill()
     assert running.socket.exists()
     try:
@@ -116,8 +128,8 @@ def test_a_socket_left_by_a_killed_daemon_is_taken_over(tmp_path: Path) -> None:
     assert not running.socket.exists()
 
 
-def test_a_daemon_ends_at_once_although_clients_wait(tmp_path: Path) -> None:
-    with daemon(tmp_path, "--simulate", "1") as running:
+def test_a_daemon_stops_at_once_although_clients_wait(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--no-worker") as running:
         lease = running.call("POST", "/v1/leases", {"count": 1}).json
         request = urllib.request.Request(f"{running.url}/v1/leases/{lease['id']}?wait_s=600")
         with socket.create_connection(("127.0.0.1", running.port)) as waiting:
@@ -144,8 +156,16 @@ def test_leases_outlive_a_restart(tmp_path: Path) -> None:
         assert [event["seq"] for event in events(running)] == list(range(1, len(events(running)) + 1))
 
 
-def test_a_daemon_without_a_worker_is_ready_and_grants_nothing(tmp_path: Path) -> None:
+def test_a_daemon_without_a_worker_is_ready_says_so_and_grants_nothing(tmp_path: Path) -> None:
     with daemon(tmp_path, "--no-worker") as running:
+        ready = running.call("GET", "/readyz")
+        assert (ready.status, ready.json["status"]) == (200, "ready"), "else a proxy keeps its workers away"
+        assert "No worker has reported since this daemon started: nothing can be granted." in ready.json["detail"]
+        assert "no worker has reported yet" in running.call("GET", "/").content.decode()
+        assert "no worker has reported yet" in gpulease("status", GPULEASE_URL=running.url).stdout
+        examined = gpulease("doctor", GPULEASE_URL=running.url).stdout
+        assert "No worker has reported since this daemon started: nothing can be granted." in examined
+        assert "It answers and can grant" not in examined
         answer = running.call("POST", "/v1/leases", {"count": 1})
         assert (answer.status, answer.json["state"]) == (202, "queued")
         assert running.call("POST", "/v1/leases", {"count": 1, "queue": False}).problem() == (409, "not_now")
@@ -153,7 +173,7 @@ def test_a_daemon_without_a_worker_is_ready_and_grants_nothing(tmp_path: Path) -
 
 def test_a_second_daemon_on_the_same_database_is_refused(api: DaemonProcess, tmp_path: Path) -> None:
     second = DaemonProcess(tmp_path / "d", "--no-worker", "--database-url", f"sqlite:///{api.data_dir / 'gpulease.db'}")
-    ended = subprocess.run(second.command, check=False, capture_output=True, text=True, timeout=30)
+    ended = refused(second)
     assert ended.returncode == 1
     assert "--database-url" in ended.stderr
 
@@ -161,13 +181,13 @@ def test_a_second_daemon_on_the_same_database_is_refused(api: DaemonProcess, tmp
 @pytest.mark.parametrize("url", ["mysql://localhost/x", "nonsense", "sqlite://", "sqlite:////no/such/directory/x.db"])
 def test_a_database_that_cannot_be_used_is_refused(tmp_path: Path, url: str) -> None:
     running = DaemonProcess(tmp_path / "d", "--no-worker", "--database-url", url)
-    ended = subprocess.run(running.command, check=False, capture_output=True, text=True, timeout=30)
+    ended = refused(running)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     assert "Use sqlite" in ended.stderr or "--database-url" in ended.stderr
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can ask as somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can send requests as another user")
 def test_users_with_the_same_idempotency_key_do_not_share_a_lease(api: DaemonProcess) -> None:
     key = f"trial-{time.monotonic_ns()}"
     mine = api.call("POST", "/v1/leases", {"count": 1}, **{"Idempotency-Key": key}).json
@@ -182,17 +202,17 @@ def test_users_with_the_same_idempotency_key_do_not_share_a_lease(api: DaemonPro
 @pytest.mark.parametrize(
     ("peer", "asked", "owner"),
     [
-        (Peer(uid=os.getuid(), pid=os.getpid(), local=True), None, os.getpid()),
-        (Peer(uid=os.getuid(), pid=os.getpid(), local=True), os.getppid(), os.getppid()),
-        (Peer(uid=os.getuid(), pid=os.getpid(), local=True), GONE, os.getpid()),
-        (Peer(uid=54321, pid=os.getpid(), local=True), os.getppid(), os.getpid()),
-        (Peer(uid=54321, local=True), os.getpid(), None),
-        (Peer(local=True), os.getpid(), None),
-        (Peer(), GONE, GONE),
+        (PeerCredentials(uid=os.getuid(), pid=os.getpid(), local=True), None, os.getpid()),
+        (PeerCredentials(uid=os.getuid(), pid=os.getpid(), local=True), os.getppid(), os.getppid()),
+        (PeerCredentials(uid=os.getuid(), pid=os.getpid(), local=True), GONE, os.getpid()),
+        (PeerCredentials(uid=54321, pid=os.getpid(), local=True), os.getppid(), os.getpid()),
+        (PeerCredentials(uid=54321, local=True), os.getpid(), None),
+        (PeerCredentials(local=True), os.getpid(), None),
+        (PeerCredentials(), GONE, GONE),
     ],
-    ids=["unsaid", "his own", "gone", "another's", "another's over TCP", "nobody knows whose", "from elsewhere"],
+    ids=["not named", "own", "gone", "another user's", "another user's over TCP", "unknown peer", "other host"],
 )
-def test_an_owner_is_believed_only_where_he_can_be_the_callers(
-    peer: Peer, asked: int | None, owner: int | None
+def test_an_owner_is_accepted_only_if_it_can_be_the_callers(
+    peer: PeerCredentials, asked: int | None, owner: int | None
 ) -> None:
-    assert peer.owner(asked).pid == owner
+    assert peer.check_owner(asked).pid == owner

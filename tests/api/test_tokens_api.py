@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from tests.api.test_event_stream import lease, stream
-from tests.callers import OWNER, call
 from tests.daemon import Answer, DaemonProcess, events, eventually
+from tests.http_as_user import OWNER, call
 
-pytestmark = pytest.mark.xdist_group("machine")
-ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can ask as somebody else")
+ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can send requests as another user")
 WITHIN_S = 60.0
 
 
@@ -60,10 +59,10 @@ def asking(running: DaemonProcess, made: Answer, method: str, path: str, body: A
 @ROOT_ONLY
 @pytest.mark.parametrize("user", ["root", "0", "000", "daemon"])
 @pytest.mark.parametrize("role", ["viewer", "user"])
-def test_whom_admin_names_makes_no_token_of_another_user_of_the_host(
+def test_a_named_administrator_cannot_create_tokens_of_other_host_users(
     running: DaemonProcess, user: str, role: str
 ) -> None:
-    """With one of root he would run jobs as root."""
+    """With a token of root they would run jobs as root."""
     assert token(running, user, OWNER, role=role).problem() == (403, "not_allowed")
     assert token(running, user, role=role).status == 201, "root may"
 
@@ -71,7 +70,9 @@ def test_whom_admin_names_makes_no_token_of_another_user_of_the_host(
 @ROOT_ONLY
 @pytest.mark.parametrize("user", ["nobody", "ann-elsewhere"])
 @pytest.mark.parametrize("role", ["admin", "worker"])
-def test_whom_admin_names_makes_no_token_that_may_speak_for_nodes(running: DaemonProcess, user: str, role: str) -> None:
+def test_a_named_administrator_cannot_create_tokens_that_report_for_nodes(
+    running: DaemonProcess, user: str, role: str
+) -> None:
     assert token(running, user, OWNER, role=role).problem() == (403, "not_allowed")
     above = token(running, "ann-elsewhere", role="admin").json["bearer"]
     body = {"user": user, "role": role}
@@ -82,7 +83,7 @@ def test_whom_admin_names_makes_no_token_that_may_speak_for_nodes(running: Daemo
 @pytest.mark.parametrize(
     ("user", "kept", "uid"), [("nobody", "nobody", OWNER), (str(OWNER), "nobody", OWNER), ("ann", "ann", None)]
 )
-def test_whom_admin_names_makes_tokens_of_himself_and_of_whom_the_host_does_not_know(
+def test_a_named_administrator_creates_tokens_of_their_own_and_of_unknown_users(
     running: DaemonProcess, user: str, kept: str, uid: int | None
 ) -> None:
     made = token(running, user, OWNER)
@@ -91,14 +92,14 @@ def test_whom_admin_names_makes_tokens_of_himself_and_of_whom_the_host_does_not_
 
 @ROOT_ONLY
 def test_each_user_has_one_spelling(running: DaemonProcess) -> None:
-    """So that nobody has two quotas, and two names no Idempotency-Keys in common."""
+    """So that no one has two quotas, and two names share no Idempotency-Keys."""
     spelled = [token(running, user).json["user"] for user in ("nobody", str(OWNER), f"0{OWNER}", "0", "054321")]
     assert spelled == ["nobody", "nobody", "nobody", "root", "54321"]
     assert token(running, "ann:1").problem() == (422, "invalid_request")
 
 
 @ROOT_ONLY
-def test_a_revoked_token_neither_keeps_its_request_in_the_queue_nor_hears_of_its_end(running: DaemonProcess) -> None:
+def test_a_revoked_token_neither_keeps_its_request_queued_nor_learns_its_end(running: DaemonProcess) -> None:
     made = token(running, "ann")
     all_of_them = running.call("POST", "/v1/leases?wait_s=60", {"count": 4, "ttl_s": 600}).json
     queued = "/v1/leases?state=queued"
@@ -115,7 +116,7 @@ def test_a_revoked_token_neither_keeps_its_request_in_the_queue_nor_hears_of_its
 
 
 @ROOT_ONLY
-def test_a_grant_is_not_told_to_a_token_that_was_revoked_before_it(running: DaemonProcess) -> None:
+def test_a_grant_is_not_shown_to_a_token_that_was_revoked_before_it(running: DaemonProcess) -> None:
     made = token(running, "ann")
     all_of_them = running.call("POST", "/v1/leases?wait_s=60", {"count": 4, "ttl_s": 600}).json
     with asking(running, made, "POST", "/v1/leases?wait_s=300", {"count": 1, "ttl_s": 600}) as answers:
@@ -128,7 +129,7 @@ def test_a_grant_is_not_told_to_a_token_that_was_revoked_before_it(running: Daem
 
 
 @ROOT_ONLY
-def test_a_stream_tells_a_revoked_token_nothing_more(running: DaemonProcess) -> None:
+def test_a_stream_sends_nothing_more_to_a_revoked_token(running: DaemonProcess) -> None:
     made = token(running, "ann", role="viewer")
     with stream(running, Authorization=f"Bearer {made.json['bearer']}", Connection="close") as watched:
         watched.until(b"id: ")
@@ -138,19 +139,19 @@ def test_a_stream_tells_a_revoked_token_nothing_more(running: DaemonProcess) -> 
         lease(running)
         told = watched.rest()
     assert b"lease.granted" not in told
-    assert told.count(b": the token is in force no more\n\n") == 1
+    assert told.count(b": the token is no longer valid\n\n") == 1
 
 
 @ROOT_ONLY
-def test_a_stream_in_which_nothing_happens_ends_with_its_token(running: DaemonProcess) -> None:
+def test_a_quiet_stream_ends_with_its_token(running: DaemonProcess) -> None:
     made = token(running, "ann", role="viewer", expires_s=5)
     with stream(running, Authorization=f"Bearer {made.json['bearer']}", Connection="close") as watched:
-        assert b"the token is in force no more" in watched.rest()
+        assert b"the token is no longer valid" in watched.rest()
 
 
 @ROOT_ONLY
 @pytest.mark.parametrize("frames", ["true", "false"])
-def test_who_follows_a_log_with_a_revoked_token_reads_nothing_more(
+def test_a_log_follower_with_a_revoked_token_reads_nothing_more(
     running: DaemonProcess, tmp_path: Path, frames: str
 ) -> None:
     made, flag = token(running, "ann", role="admin"), tmp_path / "flag"
@@ -167,7 +168,7 @@ def test_who_follows_a_log_with_a_revoked_token_reads_nothing_more(
             flag.touch()
             rest = answer.read()
         assert b"secret" not in rest
-        assert b'"end":true' not in rest.replace(b" ", b""), "he is not told that this was all"
+        assert b'"end":true' not in rest.replace(b" ", b""), "the answer does not claim to be complete"
         log = running.data_dir / "worker" / "jobs" / job["id"] / "logs"
         eventually(lambda: any(b"secret" in file.read_bytes() for file in log.iterdir()), WITHIN_S, running.story)
     finally:
@@ -175,7 +176,7 @@ def test_who_follows_a_log_with_a_revoked_token_reads_nothing_more(
 
 
 @ROOT_ONLY
-def test_a_worker_whose_token_is_revoked_while_it_waits_is_given_nothing(running: DaemonProcess) -> None:
+def test_a_worker_gets_no_answer_if_its_token_is_revoked_meanwhile(running: DaemonProcess) -> None:
     made = token(running, "w", role="worker")
     path, report = "/v1/nodes/n7/exchange", {"worker_id": "w", "host": "h", "hold_s": 0.05}
     first = call(running.port, "POST", path, report, bearer=made.json["bearer"]).json
@@ -186,11 +187,11 @@ def test_a_worker_whose_token_is_revoked_while_it_waits_is_given_nothing(running
     assert [answer.problem() for answer in answers] == [(401, "not_authenticated")]
 
 
-def test_a_token_shows_the_day_on_which_it_was_last_used_also_after_a_restart(tmp_path: Path) -> None:
+def test_the_last_use_of_a_token_survives_a_restart(tmp_path: Path) -> None:
     def shown() -> Any:
         return {item["id"]: item["last_used_on"] for item in running.call("GET", "/v1/tokens").json["items"]}
 
-    running = DaemonProcess(tmp_path / "d", "--simulate", "1")
+    running = DaemonProcess(tmp_path / "d", "--no-worker")
     try:
         running.start()
         used, unused = token(running, "ann").json, token(running, "ann").json
@@ -207,7 +208,7 @@ def test_a_token_shows_the_day_on_which_it_was_last_used_also_after_a_restart(tm
 
 
 @ROOT_ONLY
-def test_administrators_see_in_the_history_who_made_and_revoked_a_token_and_others_do_not(
+def test_only_administrators_see_events_of_tokens(
     running: DaemonProcess,
 ) -> None:
     viewer = token(running, "ann-elsewhere", role="viewer").json["bearer"]
@@ -230,3 +231,60 @@ def test_administrators_see_in_the_history_who_made_and_revoked_a_token_and_othe
         with stream(running, f"?after={before}", **headers) as watched:
             watched.until(marked.encode())
             assert (b"token.revoked" in watched.text) is told
+
+
+def report(running: DaemonProcess, bearer: str, node: str, **what: Any) -> Answer:
+    """A worker's report, of no GPU, unless it says otherwise."""
+    body = {"worker_id": f"of-{node}", "host": "h", "hold_s": 0.0, **what}
+    return call(running.port, "POST", f"/v1/nodes/{node}/exchange", body, bearer=bearer)
+
+
+def node_of(running: DaemonProcess, made: Answer) -> Any:
+    listed = running.call("GET", "/v1/tokens").json["items"]
+    return next(item["node"] for item in listed if item["id"] == made.json["id"])
+
+
+def test_a_workers_token_reports_for_its_node_and_makes_no_other(running: DaemonProcess) -> None:
+    made = token(running, "w", role="worker", node="t1")
+    assert made.json["node"] == "t1"
+    refused = report(running, made.json["bearer"], "t2")
+    assert refused.problem() == (403, "not_allowed")
+    assert "reports for node t1 and for no other" in refused.json["detail"]
+    assert report(running, made.json["bearer"], "n1").problem() == (403, "not_allowed"), "a node that is there"
+    assert report(running, made.json["bearer"], "t1").status == 200
+    names = {node["name"] for node in running.call("GET", "/v1/nodes").json["items"]}
+    assert "t1" in names
+    assert "t2" not in names
+
+
+def test_a_workers_token_without_a_node_is_bound_to_the_first_it_reports_for(running: DaemonProcess) -> None:
+    made = token(running, "w", role="worker")
+    assert made.json["node"] is None
+    assert report(running, made.json["bearer"], "t3", gpus=7).problem() == (422, "invalid_request")
+    assert node_of(running, made) is None, "a report that is refused binds nothing"
+    assert report(running, made.json["bearer"], "t3").status == 200
+    assert node_of(running, made) == "t3"
+    assert report(running, made.json["bearer"], "t4").problem() == (403, "not_allowed")
+    assert report(running, made.json["bearer"], "t3").status == 200
+
+
+def test_of_two_first_reports_at_once_one_binds_the_token(running: DaemonProcess) -> None:
+    made = token(running, "w", role="worker")
+    answers: list[Answer] = []
+    several = [
+        threading.Thread(target=lambda name=name: answers.append(report(running, made.json["bearer"], name)))
+        for name in ("u1", "u2", "u3", "u4")
+    ]
+    for one in several:
+        one.start()
+    for one in several:
+        one.join(WITHIN_S)
+    assert sorted(answer.status for answer in answers) == [200, 403, 403, 403]
+    names = {node["name"] for node in running.call("GET", "/v1/nodes").json["items"]}
+    assert len(names & {"u1", "u2", "u3", "u4"}) == 1
+
+
+def test_only_a_workers_token_has_a_node(running: DaemonProcess) -> None:
+    assert token(running, "ann", role="user", node="n1").problem() == (422, "invalid_request")
+    assert token(running, "ann", role="worker", node="").problem() == (422, "invalid_request")
+    assert token(running, "ann", role="worker", node="x" * 256).problem() == (422, "invalid_request")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("client", "server", "examples", "migrations", "bench")
+SOURCES = ("protocol", "client", "worker", "server", "examples", "migrations", "bench")
 MODULE_LINES, FUNCTION_LINES = 450, 70
 VAGUE = {"manager", "handler", "helper", "helpers", "processor", "util", "utils", "common", "base", "info"}
 """Words that name anything; a name says what a thing is, in the field's words."""

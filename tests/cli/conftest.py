@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpulease import Client, GpuleaseError, GpuState
+from tests.cli.programs import Program, environ, wait_until
+from tests.imported_program import ForkedProgram, completed
+from tests.imported_script import Scripts
 
-from .programs import Program, environ, wait_until
 
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place: Path = tmp_path_factory.mktemp("d")
     arguments = ["serve", "--simulate", "4", "--port", "0", "--data-dir", str(place)]
-    with (place / "serve.log").open("w") as log:
-        daemon = subprocess.Popen([sys.executable, "-m", "gpulease.cli", *arguments], env=environ(), stderr=log)
+    daemon = ForkedProgram(arguments, environ(), place / "serve.log")
     address = f"unix://{place / 'gpulease.sock'}"
 
     def four_gpus() -> bool:
@@ -34,7 +34,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_until(four_gpus, 30)
         yield address
     finally:
-        daemon.terminate()
+        daemon.send_signal(signal.SIGTERM)
         try:
             daemon.wait(20)
         except subprocess.TimeoutExpired:
@@ -44,7 +44,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[Client]:
-    """A client of the daemon, all of whose GPUs are free."""
+    """A client of the daemon, with all GPUs free."""
     with Client(url) as connected:
         wait_until(lambda: {gpu.state for gpu in connected.gpus()} == {GpuState.FREE})
         yield connected
@@ -52,33 +52,20 @@ def client(url: str) -> Iterator[Client]:
 
 @pytest.fixture
 def gpulease(url: str) -> Program:
-    """Runs the program and returns what it did."""
+    """Runs the program and returns the completed process."""
 
     def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "gpulease.cli", *arguments],
-            env=environ(GPULEASE_URL=url) | more,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return completed(arguments, environ(GPULEASE_URL=url) | more, timeout_s=60)
 
     return run
+
+
+@pytest.fixture(scope="package")
+def scripts() -> Scripts:
+    return Scripts(environ())
 
 
 @pytest.fixture
-def python(url: str) -> Program:
-    """Runs a Python program as a user's script and returns what it did."""
-
-    def run(program: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-c", program],
-            env=environ(GPULEASE_URL=url) | more,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    return run
+def python(url: str, scripts: Scripts) -> Program:
+    """Runs a Python program as a user's script and returns the completed process."""
+    return lambda program, **more: scripts.run(program, environment=environ(GPULEASE_URL=url) | more)

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from gpulease.lease import scrubbed
+from gpulease_protocol.launchers import strip_launcher_variables
 
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -17,9 +17,11 @@ def wait_until(condition: Callable[[], object], within_s: float = 20.0, story: C
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not come true in time; {story()}"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 def environ(**more: str) -> dict[str, str]:
     """This process's environment without a lease, a launcher or a daemon's address in it."""
-    return {name: value for name, value in scrubbed(os.environ).items() if name != "GPULEASE_URL"} | more
+    return {
+        name: value for name, value in strip_launcher_variables(os.environ).items() if name != "GPULEASE_URL"
+    } | more

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 from gpulease import Client, GpuState
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.endpoints import ApiCall
+from gpulease_protocol.node_protocol import NodeReport
+from tests.cli.programs import Program, wait_until
 
-from .programs import Program, wait_until
 
-
-def test_a_node_is_paused_once_nvml_is_closed_and_resumed(client: Client, gpulease: Program) -> None:
+def test_pause_returns_once_nvml_is_closed_and_resume_undoes_it(client: Client, gpulease: Program) -> None:
     (node,) = client.nodes()
     try:
         paused = gpulease("node", "pause", node.name)
@@ -23,7 +25,7 @@ def test_a_node_is_paused_once_nvml_is_closed_and_resumed(client: Client, gpulea
     wait_until(lambda: {gpu.state for gpu in client.gpus()} == {GpuState.FREE})
 
 
-def test_pausing_a_node_in_use_is_refused_with_what_to_do(client: Client, gpulease: Program) -> None:
+def test_pausing_a_node_in_use_is_refused_with_a_remedy(client: Client, gpulease: Program) -> None:
     (node,) = client.nodes()
     with client.lease(count=1) as lease:
         refused = gpulease("node", "pause", node.name)
@@ -37,15 +39,30 @@ def test_pausing_a_node_in_use_is_refused_with_what_to_do(client: Client, gpulea
         gpulease("node", "resume", node.name)
 
 
-def test_a_gpu_is_cordoned_and_put_back(client: Client, gpulease: Program) -> None:
+def test_a_node_that_is_gone_is_forgotten_and_one_that_reports_is_not(client: Client, gpulease: Program) -> None:
+    (here,) = client.nodes()
+    refused = gpulease("node", "forget", here.name)
+    said = refused.stderr.strip().split("\n")
+    assert (refused.returncode, said[0]) == (1, "gpulease: in use")
+    assert f"Node {here.name} reports." in said[1]
+
+    report = to_json(NodeReport(worker_id="w", host="h", problem="no driver", hold_s=0.0))
+    client.send(ApiCall(method="POST", path="/v1/nodes/n9/exchange", body=report, read=lambda _: None))
+    wait_until(lambda: client.node("n9").reason == "node n9 has been silent for over 3 s")
+    assert gpulease("node", "forget", "n9").stdout == "node n9 is forgotten, with 0 GPUs\n"
+    assert "n9" not in gpulease("node", "list").stdout
+    assert gpulease("node", "forget", "n9").returncode == 1
+
+
+def test_a_gpu_is_cordoned_and_uncordoned(client: Client, gpulease: Program) -> None:
     gpu = client.gpus()[3]
     cordoned = gpulease("gpu", "cordon", gpu.uuid)
-    assert cordoned.stdout == f"GPU 3 of {gpu.node} is cordoned: it is cordoned by an administrator\n"
+    assert cordoned.stdout == f"GPU 3 of {gpu.node} is cordoned: cordoned by an administrator\n"
     assert gpulease("gpu", "uncordon", gpu.uuid).stdout == f"GPU 3 of {gpu.node} is free\n"
     assert gpulease("gpu", "cordon", "GPU-nothing").returncode == 1
 
 
-def test_a_gpu_may_be_named_by_what_one_sees_of_it(client: Client, gpulease: Program) -> None:
+def test_a_gpu_may_be_named_by_uuid_prefix_or_by_node_and_index(client: Client, gpulease: Program) -> None:
     gpus = client.gpus()
     for name in ("2", f"{gpus[2].node}:2", gpus[2].uuid[:12], gpus[2].uuid[4:12], gpus[2].uuid.upper()):
         assert gpulease("gpu", "cordon", name).stdout.startswith("GPU 2 of "), name
@@ -56,9 +73,7 @@ def test_a_gpu_may_be_named_by_what_one_sees_of_it(client: Client, gpulease: Pro
     assert not [gpu for gpu in client.gpus() if gpu.state is GpuState.CORDONED]
 
 
-def test_the_doctor_finds_the_daemon_well_and_exits_by_what_is_wrong(
-    client: Client, url: str, gpulease: Program
-) -> None:
+def test_doctor_finds_the_daemon_fine_and_exits_1_if_a_check_fails(client: Client, url: str, gpulease: Program) -> None:
     place = url.removeprefix("unix://").removesuffix("/gpulease.sock")
     result = gpulease("doctor", "--json", "--data-dir", place)
     health = {item["check"]: item["health"] for item in json.loads(result.stdout)["items"]}
@@ -68,7 +83,7 @@ def test_the_doctor_finds_the_daemon_well_and_exits_by_what_is_wrong(
     assert [line.split()[0] for line in lines] == list(health.values())
 
 
-def test_a_token_is_made_listed_used_and_revoked(client: Client, gpulease: Program) -> None:
+def test_a_token_is_created_listed_used_and_revoked(client: Client, gpulease: Program) -> None:
     made = gpulease(
         "token", "create", "--user", "elsewhere", "--role", "viewer", "--expires", "30d", "--note", "laptop"
     )
@@ -86,7 +101,7 @@ def test_a_token_is_made_listed_used_and_revoked(client: Client, gpulease: Progr
     refused = gpulease("acquire", GPULEASE_TOKEN=bearer)
     assert refused.returncode == 1
     assert "viewer" in refused.stderr
-    assert gpulease("token", "revoke", token_id).stdout == f"token {token_id} of elsewhere is revoked\n"
+    assert gpulease("token", "revoke", token_id).stdout == f"{token_id} of elsewhere is revoked\n"
     unknown = gpulease("status", GPULEASE_TOKEN=bearer)
     assert unknown.returncode == 1
     assert unknown.stderr.startswith("gpulease: not authenticated\n")

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client, JobState, LeaseState
-
-from .programs import Program, environ, wait_until
+from tests.cli.programs import Program, environ, wait_until
 
 
 def lines(stderr: str) -> list[str]:
@@ -25,7 +24,7 @@ def lines(stderr: str) -> list[str]:
     return said
 
 
-def test_run_binds_the_command_passes_its_code_on_and_releases(client: Client, gpulease: Program) -> None:
+def test_run_binds_the_command_passes_on_its_exit_code_and_releases(client: Client, gpulease: Program) -> None:
     show = "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER; exit 7"
     result = gpulease("run", "-n", "2", "--wait", "20s", "--label", "mine", "--", "sh", "-c", show, LOCAL_RANK="3")
     assert result.returncode == 7, result.stderr
@@ -40,10 +39,10 @@ def test_run_reports_the_signal_that_ended_the_command(client: Client, gpulease:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_run_passes_signals_on(client: Client, url: str, number: signal.Signals) -> None:
+def test_run_forwards_signals(client: Client, url: str, number: signal.Signals) -> None:
     command = f"trap 'exit 9' {number.name[3:]}; echo up; while :; do sleep 0.05; done"
     program = subprocess.Popen(
-        [sys.executable, "-m", "gpulease.cli", "run", "--wait", "20s", "--", "bash", "-c", command],
+        [sys.executable, "-m", "gpulease_cli", "run", "--wait", "20s", "--", "bash", "-c", command],
         env=environ(GPULEASE_URL=url),
         stdout=subprocess.PIPE,
         text=True,
@@ -64,7 +63,7 @@ def test_run_passes_signals_on(client: Client, url: str, number: signal.Signals)
 
 def test_run_ends_the_command_and_exits_4_when_the_lease_is_lost(client: Client, url: str, tmp_path: Path) -> None:
     program = subprocess.Popen(
-        [sys.executable, "-m", "gpulease.cli", "run", "--wait", "20s", "--ttl", "1s", "--", "sleep", "100"],
+        [sys.executable, "-m", "gpulease_cli", "run", "--wait", "20s", "--ttl", "1s", "--", "sleep", "100"],
         env=environ(GPULEASE_URL=url),
         stderr=subprocess.PIPE,
         text=True,
@@ -72,7 +71,7 @@ def test_run_ends_the_command_and_exits_4_when_the_lease_is_lost(client: Client,
     try:
         wait_until(lambda: client.leases(LeaseState.ACTIVE))
         (lease,) = client.leases(LeaseState.ACTIVE)
-        client.release(lease.id, lease.token)
+        client.release(lease.id, lease.fencing_token)
         stderr = program.communicate(timeout=20)[1]
         assert program.returncode == 4
         assert "gpulease: lease lost" in stderr
@@ -81,7 +80,7 @@ def test_run_ends_the_command_and_exits_4_when_the_lease_is_lost(client: Client,
         program.wait()
 
 
-def test_run_takes_no_gpu_for_a_command_that_does_not_exist(client: Client, gpulease: Program) -> None:
+def test_run_leases_nothing_for_a_command_that_does_not_exist(client: Client, gpulease: Program) -> None:
     before = len(client.leases())
     result = gpulease("run", "--wait", "10m", "--", "no-such-program")
     assert result.returncode == 127
@@ -89,7 +88,7 @@ def test_run_takes_no_gpu_for_a_command_that_does_not_exist(client: Client, gpul
     assert len(client.leases()) == before
 
 
-def test_run_without_gpus_to_be_had_says_who_holds_them(client: Client, gpulease: Program) -> None:
+def test_run_without_free_gpus_says_who_holds_them(client: Client, gpulease: Program) -> None:
     with client.lease(4, wait_s=20, label="sweep 12") as lease:
         for wait in ("0", "0.2s"):
             result = gpulease("run", "--wait", wait, "--", "true")
@@ -99,13 +98,13 @@ def test_run_without_gpus_to_be_had_says_who_holds_them(client: Client, gpulease
     assert not client.leases(LeaseState.QUEUED)
 
 
-def test_run_for_more_gpus_than_there_are_is_refused_at_once(client: Client, gpulease: Program) -> None:
+def test_run_with_more_gpus_than_exist_is_refused_at_once(client: Client, gpulease: Program) -> None:
     result = gpulease("run", "-n", "5", "--wait", "1h", "--", "true")
     assert result.returncode == 1
     assert lines(result.stderr)[0] == "gpulease: never fits"
 
 
-def test_a_lease_by_hand_from_acquire_to_release(client: Client, gpulease: Program) -> None:
+def test_a_lease_from_acquire_to_release(client: Client, gpulease: Program) -> None:
     acquired = gpulease("acquire", "-n", "2", "--wait", "20s", "--ttl", "1h", "--label", "by hand")
     assert acquired.returncode == 0, acquired.stderr
     shell = f'{acquired.stdout}\necho "$GPULEASE_LEASE_ID $GPULEASE_LEASE_TOKEN $CUDA_VISIBLE_DEVICES"'
@@ -114,7 +113,7 @@ def test_a_lease_by_hand_from_acquire_to_release(client: Client, gpulease: Progr
     assert f"gpulease release {lease_id}" in acquired.stderr
     assert {line.split()[0] for line in acquired.stdout.splitlines()} == {"export"}
     lease = client.lease_by_id(lease_id)
-    assert (lease.ttl_s, lease.token, len(mask.split(","))) == (3600, int(token), 2)
+    assert (lease.ttl_s, lease.fencing_token, len(mask.split(","))) == (3600, int(token), 2)
 
     stale = gpulease("release", lease_id, "--token", "999999")
     assert (stale.returncode, lines(stale.stderr)[0]) == (1, "gpulease: stale token")
@@ -142,7 +141,7 @@ def test_acquire_json_is_the_rest_noun(client: Client, gpulease: Program) -> Non
 def test_status_shows_holders_and_the_queue(client: Client, gpulease: Program, url: str) -> None:
     with client.lease(3, wait_s=20, label="night run"):
         waiting = subprocess.Popen(
-            [sys.executable, "-m", "gpulease.cli", "run", "-n", "2", "--wait", "30s", "--", "true"],
+            [sys.executable, "-m", "gpulease_cli", "run", "-n", "2", "--wait", "30s", "--", "true"],
             env=environ(GPULEASE_URL=url),
         )
         wait_until(lambda: client.leases(LeaseState.QUEUED))
@@ -163,17 +162,17 @@ def test_explain_names_each_obstacle_once_and_takes_the_id_of_a_job(client: Clie
         noun = json.loads(gpulease("explain", job_id, "--json").stdout)
     assert waiting.returncode == 0, waiting.stderr
     head, *same = waiting.stdout.splitlines()
-    assert head == f"job {job_id} queued: waits for its GPUs"
+    assert head == f"{job_id} queued: waiting for its GPUs"
     for said in (same, asked.stdout.splitlines()):
         assert said[0] == "Not now: asked for 2 GPUs; number 1 in the queue."
         assert [line[:9] for line in said[1:]] == ["  GPU 0 o", "  GPU 1 o", "  GPU 2 o"]
     assert asked.stdout.count("night run") == 3
     assert noun["verdict"] == "not_now"
     assert gpulease("wait", job_id).returncode == 0
-    assert gpulease("explain", job_id).stdout.startswith(f"job {job_id} succeeded")
+    assert gpulease("explain", job_id).stdout.startswith(f"{job_id} succeeded")
 
 
-def test_a_refusal_says_not_now_once(client: Client, gpulease: Program) -> None:
+def test_a_refusal_says_not_now_only_once(client: Client, gpulease: Program) -> None:
     with client.lease(4, wait_s=20):
         what, why, _ = lines(gpulease("acquire").stderr)
     assert (what, why[:26]) == ("gpulease: not now", "  why: Asked for 1 GPU. GP")
@@ -194,13 +193,13 @@ def test_jobs_can_be_limited_and_filtered(client: Client, gpulease: Program) -> 
     assert gpulease("jobs", "--state", "queued").stdout.splitlines()[1:] == []
     mine = gpulease("jobs", "--user", getpass.getuser(), "--state", "succeeded", "--limit", "1").stdout
     assert mine.splitlines()[1].split()[:2] == [ids[2], getpass.getuser()]
-    assert gpulease("jobs", "--user", "somebody-else").stdout.splitlines()[1:] == []
+    assert gpulease("jobs", "--user", "another-user").stdout.splitlines()[1:] == []
 
 
-def test_status_watch_goes_on_until_ctrl_c(client: Client, url: str) -> None:
+def test_status_watch_continues_until_ctrl_c(client: Client, url: str) -> None:
     # Tests that run in the background of a script inherit an ignored SIGINT, which no terminal would.
     program = subprocess.Popen(
-        ["env", "--default-signal=INT", sys.executable, "-m", "gpulease.cli", "status", "--watch"],
+        ["env", "--default-signal=INT", sys.executable, "-m", "gpulease_cli", "status", "--watch"],
         env=environ(GPULEASE_URL=url),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -226,7 +225,7 @@ def test_status_json_is_the_rest_noun(client: Client, gpulease: Program) -> None
     assert set(page) == {"items", "next"}
 
 
-def test_a_job_from_submit_to_its_code(client: Client, gpulease: Program) -> None:
+def test_a_job_from_submit_to_its_exit_code(client: Client, gpulease: Program) -> None:
     program = ["sh", "-c", "echo $GREETING from $PWD; exit 5"]
     submitted = gpulease(
         "submit", "--launcher", "plain", "--env", "GREETING=hello", "--name", "greeter", "--", *program

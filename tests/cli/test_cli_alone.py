@@ -1,4 +1,4 @@
-"""What the program says when it gets no further than its own command line."""
+"""Errors that the program finds in its own command line, before any request."""
 
 from __future__ import annotations
 
@@ -10,38 +10,33 @@ import time
 
 import pytest
 
-from gpulease.cli.durations import seconds
-
-from .programs import environ
+from gpulease_cli.options import seconds
+from tests.cli.programs import environ
+from tests.client.fake_daemon import FakeDaemon
+from tests.imported_program import completed
 
 NOWHERE = "http://127.0.0.1:9"
 
 
 def gpulease(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gpulease.cli", *arguments],
-        env=environ(GPULEASE_URL=NOWHERE) | more,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return completed(arguments, environ(GPULEASE_URL=NOWHERE) | more, timeout_s=60)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5h", 5400), ("300", 300), ("0", 0), ("1d", 86400), (" 5M ", 300)],
 )
-def test_lengths_of_time(text: str, expected: float) -> None:
+def test_durations(text: str, expected: float) -> None:
     assert seconds(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "m", "-5", "5x", "1h30m", "inf", "nan", "1e3", "٣", "9" * 400])
-def test_what_is_no_length_of_time_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write it like"):
         seconds(text)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -57,7 +52,7 @@ def test_what_is_no_length_of_time_is_refused(text: str) -> None:
         ("explain", "job-1"),
     ],
 )
-def test_without_a_daemon_it_exits_3_within_2_s_and_says_what_to_do(arguments: tuple[str, ...]) -> None:
+def test_without_a_daemon_it_exits_3_soon_and_says_what_to_do(arguments: tuple[str, ...]) -> None:
     begun = time.monotonic()
     result = gpulease(*arguments)
     assert time.monotonic() - begun < 4  # of which Python may take a while to start on a busy machine
@@ -78,7 +73,7 @@ def test_without_a_daemon_it_exits_3_within_2_s_and_says_what_to_do(arguments: t
         (("run", "-n", "-1", "--", "true"), "count: must be 1 to 4096, not -1"),
         (("acquire", "-n", "5000"), "count: must be 1 to 4096, not 5000"),
         (("acquire", "--ttl", "0"), "ttl_s: must be over 0"),
-        (("run", "--wait", "5x", "--", "true"), "'5x' is not a length of time"),
+        (("run", "--wait", "5x", "--", "true"), "'5x' is not a duration"),
         (("run",), "COMMAND"),
         (("submit", "--env", "NOVALUE", "--", "train.py"), "'NOVALUE' is not NAME=VALUE"),
         (("submit", "--launcher", "mpirun", "--", "train.py"), "mpirun"),
@@ -93,7 +88,7 @@ def test_without_a_daemon_it_exits_3_within_2_s_and_says_what_to_do(arguments: t
         (("status", "--watch", "--json"), "--watch and --json"),
     ],
 )
-def test_wrong_usage_exits_2_in_three_lines_that_name_what_is_wrong(arguments: tuple[str, ...], said: str) -> None:
+def test_invalid_usage_exits_2_with_three_lines_that_name_the_mistake(arguments: tuple[str, ...], said: str) -> None:
     result = gpulease(*arguments)
     assert result.returncode == 2
     assert said in result.stderr
@@ -105,19 +100,16 @@ def test_wrong_usage_exits_2_in_three_lines_that_name_what_is_wrong(arguments: t
     ("arguments", "code"),
     [(("-n", "1"), 3), (("-n", "0"), 2), (("--nonsense",), 2), (("-n", "1", "--wait", "5x"), 2)],
 )
-@pytest.mark.parametrize("command", ['eval "$({})"', "eval $({})"], ids=["quoted", "unquoted"])
-def test_eval_of_an_acquire_that_is_refused_fails_with_its_code(
-    command: str, arguments: tuple[str, ...], code: int
-) -> None:
-    program = shlex.join([sys.executable, "-m", "gpulease.cli", "acquire", *arguments])
-    shell = ["sh", "-c", f"{command.format(program)}; echo $?"]
-    result = subprocess.run(
-        shell, env=environ(GPULEASE_URL=NOWHERE), capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.stdout == f"{code}\n"
+def test_eval_of_a_refused_acquire_fails_with_its_exit_code(arguments: tuple[str, ...], code: int) -> None:
+    result = gpulease("acquire", *arguments)
+    again = shlex.join(["printf", "%s", result.stdout]) + f"; exit {result.returncode}"
+    for command in (f'eval "$({again})"', f"eval $({again})"):
+        shell = ["sh", "-c", f"{command}; echo $?"]
+        ran = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+        assert ran.stdout == f"{code}\n", command
 
 
-def test_what_is_refused_prints_nothing_to_who_reads_json() -> None:
+def test_a_refusal_prints_no_json() -> None:
     assert gpulease("acquire", "--json").stdout == ""
 
 
@@ -138,10 +130,10 @@ def test_dash_h_is_help(words: tuple[str, ...]) -> None:
         (("--launcher", "plain", "--", "no-such-program"), "There is no program 'no-such-program' on PATH."),
         (("--launcher", "plain", "--", "./no-such-program"), "'./no-such-program'"),
         (("--launcher", "plain", "--env", "PATH=/nowhere", "--", "sh"), "There is no program 'sh' on PATH."),
-        (("--launcher", "plain", "--", __file__), "may not be executed"),
+        (("--launcher", "plain", "--", __file__), "is not executable."),
     ],
 )
-def test_submit_of_what_is_not_there_is_refused_before_a_daemon_is_asked(arguments: tuple[str, ...], said: str) -> None:
+def test_submit_of_a_missing_command_is_refused_before_any_request(arguments: tuple[str, ...], said: str) -> None:
     result = gpulease("submit", *arguments)
     assert result.returncode == 1
     assert result.stderr.startswith("gpulease: the job was not submitted\n")
@@ -150,42 +142,64 @@ def test_submit_of_what_is_not_there_is_refused_before_a_daemon_is_asked(argumen
 
 
 @pytest.mark.parametrize("command", [("-m", "package.train"), (os.path.relpath(__file__),), (__file__, "no-such-file")])
-def test_submit_does_not_take_modules_or_arguments_for_files(command: tuple[str, ...]) -> None:
+def test_submit_does_not_mistake_modules_or_arguments_for_files(command: tuple[str, ...]) -> None:
     assert gpulease("submit", "--", *command).returncode == 3
 
 
-def test_submit_to_another_host_leaves_it_to_that_host_to_look() -> None:
+def test_submit_to_another_host_leaves_the_check_to_that_host() -> None:
     result = gpulease("submit", "--", "no-such-train.py", GPULEASE_URL="http://gpubox.invalid:9")
     assert result.returncode == 3, result.stderr
 
 
-def test_an_address_that_is_none_is_wrong_usage() -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("submit", "--", "/bin/echo", "caf\udce9"),
+        ("acquire", "--label", "caf\udce9"),
+        ("run", "--model", "caf\udce9", "--", "true"),
+        ("release", "caf\udce9"),
+        ("logs", "caf\udce9"),
+    ],
+)
+def test_arguments_that_are_not_utf_8_are_invalid_usage(words: tuple[str, ...]) -> None:
+    stand_in = FakeDaemon()
+    try:
+        result = gpulease(*words, GPULEASE_URL=stand_in.url)
+    finally:
+        stand_in.stop()
+    assert result.returncode == 2, result.stderr
+    assert "UTF-8" in result.stderr
+    assert len(result.stderr.strip().split("\n")) == 3
+    assert not stand_in.leases
+
+
+def test_an_invalid_address_is_invalid_usage() -> None:
     result = gpulease("status", GPULEASE_URL="nowhere")
     assert result.returncode == 2
     assert "GPULEASE_URL: 'nowhere'" in result.stderr
 
 
-def test_the_options_of_the_command_are_its_own() -> None:
+def test_options_after_the_command_belong_to_the_command() -> None:
     # Were -n and --help taken for options of `run`, this would not get as far as looking for a daemon.
     assert gpulease("run", "true", "-n", "3", "--help").returncode == 3
 
 
 def test_without_the_extra_it_says_what_to_install() -> None:
-    program = "import sys; sys.modules['typer'] = None; from gpulease.cli import main; sys.exit(main(['status']))"
+    program = "import sys; sys.modules['typer'] = None; from gpulease_cli import main; sys.exit(main(['status']))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
     assert result.returncode == 1
-    assert "pip install 'gpulease[server]'" in result.stderr
+    assert "pip install 'gpulease[cli]'" in result.stderr
 
 
 @pytest.mark.parametrize(("command", "module"), [("serve", "gpulease_server"), ("worker", "gpulease_worker")])
 def test_without_the_package_of_the_command_it_says_what_to_install(command: str, module: str) -> None:
     program = (
-        f"import sys; sys.modules['{module}'] = None; from gpulease.cli import main; sys.exit(main(['{command}']))"
+        f"import sys; sys.modules['{module}'] = None; from gpulease_cli import main; sys.exit(main(['{command}']))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
     assert result.returncode == 1
     assert "pip install 'gpulease[" in result.stderr
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     assert gpulease("--version").stdout.startswith("gpulease ")

@@ -1,4 +1,4 @@
-"""docs/cli.md against the program: every command and variable is there, and what is there works."""
+"""docs/cli.md against the program: it has every command and variable, and its examples work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from gpulease.cli import output
-from gpulease.cli.commands import app
+from gpulease_cli import output
+from gpulease_cli.help_format import EXAMPLES
+from gpulease_cli.program import app
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
@@ -25,6 +26,7 @@ def examples() -> list[list[str]]:
     """The words of every example, without the program's name, a shell's `eval` and the remark."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line]
+    lines += [shlex.split(line) for help_examples in EXAMPLES.values() for line in help_examples]
     said = [shlex.split(words[1][2:-1]) if words[0] == "eval" else words for words in lines]
     assert {words[0] for words in said} == {"gpulease"}
     return [words[1:] for words in said]
@@ -44,7 +46,7 @@ def path_of(words: list[str]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
-def test_an_example_is_how_it_is_called(words: list[str]) -> None:
+def test_an_example_parses(words: list[str]) -> None:
     path = path_of(words)
     dict(commands())[path].make_context("gpulease", words[len(path) :])  # raises what the program would complain of
 
@@ -53,13 +55,21 @@ def test_every_command_has_an_example() -> None:
     assert {path_of(words) for words in examples()} == {path for path, _ in commands()}
 
 
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+def test_the_help_shows_whole_brackets_and_no_type_of_python(path: tuple[str, ...]) -> None:
+    command = dict(commands())[path]
+    help_text = command.get_help(command.make_context(path[-1], [], resilient_parsing=True))
+    assert help_text.count("[") == help_text.count("]"), help_text
+    assert not re.search(r"list\[|<(int|str|float|bool)", help_text)
+
+
 WITHOUT_JSON = {
     ("serve",): "it logs, and the log may be JSON",
     ("worker",): "it logs, and the log may be JSON",
     ("run",): "what it prints is the command's own",
     ("logs",): "what it prints is the job's own",
     ("db", "upgrade"): "it prints nothing",
-    ("db", "backup"): "its result is the file that it was told to make",
+    ("db", "backup"): "its result is the file that it creates",
     ("config", "check"): "its result is the exit code, and the error that names the line",
 }
 """Why these need no `--json`."""
@@ -70,24 +80,26 @@ def test_every_command_that_prints_a_result_has_json() -> None:
     assert without == set(WITHOUT_JSON)
 
 
-def test_every_exit_code_is_there() -> None:
+def test_every_exit_code_is_documented() -> None:
     codes = {int(code) for code in re.findall(r"^\| ([0-9]+) \|", PAGE, re.MULTILINE)}
     assert codes == {output.DONE, output.REFUSED, output.USAGE, output.UNREACHABLE, output.LOST}
 
 
-def test_every_variable_is_there_and_there_are_no_others() -> None:
+def test_exactly_the_variables_that_exist_are_documented() -> None:
     of_options = {
         variable
         for _, command in commands()
         for option in command.params
         for variable in ([option.envvar] if isinstance(option.envvar, str) else option.envvar or [])
     }
-    sources = "".join(path.read_text() for part in ("client", "server") for path in (ROOT / part).rglob("*.py"))
+    sources = "".join(
+        path.read_text() for part in ("protocol", "client", "worker", "server") for path in (ROOT / part).rglob("*.py")
+    )
     in_code = set(re.findall(r"\bGPULEASE_[A-Z_]*[A-Z]\b", sources)) | of_options
     assert set(re.findall(r"`(GPULEASE_[A-Z_]+)`", PAGE)) == in_code
 
 
-def test_the_table_has_the_variables_that_are_meant_for_users() -> None:
+def test_the_table_has_only_variables_for_users() -> None:
     table, internal = PAGE.split(INTERNAL)
     assert "`GPULEASE_URL`" in table
     assert "GPULEASE_PARENT_PID" in internal

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client, JobState
-
-from .programs import Program, environ, wait_until
+from tests.cli.programs import Program, environ, wait_until
 
 HELLO = """
 import os, sys
@@ -30,7 +29,7 @@ class Running:
 
     def __init__(self, url: str, *arguments: str, **more: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "gpulease.cli", *arguments],
+            [sys.executable, "-m", "gpulease_cli", *arguments],
             env=environ(GPULEASE_URL=url, PYTHONUNBUFFERED="1") | more,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -86,7 +85,7 @@ def start(url: str) -> Iterator[Callable[..., Running]]:
 def on_a_terminal(url: str, *arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """What a command writes to a terminal."""
     master, slave = pty.openpty()
-    command = [sys.executable, "-m", "gpulease.cli", *arguments]
+    command = [sys.executable, "-m", "gpulease_cli", *arguments]
     process = subprocess.Popen(command, env=environ(GPULEASE_URL=url, **(environment or {})), stdout=slave)
     os.close(slave)
     written = b""
@@ -112,7 +111,7 @@ def trained(url: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     place: Path = tmp_path_factory.mktemp("train")
     (place / "hello.py").write_text(HELLO)
     submitted = subprocess.run(
-        [sys.executable, "-m", "gpulease.cli", "submit", "-n", "2", "hello.py"],
+        [sys.executable, "-m", "gpulease_cli", "submit", "-n", "2", "hello.py"],
         env=environ(GPULEASE_URL=url, VIRTUAL_ENV=sys.prefix),
         cwd=place,
         capture_output=True,
@@ -126,9 +125,7 @@ def trained(url: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return job_id
 
 
-def test_all_ranks_are_shown_plain_in_a_pipe_and_in_colour_on_a_terminal(
-    url: str, trained: str, gpulease: Program
-) -> None:
+def test_all_ranks_are_plain_in_a_pipe_and_colored_on_a_terminal(url: str, trained: str, gpulease: Program) -> None:
     piped = gpulease("logs", trained).stdout
     assert "[rank 0] hello of 0\n" in piped
     assert "[rank 1] hello of 1\n" in piped
@@ -151,7 +148,7 @@ def test_one_rank_and_its_last_lines(trained: str, gpulease: Program) -> None:
     assert "hello" not in last
 
 
-def test_submit_follow_says_why_it_waits_once_then_shows_the_log(client: Client, start: Callable[..., Running]) -> None:
+def test_submit_follow_prints_why_it_waits_once_then_the_log(client: Client, start: Callable[..., Running]) -> None:
     with all_gpus_taken(client):
         command = start(
             "submit", "-n", "2", "--launcher", "plain", "--follow", "--", "sh", "-c", "echo it runs; exit 7"
@@ -171,7 +168,7 @@ def test_wait_says_what_it_waits_for(client: Client, start: Callable[..., Runnin
         job_id = gpulease("submit", "--launcher", "plain", "--", "sleep", "100").stdout.strip()
         command = start("wait", job_id)
         wait_until(lambda: "number 1 in the queue" in command.stderr, story=command.story)
-    wait_until(lambda: f"job {job_id} is running on GPU " in command.stderr, story=command.story)
+    wait_until(lambda: f"{job_id} is running on GPU" in command.stderr, story=command.story)
     client.cancel_job(job_id, 5)
     assert command.end() == 128 + 15
 
@@ -184,13 +181,13 @@ def test_run_says_why_it_waits(client: Client, start: Callable[..., Running]) ->
     assert command.stdout == "it runs\n"
 
 
-def test_ctrl_c_leaves_the_job_and_says_how_to_come_back(client: Client, start: Callable[..., Running]) -> None:
+def test_ctrl_c_leaves_the_job_running_and_says_how_to_return(client: Client, start: Callable[..., Running]) -> None:
     command = start("submit", "--launcher", "plain", "--follow", "--", "sh", "-c", "echo it runs; sleep 100")
     wait_until(lambda: "it runs" in command.stdout, story=command.story)
     command.process.send_signal(signal.SIGINT)
     job_id = command.stdout.split()[0]
     assert command.end() == 130
-    assert f"`gpulease logs -f {job_id}` comes back to it, `gpulease cancel {job_id}` ends it" in command.stderr
+    assert f"`gpulease logs -f {job_id}` returns to it, `gpulease cancel {job_id}` ends it" in command.stderr
     assert "Traceback" not in command.stderr
     assert client.job(job_id).state is JobState.RUNNING
     client.cancel_job(job_id, 5)

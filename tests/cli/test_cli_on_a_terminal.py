@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpulease import Client, LeaseState
-from gpulease.cli.screen import ENTER, LEAVE, TOP
-
-from .programs import environ, wait_until
+from gpulease_cli.commands.status import ENTER, LEAVE, TOP
+from tests.cli.programs import environ, wait_until
+from tests.imported_program import completed
 
 SEQUENCE = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
 
@@ -32,7 +32,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.drawn = ""
         self.process = subprocess.Popen(
-            ["env", "--default-signal=INT", sys.executable, "-m", "gpulease.cli", *arguments],
+            ["env", "--default-signal=INT", sys.executable, "-m", "gpulease_cli", *arguments],
             env=environ(GPULEASE_URL=url, TERM="xterm") | {"COLUMNS": "", "LINES": ""},
             stdin=theirs,
             stdout=theirs,
@@ -47,7 +47,7 @@ class Terminal:
         while True:
             try:
                 self.drawn += os.read(self._ours, 65536).decode(errors="replace")
-            except OSError:  # nobody has it open any more
+            except OSError:  # no process has it open any more
                 return
 
     def shows(self, text: str) -> None:
@@ -86,9 +86,7 @@ def frames(drawn: str) -> list[list[str]]:
     return [SEQUENCE.sub("", part).split("\r\n") for part in drawn.split(TOP)[1:-1]]
 
 
-def test_watch_draws_the_table_in_place_and_gives_the_screen_back(
-    client: Client, terminal: Callable[..., Terminal]
-) -> None:
+def test_watch_redraws_in_place_and_restores_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
     watching = terminal("status", "--watch")
     watching.shows("free")
     with client.lease(1, wait_s=20, label="night run"):
@@ -100,9 +98,9 @@ def test_watch_draws_the_table_in_place_and_gives_the_screen_back(
     assert {len(lines) for lines in frames(watching.drawn)} == {5}
 
 
-def test_watch_cuts_what_does_not_fit_onto_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
+def test_watch_crops_the_table_to_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
     watching = terminal("status", "--watch", columns=40, rows=4)
-    watching.shows("... and 2 lines more")
+    watching.shows("... and 2 more lines")
     wait_until(lambda: watching.drawn.count(TOP) > 2, 40)
     assert watching.end(signal.SIGINT) == 0
     for lines in frames(watching.drawn):
@@ -111,7 +109,7 @@ def test_watch_cuts_what_does_not_fit_onto_the_screen(client: Client, terminal: 
 
 
 @pytest.mark.parametrize("words", [("run",), ("acquire",), ("submit", "--launcher", "plain", "--follow")], ids=" ".join)
-def test_who_waits_sees_his_place_in_one_line_that_goes_when_he_has_waited(
+def test_the_place_in_the_queue_is_one_line_that_is_removed_after_the_wait(
     words: tuple[str, ...], client: Client, terminal: Callable[..., Terminal]
 ) -> None:
     wait = () if words[0] == "submit" else ("--wait", "5m")
@@ -119,21 +117,19 @@ def test_who_waits_sees_his_place_in_one_line_that_goes_when_he_has_waited(
     with client.lease(4, wait_s=20, label="sweep 12"):
         waiting = terminal(*words, *wait, *program, columns=100)
         waiting.shows("place 1 in the queue: ")
-        times = re.compile(r"waits for (\d+)s")
+        times = re.compile(r"waiting (\d+)s")
         wait_until(lambda: len(set(times.findall(waiting.drawn))) > 1, 40)
         drawn = waiting.drawn
-        assert "\n" not in drawn.partition("waits for")[2]
+        assert "\n" not in drawn.partition("waiting ")[2]
         assert max(len(line) for line in SEQUENCE.sub("", drawn).split("\r")) < 100
     assert waiting.end() == 0
     after = waiting.drawn.rpartition("\r\x1b[K")[2]
     assert ("export CUDA_VISIBLE_DEVICES=" if words[0] == "acquire" else "it runs\r\n") in after
     for lease in client.leases(LeaseState.ACTIVE):
-        client.release(lease.id, lease.token)
+        client.release(lease.id, lease.fencing_token)
 
 
-def test_a_wait_that_ends_without_gpus_leaves_the_error_alone(
-    client: Client, terminal: Callable[..., Terminal]
-) -> None:
+def test_a_wait_without_success_ends_with_only_the_error(client: Client, terminal: Callable[..., Terminal]) -> None:
     with client.lease(4, wait_s=20):
         waiting = terminal("run", "--wait", "4s", "--", "true")
         assert waiting.end() == 1
@@ -146,6 +142,4 @@ def test_a_wait_that_ends_without_gpus_leaves_the_error_alone(
 )
 def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
     asked = {"_GPULEASE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    command = [sys.executable, "-m", "gpulease.cli"]
-    ran = subprocess.run(command, env=environ() | asked, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.stdout.split() == [offered]
+    assert completed((), environ() | asked, timeout_s=60).stdout.split() == [offered]

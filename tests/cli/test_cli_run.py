@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.client.stand_in import StandIn
-
-from .programs import environ, wait_until
+from tests.cli.programs import environ, wait_until
+from tests.client.fake_daemon import FakeDaemon
 
 GRACE_S = 1.0
 
 RUN = f"""
 import importlib, sys
-importlib.import_module("gpulease.cli.run").GRACE_S = {GRACE_S}
-from gpulease.cli import main
+importlib.import_module("gpulease_cli.commands.run").GRACE_S = {GRACE_S}
+from gpulease_cli import main
 sys.exit(main(["run", "--ttl", "2s", "--", *sys.argv[1:]]))
 """
 
@@ -43,14 +42,14 @@ LAUNCHERS = {
 
 
 @pytest.fixture
-def daemon() -> Iterator[StandIn]:
-    stand_in = StandIn()
+def daemon() -> Iterator[FakeDaemon]:
+    stand_in = FakeDaemon()
     yield stand_in
     stand_in.stop()
 
 
 @contextmanager
-def started(daemon: StandIn, *command: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+def started(daemon: FakeDaemon, *command: str, **options: object) -> Iterator[subprocess.Popen[bytes]]:
     """`gpulease run -- command`, which is not left behind."""
     program = subprocess.Popen(
         [sys.executable, "-c", RUN, *command],
@@ -89,7 +88,7 @@ def rank(tmp_path: Path) -> Iterator[Callable[[], int]]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_below_the_command_outlives_a_lost_lease(daemon, tmp_path, rank, capfd, launcher: str) -> None:
+def test_no_descendant_of_the_command_outlives_a_lost_lease(daemon, tmp_path, rank, capfd, launcher: str) -> None:
     words = [sys.executable, "-c", RANK, str(tmp_path / "rank")]
     start = f"import subprocess; subprocess.Popen({words!r})"
     program = LAUNCHERS[launcher].format(
@@ -100,10 +99,10 @@ def test_nothing_below_the_command_outlives_a_lost_lease(daemon, tmp_path, rank,
         daemon.end("L-1", "revoked")
         assert run.wait(60) == 4
         assert not alive(pid)
-    assert "lease L-1 ended before the command did\n" in capfd.readouterr().err
+    assert "L-1 ended before the command did\n" in capfd.readouterr().err
 
 
-def test_what_ends_by_itself_within_the_grace_is_not_killed(daemon: StandIn, tmp_path: Path) -> None:
+def test_a_command_that_exits_within_the_grace_period_is_not_killed(daemon: FakeDaemon, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoint"
     program = f"""
 import os, signal, subprocess, sys, time
@@ -123,7 +122,7 @@ signal.pause()
     assert saved.read_text() == "whole"
 
 
-def test_what_a_command_leaves_behind_at_its_own_end_stays(daemon: StandIn, tmp_path: Path, rank) -> None:
+def test_processes_left_behind_by_a_command_stay(daemon: FakeDaemon, tmp_path: Path, rank) -> None:
     words = [sys.executable, "-c", RANK, str(tmp_path / "rank")]
     with started(daemon, "sh", "-c", '"$@" & while ! [ -s "$4" ]; do sleep 0.01; done; exit 5', "sh", *words) as run:
         assert run.wait(60) == 5
@@ -131,23 +130,55 @@ def test_what_a_command_leaves_behind_at_its_own_end_stays(daemon: StandIn, tmp_
     assert daemon.only_lease()["end_reason"] == "released"
 
 
-def test_orphans_that_end_while_the_command_runs_leave_no_zombies(daemon: StandIn, tmp_path: Path) -> None:
+def test_orphans_that_end_while_the_command_runs_leave_no_zombies(daemon: FakeDaemon, tmp_path: Path) -> None:
     started_all, go_on = tmp_path / "started all", tmp_path / "go on"
     orphans = 'for i in 1 2 3; do sh -c "true & exit"; sh -c "sleep 0.05 & exit"; done'
     script = f'{orphans}; touch "$0"; while ! [ -e "$1" ]; do sleep 0.05; done'
     with started(daemon, "sh", "-c", script, str(started_all), str(go_on)) as run:
 
-        def children() -> list[str]:
-            pids = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-            return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids]
+        def names() -> list[str]:
+            (guard,) = children(run.pid)
+            return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in children(guard)]
 
         wait_until(started_all.exists)
-        wait_until(lambda: children() == ["sh"], story=lambda: str(children()))
+        wait_until(lambda: names() == ["sh"], story=lambda: str(names()))
         go_on.touch()
         assert run.wait(60) == 0
 
 
-def test_the_code_is_passed_on_although_children_are_ignored_from_the_start(daemon: StandIn) -> None:
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("victim", ["gpulease run", "its guard"])
+def test_nothing_of_the_command_outlives_a_program_that_is_killed(
+    daemon: FakeDaemon, tmp_path: Path, rank, launcher: str, victim: str
+) -> None:
+    """Its lease ends with it, and what went on would be on GPUs that no one holds."""
+    words = [sys.executable, "-c", RANK, str(tmp_path / "rank")]
+    start = f"import subprocess; subprocess.Popen({words!r})"
+    program = LAUNCHERS[launcher].format(
+        start=start, orphan=f"subprocess.run(['sh', '-c', '\"$@\" &', 'sh', *{words!r}])"
+    )
+    with started(daemon, sys.executable, "-c", program) as run:
+        pid = rank()
+        (guard,) = children(run.pid)
+        (command,) = [child for child in children(guard) if child != pid]
+        os.kill(run.pid if victim == "gpulease run" else guard, signal.SIGKILL)
+        assert run.wait(60) == (-signal.SIGKILL if victim == "gpulease run" else 128 + signal.SIGKILL)
+        wait_until(lambda: not any(map(alive, (pid, command, guard))))
+
+
+def test_a_command_that_cannot_be_executed_is_named(daemon: FakeDaemon, tmp_path: Path, capfd) -> None:
+    (tmp_path / "broken").write_bytes(b"\x7fELF nothing")
+    (tmp_path / "broken").chmod(0o755)
+    with started(daemon, str(tmp_path / "broken")) as run:
+        assert run.wait(60) == 126
+    assert "the command was not started" in capfd.readouterr().err
+
+
+def test_the_exit_code_is_passed_on_even_if_sigchld_was_ignored(daemon: FakeDaemon) -> None:
     def ignore() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 

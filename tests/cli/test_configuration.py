@@ -1,4 +1,4 @@
-"""Options, variables, files and defaults: which counts, what is refused, and a daemon that obeys."""
+"""Options, variables, files and defaults: precedence, refusals, and a daemon that follows them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 import pytest
 import typer
 
-from gpulease import config_file
-from gpulease.addresses import candidates
-from gpulease.cli import main, settings
-from gpulease.cli.commands import app
-from gpulease.config_file import ConfigurationRefused
-from gpulease.model import NodeState
-from gpulease.route import Destination
-from gpulease.wire import to_json
+from gpulease.sansio.failover import Destination
+from gpulease_cli import main, settings
+from gpulease_cli.program import app
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.host import config_file
+from gpulease_protocol.host.addresses import candidates
+from gpulease_protocol.host.config_file import ConfigurationRefused
+from gpulease_protocol.model import NodeState
 from tests.daemon import DaemonProcess, eventually
 
 PROGRAM: Any = typer.main.get_command(app)
@@ -54,7 +54,7 @@ def file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Pat
 
 
 def shown(section: str, key: str, *arguments: str) -> dict[str, Any]:
-    """What `config show` would print of a setting."""
+    """What `config show` prints for a setting."""
     for setting in settings.effective(PROGRAM, config_file.load(), section, arguments):
         if setting.key == key:
             return to_json(setting)
@@ -67,10 +67,12 @@ def written(path: Path, text: str) -> None:
 
 
 def samples(option: Any) -> tuple[Any, Any, Any]:
-    """Three values that it takes and that are not its default: for a file, a variable and an option."""
+    """Three accepted values other than the default: for a file, a variable and an option."""
     wanted = option.type_descriptor.annotation
     if option.name == "cors_origins":
         return ["http://a", "https://b:1"], ["http://c", "http://[::1]:2"], ["http://e"]
+    if option.name == "socket_mode":
+        return "0600", "0660", "0700"
     if option.name == "simulate":
         return "2", "3", "4"
     if isinstance(wanted, type) and issubclass(wanted, Enum):
@@ -87,7 +89,7 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize(("section", "key"), ALL, ids=lambda word: word)
-def test_an_option_counts_before_a_variable_before_a_file_before_the_default(
+def test_option_overrides_variable_overrides_file_overrides_default(
     section: str,
     key: str,
     file: Callable[[str], Path],
@@ -119,40 +121,40 @@ def test_an_option_counts_before_a_variable_before_a_file_before_the_default(
 @pytest.mark.parametrize(
     ("text", "line", "said", "remedy"),
     [
-        ("[serve]\nmax_bypas = 3\n", 2, "[serve] has no max_bypas", "Did you mean max_bypass?"),
-        ("[serve]\nzzz = 3\n", 2, "[serve] has no zzz", "There are host, port"),
-        ("\n[sevre]\n", 2, "[sevre] is no section", "Did you mean [serve]?"),
-        ("max_bypass = 3\n", 1, "max_bypass stands outside of a section", "There are [client], [serve], [worker]"),
-        ("serve = 3\n", 1, "serve is a section", "Write [serve] above its keys"),
-        ("[serve]\nmax_bypass = '3'\n", 2, "has to be a whole number, not '3'", "configuration.md"),
-        ("[serve]\nmax_bypass = 3.5\n", 2, "has to be a whole number, not 3.5", "configuration.md"),
-        ("[serve]\nmax_bypass = true\n", 2, "has to be a whole number, not true", "configuration.md"),
-        ("[serve]\nport = 70000\n", 2, "port in [serve] cannot be that", "configuration.md"),
-        ("[serve]\nport = 8751\nmax_bypass = -1\n", 3, "max_bypass in [serve] cannot be that", "configuration.md"),
-        ("[serve]\nmax_bypass_s = nan\n", 2, "has to be a number, not nan", "configuration.md"),
-        ("[worker]\npoll_s = inf\n", 2, "has to be a number, not inf", "configuration.md"),
-        ("[worker]\npoll_s = 0.01\n", 2, "poll_s in [worker] cannot be that", "configuration.md"),
-        ("[serve]\nworker = 1\n", 2, "has to be a true or false, not 1", "configuration.md"),
-        ("[serve]\ndesktop_names = 'a'\n", 2, "has to be a list of texts, not 'a'", "configuration.md"),
-        ("[serve]\npeers = [1]\n", 2, "has to be a list of texts, not a list", "configuration.md"),
-        ("[serve]\nhost = ''\n", 2, "has to be a text, not ''", "configuration.md"),
-        ("[serve]\nlog_format = 'xml'\n", 2, "log_format in [serve] cannot be that", "configuration.md"),
-        ("[serve]\nkill_leftovers = true\n", 2, "belongs into [worker]", "configuration.md"),
-        ("[serve]\nwith_parent = true\n", 2, "[serve] has no with_parent", "There are"),
+        ("[serve]\nmax_bypas = 3\n", 2, "unknown key max_bypas in [serve]", "Did you mean max_bypass?"),
+        ("[serve]\nzzz = 3\n", 2, "unknown key zzz in [serve]", "Known: host, port"),
+        ("\n[sevre]\n", 2, "unknown section [sevre]", "Did you mean [serve]?"),
+        ("max_bypass = 3\n", 1, "max_bypass is outside any section", "Known: [client], [serve], [worker]"),
+        ("serve = 3\n", 1, "serve is a section", "Write [serve] on a line above its keys"),
+        ("[serve]\nmax_bypass = '3'\n", 2, "must be an integer, not '3'", "configuration.md"),
+        ("[serve]\nmax_bypass = 3.5\n", 2, "must be an integer, not 3.5", "configuration.md"),
+        ("[serve]\nmax_bypass = true\n", 2, "must be an integer, not true", "configuration.md"),
+        ("[serve]\nport = 70000\n", 2, "port in [serve] is not allowed", "configuration.md"),
+        ("[serve]\nport = 8751\nmax_bypass = -1\n", 3, "max_bypass in [serve] is not allowed", "configuration.md"),
+        ("[serve]\nmax_bypass_s = nan\n", 2, "must be a number, not nan", "configuration.md"),
+        ("[worker]\npoll_s = inf\n", 2, "must be a number, not inf", "configuration.md"),
+        ("[worker]\npoll_s = 0.01\n", 2, "poll_s in [worker] is not allowed", "configuration.md"),
+        ("[serve]\nworker = 1\n", 2, "must be a boolean, not 1", "configuration.md"),
+        ("[serve]\ndesktop_names = 'a'\n", 2, "must be a list of strings, not 'a'", "configuration.md"),
+        ("[serve]\npeers = [1]\n", 2, "must be a list of strings, not a list", "configuration.md"),
+        ("[serve]\nhost = ''\n", 2, "must be a string, not ''", "configuration.md"),
+        ("[serve]\nlog_format = 'xml'\n", 2, "log_format in [serve] is not allowed", "configuration.md"),
+        ("[serve]\nkill_leftovers = true\n", 2, "belongs in [worker]", "configuration.md"),
+        ("[serve]\nwith_parent = true\n", 2, "unknown key with_parent in [serve]", "Known: "),
         (
             "[serve]\ncors_origins = ['http://a', '*']\n",
             2,
-            "cors_origins in [serve] cannot be that",
+            "cors_origins in [serve] is not allowed",
             "configuration.md",
         ),
-        ("[client]\nurl = 3\n", 2, "url in [client] has to be a text", "configuration.md"),
-        ("[client]\nurll = 'x'\n", 2, "[client] has no urll", "Did you mean url?"),
+        ("[client]\nurl = 3\n", 2, "url in [client] must be a string", "configuration.md"),
+        ("[client]\nurll = 'x'\n", 2, "unknown key urll in [client]", "Did you mean url?"),
     ],
     ids=lambda value: (
         value.strip().replace("\n", " ") if isinstance(value, str) and value.startswith(("[", "\n")) else ""
     ),
 )
-def test_what_is_wrong_is_refused_with_its_line_and_what_is_meant(
+def test_a_mistake_is_refused_with_its_line_and_a_suggestion(
     text: str, line: int, said: str, remedy: str, file: Callable[[str], Path]
 ) -> None:
     path = file(text)
@@ -164,14 +166,14 @@ def test_what_is_wrong_is_refused_with_its_line_and_what_is_meant(
 
 
 @pytest.mark.parametrize("words", ["serve", "worker", "doctor", "db check", "config show", "config check"])
-def test_every_command_for_the_daemon_refuses_a_file_that_is_wrong(
+def test_every_command_for_the_daemon_refuses_an_invalid_file(
     words: str, file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = file("[serve]\nmax_bypas = 3\n")
     assert main(words.split()) == 2
     assert capsys.readouterr().err == (
         "gpulease: configuration refused\n"
-        f"  why: {path}:2: [serve] has no max_bypas.\n"
+        f"  why: {path}:2: unknown key max_bypas in [serve].\n"
         "  do:  Did you mean max_bypass?\n"
     )
 
@@ -180,13 +182,13 @@ def test_every_command_for_the_daemon_refuses_a_file_that_is_wrong(
     ("content", "said"),
     [(b"[serve\n", "at line 1"), (b"[serve]\nport = \n", "at line 2"), (b"\xff", "UTF-8"), (b"#" * 2**21, "1 MiB")],
 )
-def test_what_is_no_toml_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_toml_is_refused(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(ConfigurationRefused, match=said):
         config_file.read(tmp_path / "c")
 
 
-def test_a_file_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_named_file_must_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GPULEASE_CONFIG", str(tmp_path / "absent"))
     with pytest.raises(ConfigurationRefused, match="No such file"):
         config_file.load()
@@ -194,7 +196,7 @@ def test_a_file_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp
     assert not any(config_file.load().values())
 
 
-def test_a_users_key_stands_over_the_systems_and_root_reads_the_systems_alone(
+def test_the_users_key_overrides_the_systems_and_root_reads_only_the_systems(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written(config_file.SYSTEM, "[serve]\nport = 1\nmax_bypass = 1\n")
@@ -211,7 +213,7 @@ def test_a_users_key_stands_over_the_systems_and_root_reads_the_systems_alone(
     assert system["worker"] == {}
 
 
-def test_a_mistake_for_the_daemon_keeps_nobody_from_asking_it(
+def test_a_mistake_in_a_daemon_setting_does_not_stop_clients(
     file: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file("[serve]\nnonsense = 1\n[client]\nurl = 'http://127.0.0.1:9'\n")
@@ -221,23 +223,23 @@ def test_a_mistake_for_the_daemon_keeps_nobody_from_asking_it(
     assert main(["status"]) == 2
 
 
-def test_the_library_finds_the_daemon_by_the_file_and_tells_nobody_else_its_token(
+def test_the_library_sends_the_files_token_only_to_the_files_address(
     file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file("[client]\nurl = 'http://lab:1,http://lab:2'\ntoken = 'of the lab'\n")
     found = Destination.of(None, None, 1.0)
     assert [address.url for address in found.addresses] == ["http://lab:1", "http://lab:2"]
-    assert (found.token, found.interchangeable) == ("of the lab", True)
+    assert (found.bearer_token, found.interchangeable) == ("of the lab", True)
     assert [address.url for address in candidates()] == ["http://lab:1", "http://lab:2"]
 
-    assert Destination.of("http://other:1", None, 1.0).token is None
+    assert Destination.of("http://other:1", None, 1.0).bearer_token is None
     monkeypatch.setenv("GPULEASE_URL", "http://other:2")
     other = Destination.of(None, None, 1.0)
-    assert ([address.url for address in other.addresses], other.token) == (["http://other:2"], None)
-    assert Destination.of(None, "given", 1.0).token == "given"
+    assert ([address.url for address in other.addresses], other.bearer_token) == (["http://other:2"], None)
+    assert Destination.of(None, "given", 1.0).bearer_token == "given"
 
 
-def test_without_a_file_the_library_does_not_load_a_parser() -> None:
+def test_without_a_file_the_library_loads_no_toml_parser() -> None:
     program = "import sys; from gpulease import Client; Client(); print('tomllib' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "False\n"
@@ -260,7 +262,7 @@ def test_passwords_and_tokens_are_not_shown(
         assert "@peer:1" in printed
 
 
-def test_paths_are_taken_from_the_files_directory(file: Callable[[str], Path]) -> None:
+def test_paths_are_relative_to_the_files_directory(file: Callable[[str], Path]) -> None:
     path = file("[serve]\ndata_dir = 'd'\nsocket = '~/s'\nsimulate = 'gpus.json'\n[worker]\nsimulate = 4\n")
     assert shown("serve", "data_dir")["value"] == str(path.parent / "d")
     assert shown("serve", "socket")["value"] == str(Path.home() / "s")
@@ -269,11 +271,13 @@ def test_paths_are_taken_from_the_files_directory(file: Callable[[str], Path]) -
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["db", "check"], ["db", "backup", "x"]], ids=" ".join)
-def test_what_looks_after_a_daemon_looks_where_its_file_says(command: list[str], tmp_path: Path) -> None:
+def test_doctor_and_db_use_the_data_directory_from_the_file(command: list[str], tmp_path: Path) -> None:
     (tmp_path / "c").write_text("[serve]\ndata_dir = '/from/file'\n")
     sections = config_file.read(tmp_path / "c")
     context = PROGRAM.context_class(
-        PROGRAM, info_name="gpulease", default_map=settings.defaults(PROGRAM, {"client": {}, "worker": {}} | sections)
+        PROGRAM,
+        info_name="gpulease",
+        default_map=settings.defaults(PROGRAM, {"client": {}, "worker": {}} | sections, command[0]),
     )
     group, words = PROGRAM, list(command)
     while words and hasattr(group, "commands") and words[0] in group.commands:
@@ -287,7 +291,7 @@ def test_what_looks_after_a_daemon_looks_where_its_file_says(command: list[str],
     assert context.params["data_dir"] == Path("/from/file")
 
 
-def test_a_daemon_obeys_a_file_and_so_does_its_worker_until_the_daemon_is_started_again(tmp_path: Path) -> None:
+def test_daemon_and_worker_use_the_file_as_it_was_at_the_start(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text(
         "[serve]\nsimulate = 3\nnode = 'filed'\nmax_bypass = 2\n[worker]\npoll_s = 0.2\nkill_leftovers = true\n"
@@ -324,10 +328,10 @@ def test_a_daemon_obeys_a_file_and_so_does_its_worker_until_the_daemon_is_starte
         daemon.stop()
 
 
-def test_what_no_worker_could_be_told_is_refused_when_the_daemon_starts(tmp_path: Path) -> None:
+def test_an_invalid_worker_setting_is_refused_when_the_daemon_starts(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPULEASE_")}
     ran = subprocess.run(
-        [sys.executable, "-m", "gpulease.cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "d")],
+        [sys.executable, "-m", "gpulease_cli", "serve", "--port", "0", "--data-dir", str(tmp_path / "d")],
         env=environment | {"GPULEASE_POLL_S": "99"},
         capture_output=True,
         text=True,

@@ -10,9 +10,9 @@ from typing import Any
 
 import typer
 
-from gpulease import config_file
-from gpulease.cli import settings
-from gpulease.cli.commands import app
+from gpulease_cli import settings
+from gpulease_cli.program import app
+from gpulease_protocol.host import config_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 PROGRAM: Any = typer.main.get_command(app)
@@ -77,7 +77,7 @@ def test_no_variable_is_one_that_kubernetes_sets_for_a_service_of_this_name() ->
     assert not [name for name in variables if name.startswith(("GPULEASE_SERVICE_", "GPULEASE_PORT_"))]
 
 
-def test_the_example_is_a_file_that_is_taken(tmp_path: Path) -> None:
+def test_the_example_file_is_valid(tmp_path: Path) -> None:
     example = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)[0]
     (tmp_path / "config.toml").write_text(example)
     sections = config_file.read(tmp_path / "config.toml")

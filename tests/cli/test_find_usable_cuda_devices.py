@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpulease import Client, GpuState, LeaseState
-
-from .programs import Program, environ, wait_until
+from tests.cli.programs import Program, environ, wait_until
 
 FIND = """
 import gpulease
@@ -77,7 +76,7 @@ def test_with_gpus_0_and_2_busy(client: Client, python: Program, asked: str, mas
         wait_until(lambda: found(python, asked, mask).startswith(answer), story=lambda: found(python, asked, mask))
 
 
-def test_a_refusal_says_who_is_in_the_way(client: Client, python: Program) -> None:
+def test_a_refusal_names_the_holders(client: Client, python: Program) -> None:
     with client.lease(devices=[0], wait_s=20, label="evening run"):
         said = found(python, "4", None)
     assert "Device 0: " in said
@@ -85,7 +84,7 @@ def test_a_refusal_says_who_is_in_the_way(client: Client, python: Program) -> No
     assert said.strip().endswith("Set GPULEASE_WAIT_S to wait for them.")
 
 
-def test_a_mask_of_uuids_or_their_beginnings_is_followed(client: Client, python: Program) -> None:
+def test_a_mask_of_uuids_or_prefixes_is_respected(client: Client, python: Program) -> None:
     uuids = [gpu.uuid for gpu in sorted(client.gpus(), key=lambda gpu: gpu.index)]
     mask = f"{uuids[3]},{uuids[0][:13]},{uuids[2]}"
     with client.lease(devices=[uuids[3]], wait_s=20):
@@ -96,7 +95,7 @@ def test_0_needs_no_daemon(python: Program) -> None:
     assert python(FIND.format("0"), GPULEASE_URL="http://127.0.0.1:9").stdout.strip() == "[]"
 
 
-def test_what_is_found_stays_reserved_until_the_program_ends(client: Client, python: Program) -> None:
+def test_found_gpus_stay_reserved_until_the_program_ends(client: Client, python: Program) -> None:
     program = """
 import gpulease
 find = gpulease.find_usable_cuda_devices
@@ -122,7 +121,7 @@ def test_six_programs_at_once_never_find_the_same_gpu(client: Client, python: Pr
                 holding.pop(uuid, None)
 
 
-def test_the_wait_may_come_from_the_environment(client: Client, url: str) -> None:
+def test_the_wait_may_be_set_in_the_environment(client: Client, url: str) -> None:
     held = client.lease(4, wait_s=20)
     finder = subprocess.Popen(
         [sys.executable, "-c", FIND.format("1")],
@@ -140,12 +139,12 @@ def test_the_wait_may_come_from_the_environment(client: Client, url: str) -> Non
         held.release()
 
 
-def test_a_wait_that_is_no_number_is_refused(client: Client, python: Program) -> None:
+def test_a_wait_that_is_not_a_number_is_refused(client: Client, python: Program) -> None:
     result = python(FIND.format("1"), GPULEASE_WAIT_S="soon")
     assert result.stdout.startswith("ValueError: GPULEASE_WAIT_S: 'soon' is not a time.")
 
 
-def test_a_program_that_dies_keeps_nothing(client: Client, url: str) -> None:
+def test_a_program_that_dies_frees_its_gpus(client: Client, url: str) -> None:
     program = "import gpulease, os; gpulease.find_usable_cuda_devices(1, wait_s=20); os._exit(9)"
     subprocess.run([sys.executable, "-c", program], env=environ(GPULEASE_URL=url), check=False, timeout=30)
     wait_until(lambda: not client.leases(LeaseState.ACTIVE))

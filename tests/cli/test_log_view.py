@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpulease.cli.log_view import LogView
+from gpulease_cli.log_colors import TerminalLog
 
 
 def shown(*pieces: str, prefixed: bool = False, coloured: bool = True) -> str:
-    view = LogView(prefixed, coloured)
+    view = TerminalLog(prefixed, coloured)
     return "".join(view.show(piece) for piece in pieces)
 
 
@@ -29,16 +29,16 @@ def shown(*pieces: str, prefixed: bool = False, coloured: bool = True) -> str:
         ("ö \U0001f600 ▏▎▍", "ö \U0001f600 ▏▎▍"),
     ],
 )
-def test_colours_and_progress_bars_pass_and_nothing_else_steers(text: str, left: str) -> None:
+def test_colors_and_progress_bars_pass_and_control_sequences_do_not(text: str, left: str) -> None:
     assert shown(text) == left
     assert shown(*text) == left, "it is another thing when it comes letter by letter"
 
 
-def test_an_escape_sequence_that_never_ends_is_not_waited_for_without_bound() -> None:
+def test_an_endless_escape_sequence_is_held_back_only_to_a_bound() -> None:
     assert "visible" in shown("\x1b]0;" + "x" * 5000, "visible")
 
 
-def test_the_names_of_ranks_are_coloured_and_a_ranks_colours_end_with_its_line() -> None:
+def test_rank_prefixes_are_colored_and_a_ranks_colors_end_with_its_line() -> None:
     text = shown("[rank 0] a\n[rank 1] \x1b[31mb\n", "[launcher] c\n", prefixed=True)
     assert text.startswith("\x1b[36m[rank 0]\x1b[0m a")
     assert "\x1b[33m[rank 1]\x1b[0m \x1b[31mb\x1b[0m\n" in text

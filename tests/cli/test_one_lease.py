@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from gpulease import Client, LeaseState
-
-from .programs import Program, environ
+from tests.cli.programs import Program, environ
+from tests.daemon import eventually
 
 RANK = """
 import os, sys, gpulease
@@ -57,7 +61,7 @@ def lines(program: str, python: Program, **more: str) -> list[str]:
     return result.stdout.strip().split("\n")
 
 
-def test_a_program_that_replaces_itself_keeps_its_lease_and_gives_it_back(client: Client, python: Program) -> None:
+def test_a_program_that_calls_exec_keeps_its_lease_and_releases_it(client: Client, python: Program) -> None:
     after = """
 import gpulease
 find = gpulease.find_usable_cuda_devices
@@ -80,24 +84,24 @@ os.execv(sys.executable, [sys.executable, "-c", {after!r}])
 def test_a_call_in_a_signal_handler_that_interrupts_another_is_refused(client: Client, python: Program) -> None:
     program = """
 import os, signal, threading, gpulease
-from gpulease import devices
+from gpulease import find_devices
 def handler(*_):
     try:
         gpulease.find_usable_cuda_devices(1)
     except RuntimeError as error:
         print(type(error).__name__, flush=True)
 signal.signal(signal.SIGUSR1, handler)
-reserve = devices._reserve
+reserve = find_devices._reserve
 def interrupted(*arguments, **options):
     signal.raise_signal(signal.SIGUSR1)
     return reserve(*arguments, **options)
-devices._reserve = interrupted
+find_devices._reserve = interrupted
 print(gpulease.find_usable_cuda_devices(1, wait_s=20), gpulease.find_usable_cuda_devices(1))
 """
     assert lines(program, python) == ["InUse", "[0] [0]"]
 
 
-def test_two_trainings_started_where_somebody_was_debugging_a_rank_take_a_lease_each(client: Client, url: str) -> None:
+def test_two_trainings_started_from_a_rank_being_debugged_take_a_lease_each(client: Client, url: str) -> None:
     left = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}
     wish = "{'num_devices': 2, 'wait_s': 20}"
     with launched(url, wish, wish, port=29501, **left) as one, launched(url, wish, wish, port=29502, **left) as two:
@@ -109,7 +113,7 @@ def test_two_trainings_started_where_somebody_was_debugging_a_rank_take_a_lease_
     assert {lease.holder.owner_pid for lease in held} == {one.pid, two.pid}
 
 
-def test_two_trainings_of_one_parent_that_meet_at_different_ports_take_a_lease_each(client: Client, url: str) -> None:
+def test_two_trainings_of_one_parent_at_different_ports_take_a_lease_each(client: Client, url: str) -> None:
     program = LAUNCHER.replace('os.environ["PORT"]', "str(29600 + rank)")
     wish = "{'num_devices': 2, 'wait_s': 20}"
     command = [sys.executable, "-c", program, wish, wish]
@@ -121,7 +125,7 @@ def test_two_trainings_of_one_parent_that_meet_at_different_ports_take_a_lease_e
         parent.communicate("", timeout=30)
 
 
-def test_a_rank_that_asks_for_something_else_is_told_and_takes_no_lease_of_its_own(client: Client, url: str) -> None:
+def test_a_rank_that_asks_for_something_else_is_refused_and_takes_no_lease(client: Client, url: str) -> None:
     wishes = [f"{{'num_devices': 2, 'wait_s': 20, 'label': 'rank {rank}'}}" for rank in range(2)]
     with launched(url, *wishes) as launcher:
         first, second = said(launcher, 2)
@@ -176,3 +180,85 @@ subprocess.Popen(command, env=os.environ | place, start_new_session=True)
     assert not [lease for lease in client.leases(LeaseState.ACTIVE) if lease.holder.owner_pid in (1, os.getppid())]
     for script in running:
         script.communicate("", timeout=30)
+
+
+SPAWNED = """
+import multiprocessing, os, sys, gpulease
+
+def rank(number, say, go):
+    os.environ |= {"LOCAL_RANK": str(number), "RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    try:
+        found = gpulease.find_usable_cuda_devices(2, wait_s=20)
+    except Exception as error:
+        found = type(error).__name__
+    say.put((number, found))
+    go.wait()
+
+if __name__ == "__main__":
+    kind = multiprocessing.get_context(sys.argv[1])
+    for training in range(2):
+        say, go = kind.Queue(), kind.Event()
+        ranks = [kind.Process(target=rank, args=(number, say, go)) for number in range(2)]
+        [one.start() for one in ranks]
+        found = sorted(say.get() for _ in ranks)
+        print(found, [one.liveness.value for one in gpulease.Client().leases("active")], flush=True)
+        go.set()
+        [one.join() for one in ranks]
+    print(len(gpulease.Client().leases("active")), flush=True)
+"""
+"""As a notebook with notebook_launcher: two trainings, one after the other, whose ranks ask and not the notebook."""
+
+
+@pytest.mark.budget(20)
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_ranks_that_multiprocessing_started_share_one_lease_that_ends_with_them(
+    client: Client, url: str, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "notebook.py").write_text(SPAWNED)
+    command = [sys.executable, str(tmp_path / "notebook.py"), kind]
+    environment = environ(GPULEASE_URL=url)
+    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)
+    *trainings, left = result.stdout.strip().split("\n")
+    # The GPUs of the first may still drain when the second asks.
+    shared = {f"[(0, {gpus}), (1, {gpus})] ['heartbeat']" for gpus in ("[0, 1]", "[2, 3]")}
+    assert (len(trainings), set(trainings) <= shared, left) == (2, True, "0"), result.stdout + result.stderr
+
+
+POOL = """
+import multiprocessing, os, sys, time, gpulease
+
+def child(say):
+    lease = gpulease.Client().lease(count=1, wait_s=20, ttl_s=600)
+    say.put(os.getpid())
+    lease.lost.wait()
+    try:
+        gpulease.find_usable_cuda_devices(1)
+    except gpulease.LeaseLost:
+        open(sys.argv[1], "w").write("LeaseLost")
+    time.sleep(600)
+
+if __name__ == "__main__":
+    say = multiprocessing.Queue()
+    multiprocessing.Process(target=child, args=(say,)).start()
+    print(say.get(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.budget(15)
+def test_the_child_of_a_pool_whose_parent_is_killed_gives_back_what_it_holds_and_takes_no_more(
+    client: Client, url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "pool.py").write_text(POOL)
+    command = [sys.executable, str(tmp_path / "pool.py"), str(tmp_path / "said")]
+    with subprocess.Popen(command, env=environ(GPULEASE_URL=url), text=True, stdout=subprocess.PIPE) as parent:
+        child = int(said(parent, 1)[0])
+        try:
+            (held,) = client.leases(LeaseState.ACTIVE)
+            assert held.holder.owner_pid == child
+            parent.kill()
+            parent.wait()
+            eventually(lambda: client.lease_by_id(held.id).end_reason == "released", 60)
+            eventually(lambda: (tmp_path / "said").exists() and (tmp_path / "said").read_text() == "LeaseLost", 60)
+        finally:
+            os.kill(child, signal.SIGKILL)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client, LeaseState
-
-from .programs import Program, environ
+from tests.cli.programs import Program, environ
 
 
 def lines(program: str, python: Program, **more: str) -> list[str]:
@@ -40,8 +39,8 @@ print(find(4), len(gpulease.Client().leases("active")))
     said = lines(program, python)
     assert said[0] == " ".join(["[0, 1]"] * 8)
     assert said[1] == "[0, 1] [0] [0, 1] [0, 1]"
-    assert said[2].startswith("This process already reserves the devices [0, 1]")
-    assert said[2].endswith("pass reuse=False to reserve further devices.")
+    assert said[2].startswith("This process has reserved the devices [0, 1]")
+    assert said[2].endswith("pass reuse=False to reserve more.")
     assert said[3].strip() == "[2] [0, 1] [0, 1, 2]"
     assert said[4] == "2"
     assert said[5] == "[0, 1, 2, 3] 1"
@@ -58,7 +57,7 @@ with ThreadPoolExecutor(4) as pool:
     assert lines(program, python) == ["[0, 1, 2, 3]"]
 
 
-def test_other_wishes_are_not_taken_for_the_same_call(client: Client, python: Program) -> None:
+def test_a_call_with_other_requirements_is_not_the_same_call(client: Client, python: Program) -> None:
     program = """
 import gpulease
 find = gpulease.find_usable_cuda_devices
@@ -72,7 +71,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_child_of_multiprocessing_gets_what_its_parent_has_found(client, tmp_path: Path, url: str, method) -> None:
+def test_a_multiprocessing_child_gets_the_gpus_that_its_parent_found(client, tmp_path: Path, url: str, method) -> None:
     program = tmp_path / "train.py"
     program.write_text("""
 import multiprocessing, os, sys, gpulease
@@ -98,7 +97,7 @@ if __name__ == "__main__":
     assert not client.leases(LeaseState.ACTIVE)
 
 
-def test_a_forked_child_does_not_rest_on_a_lease_that_is_over(client: Client, python: Program) -> None:
+def test_a_forked_child_does_not_rely_on_an_ended_lease(client: Client, python: Program) -> None:
     program = """
 import os, gpulease
 print(gpulease.find_usable_cuda_devices(1, wait_s=20), flush=True)
@@ -131,7 +130,7 @@ print(os.environ["CUDA_DEVICE_ORDER"])
 """
     said = lines(program, python)
     assert said[:4] == ["[0, 1]", "[0, 1] [0, 1] [0]", "[1, 2]", "1"]
-    assert "InUse: The process that launched this one reserves the devices [0, 1], and 3 are asked for." in said[-2]
+    assert "InUse: The process that launched this one has reserved the devices [0, 1], and this asks for 3." in said[-2]
     assert said[-1] == "PCI_BUS_ID"
 
 
@@ -151,8 +150,8 @@ for one in trials:
     assert lines(program, python) == ["[0]", "[1]", "[2]"]
 
 
-def test_variables_of_a_stranger_give_nothing(client: Client, python: Program) -> None:
-    """As in a terminal that was opened from a notebook which has found GPUs, or where somebody was debugging."""
+def test_variables_of_another_users_process_give_no_access(client: Client, python: Program) -> None:
+    """As in a terminal that was opened from a notebook which has found GPUs, or where a user was debugging."""
     with client.lease(1, wait_s=20) as lease:
         left = {"GPULEASE_LEASE_ID": lease.id, "GPULEASE_FOUND_BY": "1:1", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         program = "import gpulease; print(gpulease.find_usable_cuda_devices(1, wait_s=20))"
@@ -160,7 +159,7 @@ def test_variables_of_a_stranger_give_nothing(client: Client, python: Program) -
 
 
 @pytest.mark.parametrize(("asked", "found"), [("2", "[0, 1]"), ("-1", "[0, 1]"), ("1", "[0]")])
-def test_what_runs_under_a_lease_finds_the_gpus_of_that_lease(
+def test_a_program_under_a_lease_finds_the_gpus_of_that_lease(
     client, gpulease: Program, asked: str, found: str
 ) -> None:
     program = f"import gpulease; print(gpulease.find_usable_cuda_devices({asked}))"
@@ -170,7 +169,7 @@ def test_what_runs_under_a_lease_finds_the_gpus_of_that_lease(
     assert [len(event.gpus) for event in client.events() if event.kind == "lease.granted"][-1] == 2
 
 
-def test_what_runs_under_a_lease_can_never_find_more_than_that(client: Client, gpulease: Program) -> None:
+def test_a_program_under_a_lease_never_finds_more_than_that(client: Client, gpulease: Program) -> None:
     program = "import gpulease; gpulease.find_usable_cuda_devices(3)"
     result = gpulease("run", "-n", "2", "--wait", "20s", "--", sys.executable, "-c", program)
     assert "You requested to find 3 devices but this machine only has 2 GPUs." in result.stderr
@@ -192,7 +191,7 @@ subprocess.run([sys.executable, "-c", rank], env=os.environ | {"LOCAL_RANK": "1"
     assert said == ["[0, 1] [0, 1] [0, 1]", "[3, 1] PCI_BUS_ID", "[0, 1] [0]"]
 
 
-def test_a_mask_that_was_left_wide_is_not_narrowed_by_a_later_call(client: Client, python: Program) -> None:
+def test_a_later_call_does_not_narrow_a_mask_that_was_left_wide(client: Client, python: Program) -> None:
     program = """
 import os, gpulease
 gpulease.find_usable_cuda_devices(1, wait_s=20)

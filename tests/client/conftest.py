@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpulease import Client
-
-from .stand_in import StandIn
+from gpulease.sansio.owed import DEBTS
+from tests.client.fake_daemon import FakeDaemon
 
 
 @pytest.fixture
-def daemon() -> Iterator[StandIn]:
-    stand_in = StandIn()
+def daemon() -> Iterator[FakeDaemon]:
+    stand_in = FakeDaemon()
     yield stand_in
     stand_in.stop()
 
 
 @pytest.fixture
-def client(daemon: StandIn) -> Iterator[Client]:
+def client(daemon: FakeDaemon) -> Iterator[Client]:
     with Client(daemon.url) as connected:
         yield connected
 
@@ -34,3 +34,11 @@ def until() -> Callable[..., None]:
             time.sleep(0.005)
 
     return wait
+
+
+@pytest.fixture(autouse=True)
+def _debts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test leaves owed is not told to the daemon of another test, which may have the same port."""
+    monkeypatch.setattr("gpulease.sansio.owed.MAX_PAUSE_S", 0.2)
+    yield
+    DEBTS.forget_all()

@@ -1,28 +1,29 @@
-"""Builds the stand-in for CUDA's library, and runs programs on it in processes of their own."""
+"""Builds a fake libcuda, and runs programs with it in separate processes."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpulease.lease import scrubbed
-
-from .using_cuda import MASK, ORDER, spelled
+from gpulease_protocol.launchers import strip_launcher_variables
+from tests.client.using_cuda import MASK, ORDER, spelled
+from tests.imported_script import Scripts
+from tests.shared_library import compiled
 
 HERE = Path(__file__).parent
 SOURCE = HERE / "stand_in_cuda.c"
-BUILD = ("cc", "-shared", "-fPIC", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1")
+BUILD = ("-D_GNU_SOURCE", "-Wextra", "-Wl,-soname,libcuda.so.1")
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of the stand-in's machine. `kind`: `g`; `m` in MIG mode, with a slice; `u` in MIG mode, without."""
+    """A GPU of the fake libcuda. `kind`: `g` a whole GPU; `m` in MIG mode with a slice; `u` in MIG mode without one."""
 
     digits: str
     speed: int = 1
@@ -44,20 +45,22 @@ def machine(*cards: Card) -> str:
 
 
 def no_cuda(directory: Path) -> None:
-    """Have programs with this LD_LIBRARY_PATH find no CUDA, on a machine with GPUs too."""
+    """Make programs with this LD_LIBRARY_PATH find no CUDA, even on a machine with GPUs."""
     (directory / "libcuda.so.1").write_text("not a library")
 
 
 class Cuda:
-    """The library in a directory."""
+    """The fake libcuda, built in a directory."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.calls = directory / "calls"
-        subprocess.run(
-            [*BUILD, "-o", str(directory / "libcuda.so.1"), str(SOURCE), *(f"-D{flag}" for flag in flags)], check=True
-        )
+        (directory / "libcuda.so.1").write_bytes(compiled(SOURCE, *BUILD, *(f"-D{flag}" for flag in flags)))
         self.environment = {
-            **{name: value for name, value in scrubbed(os.environ).items() if not name.startswith("GPULEASE_")},
+            **{
+                name: value
+                for name, value in strip_launcher_variables(os.environ).items()
+                if not name.startswith("GPULEASE_")
+            },
             "LD_LIBRARY_PATH": str(directory),
             "STAND_IN_CALLS": str(self.calls),
         }
@@ -66,31 +69,21 @@ class Cuda:
         for name in (MASK, ORDER):
             self.environment.pop(name, None)
 
+    @cached_property
+    def _scripts(self) -> Scripts:
+        return Scripts(self.environment)
+
     def is_missing(self) -> None:
-        """From now on: what is found is no library, so that not even a real one is loaded."""
+        """Make it unloadable, so that programs do not load a real one either."""
         no_cuda(Path(self.environment["LD_LIBRARY_PATH"]))
 
     def python(self, program: str, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         """Run a program, which may `import using_cuda`."""
-        return subprocess.run(
-            [sys.executable, "-c", program, *arguments],
-            env=self.environment | more,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        return self._scripts.run(program, *arguments, environment=self.environment | more)
 
     def look(self, cases: Sequence[dict[str, Any]], **more: str) -> list[dict[str, Any]]:
-        """What comes of each case; see `using_cuda.look`."""
-        ran = subprocess.run(
-            [sys.executable, str(HERE / "using_cuda.py")],
-            input="".join(json.dumps(case) + "\n" for case in cases),
-            env=self.environment | more,
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
+        """The result of each case; see `using_cuda.look`."""
+        program = "import os, sys, using_cuda; using_cuda.serve(sys.argv[1]); os._exit(0)"
+        ran = self._scripts.run(program, json.dumps(cases), environment=self.environment | more, timeout_s=110)
         assert ran.returncode == 0, ran.stderr
         return [json.loads(line) for line in ran.stdout.splitlines()]

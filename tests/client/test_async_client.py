@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from gpulease import AsyncClient, AsyncLease, DaemonUnavailable, InvalidRequest, LeaseRequest, NotFound, NotNow
-
-from .stand_in import StandIn
+from tests.client.fake_daemon import FakeDaemon
 
 T = TypeVar("T")
 
@@ -34,11 +33,11 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_a_lease_is_renewed_while_the_block_runs_and_released_once(daemon: StandIn) -> None:
+def test_a_lease_is_renewed_while_the_block_runs_and_released_once(daemon: FakeDaemon) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.9) as lease:
             assert [gpu.uuid for gpu in lease.gpus] == ["GPU-0"]
-            assert (lease.id, lease.token) == ("L-1", 7)
+            assert (lease.id, lease.fencing_token) == ("L-1", 7)
             await until(lambda: daemon.count("renew") >= 3)
             assert not lease.is_lost
         await lease.release()
@@ -48,7 +47,7 @@ def test_a_lease_is_renewed_while_the_block_runs_and_released_once(daemon: Stand
     assert daemon.only_lease()["end_reason"] == "released"
 
 
-def test_a_lease_may_be_awaited_and_released_by_hand(daemon: StandIn) -> None:
+def test_a_lease_can_be_awaited_and_released_explicitly(daemon: FakeDaemon) -> None:
     async def work() -> None:
         client = AsyncClient(daemon.url)
         lease = await client.lease(1)
@@ -59,7 +58,7 @@ def test_a_lease_may_be_awaited_and_released_by_hand(daemon: StandIn) -> None:
     assert daemon.only_lease()["end_reason"] == "released"
 
 
-def test_an_event_loop_that_is_blocked_for_longer_than_the_ttl_keeps_its_lease(daemon: StandIn) -> None:
+def test_a_lease_survives_an_event_loop_blocked_longer_than_the_ttl(daemon: FakeDaemon) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.6) as lease:
             end = time.monotonic() + 1.5
@@ -72,7 +71,7 @@ def test_an_event_loop_that_is_blocked_for_longer_than_the_ttl_keeps_its_lease(d
     within(20, work)
 
 
-def test_a_lost_lease_is_told_to_the_loop_and_to_a_coroutine_function(daemon: StandIn, caplog) -> None:
+def test_a_lost_lease_sets_the_event_and_calls_a_coroutine_function(daemon: FakeDaemon, caplog) -> None:
     told: list[AsyncLease] = []
 
     async def tell(lease: AsyncLease) -> None:
@@ -92,7 +91,7 @@ def test_a_lost_lease_is_told_to_the_loop_and_to_a_coroutine_function(daemon: St
 
 
 @pytest.mark.parametrize("coroutine", [False, True])
-def test_on_lost_that_fails_is_reported(daemon: StandIn, caplog, coroutine: bool) -> None:
+def test_on_lost_that_fails_is_reported(daemon: FakeDaemon, caplog, coroutine: bool) -> None:
     def fail(lease: AsyncLease) -> None:
         raise RuntimeError("of the callback")
 
@@ -112,8 +111,8 @@ def test_on_lost_that_fails_is_reported(daemon: StandIn, caplog, coroutine: bool
 
 @pytest.mark.parametrize("granted_meanwhile", [False, True])
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_task_that_is_cancelled_while_it_waits_takes_its_request_back(
-    daemon: StandIn, granted_meanwhile: bool, times: int
+def test_cancelling_a_waiting_task_withdraws_its_request(
+    daemon: FakeDaemon, granted_meanwhile: bool, times: int
 ) -> None:
     daemon.free = False
     cancel: list[Callable[[], object]] = []
@@ -146,7 +145,7 @@ def test_a_task_that_is_cancelled_while_it_waits_takes_its_request_back(
     assert daemon.only_lease()["end_reason"] == "released"
 
 
-def test_a_task_that_is_cancelled_before_its_answer_gives_back_what_it_was_granted(daemon: StandIn) -> None:
+def test_cancelling_a_task_before_the_response_releases_its_lease(daemon: FakeDaemon) -> None:
     faults = ["hang"]
     daemon.fault = lambda line: faults.pop() if faults and line.startswith("POST /v1/leases?") else None
 
@@ -161,7 +160,7 @@ def test_a_task_that_is_cancelled_before_its_answer_gives_back_what_it_was_grant
     assert daemon.count("POST /v1/leases?") == 2, "the same request again, to learn its id"
 
 
-def test_a_release_goes_to_its_end_although_the_task_is_cancelled(daemon: StandIn) -> None:
+def test_a_release_completes_even_if_the_task_is_cancelled(daemon: FakeDaemon) -> None:
     faults = ["hang"]
 
     def fault(line: str) -> str | None:
@@ -186,7 +185,7 @@ def test_a_release_goes_to_its_end_although_the_task_is_cancelled(daemon: StandI
     assert daemon.only_lease()["end_reason"] == "released"
 
 
-def test_no_gpu_in_time_is_refused_with_who_holds_it_and_the_request_withdrawn(daemon: StandIn) -> None:
+def test_a_wait_that_times_out_names_the_holder_and_withdraws_the_request(daemon: FakeDaemon) -> None:
     daemon.free = False
 
     async def work() -> None:
@@ -200,7 +199,7 @@ def test_no_gpu_in_time_is_refused_with_who_holds_it_and_the_request_withdrawn(d
     assert daemon.only_lease()["end_reason"] == "released"
 
 
-def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: StandIn) -> None:
+def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon) -> None:
     daemon.free = False
 
     async def work() -> None:
@@ -221,7 +220,7 @@ def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: StandIn) -> N
     within(30, work)
 
 
-def test_many_tasks_of_one_loop_hold_leases_at_once(daemon: StandIn) -> None:
+def test_many_tasks_of_one_loop_hold_leases_at_once(daemon: FakeDaemon) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url) as client:
 
@@ -236,7 +235,7 @@ def test_many_tasks_of_one_loop_hold_leases_at_once(daemon: StandIn) -> None:
     assert {lease["end_reason"] for lease in daemon.leases.values()} == {"released"}
 
 
-def test_one_client_serves_one_event_loop_after_another(daemon: StandIn) -> None:
+def test_one_client_serves_one_event_loop_after_another(daemon: FakeDaemon) -> None:
     client = AsyncClient(daemon.url)
 
     async def work() -> None:
@@ -247,7 +246,7 @@ def test_one_client_serves_one_event_loop_after_another(daemon: StandIn) -> None
         within(10, work)
 
 
-def test_the_environment_for_a_child_is_the_whole_bundle(daemon: StandIn, monkeypatch) -> None:
+def test_the_environment_for_a_child_is_complete(daemon: FakeDaemon, monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setenv("OF_MY_OWN", "stays")
 
@@ -262,7 +261,7 @@ def test_the_environment_for_a_child_is_the_whole_bundle(daemon: StandIn, monkey
     assert "MASTER_PORT" not in environ, "the stand-in leases none, and the inherited one is another training's"
 
 
-def test_errors_are_those_of_client(daemon: StandIn) -> None:
+def test_errors_are_the_same_as_those_of_the_client(daemon: FakeDaemon) -> None:
     async def work() -> None:
         async with AsyncClient(daemon.url) as client:
             with pytest.raises(NotFound):
@@ -273,7 +272,7 @@ def test_errors_are_those_of_client(daemon: StandIn) -> None:
     within(10, work)
 
 
-def test_a_log_that_breaks_off_is_continued_where_it_broke_off(daemon: StandIn) -> None:
+def test_a_log_stream_that_breaks_off_is_resumed(daemon: FakeDaemon) -> None:
     faults = ["cut"]
     daemon.fault = lambda line: faults.pop() if faults and "/logs" in line else None
 
@@ -285,7 +284,7 @@ def test_a_log_that_breaks_off_is_continued_where_it_broke_off(daemon: StandIn) 
     assert daemon.count("/logs") == 2
 
 
-def test_a_request_whose_answer_was_lost_is_asked_again_and_granted_once(daemon: StandIn) -> None:
+def test_a_request_whose_response_was_lost_is_retried_and_granted_once(daemon: FakeDaemon) -> None:
     faults = ["break"]
     daemon.fault = lambda line: faults.pop() if faults and "POST /v1/leases" in line else None
 
@@ -297,7 +296,7 @@ def test_a_request_whose_answer_was_lost_is_asked_again_and_granted_once(daemon:
     assert list(daemon.leases) == ["L-1"]
 
 
-def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: StandIn) -> None:
+def test_a_daemon_that_never_responds_times_out(daemon: FakeDaemon) -> None:
     daemon.fault = lambda line: "hang"
 
     async def work() -> None:
@@ -308,9 +307,7 @@ def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: Stand
     within(2, work)
 
 
-def test_a_connection_that_comes_about_while_the_client_is_closed_is_closed_after_its_answer(
-    daemon: StandIn, monkeypatch
-) -> None:
+def test_a_connection_opened_during_close_is_closed_after_its_response(daemon: FakeDaemon, monkeypatch) -> None:
     sockets: list[Any] = []
     client = AsyncClient(daemon.url)
     connect = asyncio.BaseEventLoop.create_connection

@@ -8,34 +8,37 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from gpulease import access, wire
-from gpulease.bounds import Bounds
-from gpulease.wire import Body
+from gpulease_protocol import requests, tokens
+from gpulease_protocol.bounds import Bounds
+from gpulease_protocol.requests import RequestBody
 
-NEEDED: dict[type[Body], dict[str, Any]] = {
-    wire.ArrayRequest: {"indices": "0-1"},
-    wire.JobRequest: {"command": ["train.py"]},
-    access.TokenRequest: {"user": "ann"},
+NEEDED: dict[type[RequestBody], dict[str, Any]] = {
+    requests.ArrayRequest: {"indices": "0-1"},
+    requests.JobRequest: {"command": ["train.py"]},
+    tokens.TokenRequest: {"user": "ann", "role": tokens.Role.WORKER},
 }
 """Fields that have to be given beside the one that is tried."""
 BESIDE = {"owner_start_ticks": {"owner_pid": 1}, "max_restarts": {"launcher": "torchrun"}}
 """Fields that say nothing alone."""
+BOOT = "0f6cbd8b-6b3e-4a3f-9a1c-1f2e3d4c5b6a"
 OF_PATTERN = {
     "indices": (["0", "0-19", "1,4,9", "0-100:10", " 3 , 5-6 "], ["", "a", "1-", "1,,2", "-1", "1:2", "٣"]),
     "working_directory": (["/", "/home/ann"], ["", "home", "./x"]),
+    "owner_realm": ([f"{BOOT}/pid:[4026531836]"], ["", BOOT, f"{BOOT}/pid:[]", f"{BOOT}/net:[1]", f"x{BOOT}/pid:[1]"]),
     "user": (["ann", "ann-2@lab"], ["", "an n", "ann:", " ann"]),
 }
 """Texts that a pattern takes, and texts that it does not."""
 
 
-def bounded() -> Iterator[tuple[type[Body], str, dict[str, Any]]]:
-    for module in (wire, access):
+def bounded() -> Iterator[tuple[type[RequestBody], str, dict[str, Any]]]:
+    for module in (requests, tokens):
         for kind in vars(module).values():
             if (
                 isinstance(kind, type)
-                and issubclass(kind, Body)
-                and kind is not Body
+                and issubclass(kind, RequestBody)
+                and kind is not RequestBody
                 and kind.__module__ == module.__name__
             ):
                 hints = typing.get_type_hints(kind, include_extras=True)
@@ -69,9 +72,11 @@ CASES = [(kind, name, keyword, bound) for kind, name, said in bounded() for keyw
 @pytest.mark.parametrize(
     ("kind", "name", "keyword", "bound"), CASES, ids=lambda case: str(getattr(case, "__name__", case))[:40]
 )
-def test_a_bound_in_the_document_is_the_one_that_is_kept(kind: type[Body], name: str, keyword: str, bound: Any) -> None:
+def test_a_documented_bound_is_enforced(kind: type[RequestBody], name: str, keyword: str, bound: Any) -> None:
     beside = NEEDED.get(kind, {}) | BESIDE.get(name, {})
     inside, outside = OF_PATTERN[name] if keyword == "pattern" else EDGES[keyword](bound)
+    if name == "working_directory" and keyword == "maxLength":
+        inside, outside = (["/" + text[1:] for text in texts] for texts in (inside, outside))
     for value in inside:
         kind(**beside | {name: value})
     for value in outside:
@@ -79,5 +84,51 @@ def test_a_bound_in_the_document_is_the_one_that_is_kept(kind: type[Body], name:
             kind(**beside | {name: value})
 
 
-def test_the_fields_that_have_bounds_are_found() -> None:
+LONG = "x" * 500_000
+TOO_LONG: list[tuple[type[RequestBody], dict[str, Any]]] = [
+    (requests.LeaseRequest, {"node": LONG}),
+    (requests.LeaseRequest, {"gpu_model": LONG}),
+    (requests.LeaseRequest, {"label": LONG}),
+    (requests.LeaseRequest, {"among": [LONG]}),
+    (requests.LeaseRequest, {"devices": LONG}),
+    (requests.LeaseRequest, {"devices": [LONG]}),
+    (requests.LeaseRequest, {"devices": [f"GPU-{LONG}"]}),
+    (requests.LeaseRequest, {"devices": [f"no-{number}" for number in range(4096)]}),
+    (requests.ArrayRequest, {"indices": LONG}),
+    (requests.JobRequest, {"node": LONG}),
+    (requests.JobRequest, {"gpu_model": LONG}),
+    (requests.JobRequest, {"name": LONG}),
+    (requests.JobRequest, {"interpreter": LONG}),
+    (requests.JobRequest, {"working_directory": f"/{LONG}"}),
+    (requests.JobRequest, {"command": [LONG]}),
+    (requests.JobRequest, {"command": [f"-{'x' * 100_000}"]}),
+    (requests.JobRequest, {"environment": {LONG: ""}}),
+    (requests.JobRequest, {"environment": {"NAME": LONG}}),
+    (requests.JobRequest, {"limits": {LONG: [0, 1]}}),
+    (tokens.TokenRequest, {"user": LONG}),
+    (tokens.TokenRequest, {"note": LONG}),
+]
+
+
+@pytest.mark.parametrize(("kind", "values"), TOO_LONG, ids=lambda case: str(getattr(case, "__name__", case))[:40])
+def test_what_is_too_long_is_refused_and_not_repeated(kind: type[RequestBody], values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))) as refused:
+        kind(**NEEDED.get(kind, {}) | values)
+    assert len(str(refused.value)) < 500
+
+
+def test_every_text_of_a_request_is_bounded() -> None:
+    """Also of a field that is added later."""
+    by_bytes = {"command", "environment"}
+    for kind in {case[0] for case in CASES}:
+        properties = TypeAdapter(kind).json_schema()["properties"]
+        for name, schema in properties.items():
+            for one in schema.get("anyOf", [schema]):
+                bounded_text = {"maxLength", "enum", "const", "pattern"} & set(one)
+                assert one.get("type") != "string" or bounded_text or name == "devices", f"{kind.__name__}.{name}"
+                is_list = one.get("type") == "array" and name not in by_bytes | {"devices"}
+                assert not is_list or "maxItems" in one, f"{kind.__name__}.{name}"
+
+
+def test_the_fields_with_bounds_are_found() -> None:
     assert {"count", "ttl_s", "command", "umask", "indices", "grace_s", "expires_s"} <= {case[1] for case in CASES}

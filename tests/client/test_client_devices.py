@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client, Gpu, GpuState, Node, NodeState, UnknownOrdinals, find_usable_cuda_devices, reserved_leases
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.stand_in_cuda import no_cuda
 
-from .stand_in import StandIn
-from .stand_in_cuda import no_cuda
 
-
-def machine(daemon: StandIn, *names: str | None) -> None:
+def machine(daemon: FakeDaemon, *names: str | None) -> None:
     """GPUs of these names on this host, of which the first (GPU-0) is the one that the stand-in grants."""
     daemon.gpus = [
         Gpu(uuid=f"GPU-{index}", node="a", index=index, name=name, state=GpuState.FREE)
@@ -24,7 +23,7 @@ def machine(daemon: StandIn, *names: str | None) -> None:
 
 
 @pytest.fixture
-def order(daemon: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+def order(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Sets CUDA_DEVICE_ORDER and the mask; takes back what is put into the environment, and gives back the GPUs.
 
     There is no CUDA that could be asked.
@@ -48,7 +47,7 @@ def order(daemon: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
 @pytest.mark.parametrize(
     ("names", "mask"), [(("slow", "fast"), None), (("slow", "fast", "fast"), "1,2"), ((None, None), None)]
 )
-def test_on_mixed_gpus_an_order_of_cudas_own_is_refused_before_anything_is_leased(daemon, client, order, names, mask):
+def test_fastest_first_on_mixed_gpus_is_refused_before_leasing(daemon, client, order, names, mask):
     machine(daemon, *names)
     order("FASTEST_FIRST", mask)
     with pytest.raises(UnknownOrdinals, match=r"'FASTEST_FIRST'.*Set CUDA_DEVICE_ORDER=PCI_BUS_ID") as refused:
@@ -68,14 +67,14 @@ def test_on_mixed_gpus_an_order_of_cudas_own_is_refused_before_anything_is_lease
         (("slow", "fast"), "FASTEST_FIRST", "GPU-0,GPU-1", "FASTEST_FIRST"),
     ],
 )
-def test_where_the_order_is_known_gpus_are_found(daemon, client: Client, order, names, value, mask, set_to) -> None:
+def test_gpus_are_found_if_the_order_is_known(daemon, client: Client, order, names, value, mask, set_to) -> None:
     machine(daemon, *names)
     order(value, mask)
     assert find_usable_cuda_devices(1, client=client) == [0]
     assert os.environ["CUDA_DEVICE_ORDER"] == set_to
 
 
-def test_without_visible_gpus_their_order_does_not_matter(daemon: StandIn, client: Client, order) -> None:
+def test_without_visible_gpus_their_order_does_not_matter(daemon: FakeDaemon, client: Client, order) -> None:
     machine(daemon, "slow", "fast")
     order("FASTEST_FIRST", "")
     with pytest.raises(ValueError, match="no visible CUDA devices"):

@@ -26,8 +26,8 @@ def test_importing_loads_nothing_heavy(statement: str, heavy: set[str]) -> None:
 
 
 @pytest.mark.parametrize("name", gpulease.__all__)
-def test_every_public_name_can_be_had(name: str) -> None:
-    assert getattr(gpulease, name).__module__.startswith("gpulease.")
+def test_every_public_name_is_importable(name: str) -> None:
+    assert getattr(gpulease, name).__module__.startswith(("gpulease.", "gpulease_protocol."))
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

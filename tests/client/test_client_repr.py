@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from gpulease import AsyncClient, Client
+from tests.client.fake_daemon import FakeDaemon
 
-from .stand_in import StandIn
 
-
-def test_a_client_shows_where_its_daemon_is_and_no_token() -> None:
+def test_a_clients_repr_shows_its_addresses_and_no_token() -> None:
     with Client(["http://a:8750", "unix:///run/g.sock"], token="secret") as client:
         assert repr(client) == "<Client of http://a:8750, unix:///run/g.sock>"
     assert repr(AsyncClient("http://a:8750", token="secret")) == "<AsyncClient of http://a:8750>"
@@ -20,7 +19,7 @@ def test_an_address_is_shown_without_the_password_in_it() -> None:
         assert repr(client) == "<Client of http://ada:...@proxy:8750>"
 
 
-def test_a_lease_shows_its_id_its_gpus_and_whether_it_still_is_one(daemon: StandIn, client: Client) -> None:
+def test_a_leases_repr_shows_id_state_and_gpus(daemon: FakeDaemon, client: Client) -> None:
     lease = client.lease(1)
     assert repr(lease) == "<HeldLease L-1 active: a:0>"
     lease.release()
@@ -31,7 +30,7 @@ def test_a_lease_shows_its_id_its_gpus_and_whether_it_still_is_one(daemon: Stand
     assert repr(lost) == "<HeldLease L-2 lost: a:0>"
 
 
-def test_a_lease_in_an_event_loop_shows_the_same(daemon: StandIn) -> None:
+def test_an_async_leases_repr_shows_the_same(daemon: FakeDaemon) -> None:
     async def work() -> str:
         async with AsyncClient(daemon.url) as client, client.lease(1) as lease:
             return repr(lease)

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 import pytest
 
 from gpulease import Client
-from gpulease.model import Liveness
-from gpulease.owner import Owner
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.model import Liveness
+from tests.client.fake_daemon import FakeDaemon
 
-from .stand_in import StandIn
-
-pytestmark = pytest.mark.xdist_group("machine")  # it measures times: one such at a time
+pytestmark = pytest.mark.alone
 
 TTL_S = 1.5
 STOPPED_FOR_S = 2 * TTL_S + 0.5
@@ -26,7 +25,7 @@ ASK_S = 2.0
 HOLD = f"""
 import ctypes, sys, time, gpulease
 import gpulease.lease
-gpulease.lease.ASK_S = {ASK_S}
+gpulease.lease.CONFIRM_S = {ASK_S}
 held = gpulease.Client(sys.argv[1]).lease(1, ttl_s={TTL_S}, on_lost=lambda lease: print("lost", flush=True))
 print("held", flush=True)
 for line in sys.stdin:
@@ -37,7 +36,7 @@ for line in sys.stdin:
 
 
 @contextmanager
-def stopped(daemon: StandIn, until) -> Iterator[subprocess.Popen[str]]:
+def stopped(daemon: FakeDaemon, until) -> Iterator[subprocess.Popen[str]]:
     """A script that holds a lease and has been stopped for longer than its ttl."""
     words = [sys.executable, "-c", HOLD, daemon.url]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as script:
@@ -59,14 +58,14 @@ def word(script: subprocess.Popen[str]) -> str:
     return script.stdout.readline().strip()
 
 
-def test_a_request_names_its_owner_with_its_start_time(daemon: StandIn, client: Client) -> None:
+def test_a_request_names_its_owner_with_its_start_time(daemon: FakeDaemon, client: Client) -> None:
     with client.lease(1):
         pass
-    (asked,) = daemon.asked
-    assert (asked["owner_pid"], asked["owner_start_ticks"]) == (os.getpid(), Owner.this_process().start_ticks)
+    (asked,) = daemon.lease_requests
+    assert (asked["owner_pid"], asked["owner_start_ticks"]) == (os.getpid(), ProcessId.this_process().start_ticks)
 
 
-def test_a_watched_holder_that_was_stopped_asks_and_goes_on(daemon: StandIn, until) -> None:
+def test_a_watched_holder_that_was_stopped_confirms_its_lease(daemon: FakeDaemon, until) -> None:
     daemon.liveness = Liveness.PROCESS
     with stopped(daemon, until) as script:
         asked = daemon.count("renew")
@@ -78,7 +77,7 @@ def test_a_watched_holder_that_was_stopped_asks_and_goes_on(daemon: StandIn, unt
         assert word(script) == "mine"
 
 
-def test_a_watched_holder_whose_threads_could_not_run_asks_and_goes_on(daemon: StandIn, until) -> None:
+def test_a_watched_holder_whose_threads_could_not_run_confirms_its_lease(daemon: FakeDaemon, until) -> None:
     daemon.liveness = Liveness.PROCESS
     words = [sys.executable, "-c", HOLD, daemon.url]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as script:
@@ -95,7 +94,7 @@ def test_a_watched_holder_whose_threads_could_not_run_asks_and_goes_on(daemon: S
             script.kill()
 
 
-def test_a_watched_holder_that_was_stopped_believes_a_refusal_at_once(daemon: StandIn, until) -> None:
+def test_a_watched_holder_that_was_stopped_accepts_a_refusal_at_once(daemon: FakeDaemon, until) -> None:
     daemon.liveness = Liveness.PROCESS
     with stopped(daemon, until) as script:
         (lease_id,) = daemon.leases
@@ -106,7 +105,8 @@ def test_a_watched_holder_that_was_stopped_believes_a_refusal_at_once(daemon: St
         assert daemon.count("renew") > asked
 
 
-def test_a_watched_holder_that_was_stopped_waits_for_an_answer_so_long_and_no_longer(daemon: StandIn, until) -> None:
+@pytest.mark.alone
+def test_a_watched_holder_that_was_stopped_waits_a_bounded_time_for_a_response(daemon: FakeDaemon, until) -> None:
     daemon.liveness = Liveness.PROCESS
     with stopped(daemon, until) as script:
         daemon.fault = lambda line: "503" if "renew" in line else None
@@ -118,7 +118,7 @@ def test_a_watched_holder_that_was_stopped_waits_for_an_answer_so_long_and_no_lo
         assert daemon.count("renew") > asked + 2
 
 
-def test_a_holder_by_heartbeat_that_was_stopped_has_lost_its_lease_without_asking(daemon: StandIn, until) -> None:
+def test_a_heartbeat_holder_that_was_stopped_has_lost_its_lease(daemon: FakeDaemon, until) -> None:
     with stopped(daemon, until) as script:
         asked = daemon.count("renew")
         script.send_signal(signal.SIGCONT)
@@ -126,8 +126,9 @@ def test_a_holder_by_heartbeat_that_was_stopped_has_lost_its_lease_without_askin
         assert daemon.count("renew") == asked
 
 
-def test_a_watched_holder_that_runs_gives_up_as_soon_as_any_other(daemon: StandIn, client: Client) -> None:
-    """The daemon may let it expire: where its worker is silent as well, nobody sees the holder."""
+@pytest.mark.alone
+def test_a_watched_holder_that_was_not_stopped_gives_up_at_its_ttl(daemon: FakeDaemon, client: Client) -> None:
+    """The daemon may let it expire: if its worker is silent as well, no one sees the holder."""
     daemon.liveness = Liveness.PROCESS
     with client.lease(1, ttl_s=TTL_S) as lease:
         begun = time.monotonic()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from gpulease.model import (
+from gpulease_protocol.model import (
     Activity,
     Demand,
     Gpu,
@@ -17,7 +17,7 @@ from gpulease.model import (
     Node,
     NodeState,
 )
-from gpulease.table import duration, render
+from gpulease_protocol.status_table import format_duration, render_status
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 GIB = 1024**3
@@ -40,7 +40,7 @@ def lease(name: str, state: LeaseState, **more: object) -> Lease:
     return Lease(state=state, **(known | more))  # type: ignore[arg-type]
 
 
-def test_gpus_and_queue_stand_in_aligned_columns() -> None:
+def test_gpus_and_queue_are_in_aligned_columns() -> None:
     gpus = [
         gpu(1, memory_used_bytes=None, memory_total_bytes=80 * GIB, utilization_ratio=None),
         gpu(
@@ -69,32 +69,44 @@ def test_gpus_and_queue_stand_in_aligned_columns() -> None:
         command=("x",),
         created_at=NOW,
     )
-    assert render(gpus, leases, [job], NOW) == (
+    assert render_status(gpus, leases, [job], NOW) == (
         "GPU  NAME         MEMORY          UTIL  STATE            HOLDER               UNTIL      WHY NOT FREE\n"
         "0    NVIDIA H100  2.0 / 80.0 GiB  50%   leased (active)  ada (night?[31mrun)  in 1h 30m\n"
         "1    NVIDIA H100  ? / 80.0 GiB    ?     free             -                    -\n"
         "2    NVIDIA H100  ? / ? GiB       ?     foreign          -                    -          is used by pid 4242\n"
         "\n"
-        "QUEUE  WHO                  ASKS FOR              WAITING  LEASE\n"
-        "1      bob job resnet       2 GPUs                1m 05s   L-2\n"
-        "2      ada (night?[31mrun)  1 GPU like H100 on a  1m 05s   L-3\n"
+        "QUEUE  WHO                  WANTS                            WAITING  LEASE\n"
+        "1      bob job resnet       2 GPUs                           1m 05s   L-2\n"
+        "2      ada (night?[31mrun)  1 GPU on a, model contains H100  1m 05s   L-3\n"
     )
 
 
-def test_nodes_are_told_apart_only_when_there_are_several() -> None:
-    assert render([gpu(0), gpu(0, node="b")], [], [], NOW).startswith("NODE  GPU")
+def test_nodes_are_named_only_if_there_are_several() -> None:
+    assert render_status([gpu(0), gpu(0, node="b")], [], [], NOW).startswith("NODE  GPU")
 
 
 def test_an_unknown_node_says_why_and_its_gpus_keep_their_holders() -> None:
     node = Node(name="a", state=NodeState.UNKNOWN, reason="the probe hangs", gpu_count=1)
-    shown = render([gpu(0, GpuState.UNKNOWN, holder=ADA, reason="is unknown")], [], [], NOW, [node])
+    shown = render_status([gpu(0, GpuState.UNKNOWN, holder=ADA, reason="is unknown")], [], [], NOW, [node])
     assert "Node a is unknown: the probe hangs" in shown
     assert "ada" in shown
 
 
 def test_without_gpus_it_says_so() -> None:
-    assert render([], [], [], NOW) == "No GPUs are known.\n"
+    assert render_status([], [], [], NOW).startswith("No GPUs are known: no worker has reported yet. Start one")
+    empty, away = (
+        Node(name="a", state=NodeState.READY, gpu_count=0),
+        Node(name="b", state=NodeState.UNKNOWN, reason="silent", gpu_count=0),
+    )
+    assert render_status([], [], [], NOW, [empty]) == "No GPUs are known. There are none on a.\n"
+    assert render_status([], [], [], NOW, [away]) == "No GPUs are known.\nNode b is unknown: silent\n"
 
 
 def test_lengths_of_time_are_told_in_two_units() -> None:
-    assert [duration(length) for length in (-1, 5.9, 65, 3700, 90000)] == ["0s", "5s", "1m 05s", "1h 01m", "1d 1h"]
+    assert [format_duration(length) for length in (-1, 5.9, 65, 3700, 90000)] == [
+        "0s",
+        "5s",
+        "1m 05s",
+        "1h 01m",
+        "1d 1h",
+    ]

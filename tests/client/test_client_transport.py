@@ -20,11 +20,10 @@ from gpulease import (
     NotFound,
     Unavailable,
 )
-from gpulease.addresses import candidates, parse, unix
-from gpulease.route import Destination
-from gpulease.transport import Transport
-
-from .stand_in import StandIn
+from gpulease.sansio import sync_transport
+from gpulease.sansio.failover import Destination
+from gpulease_protocol.host.addresses import candidates, parse, unix
+from tests.client.fake_daemon import FakeDaemon
 
 
 def free_port() -> int:
@@ -34,12 +33,13 @@ def free_port() -> int:
 
 
 def once(fault: str, part: str) -> Callable[[str], str | None]:
-    """The first request whose line contains `part` meets the fault."""
+    """A fault for the first request line that contains `part`."""
     left = [fault]
     return lambda line: left.pop() if left and part in line else None
 
 
-def test_without_a_daemon_it_says_where_it_looked_and_what_to_do_within_2_s() -> None:
+@pytest.mark.alone
+def test_without_a_daemon_the_error_names_addresses_and_remedy_within_2_s() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     begun = time.monotonic()
     with pytest.raises(DaemonUnavailable, match="gpulease serve") as refused:
@@ -48,7 +48,7 @@ def test_without_a_daemon_it_says_where_it_looked_and_what_to_do_within_2_s() ->
     assert url in str(refused.value)
 
 
-def test_a_request_whose_answer_was_lost_is_asked_again_and_granted_once(daemon: StandIn, client: Client) -> None:
+def test_a_request_whose_response_was_lost_is_retried_and_granted_once(daemon: FakeDaemon, client: Client) -> None:
     client.gpus()
     daemon.fault = once("break", "POST /v1/leases")
     lease = client.request_lease(LeaseRequest(count=1))
@@ -56,20 +56,21 @@ def test_a_request_whose_answer_was_lost_is_asked_again_and_granted_once(daemon:
     assert list(daemon.leases) == [lease.id]
 
 
-def test_a_renewal_whose_answer_was_lost_is_sent_again(daemon: StandIn, client: Client) -> None:
+def test_a_renewal_whose_response_was_lost_is_retried(daemon: FakeDaemon, client: Client) -> None:
     lease = client.request_lease(LeaseRequest(count=1))
     daemon.fault = once("break", "renew")
-    assert client.renew(lease.id, lease.token).id == lease.id
+    assert client.renew(lease.id, lease.fencing_token).id == lease.id
     assert daemon.count("renew") == 2
 
 
-def test_a_daemon_that_cannot_record_is_asked_again(daemon: StandIn, client: Client) -> None:
+def test_a_daemon_that_cannot_commit_is_retried(daemon: FakeDaemon, client: Client) -> None:
     client.gpus()
     daemon.fault = once("503", "/v1/gpus")
     assert client.gpus() == ()
 
 
-def test_an_outage_without_end_is_not_sat_out_for_ever(daemon: StandIn, client: Client) -> None:
+@pytest.mark.alone
+def test_an_endless_outage_is_not_retried_forever(daemon: FakeDaemon, client: Client) -> None:
     client.gpus()
     daemon.fault = lambda line: "503"
     begun = time.monotonic()
@@ -78,7 +79,7 @@ def test_an_outage_without_end_is_not_sat_out_for_ever(daemon: StandIn, client: 
     assert time.monotonic() - begun < 2
 
 
-def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: StandIn, client: Client, until) -> None:
+def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon, client: Client, until) -> None:
     daemon.free = False
     held: list[object] = []
     waiter = threading.Thread(target=lambda: held.append(client.lease(1, wait_s=20)))
@@ -93,7 +94,8 @@ def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: StandIn, clie
     held[0].release()  # type: ignore[attr-defined]
 
 
-def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: StandIn) -> None:
+@pytest.mark.alone
+def test_a_daemon_that_never_responds_times_out(daemon: FakeDaemon) -> None:
     daemon.fault = lambda line: "hang"
     begun = time.monotonic()
     with pytest.raises(DaemonUnavailable, match=r"did not answer GET /v1/gpus within 0\.2 s"):
@@ -101,21 +103,21 @@ def test_a_daemon_that_never_answers_is_given_up_after_the_timeout(daemon: Stand
     assert time.monotonic() - begun < 1.5
 
 
-def test_a_call_that_meets_a_close_in_another_thread_opens_a_new_connection(daemon, client, monkeypatch) -> None:
+def test_a_call_during_close_in_another_thread_opens_a_new_connection(daemon, client, monkeypatch) -> None:
     client.gpus()
-    build = Transport._request
+    build = sync_transport.build_request
 
-    def build_and_close(transport: Transport, *parts: object) -> object:
-        request = build(transport, *parts)  # type: ignore[arg-type]
+    def build_and_close(*parts: Any) -> object:
+        request = build(*parts)
         monkeypatch.undo()
         client.close()
         return request
 
-    monkeypatch.setattr(Transport, "_request", build_and_close)
+    monkeypatch.setattr(sync_transport, "build_request", build_and_close)
     assert client.gpus() == ()
 
 
-def test_threads_that_make_the_first_call_at_once_leave_no_connection_open(daemon, monkeypatch) -> None:
+def test_concurrent_first_calls_leave_no_connection_open(daemon, monkeypatch) -> None:
     threads, opened = 8, []
     gate = threading.Barrier(threads)
     build = httpx2.Client.__init__
@@ -137,9 +139,7 @@ def test_threads_that_make_the_first_call_at_once_leave_no_connection_open(daemo
     assert all(connection.is_closed for connection in opened)
 
 
-def test_a_connection_that_comes_about_while_the_client_is_closed_is_closed_after_its_answer(
-    daemon, client, monkeypatch
-) -> None:
+def test_a_connection_opened_during_close_is_closed_after_its_response(daemon, client, monkeypatch) -> None:
     sockets = []
     connect = socket.create_connection
 
@@ -153,7 +153,7 @@ def test_a_connection_that_comes_about_while_the_client_is_closed_is_closed_afte
     assert [one.fileno() for one in sockets] == [-1]
 
 
-def test_an_answer_of_another_program_is_an_error_that_names_the_address(daemon: StandIn, client: Client) -> None:
+def test_a_response_of_another_program_is_an_error_that_names_the_address(daemon: FakeDaemon, client: Client) -> None:
     daemon.fault = lambda line: "html"
     with pytest.raises(GpuleaseError, match=daemon.url):
         client.gpus()
@@ -164,20 +164,20 @@ def test_an_unknown_id_is_not_found(client: Client) -> None:
         client.lease_by_id("../../nothing?x#y")
 
 
-def test_a_log_that_breaks_off_is_continued_where_it_broke_off(daemon: StandIn, client: Client) -> None:
+def test_a_log_stream_that_breaks_off_is_resumed(daemon: FakeDaemon, client: Client) -> None:
     daemon.fault = once("cut", "/logs")
     assert "".join(client.job_logs("j", follow=True)) == "one\ntwo\n"
     assert daemon.count("/logs") == 2
 
 
-def test_a_log_cut_inside_a_letter_is_put_together_again(daemon: StandIn, client: Client) -> None:
+def test_a_log_cut_inside_a_character_is_reassembled(daemon: FakeDaemon, client: Client) -> None:
     daemon.logs = ["ä".encode()[:1], "ä".encode()[1:]]
     daemon.fault = once("cut", "/logs")
     assert "".join(client.job_logs("j")) == "ä"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_talks_to_the_daemon_over_connections_of_its_own(daemon: StandIn, client: Client) -> None:
+def test_a_forked_child_opens_its_own_connections(daemon: FakeDaemon, client: Client) -> None:
     client.gpus()
     child = os.fork()
     if child == 0:
@@ -193,12 +193,12 @@ def test_a_forked_child_talks_to_the_daemon_over_connections_of_its_own(daemon: 
 @pytest.mark.parametrize(
     "url", ["ftp://host", "127.0.0.1:8750", "http://", "unix://relative", "unix:", "http://h:port", "http://h?x=1"]
 )
-def test_what_is_no_address_is_refused_with_an_example(url: str) -> None:
+def test_an_invalid_address_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(InvalidRequest, match=r"http://127\.0\.0\.1:8750"):
         Client(url)
 
 
-def test_addresses_are_the_argument_else_the_environment_else_this_machines_sockets(tmp_path: Path) -> None:
+def test_addresses_come_from_argument_environment_or_local_sockets(tmp_path: Path) -> None:
     place = tmp_path / "gpulease"
     place.mkdir()
     environ = {"GPULEASE_URL": "http://b:1", "XDG_DATA_HOME": str(tmp_path)}
@@ -207,9 +207,9 @@ def test_addresses_are_the_argument_else_the_environment_else_this_machines_sock
     assert [address.url for address in candidates(None, {})][-1] == "http://127.0.0.1:8750"
 
 
-def test_a_socket_that_nobody_listens_on_is_passed_over(daemon: StandIn, tmp_path: Path) -> None:
+def test_a_socket_without_a_listener_is_skipped(daemon: FakeDaemon, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "gpulease.sock"))
     places = (unix(tmp_path / "gpulease.sock"), parse(daemon.url))
-    with Client.to(Destination(places, interchangeable=False, token=None, timeout_s=1.0)) as client:
+    with Client.for_destination(Destination(places, interchangeable=False, bearer_token=None, timeout_s=1.0)) as client:
         assert client.gpus() == ()

@@ -1,4 +1,4 @@
-"""A holder stops trusting its lease before the daemon can give the GPUs to somebody else."""
+"""A holder stops trusting its lease before the daemon can grant the GPUs to another user."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 
 from gpulease import Client, LeaseLost
 from gpulease.lease import HeldLease
+from tests.client.fake_daemon import FakeDaemon
 
-from .stand_in import StandIn
-
-pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
+pytestmark = pytest.mark.alone
 
 TTL_S = 3.0
 DELAY_S = 1.0
@@ -23,7 +22,7 @@ LATE_S = 0.4
 class Grant:
     """Remembers when the daemon granted: its ttl counts from then, and no renewal reaches it."""
 
-    def __init__(self, daemon: StandIn) -> None:
+    def __init__(self, daemon: FakeDaemon) -> None:
         self._daemon = daemon
         self.at = float("inf")
 
@@ -44,7 +43,7 @@ class Grant:
         return time.monotonic() - self.at
 
 
-def test_a_grant_whose_answer_was_lost_is_not_trusted_from_the_next_answer(daemon: StandIn, client: Client) -> None:
+def test_trust_does_not_start_at_the_response_after_a_lost_one(daemon: FakeDaemon, client: Client) -> None:
     daemon.free, grant = False, Grant(daemon)
 
     def fault(line: str) -> str | None:
@@ -59,7 +58,7 @@ def test_a_grant_whose_answer_was_lost_is_not_trusted_from_the_next_answer(daemo
     grant.is_over(client.lease(1, wait_s=20, ttl_s=TTL_S))
 
 
-def test_a_grant_found_only_at_the_withdrawal_is_not_trusted_from_there(daemon: StandIn, client: Client) -> None:
+def test_trust_does_not_start_at_the_withdrawal(daemon: FakeDaemon, client: Client) -> None:
     daemon.free, grant = False, Grant(daemon)
     slow = threading.Event()
 
@@ -74,7 +73,7 @@ def test_a_grant_found_only_at_the_withdrawal_is_not_trusted_from_there(daemon: 
 
 
 @pytest.mark.parametrize("wait_s", [0, 20])
-def test_a_request_sent_again_is_trusted_from_its_first_sending(daemon: StandIn, client: Client, wait_s: float) -> None:
+def test_trust_starts_when_the_request_was_first_sent(daemon: FakeDaemon, client: Client, wait_s: float) -> None:
     client.gpus()
     grant = Grant(daemon)
 
@@ -89,7 +88,7 @@ def test_a_request_sent_again_is_trusted_from_its_first_sending(daemon: StandIn,
 
 
 @pytest.mark.parametrize("expired", [False, True])
-def test_a_grant_that_took_its_whole_ttl_to_arrive_is_renewed_before_it_counts(daemon, client, expired: bool) -> None:
+def test_a_grant_that_arrives_after_its_ttl_is_renewed_first(daemon, client, expired: bool) -> None:
     client.gpus()
     grant = Grant(daemon)
 

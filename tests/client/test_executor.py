@@ -17,12 +17,11 @@ from typing import Any
 import pytest
 
 from gpulease import AsyncClient, Client, GPUExecutor, InvalidRequest, NeverFits, NotNow
-from gpulease.executor import ProcessDied
+from gpulease.executor.executor import ProcessDied
+from tests.client import executor_tasks
+from tests.daemon import DaemonProcess, daemon, events, eventually
 
-from ..daemon import DaemonProcess, daemon, events, eventually
-from . import calls_for_processes as calls
-
-pytestmark = pytest.mark.xdist_group("machine")  # it starts many processes: one such at a time
+pytestmark = pytest.mark.busy
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +77,7 @@ def overlapping_grants(log: list[dict[str, Any]]) -> list[Any]:
 
 def test_twelve_tasks_on_four_gpus_never_share_one(client: Client, running: DaemonProcess, tmp_path: Path) -> None:
     with GPUExecutor(max_workers=8, client=client, label="sweep") as executor:
-        held = list(executor.map(calls.hold, [str(tmp_path)] * 12, map(str, range(12))))
+        held = list(executor.map(executor_tasks.hold, [str(tmp_path)] * 12, map(str, range(12))))
     assert len(held) == 12
     assert {len(gpus) for gpus, _, _ in held} == {1}
     assert len({gpus[0] for gpus, _, _ in held}) == 4
@@ -107,7 +106,7 @@ def test_twelve_tasks_of_one_event_loop_never_share_a_gpu(client: Client, runnin
     assert overlapping_grants(events(running)) == []
 
 
-def test_a_cancelled_task_of_an_event_loop_leaves_the_queue(client: Client, running: DaemonProcess) -> None:
+def test_a_cancelled_asyncio_task_leaves_the_queue(client: Client, running: DaemonProcess) -> None:
     async def work() -> None:
         async with AsyncClient(running.url) as waiting, waiting.lease(count=4, wait_s=20):
             asking = asyncio.ensure_future(waiting.lease(count=1, wait_s=60))
@@ -121,11 +120,11 @@ def test_a_cancelled_task_of_an_event_loop_leaves_the_queue(client: Client, runn
     asyncio.run(work())
 
 
-def test_the_process_has_its_lease_before_it_imports_anything_of_the_callers(client: Client, monkeypatch) -> None:
+def test_the_process_has_its_lease_before_it_imports_the_callers_modules(client: Client, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setenv("MASTER_PORT", "1")
     with GPUExecutor(gpus_per_task=2, client=client) as executor:
-        at_import, environ, pid = executor.submit(calls.environment).result(60)
+        at_import, environ, pid = executor.submit(executor_tasks.environment).result(60)
     assert environ["CUDA_VISIBLE_DEVICES"].count("GPU-") == 2
     assert at_import == environ["CUDA_VISIBLE_DEVICES"]
     assert int(environ["MASTER_PORT"]) > 1
@@ -136,12 +135,12 @@ def test_the_process_has_its_lease_before_it_imports_anything_of_the_callers(cli
 
 def test_an_error_comes_back_with_its_traceback_and_fails_alone(client: Client) -> None:
     with GPUExecutor(client=client) as executor:
-        failing, stubborn = executor.submit(calls.fail, "lr"), executor.submit(calls.fail_stubbornly)
-        good = executor.submit(calls.add, 1, two=2)
+        failing, stubborn = executor.submit(executor_tasks.fail, "lr"), executor.submit(executor_tasks.fail_stubbornly)
+        good = executor.submit(executor_tasks.add, 1, two=2)
         assert good.result(60) == 3
         error = failing.exception(60)
         assert isinstance(error, KeyError)
-        assert "calls_for_processes.py" in str(error.__cause__)
+        assert "executor_tasks.py" in str(error.__cause__)
         assert "in fail\n" in str(error.__cause__)
         assert isinstance(stubborn.exception(60), RuntimeError)
         assert "Stubborn" in str(stubborn.exception(60).__cause__)  # type: ignore[union-attr]
@@ -151,22 +150,20 @@ def test_an_error_comes_back_with_its_traceback_and_fails_alone(client: Client) 
     ("how", "kind", "words"),
     [("exit", ProcessDied, "exited with code 3"), ("kill", ProcessDied, "SIGKILL"), ("sys.exit", SystemExit, "4")],
 )
-def test_a_process_that_dies_is_the_error_of_its_own_future_only(
-    client: Client, how: str, kind: Any, words: str
-) -> None:
+def test_a_process_that_dies_fails_only_its_own_future(client: Client, how: str, kind: Any, words: str) -> None:
     with GPUExecutor(client=client) as executor:
-        dying, good = executor.submit(calls.die, how), executor.submit(calls.add, 1, 1)
+        dying, good = executor.submit(executor_tasks.die, how), executor.submit(executor_tasks.add, 1, 1)
         assert good.result(60) == 2
         error = dying.exception(60)
         assert isinstance(error, kind)
         assert words in str(error)
-        assert executor.submit(calls.add, 2, 2).result(60) == 4
+        assert executor.submit(executor_tasks.add, 2, 2).result(60) == 4
     eventually(lambda: all_free(client), 20)
 
 
-def test_a_killed_process_gives_its_gpus_back(client: Client, tmp_path: Path) -> None:
+def test_the_gpus_of_a_killed_process_are_released(client: Client, tmp_path: Path) -> None:
     with GPUExecutor(client=client) as executor:
-        future = executor.submit(calls.wait_until_ended, str(tmp_path), "pids")
+        future = executor.submit(executor_tasks.wait_until_ended, str(tmp_path), "pids")
         eventually(lambda: (tmp_path / "pids").exists() and bool((tmp_path / "pids").read_text()), 30)
         pid, grandchild = map(int, (tmp_path / "pids").read_text().split())
         os.kill(pid, signal.SIGKILL)
@@ -175,13 +172,13 @@ def test_a_killed_process_gives_its_gpus_back(client: Client, tmp_path: Path) ->
     eventually(lambda: all_free(client), 20)
 
 
-def test_what_cannot_be_sent_says_so_and_asks_for_no_gpu(client: Client) -> None:
+def test_a_call_that_cannot_be_pickled_fails_without_requesting_gpus(client: Client) -> None:
     asked = len(client.leases())
     with GPUExecutor(client=client) as executor:
-        for refused in (executor.submit(lambda: 1), executor.submit(calls.add, threading.Lock(), 1)):  # type: ignore[arg-type]
+        for refused in (executor.submit(lambda: 1), executor.submit(executor_tasks.add, threading.Lock(), 1)):  # type: ignore[arg-type]
             assert "cannot be sent to another process" in str(refused.exception(60))
         assert len(client.leases()) == asked
-        assert "cannot be pickled" in str(executor.submit(calls.return_what_cannot_be_sent).exception(60))
+        assert "cannot be pickled" in str(executor.submit(executor_tasks.return_what_cannot_be_sent).exception(60))
 
 
 def test_only_max_workers_wait_in_the_queue_and_a_cancelled_one_leaves_it(client: Client, tmp_path: Path) -> None:
@@ -189,7 +186,7 @@ def test_only_max_workers_wait_in_the_queue_and_a_cancelled_one_leaves_it(client
         return len(client.leases("queued"))
 
     with client.lease(count=4, wait_s=20) as everything, GPUExecutor(2, client=client) as executor:
-        futures = [executor.submit(calls.hold, str(tmp_path), name, 0.0) for name in "abcde"]
+        futures = [executor.submit(executor_tasks.hold, str(tmp_path), name, 0.0) for name in "abcde"]
         eventually(lambda: queued() == 2, 20)
         assert futures[0].cancel()
         assert futures[4].cancel()
@@ -202,47 +199,47 @@ def test_only_max_workers_wait_in_the_queue_and_a_cancelled_one_leaves_it(client
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", "d"]
 
 
-def test_a_wait_that_is_over_and_gpus_that_never_come_are_errors_of_the_future(client: Client) -> None:
+def test_a_wait_that_times_out_or_is_in_vain_fails_the_future(client: Client) -> None:
     with client.lease(count=4, wait_s=20), GPUExecutor(client=client, wait_s=0.1) as executor:
-        assert isinstance(executor.submit(calls.add, 1, 1).exception(60), NotNow)
+        assert isinstance(executor.submit(executor_tasks.add, 1, 1).exception(60), NotNow)
     with GPUExecutor(gpus_per_task=5, client=client) as executor:
-        assert isinstance(executor.submit(calls.add, 1, 1).exception(60), NeverFits)
+        assert isinstance(executor.submit(executor_tasks.add, 1, 1).exception(60), NeverFits)
 
 
-def test_shutdown_with_cancel_futures_lets_what_runs_finish(client: Client, tmp_path: Path) -> None:
+def test_shutdown_with_cancel_futures_lets_running_tasks_finish(client: Client, tmp_path: Path) -> None:
     executor = GPUExecutor(1, client=client)
-    futures = [executor.submit(calls.hold, str(tmp_path), name, 0.5) for name in "ab"]
+    futures = [executor.submit(executor_tasks.hold, str(tmp_path), name, 0.5) for name in "ab"]
     eventually((tmp_path / "a").exists, 30)
     executor.shutdown(cancel_futures=True)
     assert futures[0].result(0)
     with pytest.raises(CancelledError):
         futures[1].result(0)
     with pytest.raises(RuntimeError, match="after shutdown"):
-        executor.submit(calls.add, 1, 1)
+        executor.submit(executor_tasks.add, 1, 1)
 
 
 def test_a_lost_lease_ends_the_process(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpulease.executor.TTL_S", 3.0)
+    monkeypatch.setattr("gpulease.executor.executor.TTL_S", 3.0)
     with GPUExecutor(client=client) as executor:
-        future = executor.submit(calls.wait_until_ended, str(tmp_path), "pids")
+        future = executor.submit(executor_tasks.wait_until_ended, str(tmp_path), "pids")
         eventually(lambda: (tmp_path / "pids").exists() and bool((tmp_path / "pids").read_text()), 30)
         (lease,) = client.leases("active")
-        client.release(lease.id, lease.token)
+        client.release(lease.id, lease.fencing_token)
         assert "was lost" in str(future.exception(60))
     assert all(map(gone, map(int, (tmp_path / "pids").read_text().split())))
 
 
 PROGRAM = """
 import os, signal, sys
-import gpulease.executor
-from tests.client import calls_for_processes as calls
-gpulease.executor.TTL_S = 3.0
+import gpulease.executor.executor
+from tests.client import executor_tasks
+gpulease.executor.executor.TTL_S = 3.0
 if __name__ == "__main__":
     {body}
 """
 BLOCK = """
     with gpulease.GPUExecutor() as executor:
-        executor.submit(calls.wait_until_ended, {directory!r}, "pids")
+        executor.submit(executor_tasks.wait_until_ended, {directory!r}, "pids")
         {then}"""
 
 
@@ -256,7 +253,7 @@ BLOCK = """
     ],
     ids=["ctrl-c in the block", "ctrl-c at its end", "killed", "without shutdown"],
 )
-def test_a_program_that_ends_takes_its_tasks_with_it(
+def test_a_program_that_exits_ends_its_tasks(
     client: Client, running: DaemonProcess, tmp_path: Path, then: str, sent: int | None, code: int
 ) -> None:
     program = tmp_path / "program.py"
@@ -276,7 +273,7 @@ def test_a_program_that_ends_takes_its_tasks_with_it(
     pid, grandchild = map(int, (tmp_path / "pids").read_text().split())
     eventually(lambda: gone(pid), 20)
     if sent == signal.SIGKILL:
-        os.kill(grandchild, signal.SIGKILL)  # nobody is left who could end it but the daemon's worker
+        os.kill(grandchild, signal.SIGKILL)  # only the daemon's worker is left to end it
     eventually(lambda: gone(grandchild), 20)
     eventually(lambda: not client.leases("active") and all_free(client), 90)
 
@@ -289,7 +286,7 @@ def wait_then(directory: Path, then: str) -> str:
         {then}"""
 
 
-def test_a_main_module_that_submits_when_it_is_imported_is_told_better(running: DaemonProcess, tmp_path: Path) -> None:
+def test_a_main_module_that_submits_on_import_gets_an_error(running: DaemonProcess, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import gpulease\nwith gpulease.GPUExecutor() as e:\n    print(e.submit(max, 1, 2).result())\n")
     environ = os.environ | {"GPULEASE_URL": running.url, "PYTHONPATH": path()}
@@ -303,7 +300,7 @@ def test_a_main_module_that_submits_when_it_is_imported_is_told_better(running: 
 def test_progress_is_shown_on_stderr(running: DaemonProcess, tmp_path: Path) -> None:
     body = """
     with gpulease.GPUExecutor(progress=True, label="sweep") as executor:
-        print(sum(executor.map(calls.add, range(3), range(3))))"""
+        print(sum(executor.map(executor_tasks.add, range(3), range(3))))"""
     environ = os.environ | {"GPULEASE_URL": running.url, "PYTHONPATH": path()}
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(body=body))
@@ -325,10 +322,10 @@ def test_progress_without_rich_says_what_to_install(client: Client, monkeypatch)
     "wrong",
     [{"max_workers": 0}, {"gpus_per_task": 0}, {"gpus_per_task": "2"}, {"gpus_per_task": True}, {"mp_context": "fork"}],
 )
-def test_arguments_that_make_no_sense_are_refused(client: Client, wrong: dict[str, Any]) -> None:
+def test_invalid_arguments_are_refused(client: Client, wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
         GPUExecutor(client=client, **wrong)
 
 
 def path() -> str:
-    return os.pathsep.join([str(ROOT), str(ROOT / "client"), str(ROOT / "server")])
+    return os.pathsep.join([str(ROOT), *(str(ROOT / folder) for folder in ("protocol", "client", "worker", "server"))])

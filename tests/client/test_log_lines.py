@@ -1,4 +1,4 @@
-"""The lines of a log: their two forms, what is left out of them, and that they hold nobody up."""
+"""Log lines: their two formats, redaction, and that writing them never blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpulease.log_lines import MAX_WAITING, HumanLine, JsonLine, fields
+from gpulease_protocol.host.logging import MAX_WAITING, HumanLine, JsonLine, fields
 
 SECRETS = [
     "postgresql://me:hunter2@host/name failed",
@@ -37,7 +37,7 @@ def failing(text: str) -> Any:
         return sys.exc_info()
 
 
-def test_a_line_of_json_has_its_fields() -> None:
+def test_a_json_line_has_the_fields() -> None:
     line = JsonLine("serve").format(record("lease.granted", **fields(lease_id="lease-1", gpus=("a", "b"), reason=None)))
     found = json.loads(line)
     assert found.pop("at").endswith("Z")
@@ -51,7 +51,7 @@ def test_a_line_of_json_has_its_fields() -> None:
     }
 
 
-def test_a_field_does_not_stand_for_another() -> None:
+def test_a_field_does_not_overwrite_another() -> None:
     assert json.loads(JsonLine("serve").format(record("x", **fields(level="none", message="y"))))["level"] == "info"
 
 
@@ -66,7 +66,7 @@ def test_a_line_for_people() -> None:
 
 @pytest.mark.parametrize("text", ["two\nlines", "\x1b[2J", "a\r\nERROR forged", "\udcff", "\u2028"], ids=ascii)
 @pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine()], ids=["json", "human"])
-def test_whatever_a_user_has_written_a_line_stays_one_line(form: logging.Formatter, text: str) -> None:
+def test_user_text_cannot_break_a_log_line(form: logging.Formatter, text: str) -> None:
     line = form.format(record(text, **fields(label=text))).encode(errors="backslashreplace").decode()
     assert "\n" not in line
     assert "\r" not in line
@@ -75,19 +75,19 @@ def test_whatever_a_user_has_written_a_line_stays_one_line(form: logging.Formatt
 
 @pytest.mark.parametrize("text", SECRETS)
 @pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine()], ids=["json", "human"])
-def test_no_password_and_no_token_is_in_a_line(form: logging.Formatter, text: str) -> None:
+def test_passwords_and_tokens_are_redacted(form: logging.Formatter, text: str) -> None:
     line = form.format(record(text, exc_info=failing(text), **fields(reason=text, several=[text])))
     assert "hunter2" not in line
     assert "ValueError" in line
 
 
-def test_a_line_has_an_end() -> None:
+def test_the_length_of_a_line_is_bounded() -> None:
     assert len(JsonLine("serve").format(record("x" * 10**6, exc_info=failing("y" * 10**6)))) < 10**5
 
 
 PROGRAM = """
 import logging, os, sys
-from gpulease.log_lines import LogFormat, LogLevel, logging_to_stderr
+from gpulease_protocol.host.logging import LogFormat, LogLevel, logging_to_stderr
 log = logging.getLogger("test")
 with logging_to_stderr("test", LogFormat(sys.argv[1]), LogLevel("info")):
     for number in range(int(sys.argv[2])):
@@ -116,7 +116,7 @@ def program() -> Iterator[Any]:
         process.communicate()
 
 
-def test_what_was_logged_is_written_before_the_end(program: Any) -> None:
+def test_log_records_are_written_before_exit(program: Any) -> None:
     process = program("auto", 500, stderr=subprocess.PIPE)
     _, said = process.communicate(timeout=60)
     lines = [json.loads(line) for line in said.splitlines()]
@@ -137,21 +137,21 @@ def test_on_a_terminal_lines_are_for_people(program: Any) -> None:
     assert "{" not in line
 
 
-def test_a_reader_that_is_stuck_holds_nobody_up(program: Any) -> None:
+def test_a_stuck_reader_blocks_no_one(program: Any) -> None:
     process = program("json", 3 * MAX_WAITING, stderr=subprocess.PIPE)
     assert process.stdout is not None
-    assert process.stdout.read(4) == b"done"  # nobody has read a line so far, and the pipe is full
+    assert process.stdout.read(4) == b"done"  # no line has been read so far, and the pipe is full
     process.wait(60)
     assert process.returncode == 0
 
 
-def test_lines_that_nobody_took_are_counted(program: Any) -> None:
+def test_dropped_lines_are_counted(program: Any) -> None:
     process = program("json", 3 * MAX_WAITING, stderr=subprocess.PIPE, stdin=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.read(4) == b"done"
     assert process.stderr is not None
     written = 0
-    while "left out" not in (message := json.loads(process.stderr.readline())["message"]):
+    while "were dropped" not in (message := json.loads(process.stderr.readline())["message"]):
         written += 1
     assert written + int(message.split()[0]) == 3 * MAX_WAITING
     assert written > MAX_WAITING

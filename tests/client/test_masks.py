@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpulease import cuda, launchers, masks
-from gpulease.errors import UnknownOrdinals
-from gpulease.launchers import mask_for
-from gpulease.model import Device, Launcher, Mask
-
-from .stand_in_cuda import Card, Cuda, machine
+from gpulease.cuda import index_mask, libcuda
+from gpulease_protocol import launchers
+from gpulease_protocol.errors import UnknownOrdinals
+from gpulease_protocol.launchers import choose_mask
+from gpulease_protocol.model import Device, Launcher, Mask
+from tests.client.stand_in_cuda import Card, Cuda, machine
 
 LOST = Card("aa110000000000000000000000000000", kind="u")
 SLOW = Card("bb220000000000000000000000000000", speed=1)
@@ -57,12 +57,12 @@ ORDINALS = Path(__file__).parents[2] / "docs" / "ordinals.md"
         ("plain", "nvidia-smi -L", False),
     ],
 )
-def test_only_what_is_known_to_read_numbers_gets_them_unasked(launcher: str, command: str, by_index: bool) -> None:
-    assert (mask_for(Launcher(launcher), command.split()) is Mask.INDICES) is by_index
+def test_only_programs_known_to_read_numbers_get_them_by_default(launcher: str, command: str, by_index: bool) -> None:
+    assert (choose_mask(Launcher(launcher), command.split()) is Mask.INDICES) is by_index
 
 
-@pytest.mark.parametrize("name", launchers.READS_NUMBERS)
-def test_the_page_names_what_gets_numbers_unasked(name: str) -> None:
+@pytest.mark.parametrize("name", launchers.READS_INDICES)
+def test_the_page_lists_the_programs_that_get_numbers_by_default(name: str) -> None:
     assert f"`{name}`" in ORDINALS.read_text()
 
 
@@ -79,11 +79,11 @@ def devices(*cards: Card) -> list[Device]:
 def bound(library: Cuda, leased: tuple[Card, ...], *cards: Card, **more: str) -> dict[str, str]:
     """The environment of a program under a lease, by number."""
     environ = library.environment | {"STAND_IN_CUDA": machine(*cards), "CUDA_VISIBLE_DEVICES": "7"} | more
-    return masks.by_index(environ, devices(*leased), simulated=False)
+    return index_mask.with_index_mask(environ, devices(*leased), simulated=False)
 
 
 def shown(environ: Mapping[str, str]) -> list[str]:
-    return cuda.ask(environ)
+    return libcuda.query_devices(environ)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def shown(environ: Mapping[str, str]) -> list[str]:
         ((SPLIT, SLOW, FAST), (FAST,), "2"),
     ],
 )
-def test_a_number_is_cudas_whatever_it_leaves_out_and_whatever_it_takes_for_fastest(
+def test_an_index_is_cudas_whatever_cuda_hides_or_takes_for_fastest(
     library: Cuda, cards: tuple[Card, ...], leased: tuple[Card, ...], mask: str
 ) -> None:
     environ = bound(library, leased, *cards, CUDA_DEVICE_ORDER="FASTEST_FIRST")
@@ -104,8 +104,8 @@ def test_a_number_is_cudas_whatever_it_leaves_out_and_whatever_it_takes_for_fast
     assert shown(environ) == [card.uuid for card in leased]
 
 
-def test_simulated_gpus_keep_the_daemons_labels() -> None:
-    environ = masks.by_index({"HOME": "/"}, devices(SLOW, FAST), simulated=True)
+def test_simulated_gpus_keep_the_daemons_indices() -> None:
+    environ = index_mask.with_index_mask({"HOME": "/"}, devices(SLOW, FAST), simulated=True)
     assert environ == {"HOME": "/", "CUDA_VISIBLE_DEVICES": "5,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
@@ -118,7 +118,7 @@ def test_simulated_gpus_keep_the_daemons_labels() -> None:
         ((SLOW, FAST), {"STAND_IN_FAILS": "dies"}, "the driver fell over"),
     ],
 )
-def test_a_number_that_is_not_known_is_not_guessed(
+def test_an_unknown_index_is_not_guessed(
     library: Cuda, cards: tuple[Card, ...], more: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UnknownOrdinals, match="The numbers that CUDA gives these GPUs are not known") as refused:
@@ -126,7 +126,7 @@ def test_a_number_that_is_not_known_is_not_guessed(
     assert words in str(refused.value)
 
 
-def test_without_a_library_there_are_no_numbers(tmp_path: Path) -> None:
+def test_without_libcuda_there_are_no_indices(tmp_path: Path) -> None:
     library = Cuda(tmp_path)
     library.is_missing()
     with pytest.raises(UnknownOrdinals, match=r"libcuda\.so\.1"):
@@ -136,7 +136,7 @@ def test_without_a_library_there_are_no_numbers(tmp_path: Path) -> None:
 def test_a_driver_that_hangs_is_waited_for_so_long_and_no_longer(
     library: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masks, "ASK_S", 0.5)
+    monkeypatch.setattr(index_mask, "QUERY_TIMEOUT_S", 0.5)
     begun = time.monotonic()
     with pytest.raises(UnknownOrdinals, match=r"it did not answer within 0\.5 s"):
         bound(library, (SLOW,), SLOW, STAND_IN_FAILS="hang")
@@ -149,5 +149,5 @@ def test_a_mask_under_which_cuda_shows_other_gpus_is_not_used() -> None:
     def ask(environ: Mapping[str, str]) -> list[str]:
         return [SLOW.uuid] if "CUDA_VISIBLE_DEVICES" in environ else [SLOW.uuid, FAST.uuid]
 
-    with pytest.raises(cuda.CudaFailed, match=f"CUDA_VISIBLE_DEVICES=1 it shows {SLOW.uuid} instead of {FAST.uuid}"):
-        masks.numbers([FAST.uuid], os.environ, ask)
+    with pytest.raises(libcuda.CudaError, match=f"CUDA_VISIBLE_DEVICES=1 it shows {SLOW.uuid} instead of {FAST.uuid}"):
+        index_mask.cuda_indices([FAST.uuid], os.environ, ask)

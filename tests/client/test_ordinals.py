@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Gpu, GpuState, UnknownOrdinals
-from gpulease.ordinals import visible_devices, visible_gpus
+from gpulease.cuda.ordinals import masked_positions, visible_gpus
 
 A, B, C = "GPU-aa11", "GPU-ab22", "GPU-cc33"
 
@@ -42,8 +42,8 @@ A, B, C = "GPU-aa11", "GPU-ab22", "GPU-cc33"
         ("MIG-1", []),
     ],
 )
-def test_a_mask_shows_what_cuda_would_show(mask: str | None, visible: list[int]) -> None:
-    assert visible_devices(mask, [A, B, C]) == visible
+def test_a_mask_selects_what_cuda_would_show(mask: str | None, visible: list[int]) -> None:
+    assert masked_positions(mask, [A, B, C]) == visible
 
 
 def host(*minor_numbers: int | None) -> list[Gpu]:
@@ -74,7 +74,7 @@ def root(tmp_path: Path) -> Path:
         ((), (3, 2, 1, 0), None, [0, 1, 2, 3]),
     ],
 )
-def test_in_a_container_the_gpus_whose_device_file_is_there_are_counted(
+def test_in_a_container_gpus_with_a_device_file_are_counted(
     root: Path, files: tuple[int, ...], minor_numbers: tuple[int | None, ...], mask: str | None, visible: list[int]
 ) -> None:
     for number in files:
@@ -85,14 +85,14 @@ def test_in_a_container_the_gpus_whose_device_file_is_there_are_counted(
     assert shown.ordinals(f"GPU-{index}" for index in visible) == list(range(len(visible)))
 
 
-def test_device_files_that_cannot_be_told_apart_are_not_guessed(root: Path) -> None:
+def test_ambiguous_device_files_are_not_guessed(root: Path) -> None:
     """Of the two GPUs one is here, and the driver tells no minor number. CUDA is asked, and knows neither."""
     (root / "dev/nvidia0").touch()
-    with pytest.raises(UnknownOrdinals, match=r"by their full UUIDs|leases none"):
+    with pytest.raises(UnknownOrdinals, match=r"by full UUID|leases none"):
         visible_gpus(host(None, None), {}, root=root)
 
 
-def test_a_device_file_that_may_not_be_opened_shows_no_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_with_an_inaccessible_device_file_is_not_shown(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under a cgroup of devices. root may open everything, so the kernel's answer is given here."""
     for number in (0, 1, 2):
         (root / f"dev/nvidia{number}").touch()
@@ -100,6 +100,6 @@ def test_a_device_file_that_may_not_be_opened_shows_no_gpu(root: Path, monkeypat
     assert [gpu.index for gpu in visible_gpus(host(0, 1, 2), {}, root=root).gpus] == [0, 2]
 
 
-def test_gpus_that_are_simulated_need_no_device_file(root: Path) -> None:
+def test_simulated_gpus_need_no_device_file(root: Path) -> None:
     (root / "dev/nvidia0").touch()
     assert len(visible_gpus(host(0, 1, 2), {}, root=root, simulated=True).gpus) == 3

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .stand_in_cuda import Card, Cuda, machine
+from tests.client.stand_in_cuda import Card, Cuda, machine
 
 SLOW = Card("aa110000000000000000000000000000", speed=1)
 FAST = Card("ab220000000000000000000000000000", speed=9)
@@ -92,7 +92,7 @@ def means(result: dict[str, Any], *cards: Card | None) -> bool:
         ("GPU-a", None, ()),
     ],
 )
-def test_before_cuda_starts_the_environment_counts(look: Look, mask, order, visible) -> None:
+def test_before_cuda_is_initialized_the_environment_counts(look: Look, mask, order, visible) -> None:
     assert means(look(mask=mask, order=order), *visible)
 
 
@@ -109,7 +109,7 @@ def test_before_cuda_starts_the_environment_counts(look: Look, mask, order, visi
         {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"},
     ],
 )
-def test_once_cuda_is_initialised_what_it_read_then_counts(look: Look, mask, order, changed) -> None:
+def test_once_cuda_is_initialized_the_environment_at_that_time_counts(look: Look, mask, order, changed) -> None:
     in_order = MIXED if order == "PCI_BUS_ID" else MIXED[::-1]
     visible = {None: in_order, "2,0": (in_order[2], in_order[0]), FAST.uuid: (FAST,)}[mask]
     assert means(look(mask=mask, order=order, initialised=True, changed=changed), *visible)
@@ -120,13 +120,13 @@ def test_once_cuda_is_initialised_what_it_read_then_counts(look: Look, mask, ord
     "mask",
     ["0,0", "1, 2", "+1", "1gpu", f"{FAST.uuid}, {SLOW.uuid}", FAST.uuid.upper(), f"{FAST.uuid},0", f"0,{FAST.uuid}"],
 )
-def test_a_mask_of_which_nvidia_says_nothing_is_read_as_this_driver_reads_it(look: Look, mask: str, reads: str) -> None:
+def test_an_undocumented_mask_is_read_as_the_driver_reads_it(look: Look, mask: str, reads: str) -> None:
     result = look(mask=mask, STAND_IN_READS=reads)
     assert result["devices"] == result["shown"]
     assert not result["called"]
 
 
-def test_a_gpu_that_cuda_leaves_out_moves_no_number(cuda: Cuda) -> None:
+def test_a_gpu_that_cuda_hides_shifts_no_ordinal(cuda: Cuda) -> None:
     lost = case((SLOW, FASTER), known=MIXED)
     lost["gpus"][1]["health"] = "lost"
     (result,) = cuda.look([lost])
@@ -149,12 +149,12 @@ def on(root: Path, one: dict[str, Any], *minor_numbers: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mask", [None, "0,1,2"])
-def test_a_device_file_of_a_gpu_that_the_daemon_does_not_know_has_cuda_asked(cuda: Cuda, root: Path, mask) -> None:
+def test_a_device_file_of_an_unknown_gpu_has_cuda_queried(cuda: Cuda, root: Path, mask) -> None:
     (result,) = cuda.look([on(root, case((SLOW, STRANGE, FASTER), mask, known=(SLOW, FASTER)), 0, 2)])
     assert means(result, SLOW, None, FASTER)
 
 
-def test_whole_uuids_mean_the_same_whatever_else_there_is(cuda: Cuda, root: Path) -> None:
+def test_full_uuids_are_never_ambiguous(cuda: Cuda, root: Path) -> None:
     mask = f"{FASTER.uuid},{SLOW.uuid}"
     one = case((SLOW, STRANGE, FASTER), mask, known=(SLOW, FASTER), STAND_IN_FAILS="999")  # which would be noticed
     (result,) = cuda.look([on(root, one, 0, 2)])
@@ -163,7 +163,7 @@ def test_whole_uuids_mean_the_same_whatever_else_there_is(cuda: Cuda, root: Path
 
 @pytest.mark.parametrize("pipes", [None, "/run/pipes"])
 @pytest.mark.parametrize(("mask", "asked"), [("2", True), (None, True), (FASTER.uuid, False), ("", False)])
-def test_where_an_mps_daemon_may_renumber_cuda_is_asked(cuda: Cuda, root: Path, pipes, mask, asked: bool) -> None:
+def test_cuda_is_queried_if_an_mps_daemon_may_renumber(cuda: Cuda, root: Path, pipes, mask, asked: bool) -> None:
     directory = root / (pipes or "/tmp/nvidia-mps").lstrip("/")
     directory.mkdir(parents=True)
     (directory / "control").touch()
@@ -175,35 +175,35 @@ def test_where_an_mps_daemon_may_renumber_cuda_is_asked(cuda: Cuda, root: Path, 
 
 
 @pytest.mark.parametrize("initialised", [False, True])
-def test_a_device_that_is_not_the_daemons_keeps_its_number_and_is_not_asked_for(look: Look, initialised: bool) -> None:
+def test_a_device_unknown_to_the_daemon_keeps_its_ordinal(look: Look, initialised: bool) -> None:
     known = (SLOW, FASTER)
     result = look((STRANGE, *known), order="FASTEST_FIRST", initialised=initialised, known=known)
     assert means(result, FASTER, None, SLOW)
     assert result["ordinals"] == [0, 2]
 
 
-def test_where_the_daemon_knows_none_of_the_devices_the_call_refuses(look: Look) -> None:
+def test_devices_that_are_all_unknown_to_the_daemon_are_refused(look: Look) -> None:
     refused = look((STRANGE,), initialised=True, known=MIXED)["refused"]
     assert refused.startswith(f"UnknownOrdinals: CUDA shows this process {STRANGE.uuid}, and the daemon leases none")
 
 
 @pytest.mark.parametrize("flags", [(), ("OLD",)], ids=["driver tells slices", "driver tells their GPU"])
 @pytest.mark.parametrize("initialised", [False, True])
-def test_a_slice_is_never_taken_for_its_gpu(tmp_path: Path, look: Look, initialised: bool, flags) -> None:
+def test_a_mig_slice_is_never_taken_for_its_gpu(tmp_path: Path, look: Look, initialised: bool, flags) -> None:
     library = Cuda(tmp_path, *flags)
     cards = (SPLIT, SLOW, SPLIT_BARE, FAST)
     assert means(look(cards, library, order="PCI_BUS_ID", initialised=initialised), None, SLOW, FAST)
     assert "MIG slices" in look((SPLIT,), library, initialised=initialised)["refused"]
 
 
-def test_a_slice_of_a_gpu_that_was_split_a_moment_ago_is_not_taken_for_the_whole(look: Look) -> None:
+def test_a_mig_slice_unknown_to_the_daemon_is_not_taken_for_its_gpu(look: Look) -> None:
     """The daemon's reading is older. The UUID that CUDA tells is the slice's."""
     not_yet_known = Card(SPLIT.digits, SPLIT.speed)
     assert means(look((SPLIT, SLOW), initialised=True, known=(not_yet_known, SLOW)), None, SLOW)
 
 
 @pytest.mark.parametrize("mask", ["MIG-aa", "MIG-GPU-aa/1/2", "MIG-aa,MIG-bb", "0,MIG-aa", " mig-aa"])
-def test_a_mask_that_names_a_slice_is_refused(look: Look, mask: str) -> None:
+def test_a_mask_with_a_mig_slice_is_refused(look: Look, mask: str) -> None:
     refused = look(mask=mask)["refused"]
     assert "names the MIG slice" in refused
     assert "gpulease leases whole GPUs" in refused
@@ -216,20 +216,20 @@ def test_a_mask_that_names_a_slice_is_refused(look: Look, mask: str) -> None:
         ("dies", "the process that asked it ended with code -6: the driver fell over"),
     ],
 )
-def test_cuda_that_fails_where_only_it_could_tell_is_a_refusal(look: Look, fails: str, story: str) -> None:
+def test_a_failing_query_in_an_ambiguous_case_is_refused(look: Look, fails: str, story: str) -> None:
     refused = look(order="FASTEST_FIRST", STAND_IN_FAILS=fails)["refused"]
     assert story in refused
     assert "Set CUDA_DEVICE_ORDER=PCI_BUS_ID" in refused
 
 
-def test_cuda_that_hangs_is_given_up_in_time(cuda: Cuda) -> None:
+def test_a_query_that_hangs_times_out(cuda: Cuda) -> None:
     program = """
 import os, time
-from gpulease import cuda
+from gpulease.cuda import libcuda
 begun = time.monotonic()
 try:
-    cuda.ask(os.environ, within_s=0.5)
-except cuda.CudaFailed as error:
+    libcuda.query_devices(os.environ, within_s=0.5)
+except libcuda.CudaError as error:
     print(error)
 print(time.monotonic() - begun < 5)
 os.wait()
@@ -241,16 +241,14 @@ os.wait()
     assert time.monotonic() - begun < 30
 
 
-def test_without_libcuda_only_an_odd_mask_on_a_machine_without_gpus_is_read_as_torch_does(
-    root: Path, tmp_path: Path
-) -> None:
+def test_without_libcuda_and_gpus_an_undocumented_mask_is_read_as_in_torch(root: Path, tmp_path: Path) -> None:
     library = Cuda(tmp_path)
     library.is_missing()
     program = """
 import sys
 from pathlib import Path
-from gpulease.model import Gpu, GpuState
-from gpulease.ordinals import visible_gpus
+from gpulease_protocol.model import Gpu, GpuState
+from gpulease.cuda.ordinals import visible_gpus
 gpus = [Gpu(uuid=f"GPU-{i}", node="a", index=i, name=str(i), minor_number=i, state=GpuState.FREE) for i in range(3)]
 try:
     print([gpu.index for gpu in visible_gpus(gpus, root=Path(sys.argv[1])).gpus])
@@ -261,19 +259,19 @@ except RuntimeError as error:
     assert library.python(program, bare, CUDA_VISIBLE_DEVICES="2gpu, 1").stdout == "[2, 1]\n"
     for place, variable, value, remedy in (
         (bare, "CUDA_DEVICE_ORDER", "FASTEST_FIRST", "Set CUDA_DEVICE_ORDER=PCI_BUS_ID"),
-        (str(root), "CUDA_VISIBLE_DEVICES", "2gpu, 1", "by their full UUIDs"),
+        (str(root), "CUDA_VISIBLE_DEVICES", "2gpu, 1", "by full UUID"),
     ):
         refused = library.python(program, place, **{variable: value}).stdout
         assert "CUDA cannot be asked: " in refused
         assert remedy in refused
 
 
-def test_a_child_forked_from_a_process_that_uses_cuda_goes_by_the_environment(cuda: Cuda) -> None:
+def test_the_environment_counts_in_a_child_forked_after_cuda_was_initialized(cuda: Cuda) -> None:
     """CUDA cannot be used there: error 3 from everything. What the child starts obeys the environment."""
     program = f"""
 import os, subprocess, sys, using_cuda
-from gpulease.model import Gpu, GpuState
-from gpulease.ordinals import visible_gpus
+from gpulease_protocol.model import Gpu, GpuState
+from gpulease.cuda.ordinals import visible_gpus
 assert using_cuda.init() == 0
 os.environ["CUDA_VISIBLE_DEVICES"] = "1"
 child = os.fork()
@@ -281,7 +279,7 @@ if not child:
     assert using_cuda.init() == 3
     gpus = [Gpu(uuid=uuid, node="a", index=i, state=GpuState.FREE) for i, uuid in enumerate({[c.uuid for c in MIXED]})]
     visible = visible_gpus(gpus, simulated=True)
-    print([gpu.uuid for gpu in visible.gpus], visible.settle([gpus[1].uuid]), flush=True)
+    print([gpu.uuid for gpu in visible.gpus], visible.fix_ordinals([gpus[1].uuid]), flush=True)
     subprocess.run([sys.executable, "-c", "import using_cuda; print(using_cuda.shown())"], check=True)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0
@@ -290,31 +288,31 @@ assert os.waitpid(child, 0)[1] == 0
     assert ran.stdout.splitlines() == [f"['{FAST.uuid}'] [0]", f"['{FAST.uuid}']"], ran.stderr
 
 
-def test_cuda_that_starts_while_gpus_are_waited_for_has_the_last_word(cuda: Cuda) -> None:
+def test_cuda_initialized_during_the_wait_decides(cuda: Cuda) -> None:
     program = f"""
 import using_cuda
-from gpulease.model import Gpu, GpuState
-from gpulease.ordinals import visible_gpus
+from gpulease_protocol.model import Gpu, GpuState
+from gpulease.cuda.ordinals import visible_gpus
 gpus = [Gpu(uuid=uuid, node="a", index=i, state=GpuState.FREE) for i, uuid in enumerate({[c.uuid for c in MIXED]})]
 visible = visible_gpus(gpus, simulated=True)
 using_cuda.init()  # in CUDA's own order: the reverse
 import os
-print(visible.settle([gpus[0].uuid]), os.environ.get("CUDA_DEVICE_ORDER"))
+print(visible.fix_ordinals([gpus[0].uuid]), os.environ.get("CUDA_DEVICE_ORDER"))
 """
     ran = cuda.python(program, STAND_IN_CUDA=machine(*MIXED))
     assert ran.stdout == "[2] None\n", ran.stderr
 
 
-def test_narrowing_shows_cuda_the_gpus_in_the_order_given_and_is_refused_once_it_is_up(cuda: Cuda) -> None:
+def test_setting_the_mask_orders_the_gpus_and_is_refused_after_initialization(cuda: Cuda) -> None:
     program = f"""
 import os, using_cuda
 from gpulease import MaskLatched
-from gpulease.ordinals import check_narrow, narrow
-check_narrow()
-narrow({[FASTER.uuid, SLOW.uuid]})
+from gpulease.cuda.ordinals import check_mask_changeable, set_mask
+check_mask_changeable()
+set_mask({[FASTER.uuid, SLOW.uuid]})
 print(os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"])
 print(using_cuda.shown())
-for late in check_narrow, lambda: narrow(["GPU-1"]):
+for late in check_mask_changeable, lambda: set_mask(["GPU-1"]):
     try:
         late()
     except MaskLatched as error:
@@ -323,7 +321,7 @@ for late in check_narrow, lambda: narrow(["GPU-1"]):
     ran = cuda.python(program, STAND_IN_CUDA=machine(*MIXED), CUDA_DEVICE_ORDER="FASTEST_FIRST")
     lines = ran.stdout.splitlines()
     assert lines[:2] == [f"{FASTER.uuid},{SLOW.uuid} PCI_BUS_ID", f"['{FASTER.uuid}', '{SLOW.uuid}']"], ran.stderr
-    assert [line.startswith("CUDA is initialised in this process") for line in lines[2:]] == [True, True]
+    assert [line.startswith("CUDA is initialized in this process") for line in lines[2:]] == [True, True]
     assert lines[3].endswith(" 0")
 
 
@@ -363,7 +361,7 @@ def any_case(rng: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_mask_order_and_machine_a_number_means_the_same_gpu_to_cuda(cuda: Cuda, seed: int) -> None:
+def test_an_ordinal_means_the_same_gpu_to_cuda_for_any_mask_order_and_machine(cuda: Cuda, seed: int) -> None:
     rng = random.Random(seed)
     cases = [any_case(rng) for _ in range(60)]
     results = cuda.look(cases)

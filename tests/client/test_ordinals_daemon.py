@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.stand_in_cuda import Card, Cuda, machine
 from tests.daemon import DaemonProcess, daemon, eventually
-
-from .stand_in_cuda import Card, Cuda, machine
 
 CARDS = tuple(Card(f"{'abacd'[index]}{index}" + "0" * 30, speed) for index, speed in enumerate((1, 9, 5, 9, 2)))
 """In PCI order; CUDA's own order is 1, 3, 2, 4, 0."""
@@ -102,13 +101,13 @@ def ask(
         (f"{CARDS[3].uuid},GPU-b", "FASTEST_FIRST", True, {"CUDA_VISIBLE_DEVICES": ""}, {3, 1}),
     ],
 )
-def test_what_cuda_shows_under_the_numbers_was_leased(running, cuda, mask, order, initialised, changed, leased) -> None:
+def test_cuda_shows_leased_gpus_under_the_ordinals(running, cuda, mask, order, initialised, changed, leased) -> None:
     told = ask(running, cuda, len(leased), mask, order, initialised=initialised, changed=changed)
     assert told["leased"] == sorted(CARDS[index].uuid for index in leased)
     assert told["cuda"] == told["leased"]
 
 
-def test_a_fresh_process_has_no_cuda_loaded_can_fork_and_counts_in_pci_order(running, cuda) -> None:
+def test_a_new_process_loads_no_cuda_can_fork_and_uses_pci_order(running, cuda) -> None:
     told = ask(running, cuda, 2)
     assert told["loaded"] == {"torch": False, "libcuda": False}
     assert told["called"] == []
@@ -116,7 +115,7 @@ def test_a_fresh_process_has_no_cuda_loaded_can_fork_and_counts_in_pci_order(run
     assert told["order"] == "PCI_BUS_ID"
 
 
-def test_a_process_that_uses_cuda_gets_no_context_and_no_new_order(running, cuda) -> None:
+def test_a_process_that_uses_cuda_gets_no_new_context_and_keeps_its_order(running, cuda) -> None:
     told = ask(running, cuda, 2, initialised=True)
     assert (told["called"], told["order"]) == ([], None)
 
@@ -130,7 +129,7 @@ def test_a_refusal_leases_nothing(running, cuda, mask: str) -> None:
 
 @pytest.mark.parametrize("mask", [None, "0,2,4"])
 @pytest.mark.parametrize("initialised", [False, True])
-def test_a_rank_counts_for_itself_and_means_the_same_gpus(running, cuda, initialised: bool, mask: str | None) -> None:
+def test_each_rank_has_its_own_ordinals_for_the_same_gpus(running, cuda, initialised: bool, mask: str | None) -> None:
     """The finder's CUDA may count in its own order, and with a mask that has changed since; the rank's does not."""
     rank = """
 import os, gpulease, using_cuda
@@ -157,7 +156,7 @@ print(len(gpulease.Client().leases("active")))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_whatever_mask_and_order_the_numbers_mean_what_was_leased(running, cuda, seed: int) -> None:
+def test_the_ordinals_mean_leased_gpus_for_any_mask_and_order(running, cuda, seed: int) -> None:
     rng = random.Random(seed)
     orders = (None, "PCI_BUS_ID", "FASTEST_FIRST")
 

@@ -1,7 +1,6 @@
-"""What a training does to CUDA, by ctypes as torch would; imported in processes that have the stand-in's library.
+"""Uses CUDA through ctypes as torch would; imported in processes with the fake libcuda.
 
-Run as a program it reads cases from stdin, one JSON object a line, does each in a forked process of its own, and prints
-what came of it. One start of Python then serves hundreds of cases.
+`serve` runs each case in a forked process and prints its result, so that one start of Python serves hundreds of cases.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpulease.errors import GpuleaseError
-from gpulease.model import Gpu, GpuState
-from gpulease.ordinals import visible_gpus
+from gpulease.cuda.ordinals import visible_gpus
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.model import Gpu, GpuState
 
 MASK, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def init() -> int:
-    """Load CUDA and initialise it; its error."""
+    """Load and initialize CUDA; returns its error code."""
     return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
 
 
 def shown() -> list[str]:
-    """UUIDs of what CUDA shows this process, by ordinal; initialises it."""
+    """Initialize CUDA and return the UUIDs of its devices, by ordinal."""
     cuda = ctypes.CDLL("libcuda.so.1")
     count, found = ctypes.c_int(0), []
     cuda.cuInit(0)
@@ -40,25 +39,25 @@ def shown() -> list[str]:
 
 
 def spelled(digits: str) -> str:
-    """32 hex digits as NVML spells a UUID."""
+    """32 hex digits in NVML's form of a UUID."""
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def loaded() -> dict[str, bool]:
-    """Which of the things that gpulease must not load into the caller are there."""
+    """Which libraries that gpulease must not load are loaded."""
     maps = Path("/proc/self/maps").read_text()
     return {"torch": "torch" in sys.modules, "libcuda": "libcuda" in maps}
 
 
 def calls_of(pid: int) -> list[str]:
-    """The calls of CUDA that matter, of one process."""
+    """The recorded CUDA calls of one process."""
     path = Path(os.environ["STAND_IN_CALLS"])
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.split()[0] for line in lines if line.split()[1] == str(pid)]
 
 
 def put(environment: dict[str, str | None]) -> None:
-    """Set variables of this process, or take them away."""
+    """Set variables of this process, or unset those that are None."""
     for name, value in environment.items():
         if value is None:
             os.environ.pop(name, None)
@@ -67,7 +66,7 @@ def put(environment: dict[str, str | None]) -> None:
 
 
 def look(case: dict[str, Any]) -> dict[str, Any]:
-    """Do what a case says, ask gpulease, then CUDA."""
+    """Set up a case, then query gpulease and CUDA."""
     put(case["environment"])
     if case["initialised"]:
         init()
@@ -78,7 +77,7 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     try:
         root = case.get("root")
         visible = visible_gpus(gpus, simulated=root is None, root=Path(root or "/"))
-        result["ordinals"] = visible.settle(gpu.uuid for gpu in visible.gpus)
+        result["ordinals"] = visible.fix_ordinals(gpu.uuid for gpu in visible.gpus)
         result["devices"] = [gpu and gpu.uuid for gpu in visible.devices]
     except GpuleaseError as error:
         result["refused"] = f"{type(error).__name__}: {error}"
@@ -88,16 +87,12 @@ def look(case: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    """Serve cases until stdin ends."""
-    for line in sys.stdin:
+def serve(cases: str) -> None:
+    """Print the result of each case of a JSON list."""
+    for case in json.loads(cases):
         child = os.fork()
         if not child:
-            print(json.dumps(look(json.loads(line))), flush=True)
+            print(json.dumps(look(case)), flush=True)
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            print(json.dumps({"died": line}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            print(json.dumps({"died": case}), flush=True)

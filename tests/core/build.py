@@ -8,26 +8,44 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from gpulease.exchange import JobReport, LeaseOwner, NodeReport, OwnerReport, OwnerState
-from gpulease.model import Demand, GpuReading, GpuState, Holder, JobSpec, Lease, LeaseState, Liveness, NodeMode, Process
+from gpulease_protocol.model import (
+    Demand,
+    GpuReading,
+    GpuState,
+    Holder,
+    JobSpec,
+    JobState,
+    Lease,
+    LeaseState,
+    Liveness,
+    NodeMode,
+    Process,
+)
+from gpulease_protocol.node_protocol import ClaimedGpu, JobReport, LeaseOwner, NodeReport, OwnerReport, OwnerState
 from gpulease_server.core.decide import decide
+from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.gpu import state_of
 from gpulease_server.core.happenings import (
-    CordonSet,
+    CancelRequested,
+    CordonRequested,
     Happening,
-    JobCancelled,
+    IdempotencyKey,
     JobSubmitted,
-    Key,
-    LeaseAsked,
-    LeaseReleased,
-    LeaseRenewed,
-    NodeModeSet,
+    LeaseRequested,
+    NodeForgetRequested,
+    NodeModeRequested,
     NodeReported,
+    ReleaseRequested,
+    RenewalRequested,
+    SubmittedJob,
     Ticked,
 )
-from gpulease_server.core.ledger import Change, Instant, Ledger, OwnerWatch
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
+from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
-from gpulease_server.core.turn import Answer, Pending, Policy, Turn
+from gpulease_server.core.records import Change, Instant, WatchedOwner
+from gpulease_server.core.turn import Answer, Turn
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 GIB = 2**30
@@ -41,7 +59,7 @@ def uuid(index: int, node: str = "a") -> str:
 def gpu(
     index: int, node: str = "a", *, pids: tuple[int, ...] = (), lease: str | None = None, **what: Any
 ) -> GpuReading:
-    """A reading of a GPU of 80 GiB; `pids` are processes on it, of `lease` or of nobody. Nobody else has it open."""
+    """A reading of a GPU of 80 GiB; `pids` are processes on it, of `lease` or of none. No other process has it open."""
     reading: dict[str, Any] = {
         "memory_total_bytes": 80 * GIB,
         "memory_used_bytes": 0,
@@ -53,9 +71,9 @@ def gpu(
     return GpuReading(uuid=uuid(index, node), node=node, index=index, **reading | what)
 
 
-def watch_of(pid: int, node: str = "a") -> OwnerWatch:
+def watch_of(pid: int, node: str = "a") -> WatchedOwner:
     """A process that a node's worker can watch."""
-    return OwnerWatch(node=node, realm="here", owner=LeaseOwner(pid=pid, start_ticks=100 + pid))
+    return WatchedOwner(node=node, realm="here", owner=LeaseOwner(pid=pid, start_ticks=100 + pid))
 
 
 @dataclass
@@ -69,7 +87,7 @@ class World:
     """How far the wall clock is off."""
     nodes: dict[str, list[GpuReading]] = field(default_factory=dict)
     jobs: dict[str, list[JobReport]] = field(default_factory=dict)
-    pending: dict[str, Pending] = field(default_factory=dict)
+    pending: PendingRequests = field(default_factory=PendingRequests)
     wanted: dict[str, float] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -78,6 +96,9 @@ class World:
     host: str | None = None
     """Host of every node; each is a host of its own when None."""
     ports_in_use: tuple[int, ...] = ()
+    ports_reserved: tuple[int, ...] = ()
+    claimed: dict[str, tuple[ClaimedGpu, ...]] = field(default_factory=dict)
+    """By node: GPUs that another daemon's worker has."""
     owners: dict[int, OwnerState] = field(default_factory=dict)
     """What node `a` sees of each owner that it was told to watch, by pid; one that is missing is not watched yet."""
     realm: str | None = "here"
@@ -117,7 +138,7 @@ class World:
         **what: Any,
     ) -> Answer:
         """A millisecond on, the node sends its full view, of a reading begun `age_s` ago; or of one begun `begun_s` ago
-        that read only these GPUs anew, the rest being `age_s` old."""
+        that read only these GPUs again, the rest being `age_s` old."""
         self.at_s += 0.001
         report = NodeReport(
             worker_id=worker,
@@ -126,12 +147,14 @@ class World:
             reread=tuple(uuid(index, name) for index in reread),
             **what,
             gpus=() if problem else tuple(self.nodes[name]),
+            claimed_elsewhere=() if problem else self.claimed.get(name, ()),
             jobs=tuple(self.jobs.get(name, ())),
             ports_in_use=self.ports_in_use,
+            ports_reserved=self.ports_reserved,
             realm=self.realm,
             owners=tuple(
                 OwnerReport(owner=one, state=self.owners[one.pid])
-                for one in self.ledger.watched.get(name, ())
+                for one in self.ledger.watched_owners.get(name, ())
                 if one.pid in self.owners
             ),
         )
@@ -150,7 +173,7 @@ class World:
         *,
         queue: bool = True,
         ttl_s: float = 60.0,
-        key: Key | None = None,
+        key: IdempotencyKey | None = None,
         owner: int | None = None,
         user: str = "ann",
         **what: Any,
@@ -160,7 +183,7 @@ class World:
         number = next(self.ids)
         demand = Demand(count=count, **what)
         self.turn(
-            LeaseAsked(
+            LeaseRequested(
                 cause=f"ask-{number}",
                 lease_id=f"lease-{number}",
                 demand=demand,
@@ -168,7 +191,7 @@ class World:
                 ttl_s=ttl_s,
                 queue=queue,
                 key=key,
-                watched=None if owner is None else watch_of(owner),
+                watched_owner=None if owner is None else watch_of(owner),
             )
         )
         return f"ask-{number}"
@@ -188,14 +211,12 @@ class World:
 
     def submit(self, gpus: int = 1, **what: Any) -> str:
         """Submit a job; its id."""
-        number = next(self.ids)
+        number, spec = next(self.ids), JobSpec(command=("train.py",), gpus=gpus, **what)
         self.turn(
             JobSubmitted(
                 cause=f"submit-{number}",
-                job_id=f"job-{number}",
-                lease_id=f"lease-{number}",
+                jobs=(SubmittedJob(job_id=f"job-{number}", lease_id=f"lease-{number}", spec=spec),),
                 name="",
-                spec=JobSpec(command=("train.py",), gpus=gpus, **what),
                 demand=Demand(count=gpus),
                 holder=Holder(),
             )
@@ -205,28 +226,37 @@ class World:
 
     def renew(self, lease: Lease, token: int | None = None) -> Answer:
         cause = f"renew-{next(self.ids)}"
-        return self.turn(LeaseRenewed(cause=cause, lease_id=lease.id, token=lease.token if token is None else token))[0]
+        return self.turn(
+            RenewalRequested(
+                cause=cause, lease_id=lease.id, fencing_token=lease.fencing_token if token is None else token
+            )
+        )[0]
 
     def release(self, lease: Lease, token: int | None = None) -> Answer:
         cause = f"release-{next(self.ids)}"
-        return self.turn(LeaseReleased(cause=cause, lease_id=lease.id, token=lease.token if token is None else token))[
-            0
-        ]
+        return self.turn(
+            ReleaseRequested(
+                cause=cause, lease_id=lease.id, fencing_token=lease.fencing_token if token is None else token
+            )
+        )[0]
 
     def revoke(self, lease: Lease, token: int | None = None, by: str = "root") -> Answer:
         cause = f"revoke-{next(self.ids)}"
-        return self.turn(LeaseReleased(cause=cause, lease_id=lease.id, token=token, revoked_by=by))[0]
+        return self.turn(ReleaseRequested(cause=cause, lease_id=lease.id, fencing_token=token, revoked_by=by))[0]
 
     def set_mode(self, mode: NodeMode, node: str = "a", *, force: bool = False) -> Answer:
         cause = f"mode-{next(self.ids)}"
-        return self.turn(NodeModeSet(cause=cause, node=node, mode=mode, force=force, by="root"))[0]
+        return self.turn(NodeModeRequested(cause=cause, node=node, mode=mode, force=force, by="root"))[0]
+
+    def forget(self, node: str = "a") -> Answer:
+        return self.turn(NodeForgetRequested(cause=f"forget-{next(self.ids)}", node=node, by="root"))[0]
 
     def cordon(self, index: int = 0, node: str = "a", *, cordoned: bool = True) -> Answer:
         cause = f"cordon-{next(self.ids)}"
-        return self.turn(CordonSet(cause=cause, uuid=uuid(index, node), cordoned=cordoned))[0]
+        return self.turn(CordonRequested(cause=cause, uuid=uuid(index, node), cordoned=cordoned))[0]
 
     def cancel(self, job_id: str) -> Answer:
-        return self.turn(JobCancelled(cause=f"cancel-{next(self.ids)}", job_id=job_id, grace_s=1.0))[0]
+        return self.turn(CancelRequested(cause=f"cancel-{next(self.ids)}", job_id=job_id, grace_s=1.0))[0]
 
     def pass_time(self, seconds: float, *, silent: tuple[str, ...] = ()) -> None:
         """Let time pass in ticks of 0.25 s; the nodes go on reporting, but for the silent ones."""
@@ -252,16 +282,16 @@ class World:
         watched: dict[str, dict[LeaseOwner, dict[str, None]]] = {}
         for record in self.ledger.leases.values():
             process = record.lease.liveness is Liveness.PROCESS and record.lease.state is not LeaseState.ENDED
-            if process and record.watched is not None:
-                leases = watched.setdefault(record.watched.node, {}).setdefault(record.watched.owner, {})
+            if process and record.watched_owner is not None:
+                leases = watched.setdefault(record.watched_owner.node, {}).setdefault(record.watched_owner.owner, {})
                 leases[record.lease.id] = None
-        assert watched == {node: owners for node, owners in self.ledger.watched.items() if owners}
+        assert watched == {node: owners for node, owners in self.ledger.watched_owners.items() if owners}
         for record in self.ledger.leases.values():
             lease = record.lease
             if lease.state is LeaseState.ACTIVE:
                 uuids = [device.uuid for device in lease.gpus]
                 assert len(set(uuids)) == len(uuids) >= lease.demand.count, f"{lease.id} is not granted whole"
-                assert len({device.node for device in lease.gpus}) == 1, f"{lease.id} lies on two nodes"
+                assert len({device.node for device in lease.gpus}) == 1, f"{lease.id} is on two nodes"
                 for held in uuids:
                     assert held not in holding, f"{held} is in {holding[held]} and {lease.id}"
                     holding[held] = lease.id
@@ -269,11 +299,17 @@ class World:
                     assert not self.ledger.gpus[held].draining
             elif lease.state is LeaseState.QUEUED:
                 assert not lease.gpus
-                assert lease.token is None
+                assert lease.fencing_token is None
         for record_gpu in self.ledger.gpus.values():
             if record_gpu.lease_id is not None and not record_gpu.draining:
                 assert holding.get(record_gpu.device.uuid) == record_gpu.lease_id
         waiting = Counter(self.ledger.leases[lease_id].lease.holder.user for _, lease_id in self.ledger.queue)
-        assert waiting == self.ledger.waiting
-        tokens = [record.lease.token for record in self.ledger.leases.values() if record.lease.token]
+        assert waiting == self.ledger.queued_by_user
+        sizes = {lease_id: lease_bytes(self.ledger.leases[lease_id].lease) for _, lease_id in self.ledger.queue}
+        jobs = [record for record in self.ledger.live_jobs.values() if record.job.state is JobState.QUEUED]
+        assert sizes | {record.job.id: job_bytes(record.spec) for record in jobs} == self.ledger.queued_bytes
+        assert self.ledger.queued_bytes_by_user.total() == sum(self.ledger.queued_bytes.values())
+        assert Counter(record.fencing_token for record in self.ledger.gpus.values()) == self.ledger.gpus_of_token
+        assert set(self.ledger.last_leases) <= set(self.ledger.gpus_of_token)
+        tokens = [record.lease.fencing_token for record in self.ledger.leases.values() if record.lease.fencing_token]
         assert len(set(tokens)) == len(tokens), "a token was given twice"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpulease.errors import InUse, NotFound
-from gpulease.exchange import JUST_STARTED, PAUSED
-from gpulease.model import ComputeMode, Event, GpuReading, GpuState, Lease, LeaseState, NodeMode
-from gpulease_server.core.explain import explain
+from gpulease_protocol.errors import InUse, LeaseLost, NotFound
+from gpulease_protocol.model import ComputeMode, Event, GpuReading, GpuState, Lease, LeaseState, NodeMode
+from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.node import desired_state
-from gpulease_server.core.turn import Policy
-from gpulease_server.core.view import gpu_view, node_view
-
-from .build import World, gpu, uuid
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import gpu_view, node_view
+from tests.core.build import World, gpu, uuid
 
 
 def kinds(world: World) -> list[str]:
@@ -27,7 +26,7 @@ def why(world: World, lease_id: str) -> str:
     return explain(world.ledger, world.ledger.leases[lease_id], world.now, world.policy).sentence
 
 
-def test_a_cordoned_gpu_is_granted_to_nobody_and_those_who_ask_wait() -> None:
+def test_a_cordoned_gpu_is_granted_to_no_one_and_those_who_ask_wait() -> None:
     world = World().node(gpus=2)
     world.cordon(0)
     assert world.state(0) is GpuState.CORDONED
@@ -94,7 +93,7 @@ def test_nothing_of_a_drained_node_is_granted_and_what_runs_there_goes_on() -> N
     assert {device.node for device in world.lease(2).gpus} == {"b"}
     waiting = world.lease(1, node="a")
     assert waiting.state is LeaseState.QUEUED
-    assert "GPU 1 of a is on node a, which an administrator drains." in why(world, waiting.id)
+    assert "GPU 1 of a is on node a, which is being drained." in why(world, waiting.id)
     assert world.state(0) is GpuState.LEASED
     assert world.now_of(held).state is LeaseState.ACTIVE
     assert not desired_state(world.ledger, "a", 1).paused
@@ -135,9 +134,9 @@ def test_a_paused_node_is_unknown_at_once_whatever_its_worker_still_reports() ->
     world.report()  # a worker that has not been told yet
     world.pass_time(1)
     assert world.state() is GpuState.UNKNOWN
-    assert reason(world) == f"is unknown: {PAUSED}; its worker has not closed NVML yet"
+    assert reason(world) == f"Unknown: {PAUSED}; its worker has not closed NVML yet"
     world.report(problem=PAUSED)
-    assert reason(world) == f"is unknown: {PAUSED}"
+    assert reason(world) == f"Unknown: {PAUSED}"
     assert world.lease().state is LeaseState.QUEUED
     assert [kind for kind in kinds(world) if kind.startswith("node.")] == ["node.ready", "node.paused"]
 
@@ -154,7 +153,7 @@ def test_a_resumed_node_grants_only_on_what_it_read_after_the_pause() -> None:
     assert waiting.state is LeaseState.QUEUED
     world.node(gpus=[gpu(1)])  # GPU 0 was taken out in the meantime
     assert [device.index for device in world.now_of(waiting).gpus] == [1]
-    assert set(world.ledger.gpus) == {uuid(1)}
+    assert world.state(0) is GpuState.UNKNOWN
     node_events = [kind for kind in kinds(world) if kind.startswith("node.")]
     assert node_events == ["node.ready", "node.paused", "node.resumed", "node.ready"]
 
@@ -163,7 +162,7 @@ def test_a_pause_is_there_before_the_node_has_reported_again() -> None:
     """As after a restart of the daemon: the mode is stored, the last reading is not."""
     world = World().node(gpus=1)
     world.set_mode(NodeMode.PAUSED)
-    world.ledger.sightings.clear()
+    world.ledger.node_observations.clear()
     node = node_view(world.ledger, world.ledger.nodes["a"], world.now, world.policy)
     assert (node.mode, node.reason) == (NodeMode.PAUSED, f"{PAUSED}; its worker has not closed NVML yet")
     world.report()
@@ -194,3 +193,54 @@ def test_a_cordon_outlives_the_gpu_being_taken_out_while_it_drains() -> None:
     world.node(gpus=2)
     assert world.state(0) is GpuState.CORDONED
     assert kinds(world)[-1] == "gpu.gone", "the log must say why it need not be seen clean any more"
+
+
+@pytest.mark.parametrize("draining", [True, False])
+def test_an_expired_lease_does_not_revive_on_a_node_that_was_paused_meanwhile(draining: bool) -> None:
+    """The administrator was told that nothing is active there, and may be resetting the GPU."""
+    world = World().node(gpus=2)
+    lease = world.lease(ttl_s=1)
+    if draining:
+        world.nodes["a"][0] = gpu(0, pids=(7,), lease=lease.id)
+    world.pass_time(2)
+    assert world.state(0) is (GpuState.DRAINING if draining else GpuState.FREE)
+    assert world.set_mode(NodeMode.PAUSED) is None, "no lease is active there"
+    assert isinstance(world.renew(lease), LeaseLost)
+    world.report(problem=PAUSED)
+    assert isinstance(world.renew(lease), LeaseLost), "its worker has closed NVML by now"
+    world.set_mode(NodeMode.ACTIVE)
+    assert isinstance(world.renew(lease), Lease) is draining, "unknown is not free, but no other lease had what drains"
+
+
+@pytest.mark.parametrize(
+    ("shown", "revives"),
+    [
+        ({}, True),
+        ({"health": "lost"}, False),
+        ({"compute_mode": ComputeMode.PROHIBITED}, False),
+    ],
+)
+def test_an_expired_lease_revives_on_a_gpu_that_drains_only_while_it_is_healthy(
+    shown: dict[str, object], revives: bool
+) -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(ttl_s=1)
+    world.nodes["a"] = [gpu(0, pids=(7,), lease=lease.id, **shown)]
+    world.pass_time(2)
+    assert isinstance(world.renew(lease), Lease) is revives
+
+
+@pytest.mark.parametrize("out_of_use", ["cordon", "drain", "silence"])
+def test_a_lease_whose_processes_still_run_revives_on_a_node_that_gets_no_new_ones(out_of_use: str) -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(ttl_s=1)
+    world.nodes["a"] = [gpu(0, pids=(7,), lease=lease.id)]
+    world.pass_time(2)
+    if out_of_use == "cordon":
+        world.cordon(0)
+    elif out_of_use == "drain":
+        world.set_mode(NodeMode.DRAINING)
+    else:
+        world.pass_time(30, silent=("a",))
+    assert isinstance(world.renew(lease), Lease)
+    world.check()

@@ -1,24 +1,25 @@
-"""Arrays: so many at once, and nobody waits because of those that may not begin yet."""
+"""Arrays: so many at once, and no one waits because of those that may not begin yet."""
 
 from __future__ import annotations
 
 import pytest
 
-from gpulease import arrays
-from gpulease.errors import NeverFits, OverQuota
-from gpulease.exchange import JobReport, RunState
-from gpulease.model import Demand, Holder, Job, JobSpec, JobState
-from gpulease.wire import ArrayRequest, JobRequest
-from gpulease_server.core.explain import explain
-from gpulease_server.core.happenings import ArrayMember, JobSubmitted
-from gpulease_server.core.ledger import JobRecord
-from gpulease_server.core.turn import Answer, Policy
+from gpulease_protocol import job_arrays
+from gpulease_protocol.errors import NeverFits, OverQuota
+from gpulease_protocol.model import Demand, Holder, Job, JobSpec, JobState
+from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_protocol.requests import ArrayRequest, JobRequest
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import JobRecord
+from gpulease_server.core.turn import Answer
 from tests.core.build import World
 
 
 def submit(world: World, *, count: int, at_most: int | None, gpus: int = 1, name: str = "array") -> Answer:
-    first, *further = (
-        ArrayMember(
+    jobs = tuple(
+        SubmittedJob(
             job_id=f"{name}-job-{index}",
             lease_id=f"{name}-lease-{index}",
             index=index,
@@ -30,16 +31,12 @@ def submit(world: World, *, count: int, at_most: int | None, gpus: int = 1, name
     world.turn(
         JobSubmitted(
             cause=cause,
-            job_id=first.job_id,
-            lease_id=first.lease_id,
+            jobs=jobs,
             name="",
-            spec=first.spec,
             demand=Demand(count=gpus),
             holder=Holder(),
             array_id=name,
-            array_index=first.index,
             array_at_most=at_most,
-            further=tuple(further),
         )
     )
     world.answer_wanted()
@@ -79,23 +76,21 @@ def test_an_array_without_a_limit_takes_what_is_free() -> None:
     assert list(states(world).values()).count("starting") == 4
 
 
-def test_an_array_at_its_limit_holds_nobody_back() -> None:
+def test_an_array_at_its_limit_holds_no_one_back() -> None:
     world = World().node("a", gpus=3)
     submit(world, count=10, at_most=1)
-    younger = world.submit(2)
-    assert world.ledger.jobs[younger].job.state is JobState.STARTING
+    newer = world.submit(2)
+    assert world.ledger.jobs[newer].job.state is JobState.STARTING
 
 
-def test_explain_says_that_the_array_is_at_its_limit_and_whoever_waits_behind_it_is_not_told_of_it() -> None:
+def test_explain_names_the_limit_of_an_array_to_its_own_jobs_only() -> None:
     world = World().node("a", gpus=2)
     submit(world, count=3, at_most=1)
     waiting = world.ledger.leases["array-lease-1"]
     said = explain(world.ledger, waiting, world.now, world.policy)
-    assert said.sentence == (
-        "Not now: array array has as many jobs running as it may at once, 1; number 1 in the queue."
-    )
-    younger = world.submit(2)
-    lease = world.ledger.leases[world.ledger.jobs[younger].job.lease_id]
+    assert said.sentence == ("Not now: array array runs as many jobs as it may at once (1); number 1 in the queue.")
+    newer = world.submit(2)
+    lease = world.ledger.leases[world.ledger.jobs[newer].job.lease_id]
     assert "array-lease-1" not in explain(world.ledger, lease, world.now, world.policy).sentence
 
 
@@ -123,7 +118,7 @@ def test_an_array_that_would_overfill_the_queue_is_refused() -> None:
     [("0-3", (0, 1, 2, 3)), ("5", (5,)), ("1,4,9", (1, 4, 9)), ("0-10:5", (0, 5, 10)), ("7, 0-1", (7, 0, 1))],
 )
 def test_indices_are_numbers_and_ranges(text: str, found: tuple[int, ...]) -> None:
-    assert arrays.indices(text) == found
+    assert job_arrays.parse_indices(text) == found
 
 
 @pytest.mark.parametrize(
@@ -153,6 +148,6 @@ def test_commands_and_environments_that_are_too_large_together_are_refused() -> 
 
 
 def test_the_index_goes_into_the_command_and_nothing_else_of_it_changes() -> None:
-    assert arrays.command_for(("t.py", "--seed={index}", "{other}"), 7) == ("t.py", "--seed=7", "{other}")
-    assert arrays.split("0-19%3") == ("0-19", 3)
-    assert arrays.split("4") == ("4", None)
+    assert job_arrays.member_command(("t.py", "--seed={index}", "{other}"), 7) == ("t.py", "--seed=7", "{other}")
+    assert job_arrays.parse_array("0-19%3") == ("0-19", 3)
+    assert job_arrays.parse_array("4") == ("4", None)

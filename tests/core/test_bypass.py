@@ -6,19 +6,18 @@ from typing import Any
 
 import pytest
 
-from gpulease.errors import NotNow
-from gpulease.exchange import JobReport, RunState
-from gpulease.explanation import Explanation
-from gpulease.model import ComputeMode, GpuState, Lease, LeaseState, NodeMode, Selection
-from gpulease_server.core import bypass
-from gpulease_server.core.explain import explain
+from gpulease_protocol.errors import NotNow
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import ComputeMode, GpuState, Lease, LeaseState, NodeMode, Selection
+from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_server.core import backfill, reservation_view
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.quota import Limits
-from gpulease_server.core.turn import Policy
-from gpulease_server.core.view import gpu_view, gpu_views
-
-from .build import GIB, World, gpu, uuid
-from .test_arrays import submit
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import gpu_view, gpu_views
+from gpulease_server.core.user_limits import UserLimits
+from tests.core.build import GIB, World, gpu, uuid
+from tests.core.test_arrays import submit
 
 LONG_S = 100_000.0
 
@@ -50,37 +49,37 @@ def give_back(world: World, lease: Lease) -> None:
 
 
 def pass_by(world: World, times: int, **what: Any) -> None:
-    """So many younger requests come, get a GPU, and give it back."""
+    """So many newer requests come, get a GPU, and give it back."""
     for _ in range(times):
-        younger = ask(world, **what)
-        assert younger.state is LeaseState.ACTIVE
-        give_back(world, younger)
+        newer = ask(world, **what)
+        assert newer.state is LeaseState.ACTIVE
+        give_back(world, newer)
 
 
-def elder_of_four(world: World, *, held_index: int = 3) -> tuple[Lease, Lease]:
+def older_of_four(world: World, *, held_index: int = 3) -> tuple[Lease, Lease]:
     """A lease on one GPU of node a, and a request for all four that waits because of it."""
     held = ask(world, selection=Selection.LISTED, indices=(held_index,), node="a")
-    elder = ask(world, 4, node="a")
-    assert elder.state is LeaseState.QUEUED
-    return held, elder
+    older = ask(world, 4, node="a")
+    assert older.state is LeaseState.QUEUED
+    return held, older
 
 
 def test_a_request_is_passed_so_often_and_then_gpus_are_held_for_it() -> None:
     world = world_of(max_bypass=3)
-    held, elder = elder_of_four(world)
+    held, older = older_of_four(world)
     pass_by(world, 3)
-    younger = ask(world)
-    assert younger.state is LeaseState.QUEUED, "passed more often than it may be"
+    newer = ask(world)
+    assert newer.state is LeaseState.QUEUED, "passed more often than it may be"
     assert [world.state(index) for index in range(3)] == [GpuState.FREE] * 3
     give_back(world, held)
-    assert is_active(world, elder, younger) == [True, False]
-    give_back(world, elder)
-    assert is_active(world, younger) == [True]
+    assert is_active(world, older, newer) == [True, False]
+    give_back(world, older)
+    assert is_active(world, newer) == [True]
 
 
 def test_what_comes_in_one_turn_does_not_pass_more_often_either() -> None:
     world = world_of(max_bypass=2)
-    elder_of_four(world)
+    older_of_four(world)
     world.at_s += 1.0
     calls = [world.ask(ttl_s=LONG_S) for _ in range(3)]
     world.report()
@@ -90,26 +89,26 @@ def test_what_comes_in_one_turn_does_not_pass_more_often_either() -> None:
 
 def test_a_request_is_passed_for_so_long_and_then_gpus_are_held_for_it() -> None:
     world = world_of(max_bypass=1000, max_bypass_s=60.0)
-    _, elder = elder_of_four(world)
+    _, older = older_of_four(world)
     world.pass_time(100)
     pass_by(world, 1)
     world.pass_time(50)
     pass_by(world, 1)
-    assert (explained(world, elder).passed, round(explained(world, elder).passed_s or 0)) == (2, 50)
+    assert (explained(world, older).passed, round(explained(world, older).passed_s or 0)) == (2, 50)
     world.pass_time(10)
     assert ask(world).state is LeaseState.QUEUED
 
 
 @pytest.mark.parametrize("policy", [{"max_bypass": 0}, {"max_bypass_s": 0.0}])
-def test_with_none_of_either_nobody_is_ever_passed(policy: dict[str, Any]) -> None:
+def test_with_none_of_either_no_one_is_ever_passed(policy: dict[str, Any]) -> None:
     world = world_of(**policy)
-    _, elder = elder_of_four(world)
+    _, older = older_of_four(world)
     assert ask(world).state is LeaseState.QUEUED
-    assert explained(world, elder).passed == 0
+    assert explained(world, older).passed == 0
 
 
 def test_an_endless_stream_of_small_requests_starves_no_gang() -> None:
-    """Before every release two more requests for one GPU come; nobody ever stops asking."""
+    """Before every release two more requests for one GPU come; no one ever stops asking."""
     world = world_of(max_bypass=5, a=8)
     stream = [ask(world) for _ in range(8)]
     gang = ask(world, 8)
@@ -125,7 +124,7 @@ def test_an_endless_stream_of_small_requests_starves_no_gang() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elder", "younger"),
+    ("older", "newer"),
     [
         ({"count": 2, "gpu_model": "A100"}, {"gpu_model": "H100"}),
         ({"count": 2, "min_free_memory_bytes": 60 * GIB}, {"among": (uuid(2), uuid(3))}),
@@ -135,16 +134,16 @@ def test_an_endless_stream_of_small_requests_starves_no_gang() -> None:
         ({"count": 2, "among": (uuid(0), uuid(1))}, {"among": (uuid(2), uuid(3))}),
     ],
 )
-def test_only_what_the_elder_can_use_is_held(elder: dict[str, Any], younger: dict[str, Any]) -> None:
+def test_only_what_the_older_can_use_is_held(older: dict[str, Any], newer: dict[str, Any]) -> None:
     small = {"name": "NVIDIA H100", "memory_total_bytes": 40 * GIB}
     big = {"name": "NVIDIA A100", "memory_total_bytes": 80 * GIB}
     world = world_of(max_bypass=0, a=[gpu(0, **big), gpu(1, **big), gpu(2, **small), gpu(3, **small)])
     world.node("b", gpus=[gpu(index, "b", **small) for index in range(2)])
     ask(world, selection=Selection.LISTED, uuids=(uuid(1),))
-    waiting = ask(world, **elder)
+    waiting = ask(world, **older)
     assert waiting.state is LeaseState.QUEUED
     assert explained(world, waiting).held == (uuid(0),)
-    assert ask(world, **younger).state is LeaseState.ACTIVE
+    assert ask(world, **newer).state is LeaseState.ACTIVE
     assert ask(world, among=(uuid(0),)).state is LeaseState.QUEUED
 
 
@@ -173,23 +172,23 @@ OUT_OF_USE: dict[str, Any] = {
 def test_nothing_is_held_while_a_gpu_is_missing_that_no_lease_keeps_and_then_at_once(what: str) -> None:
     world = world_of(max_bypass=1)
     OUT_OF_USE[what](world)
-    elder = ask(world, 4)
+    older = ask(world, 4)
     pass_by(world, 3)
-    assert (explained(world, elder).passed, explained(world, elder).held) == (3, ())
+    assert (explained(world, older).passed, explained(world, older).held) == (3, ())
     last = ask(world)
     world.cordon(3, cordoned=False)
     world.node(gpus=4)
-    assert explained(world, elder).held == (uuid(1), uuid(2), uuid(3))
+    assert explained(world, older).held == (uuid(1), uuid(2), uuid(3))
     assert ask(world).state is LeaseState.QUEUED
     give_back(world, last)
-    assert is_active(world, elder) == [True]
+    assert is_active(world, older) == [True]
 
 
 def test_nothing_is_held_beside_a_leased_gpu_that_is_cordoned_after_its_lease() -> None:
     world = world_of(max_bypass=0)
-    _, elder = elder_of_four(world)
+    _, older = older_of_four(world)
     world.cordon(3)
-    assert explained(world, elder).held == ()
+    assert explained(world, older).held == ()
     assert ask(world).state is LeaseState.ACTIVE
 
 
@@ -197,27 +196,29 @@ def test_nothing_is_held_beside_a_leased_gpu_that_is_cordoned_after_its_lease() 
 def test_nothing_is_held_for_who_waits_for_a_node_that_is_away(away: str) -> None:
     world = world_of(max_bypass=0, a=2, b=2)
     ask(world, 1, node="a")
-    elder = ask(world, 2, node="a")
+    older = ask(world, 2, node="a")
     if away == "silent":
         world.pass_time(4, silent=("a",))
     else:
         world.set_mode(NodeMode.PAUSED if away == "paused" else NodeMode.DRAINING, force=True)
         world.report("b")
-    assert explained(world, elder).held == ()
+    assert explained(world, older).held == ()
     assert ask(world, 2, node="b").state is LeaseState.ACTIVE
 
 
 def test_a_request_that_has_become_impossible_says_so_and_holds_nothing() -> None:
     world = world_of(max_bypass=0)
-    _, elder = elder_of_four(world)
-    assert explained(world, elder).held
+    _, older = older_of_four(world)
+    assert explained(world, older).held
     world.node(gpus=[gpu(index) for index in (1, 2, 3)])
-    explanation = explained(world, elder)
+    assert explained(world, older).verdict == "not_now", "one reading that leaves a GPU out says nothing of ever"
+    world.pass_time(world.policy.gone_after_s + 0.5)
+    explanation = explained(world, older)
     assert (explanation.verdict, explanation.held) == ("never", ())
     assert ask(world).state is LeaseState.ACTIVE
 
 
-def test_several_elders_hold_in_order_and_different_gpus() -> None:
+def test_several_olders_hold_in_order_and_different_gpus() -> None:
     world = world_of(max_bypass=0, a=6)
     busy = [ask(world, selection=Selection.LISTED, indices=(index,)) for index in range(3)]
     first = ask(world, 2, selection=Selection.LISTED, indices=(2, 3))
@@ -235,46 +236,49 @@ def test_several_elders_hold_in_order_and_different_gpus() -> None:
 
 
 def test_gpus_are_held_on_the_best_node_first_and_then_on_twice_as_many() -> None:
-    """Three nodes could serve a request for three GPUs, and lack one, two and three of them for ever."""
+    """Three nodes could serve a request for three GPUs, and lack one, two and three of them forever."""
     world = world_of(max_bypass=2, a=3, b=3, c=3)
     for name, index in [("a", 2), ("b", 2), ("b", 1), ("c", 2), ("c", 1), ("c", 0)]:
         ask(world, selection=Selection.LISTED, uuids=(uuid(index, name),))
-    elder = ask(world, 3)
+    older = ask(world, 3)
     on_b = {"node": "b"}
-    assert explained(world, elder).held == ()
+    assert explained(world, older).held == ()
     pass_by(world, 2, **on_b)
-    assert explained(world, elder).held == (uuid(0, "a"), uuid(1, "a"))
+    assert explained(world, older).held == (uuid(0, "a"), uuid(1, "a"))
     pass_by(world, 2, **on_b)
-    assert explained(world, elder).held == (uuid(0, "a"), uuid(1, "a"), uuid(0, "b"))
+    assert explained(world, older).held == (uuid(0, "a"), uuid(1, "a"), uuid(0, "b"))
     assert ask(world).state is LeaseState.QUEUED
-    assert explained(world, elder).passed == 4
+    assert explained(world, older).passed == 4
 
 
-def test_who_is_refused_for_the_sake_of_an_elder_is_told_which() -> None:
+def test_who_is_refused_for_the_sake_of_an_older_is_told_which() -> None:
     world = world_of(max_bypass=0)
-    _, elder = elder_of_four(world)
+    _, older = older_of_four(world)
     refused = world.answers[world.ask(queue=False)]
     assert isinstance(refused, NotNow)
     explanation = refused.extra["explanation"]
-    assert explanation.behind == (elder.id,)
-    assert f"GPU 0 of a is held for the earlier {elder.id} (user ann)." in refused.detail
+    assert explanation.behind == (older.id,)
+    assert f"GPU 0 of a is held for the earlier {older.id} (user ann)." in refused.detail
 
 
 def test_explain_says_how_often_it_was_passed_what_is_held_and_what_not_yet() -> None:
     world = world_of(max_bypass=2, max_bypass_s=300.0)
-    _, elder = elder_of_four(world)
-    assert explained(world, elder).passed == 0
-    assert "passed" not in explained(world, elder).sentence
+    _, older = older_of_four(world)
+    assert explained(world, older).passed == 0
+    assert "passed" not in explained(world, older).sentence
     pass_by(world, 1)
     world.pass_time(7)
-    said = explained(world, elder).sentence
-    assert "Younger requests have passed it once, the first 7 s ago. After 2 times or 300 s GPUs are held" in said
+    said = explained(world, older).sentence
+    assert "1 newer request started first, 7 s ago. After 2 such requests, or 300 s, GPUs are held" in said
     pass_by(world, 1)
-    explanation = explained(world, elder)
-    assert "passed it 2 times, the first 7 s ago. Held for it: GPUs 0, 1, 2 of a." in explanation.sentence
+    explanation = explained(world, older)
+    assert (
+        "2 newer requests started first, the first of them 7 s ago. Held for it: GPUs 0, 1, 2 of a."
+        in explanation.sentence
+    )
     assert explanation.held == (uuid(0), uuid(1), uuid(2))
-    younger = explained(world, ask(world))
-    assert (younger.position, younger.passed, younger.held, younger.behind) == (2, 0, (), (elder.id,))
+    newer = explained(world, ask(world))
+    assert (newer.position, newer.passed, newer.held, newer.behind) == (2, 0, (), (older.id,))
 
 
 def shown(world: World) -> list[tuple[GpuState, str | None]]:
@@ -287,70 +291,72 @@ def shown(world: World) -> list[tuple[GpuState, str | None]]:
 
 def test_a_free_gpu_that_is_held_is_shown_as_free_and_says_for_whom() -> None:
     world = world_of(max_bypass=1)
-    held, elder = elder_of_four(world, held_index=2)
+    held, older = older_of_four(world, held_index=2)
     assert [why for state, why in shown(world) if state is GpuState.FREE] == [None] * 3
     pass_by(world, 1)
-    kept = (GpuState.FREE, f"is held for {elder.id} (user ann)")
-    holding = (GpuState.LEASED, f"is held by {held.id} (user ann)")
+    kept = (GpuState.FREE, f"Held for {older.id} (user ann)")
+    holding = (GpuState.LEASED, f"Held by {held.id} (user ann)")
     assert shown(world) == [kept, kept, holding, kept]
-    assert explained(world, elder).held == (uuid(0), uuid(1), uuid(3))
-    world.release(elder)
+    assert explained(world, older).held == (uuid(0), uuid(1), uuid(3))
+    world.release(older)
     assert [why for state, why in shown(world) if state is GpuState.FREE] == [None] * 3
 
 
-def test_two_elders_hold_and_each_gpu_says_for_which() -> None:
+def test_two_olders_hold_and_each_gpu_says_for_which() -> None:
     world = world_of(max_bypass=0, a=2, b=2)
     for node in "ab":
         ask(world, selection=Selection.LISTED, indices=(1,), node=node)
     first, second = ask(world, 2, node="b"), ask(world, 2, node="a", user="bob")
     assert [why for state, why in shown(world) if state is GpuState.FREE] == [
-        f"is held for {second.id} (user bob)",
-        f"is held for {first.id} (user ann)",
+        f"Held for {second.id} (user bob)",
+        f"Held for {first.id} (user ann)",
     ]
 
 
 def test_nothing_is_held_for_whom_a_limit_keeps_out_of_the_queue() -> None:
-    world = World(policy=Policy(max_bypass=0, limits=Limits(leases=1))).node("a", gpus=4)
-    elder_of_four(world)
+    world = World(policy=Policy(max_bypass=0, limits=UserLimits(leases=1))).node("a", gpus=4)
+    older_of_four(world)
     assert [why for state, why in shown(world) if state is GpuState.FREE] == [None] * 3
     assert ask(world, user="bob").state is LeaseState.ACTIVE
 
 
-def test_nothing_is_held_for_whom_a_limit_keeps_out_although_an_elder_asks_for_the_same() -> None:
-    world = World(policy=Policy(max_bypass=1, max_bypass_s=LONG_S, limits=Limits(leases=1)))
+def test_nothing_is_held_for_whom_a_limit_keeps_out_although_an_older_asks_for_the_same() -> None:
+    world = World(policy=Policy(max_bypass=1, max_bypass_s=LONG_S, limits=UserLimits(leases=1)))
     for node, user in (("a", "bob"), ("b", "cleo"), ("c", "ann")):
         world.node(node, gpus=1 if node == "c" else 2)
         ask(world, selection=Selection.LISTED, indices=(0,), node=node, user=user)
-    elder, kept_out = ask(world, 2, user="dan"), ask(world, 2, user="ann")
+    older, kept_out = ask(world, 2, user="dan"), ask(world, 2, user="ann")
     pass_by(world, 1, user="eve")
-    assert set(world.ledger.passed) == {elder.id}, f"{kept_out.id} is not passed: it takes no part"
+    assert set(world.ledger.bypasses) == {older.id}, f"{kept_out.id} is not passed: it takes no part"
     held = [why for state, why in shown(world) if state is GpuState.FREE]
-    assert sorted(held, key=str) == [None, f"is held for {elder.id} (user dan)"]
+    assert sorted(held, key=str) == [f"Held for {older.id} (user dan)", None]
     assert ask(world, user="frank").state is LeaseState.ACTIVE
 
 
 def test_a_list_of_gpus_does_not_cost_a_walk_over_them_for_each_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     world = world_of(max_bypass=1000, a=8)
     ask(world, selection=Selection.LISTED, indices=(7,), node="a")
-    for number in range(3 * bypass.LOOKED_AT):
+    for number in range(3 * reservation_view.MAX_SHOWN_DEMANDS):
         ask(world, 8, min_free_memory_bytes=GIB + number)
     walks: list[str] = []
-    for name in ("place", "candidates"):
-        walk = getattr(bypass, name)
-        monkeypatch.setattr(bypass, name, lambda *what, walk=walk, name=name: walks.append(name) or walk(*what))
+    for module, name in ((reservation_view, "place"), (backfill, "candidates")):
+        walk = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *what, walk=walk, name=name, **more: walks.append(name) or walk(*what, **more)
+        )
     gpu_views(world.ledger, world.now, world.policy)
-    assert 0 < len(walks) <= bypass.LOOKED_AT
+    assert 0 < len(walks) <= reservation_view.MAX_SHOWN_DEMANDS
 
 
 def test_a_job_whose_array_is_at_its_limit_is_not_passed() -> None:
     world = world_of(max_bypass=0, a=2)
     submit(world, count=3, at_most=1)
-    younger = ask(world)
-    assert younger.state is LeaseState.ACTIVE
+    newer = ask(world)
+    assert newer.state is LeaseState.ACTIVE
     world.jobs["a"] = [JobReport(job_id="array-job-0", state=RunState.EXITED, exit_code=0)]
     world.report()
     world.report()
-    assert world.ledger.passed == {}
+    assert world.ledger.bypasses == {}
 
 
 def restarted(world: World) -> World:
@@ -366,22 +372,22 @@ def restarted(world: World) -> World:
 
 def test_a_restart_does_not_forget_how_often_a_request_was_passed() -> None:
     world = world_of(max_bypass=3)
-    held, elder = elder_of_four(world)
+    held, older = older_of_four(world)
     other = ask(world, 4)
     pass_by(world, 2)
     world = restarted(world)
-    assert (explained(world, elder).passed, explained(world, other).passed) == (2, 2)
+    assert (explained(world, older).passed, explained(world, other).passed) == (2, 2)
     pass_by(world, 1)
     assert ask(world).state is LeaseState.QUEUED
     world = restarted(world)
-    assert explained(world, elder).held == (uuid(0), uuid(1), uuid(2))
+    assert explained(world, older).held == (uuid(0), uuid(1), uuid(2))
     give_back(world, held)
-    assert is_active(world, elder) == [True]
+    assert is_active(world, older) == [True]
 
 
-def test_a_restart_counts_only_younger_ones_that_took_what_it_could_use() -> None:
+def test_a_restart_counts_only_newer_ones_that_took_what_it_could_use() -> None:
     world = world_of(max_bypass=3, a=4, b=2)
     ask(world, 1, node="b")
-    _, elder = elder_of_four(world)
+    _, older = older_of_four(world)
     ask(world, 1, node="b")
-    assert explained(restarted(world), elder).passed == 0
+    assert explained(restarted(world), older).passed == 0

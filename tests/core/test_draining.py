@@ -1,15 +1,14 @@
-"""When a GPU whose lease ended is clean: nobody listed, nobody has it open, memory back."""
+"""When a GPU whose lease ended is clean: no one listed, no one has it open, memory back."""
 
 from __future__ import annotations
 
 import pytest
 
-from gpulease.model import GpuReading, GpuState, Lease, LeaseState, Process
+from gpulease_protocol.model import GpuReading, GpuState, Lease, LeaseState, Process
 from gpulease_server.core.node import desired_state
-from gpulease_server.core.turn import Policy
-from gpulease_server.core.view import gpu_view
-
-from .build import GIB, World, gpu, uuid
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import gpu_view
+from tests.core.build import GIB, World, gpu, uuid
 
 
 def drained(reading: GpuReading, *, before: GpuReading | None = None) -> tuple[World, Lease]:
@@ -36,18 +35,21 @@ STRANGER = Process(pid=7, user="bob", command="python notebook.py")
 @pytest.mark.parametrize(
     ("reading", "words"),
     [
-        (gpu(0, processes=(LEFT,)), "pid 9 of ann (python train.py) left"),
+        (gpu(0, processes=(LEFT,)), "pid 9 of ann (python train.py) is still running"),
         (gpu(0, opened_by=(LEFT,)), "its device file is kept open by pid 9 of ann (python train.py) of that lease"),
         (
             gpu(0, processes=(Process(pid=8),), opened_by=(LEFT, STRANGER)),
-            ": pid 8 left; its device file is kept open by pid 9 of ann (python train.py) of that lease",
+            ": pid 8 is still running; its device file is kept open by pid 9 of ann (python train.py) of that lease",
         ),
         (gpu(0, opened_by=(LEFT,), memory_used_bytes=3 * GIB), "its device file is kept open by pid 9 of ann"),
-        (gpu(0, opened_by=(STRANGER,), memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB"),
-        (gpu(0, memory_used_bytes=3 * GIB), "no process is left, but its memory is 3.0 GiB in use, 0.0 GiB while it"),
-        (gpu(0, memory_used_bytes=None), "no process is left, but its memory is unknown"),
-        (gpu(0, opened_by=None), "who has its device file open is being looked for"),
-        (gpu(0, processes=(Process(pid=8, lease_id="another"),)), "pid 8 left"),
+        (
+            gpu(0, opened_by=(STRANGER,), memory_used_bytes=3 * GIB),
+            "no process is left, but 3.0 GiB of memory is in use",
+        ),
+        (gpu(0, memory_used_bytes=3 * GIB), "no process is left, but 3.0 GiB of memory is in use, 0.0 GiB while it"),
+        (gpu(0, memory_used_bytes=None), "no process is left, but an unknown amount of memory is in use"),
+        (gpu(0, opened_by=None), "open device files are still being checked"),
+        (gpu(0, processes=(Process(pid=8, lease_id="another"),)), "pid 8 is still running"),
     ],
 )
 def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: GpuReading, words: str) -> None:
@@ -55,7 +57,7 @@ def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: 
     for _ in range(3):
         world.report()
     assert world.state() is GpuState.DRAINING
-    assert reason(world).startswith(f"is being cleaned of {lease.id} (user ann)")
+    assert reason(world).startswith(f"Being cleaned after {lease.id} (user ann)")
     assert words in reason(world)
     world.node(gpus=1)
     assert world.state() is GpuState.FREE
@@ -75,7 +77,7 @@ def test_a_gpu_drains_until_nothing_is_left_in_any_of_the_three_senses(reading: 
         Process(pid=9, command="nvidia-cuda-mps-server"),
     ],
 )
-def test_a_monitor_or_desktop_that_has_the_device_open_keeps_it_from_nobody(opener: Process) -> None:
+def test_a_monitor_or_desktop_that_has_the_device_open_keeps_it_from_no_one(opener: Process) -> None:
     world, _ = drained(gpu(0, opened_by=(opener,)))
     assert world.state() is GpuState.FREE
 
@@ -97,10 +99,10 @@ def test_a_lost_gpu_that_shows_nothing_is_not_clean() -> None:
     [
         (0, None),
         (12, "the open files of 12 processes could not be read"),
-        (None, "its device file is not known, so nobody looked for open ones"),
+        (None, "its device file is not known, so open files were not checked"),
     ],
 )
-def test_what_nobody_could_look_at_is_said_when_the_gpu_is_freed(unreadable: int | None, note: str | None) -> None:
+def test_what_no_one_could_look_at_is_said_when_the_gpu_is_freed(unreadable: int | None, note: str | None) -> None:
     world, _ = drained(gpu(0, unreadable_processes=unreadable))
     assert told(world, "gpu.clean") == [note]
 
@@ -152,7 +154,7 @@ def test_what_each_lease_leaves_within_the_tolerance_does_not_add_up() -> None:
     assert world.state() is GpuState.DRAINING, "a leak was taken for the way the GPU is"
 
 
-def test_memory_that_the_driver_retains_does_not_block_for_ever() -> None:
+def test_memory_that_the_driver_retains_does_not_block_forever() -> None:
     world, _ = drained(gpu(0, memory_used_bytes=9 * GIB))
     world.pass_time(20)
     world.node(gpus=[gpu(0, memory_used_bytes=5 * GIB)])  # still falling: the wait begins again
@@ -165,11 +167,11 @@ def test_memory_that_the_driver_retains_does_not_block_for_ever() -> None:
     assert world.ledger.gpus[uuid(0)].baseline_bytes == 5 * GIB
     world.release(lease)
     world.report()
-    assert world.state() is GpuState.FREE, "the baseline was not learnt anew"
+    assert world.state() is GpuState.FREE, "the baseline was not learned again"
 
 
 @pytest.mark.parametrize("left", [gpu(0, processes=(LEFT,)), gpu(0, opened_by=(LEFT,)), gpu(0, opened_by=None)])
-def test_retained_memory_is_waited_for_only_once_nobody_is_left(left: GpuReading) -> None:
+def test_retained_memory_is_waited_for_only_once_no_one_is_left(left: GpuReading) -> None:
     world, _ = drained(left)
     world.pass_time(60)
     world.node(gpus=[gpu(0, memory_used_bytes=9 * GIB)])
@@ -194,7 +196,7 @@ def test_a_strangers_open_device_file_delays_a_clean_gpu_for_a_while_and_is_name
     world, lease = drained(gpu(0, opened_by=(STRANGER,)))
     assert world.state() is GpuState.DRAINING
     said = (
-        f"is being cleaned of {lease.id} (user ann): nothing of that lease is left; pid 7 of bob (python notebook.py)"
+        f"Being cleaned after {lease.id} (user ann): nothing of that lease is left; pid 7 of bob (python notebook.py)"
     )
     assert reason(world) == f"{said} has its device file open, which delays it by at most 30 s"
     world.pass_time(29)
@@ -238,7 +240,7 @@ def test_a_strangers_delay_is_not_lengthened_by_memory_that_comes_and_goes() -> 
 
 
 @pytest.mark.parametrize("back", [LEFT, None], ids=["by an open file", "by a listed process"])
-def test_a_stranger_delays_anew_when_the_lease_is_seen_on_the_gpu_again(back: Process | None) -> None:
+def test_a_stranger_delays_again_when_the_lease_is_seen_on_the_gpu_again(back: Process | None) -> None:
     world, _ = drained(gpu(0, opened_by=(STRANGER,)))
     world.pass_time(20)
     again = gpu(0, opened_by=(STRANGER, back)) if back else gpu(0, opened_by=(STRANGER,), processes=(LEFT,))
@@ -282,7 +284,7 @@ def test_what_a_user_left_behind_is_told_once_for_each_change_and_not_while_it_m
     assert (event.lease_id, event.gpus, event.node) == (lease.id, (uuid(0),), "a")
 
 
-def test_a_lease_that_revives_and_ends_again_waits_anew_for_retained_memory() -> None:
+def test_a_lease_that_revives_and_ends_again_waits_again_for_retained_memory() -> None:
     world = World().node(gpus=1)
     lease = world.lease(ttl_s=1.0)
     world.node(gpus=[gpu(0, memory_used_bytes=9 * GIB)])
@@ -326,7 +328,7 @@ def test_a_draining_gpu_that_is_not_shown_for_a_while_drains_on_when_it_is_back(
         world.node(gpus=[gpu(0, opened_by=(LEFT,))])  # its process list is empty by now
         assert world.state() is GpuState.DRAINING
         assert world.now_of(waiting).state is LeaseState.QUEUED, "granted while what the former holder left has it open"
-        assert f"cleaned of {lease.id}" in reason(world)
+        assert f"cleaned after {lease.id}" in reason(world)
         world.release(waiting)
     world.node(gpus=1)
     assert world.state() is GpuState.FREE

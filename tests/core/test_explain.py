@@ -1,4 +1,4 @@
-"""Why a request has no GPUs: one row for everything that can be in the way."""
+"""Why a request has no GPUs: one row foreverything that can be in the way."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from gpulease.errors import NeverFits, NotNow
-from gpulease.explanation import Explanation, Obstacle
-from gpulease.model import ComputeMode, GpuReading, Lease, NodeMode, Selection
-from gpulease_server.core.explain import explain
-from gpulease_server.core.turn import Policy
-
-from .build import GIB, World, gpu, uuid
+from gpulease_protocol.errors import NeverFits, NotNow
+from gpulease_protocol.explanation import Explanation, Obstacle
+from gpulease_protocol.model import ComputeMode, GpuReading, Lease, NodeMode, Selection
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.policy import Policy
+from tests.core.build import GIB, World, gpu, uuid
 
 HOUR_S = 3600.0
 
@@ -70,14 +69,14 @@ def show(**what: Any) -> Callable[[World], None]:
     [
         (hold, "leased", ["is held by lease-", "user ann", "until 2026-01-01 13:16:40 UTC unless it is renewed"]),
         (run_job, "leased", ["is held by lease-", "job job-"]),
-        (hold_and_cordon, "leased", ["is held by lease-", "and is cordoned after that"]),
-        (end_dirty, "draining", ["is being cleaned of lease-", "user ann", "pid 4242"]),
-        (show(pids=(4242,)), "foreign", ["is used outside any lease by pid 4242"]),
+        (hold_and_cordon, "leased", ["is held by lease-", "and cordoned after that"]),
+        (end_dirty, "draining", ["is being cleaned after lease-", "user ann", "pid 4242"]),
+        (show(pids=(4242,)), "foreign", ["is in use without a lease by pid 4242"]),
         (show(compute_mode=ComputeMode.PROHIBITED), "prohibited", ["PROHIBITED", "nvidia-smi -c DEFAULT"]),
         (show(health="lost"), "unhealthy", ["is unhealthy: lost"]),
         (show(health="xid:79"), "unhealthy", ["xid:79"]),
         (lambda world: world.cordon(0), "cordoned", ["is cordoned by an administrator"]),
-        (lambda world: world.set_mode(NodeMode.DRAINING), "cordoned", ["node a, which an administrator drains"]),
+        (lambda world: world.set_mode(NodeMode.DRAINING), "cordoned", ["node a, which is being drained"]),
         (lambda world: world.set_mode(NodeMode.PAUSED), "unknown", ["paused by an administrator"]),
         (lambda world: world.report(problem="the probe hangs"), "unknown", ["is unknown: the probe hangs"]),
         (be_silent, "unknown", ["has been silent for over 3 s"]),
@@ -119,17 +118,17 @@ def test_a_renewal_moves_the_time_until_which_a_gpu_is_held() -> None:
     assert 59 < (after - before).total_seconds() < 61
 
 
-def test_who_waits_is_told_his_place_and_what_his_elders_claim() -> None:
+def test_explain_shows_the_position_and_what_is_reserved_for_older_requests() -> None:
     world = World(policy=Policy(max_bypass=0)).node(gpus=2)
     world.lease(selection=Selection.LISTED, indices=(1,))
-    elder, younger = world.lease(2), world.lease(1)
-    assert explained(world, elder.id).position == 1
-    explanation = explained(world, younger.id)
+    older, newer = world.lease(2), world.lease(1)
+    assert explained(world, older.id).position == 1
+    explanation = explained(world, newer.id)
     assert explanation.position == 2
     assert "number 2 in the queue" in explanation.sentence
     claimed = next(item for item in explanation.obstacles if item.index == 0)
-    assert (claimed.code, claimed.lease_id) == ("claimed", elder.id)
-    assert elder.id in claimed.sentence
+    assert (claimed.code, claimed.lease_id) == ("claimed", older.id)
+    assert older.id in claimed.sentence
 
 
 @pytest.mark.parametrize(
@@ -140,12 +139,12 @@ def test_who_waits_is_told_his_place_and_what_his_elders_claim() -> None:
         ({"selection": Selection.LISTED, "uuids": ("GPU-gone",)}, "There is no GPU GPU-gone on any node."),
         (
             {"selection": Selection.LISTED, "count": 2, "uuids": (uuid(0, "a"), uuid(0, "b"))},
-            "They are on different nodes (a, b), and a lease lies on one.",
+            "They are on different nodes (a, b), and a lease uses one node.",
         ),
         ({"node": "elsewhere"}, "There is no node elsewhere with GPUs; there are: a, b."),
-        ({"gpu_model": "A100"}, "None is of model A100; there are: NVIDIA H100."),
+        ({"gpu_model": "A100"}, "No GPU's name contains A100; the models are: NVIDIA H100."),
         ({"min_free_memory_bytes": 81 * GIB}, "The largest has 80.0 GiB."),
-        ({"count": 5}, "No node has more than 4 such GPUs, and a lease lies on one node."),
+        ({"count": 5}, "No node has more than 4 such GPUs, and a lease uses one node."),
         ({"count": 2, "among": (uuid(0), "GPU-gone")}, "Of the 2 GPUs that may serve it, 1 can."),
     ],
 )
@@ -158,7 +157,7 @@ def test_never_says_what_there_is_not(what: dict[str, Any], said: str) -> None:
 
 
 def test_a_gpu_that_is_out_of_use_is_not_now_and_one_that_went_is_never() -> None:
-    world = World().node(gpus=2)
+    world = World(policy=Policy(gone_after_s=2.0)).node(gpus=2)
     world.cordon(1)
     waiting = world.answers[world.ask(selection=Selection.LISTED, indices=(1,))]
     assert isinstance(waiting, Lease)
@@ -167,6 +166,8 @@ def test_a_gpu_that_is_out_of_use_is_not_now_and_one_that_went_is_never() -> Non
     world.cordon(1, cordoned=False)
     assert explained(world, waiting.id).verdict == "not_now"
     world.node(gpus=[gpu(0)])
+    assert explained(world, waiting.id).verdict == "not_now"
+    world.pass_time(2.5)
     explanation = explained(world, waiting.id)
     assert explanation.verdict == "never"
     assert "There is no GPU 1 on any node." in explanation.sentence
@@ -184,7 +185,7 @@ def test_a_lease_that_has_gpus_or_has_ended_says_so() -> None:
     ("reading", "words"),
     [
         (gpu(0, memory_used_bytes=75 * GIB), "GPU 0 of a has too little free memory."),
-        (gpu(0, memory_used_bytes=None), "GPU 0 of a does not tell how much of its memory is free."),
+        (gpu(0, memory_used_bytes=None), "GPU 0 of a does not report how much of its memory is free."),
     ],
 )
 def test_too_little_memory_now_is_what_is_said_to_be_in_the_way(reading: GpuReading, words: str) -> None:
@@ -196,7 +197,7 @@ def test_too_little_memory_now_is_what_is_said_to_be_in_the_way(reading: GpuRead
 def test_memory_that_no_gpu_tells_is_not_none() -> None:
     mute = gpu(0, memory_total_bytes=None, memory_used_bytes=None)
     explanation = refused(World().node(gpus=[mute]), min_free_memory_bytes=10 * GIB)
-    assert explanation.obstacles[0].sentence == "GPU 0 of a does not tell how much memory it has."
-    assert "Of 1 it is not known how much memory it has. Node a has 1 GPU." in explanation.sentence
+    assert explanation.obstacles[0].sentence == "GPU 0 of a does not report how much memory it has."
+    assert "The memory of 1 is not known. Node a has 1 GPU." in explanation.sentence
     explanation = refused(World().node(gpus=[mute, gpu(1)]), min_free_memory_bytes=81 * GIB)
-    assert "The largest has 80.0 GiB. Of 1 it is not known how much memory it has." in explanation.sentence
+    assert "The largest has 80.0 GiB. The memory of 1 is not known." in explanation.sentence

@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gpulease.model import Demand, Event, GpuState, Lease, LeaseState, Selection
-from gpulease_server.core.explain import explain
-from gpulease_server.core.turn import Policy
-
-from .build import World, gpu, uuid
+from gpulease_protocol.model import Demand, Event, GpuState, Lease, LeaseState, Selection
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.policy import Policy
+from tests.core.build import World, gpu, uuid
 
 SIZES = {"a": 4, "b": 3, "c": 2}
 MODELS = {"a": "NVIDIA H100", "b": "NVIDIA H100", "c": "NVIDIA A100"}
@@ -54,7 +53,7 @@ def held_by(lease: Lease) -> set[str]:
 
 
 class Queue(RuleBasedStateMachine):
-    """Three nodes of 4, 3 and 2 GPUs, of two models. Nobody dies, nothing expires: only the queue is at work."""
+    """Three nodes of 4, 3 and 2 GPUs, of two models. No one dies, nothing expires: only the queue is at work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,16 +106,16 @@ class Queue(RuleBasedStateMachine):
     def flood(self, data: st.DataObject) -> None:
         """Every request that can be granted is, after boundedly many releases, whatever comes after it."""
         target = data.draw(st.sampled_from(self.waiting))
-        elders = self.waiting[: self.waiting.index(target) + 1]
-        gpus = set[str]().union(*(nodes for one in elders for nodes in usable(self.demand[one]).values()))
-        bound = sum(self.most_passes(one) + len(gpus) for one in elders)
+        older_requests = self.waiting[: self.waiting.index(target) + 1]
+        bound = sum(self.most_passes(one) + len(self.could_use([one])) for one in older_requests)
         for node in SIZES:
             self.fresh()
             self.world.ask(ttl_s=LONG_S, node=node)
         releases = 0
         while self.lease(target).state is LeaseState.QUEUED:
+            gpus = self.could_use([one for one in older_requests if self.lease(one).state is LeaseState.QUEUED])
             in_the_way = [one for one in self.active() if not gpus.isdisjoint(held_by(self.lease(one)))]
-            assert in_the_way, "it waits, and nobody has anything that it or an elder could use"
+            assert in_the_way, "it waits, and no one has anything that it or an older could use"
             one = in_the_way[data.draw(st.integers(0, len(in_the_way) - 1))]
             self.fresh()
             self.world.ask(ttl_s=LONG_S, node=self.lease(one).gpus[0].node)
@@ -137,6 +136,9 @@ class Queue(RuleBasedStateMachine):
 
     def lease(self, lease_id: str) -> Lease:
         return self.world.ledger.leases[lease_id].lease
+
+    def could_use(self, requests: list[str]) -> set[str]:
+        return set[str]().union(*(gpus for one in requests for gpus in usable(self.demand[one]).values()))
 
     def active(self) -> list[str]:
         return [one for one, record in self.world.ledger.leases.items() if record.lease.state is LeaseState.ACTIVE]
@@ -164,13 +166,13 @@ class Queue(RuleBasedStateMachine):
         self.seen = len(self.world.changes)
 
     def granted(self, event: Event) -> None:
-        for elder in self.waiting:
-            gpus = set().union(*usable(self.demand[elder]).values())
-            if self.number[elder] < self.number[event.lease_id or ""] and gpus & set(event.gpus):
-                self.passed[elder] = self.passed.get(elder, 0) + 1
+        for older in self.waiting:
+            gpus = set().union(*usable(self.demand[older]).values())
+            if self.number[older] < self.number[event.lease_id or ""] and gpus & set(event.gpus):
+                self.passed[older] = self.passed.get(older, 0) + 1
 
     @invariant()
-    def nobody_is_passed_more_often_than_that(self) -> None:
+    def no_request_is_passed_more_often_than_that(self) -> None:
         for waiting in self.waiting:
             explanation = self.explain(waiting)
             assert explanation.passed == self.passed.get(waiting, 0)
@@ -178,8 +180,8 @@ class Queue(RuleBasedStateMachine):
                 assert self.passed.get(waiting, 0) <= self.most_passes(waiting)
 
     @invariant()
-    def nothing_is_idle_that_somebody_could_have(self) -> None:
-        """Unless it is held for an elder, who then says so; and nothing is held for two."""
+    def nothing_is_idle_that_someone_could_have(self) -> None:
+        """Unless it is held for an older, who then says so; and nothing is held for two."""
         free = {
             uuid(index, node)
             for node, size in SIZES.items()
@@ -214,7 +216,7 @@ class Queue(RuleBasedStateMachine):
 
 TestFairQueue = Queue.TestCase
 TestFairQueue.settings = settings(
-    max_examples=60,
+    max_examples=30,
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=list(HealthCheck),

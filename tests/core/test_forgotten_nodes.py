@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.model import Event, NodeMode
-from gpulease_server.core.ledger import NodeRecord
-from gpulease_server.core.node import SEEN_S
+from gpulease_protocol.model import Event, NodeMode
+from gpulease_server.core.node_loss import SEEN_INTERVAL_S
+from gpulease_server.core.records import NodeRecord
 from tests.core.build import World
 
 DAY_S = 24 * 3600.0
@@ -31,7 +31,7 @@ def later(world: World, seconds: float, *, silent: str = "b") -> World:
 
 def test_a_node_that_is_gone_for_long_is_forgotten_with_its_gpus() -> None:
     world = later(two(), LONG_S)
-    assert set(world.ledger.nodes) == set(world.ledger.sightings) == {"a"}
+    assert set(world.ledger.nodes) == set(world.ledger.node_observations) == {"a"}
     assert {gpu.device.node for gpu in world.ledger.gpus.values()} == {"a"}
     assert [one.node for one in world.changes if isinstance(one, Event) and one.kind == "node.forgotten"] == ["b"]
 
@@ -53,12 +53,10 @@ def test_one_that_reports_is_kept_however_long_nothing_else_happens_to_it() -> N
     assert set(world.ledger.nodes) == {"a", "b"}
 
 
-@pytest.mark.parametrize("need", ["lease", "cordon", "drained"])
+@pytest.mark.parametrize("need", ["cordon", "drained"])
 def test_one_that_something_refers_to_stays(need: str) -> None:
     world = two()
-    if need == "lease":
-        world.lease(2)  # it will expire, and drain for as long as nobody sees the GPUs
-    elif need == "cordon":
+    if need == "cordon":
         world.cordon(0, "b")
     else:
         world.set_mode(NodeMode.DRAINING, "b")
@@ -67,17 +65,27 @@ def test_one_that_something_refers_to_stays(need: str) -> None:
     assert len(world.ledger.gpus) == 3
 
 
+def test_one_that_died_with_a_lease_on_it_is_forgotten_although_no_one_will_ever_see_its_gpus_clean() -> None:
+    world = two()
+    world.lease(2)
+    later(world, LONG_S)
+    assert set(world.ledger.nodes) == {"a"}
+    assert {gpu.device.node for gpu in world.ledger.gpus.values()} == {"a"}
+    gone = [one.gpus for one in world.changes if isinstance(one, Event) and one.kind == "gpu.gone"]
+    assert len(gone) == 2, "the log must say why they need not be seen clean"
+
+
 def test_that_it_is_there_is_recorded_once_a_day() -> None:
     world = two()
     world.changes.clear()
     for _ in range(24):
-        later(world, SEEN_S / 24)
+        later(world, SEEN_INTERVAL_S / 24)
     assert [one.name for one in world.changes if isinstance(one, NodeRecord)] == ["a"]
 
 
 def test_of_one_from_before_this_was_recorded_the_time_begins_now() -> None:
     world = two()
-    world.ledger.sightings.clear()  # a restart
+    world.ledger.node_observations.clear()  # a restart
     world.ledger.nodes["b"] = replace(world.ledger.nodes["b"], seen_at=None)
     later(world, 1)
     assert world.ledger.nodes["b"].seen_at is not None
@@ -85,7 +93,7 @@ def test_of_one_from_before_this_was_recorded_the_time_begins_now() -> None:
     assert set(world.ledger.nodes) == {"a"}
 
 
-def test_a_wall_clock_that_jumps_forgets_nobody_who_has_reported() -> None:
+def test_a_wall_clock_that_jumps_forgets_no_one_who_has_reported() -> None:
     world = two()
     world.wall_jump_s = LONG_S
     later(world, 60)

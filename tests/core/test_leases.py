@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.errors import (
+from gpulease_protocol.errors import (
     IdempotencyMismatch,
     LeaseLost,
     NeverFits,
@@ -16,7 +16,7 @@ from gpulease.errors import (
     OverQuota,
     StaleToken,
 )
-from gpulease.model import (
+from gpulease_protocol.model import (
     ComputeMode,
     EndReason,
     GpuReading,
@@ -27,11 +27,10 @@ from gpulease.model import (
     ProcessType,
     Selection,
 )
-from gpulease_server.core.happenings import Key, LeaseRenewed, Ticked, WaiterSeen
-from gpulease_server.core.ledger import ENDED_KEPT
-from gpulease_server.core.turn import Policy
-
-from .build import GIB, World, gpu, uuid
+from gpulease_server.core.happenings import IdempotencyKey, RenewalRequested, Ticked, WaiterPolled
+from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY
+from gpulease_server.core.policy import Policy
+from tests.core.build import GIB, World, gpu, uuid
 
 
 def test_a_request_that_fits_is_granted_whole() -> None:
@@ -41,7 +40,7 @@ def test_a_request_that_fits_is_granted_whole() -> None:
     assert [device.index for device in lease.gpus] == [0, 1, 2]
     assert lease.env["CUDA_VISIBLE_DEVICES"] == ",".join(uuid(index) for index in range(3))
     assert lease.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-    assert lease.env["GPULEASE_LEASE_TOKEN"] == str(lease.token)
+    assert lease.env["GPULEASE_LEASE_TOKEN"] == str(lease.fencing_token)
     assert lease.expires_at is not None
     assert lease.granted_at is not None
     assert (lease.expires_at - lease.granted_at).total_seconds() == 60
@@ -90,7 +89,7 @@ def test_a_reading_begun_before_it_was_asked_for_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("answers", [False, True], ids=["silent", "always late"])
-def test_a_verdict_does_not_wait_for_ever_for_a_fresh_reading(answers: bool) -> None:
+def test_a_verdict_waits_only_so_long_for_a_recent_reading(answers: bool) -> None:
     world = World().node(gpus=1)
     world.at_s += 1
     refused, waiting = world.ask(queue=False), world.ask()
@@ -148,7 +147,7 @@ def test_the_explanation_names_holder_process_and_place_in_the_queue() -> None:
         {"count": 1, "among": ("GPU-none",)},
     ],
 )
-def test_what_no_node_has_is_refused_for_ever(what: dict) -> None:
+def test_a_demand_that_no_node_can_meet_never_fits(what: dict) -> None:
     world = World().node(gpus=4)
     refused = world.answers[world.ask(**what)]
     assert isinstance(refused, NeverFits)
@@ -207,15 +206,15 @@ def test_first_come_first_served() -> None:
     held = world.lease(3)
     big, small = world.lease(2), world.lease(1)
     assert (big.position, small.position) == (1, 2)
-    assert small.state is LeaseState.QUEUED, "a younger request took the GPU that an elder waits for"
+    assert small.state is LeaseState.QUEUED, "a newer request took the GPU that an older waits for"
     world.release(held)
     world.report()
     assert world.now_of(big).state is LeaseState.ACTIVE
     assert world.now_of(small).state is LeaseState.ACTIVE
-    assert (world.now_of(big).token or 0) < (world.now_of(small).token or 0)
+    assert (world.now_of(big).fencing_token or 0) < (world.now_of(small).fencing_token or 0)
 
 
-def test_a_younger_request_gets_what_no_elder_can_use() -> None:
+def test_a_newer_request_gets_what_no_older_can_use() -> None:
     world = World().node(gpus=2)
     world.lease(selection=Selection.LISTED, indices=(1,))
     assert world.lease(selection=Selection.LISTED, indices=(1,)).state is LeaseState.QUEUED
@@ -287,7 +286,7 @@ def test_a_late_renewal_revives_with_the_same_token() -> None:
     world.pass_time(2)
     revived = world.renew(lease)
     assert isinstance(revived, Lease)
-    assert (revived.state, revived.token) == (LeaseState.ACTIVE, lease.token)
+    assert (revived.state, revived.fencing_token) == (LeaseState.ACTIVE, lease.fencing_token)
     assert revived.expires_at is not None
     assert world.state() is GpuState.LEASED
     world.check()
@@ -302,7 +301,7 @@ def test_a_late_renewal_is_refused_once_the_gpu_was_granted_again() -> None:
     assert isinstance(world.renew(lease), LeaseLost)
     world.release(world.now_of(waiting))
     world.report()
-    assert isinstance(world.renew(lease), LeaseLost), "revived although somebody held the GPU in between"
+    assert isinstance(world.renew(lease), LeaseLost), "revived although someone held the GPU in between"
 
 
 def test_a_released_lease_is_not_revived() -> None:
@@ -327,7 +326,7 @@ def test_releasing_twice_is_answered_the_same_twice() -> None:
 
 
 def test_an_unknown_lease_is_not_found() -> None:
-    assert isinstance(World().turn(LeaseRenewed(cause="c", lease_id="lease-x", token=1))[0], NotFound)
+    assert isinstance(World().turn(RenewalRequested(cause="c", lease_id="lease-x", fencing_token=1))[0], NotFound)
 
 
 def test_a_queued_lease_can_be_cancelled_by_its_holder() -> None:
@@ -340,25 +339,33 @@ def test_a_queued_lease_can_be_cancelled_by_its_holder() -> None:
     assert not world.ledger.queue
 
 
-def test_a_queued_lease_lives_while_somebody_waits_for_it() -> None:
+def test_a_queued_lease_lives_while_someone_waits_for_it() -> None:
     world = World().node(gpus=1)
     world.lease(ttl_s=1000)
     waiting = world.lease(ttl_s=2)
     for _ in range(4):
         world.pass_time(1)
-        world.turn(WaiterSeen(cause="poll", lease_id=waiting.id))
+        world.turn(WaiterPolled(cause="poll", lease_id=waiting.id))
     assert world.now_of(waiting).state is LeaseState.QUEUED
     world.pass_time(3)
     assert world.now_of(waiting).end_reason is EndReason.HOLDER_DIED
 
 
-def test_time_in_which_the_daemon_heard_nobody_is_given_back() -> None:
+def test_time_in_which_the_daemon_heard_no_one_is_given_back() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(ttl_s=10)
+    world.at_s += 60
+    world.turn(Ticked(cause="tick", since_last_s=60, stalled_s=60))
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.pass_time(10.5)
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+
+
+def test_a_tick_that_is_late_because_a_commit_was_slow_gives_no_one_time() -> None:
     world = World().node(gpus=1)
     lease = world.lease(ttl_s=10)
     world.at_s += 60
     world.turn(Ticked(cause="tick", since_last_s=60))
-    assert world.now_of(lease).state is LeaseState.ACTIVE
-    world.pass_time(10.5)
     assert world.now_of(lease).end_reason is EndReason.EXPIRED
 
 
@@ -382,17 +389,17 @@ def test_the_queue_is_bounded() -> None:
 
 def test_the_same_key_and_request_get_the_same_lease() -> None:
     world = World().node(gpus=4)
-    key = Key(key="k", fingerprint="f")
+    key = IdempotencyKey(key="k", fingerprint="f")
     first, second = world.lease(key=key), world.lease(key=key)
     assert first.id == second.id
-    assert isinstance(world.answers[world.ask(key=Key(key="k", fingerprint="other"))], IdempotencyMismatch)
+    assert isinstance(world.answers[world.ask(key=IdempotencyKey(key="k", fingerprint="other"))], IdempotencyMismatch)
     assert len(world.ledger.leases) == 1
 
 
 def test_a_key_sent_again_before_the_verdict_joins_it() -> None:
     world = World().node(gpus=4)
     world.at_s += 1
-    key = Key(key="k", fingerprint="f")
+    key = IdempotencyKey(key="k", fingerprint="f")
     calls = [world.ask(key=key), world.ask(key=key)]
     world.report()
     first, second = (world.answers[call] for call in calls)
@@ -417,7 +424,7 @@ def test_a_headless_renderer_of_the_former_holder_keeps_its_gpu_draining() -> No
 
 
 @pytest.mark.parametrize("health", ["lost", "reset_required", "processes_unknown", "xid:79"])
-def test_nobody_can_say_that_an_unhealthy_gpu_is_clean(health: str) -> None:
+def test_no_one_can_say_that_an_unhealthy_gpu_is_clean(health: str) -> None:
     world = World().node(gpus=1)
     lease = world.lease()
     world.node(gpus=[gpu(0, health=health)])
@@ -437,7 +444,7 @@ def test_a_request_goes_to_the_node_whose_reading_is_fresh() -> None:
     assert answer.gpus[0].node == "b"
 
 
-def test_a_node_that_is_always_late_holds_nobody_up_for_ever() -> None:
+def test_a_node_that_is_always_late_delays_no_request_without_bound() -> None:
     world = World().node("a", gpus=2).node("b", gpus=1)
     world.lease(1, node="b")
     world.at_s += 1
@@ -449,7 +456,7 @@ def test_a_node_that_is_always_late_holds_nobody_up_for_ever() -> None:
     assert isinstance(world.answers[call], NotNow)
 
 
-def test_a_draining_gpu_that_is_gone_is_forgotten_and_holds_nobody_up() -> None:
+def test_a_draining_gpu_that_is_gone_is_forgotten_and_holds_no_one_up() -> None:
     world = World(policy=Policy(gone_after_s=2.0)).node(gpus=2)
     lease = world.lease(selection=Selection.LISTED, indices=(0,))
     world.node(gpus=[gpu(1)])
@@ -478,8 +485,8 @@ def test_a_renewal_does_not_revive_a_port_that_went_to_another() -> None:
 
 
 def test_more_leases_than_are_kept_can_end_at_once() -> None:
-    world = World().node(gpus=ENDED_KEPT + 2)
-    leases = [world.lease() for _ in range(ENDED_KEPT + 2)]
+    world = World().node(gpus=MAX_ENDED_IN_MEMORY + 2)
+    leases = [world.lease() for _ in range(MAX_ENDED_IN_MEMORY + 2)]
     for lease in leases:
         assert isinstance(world.release(lease), Lease)
     world.check()
@@ -489,7 +496,7 @@ def test_an_expired_lease_is_not_forgotten_while_it_might_revive() -> None:
     world = World().node(gpus=2)
     expired = world.lease(ttl_s=1, selection=Selection.LISTED, indices=(0,))
     world.pass_time(2)
-    for _ in range(ENDED_KEPT + 1):
+    for _ in range(MAX_ENDED_IN_MEMORY + 1):
         world.report()
         world.release(world.lease(selection=Selection.LISTED, indices=(1,)))
     assert isinstance(world.renew(expired), Lease)
@@ -498,7 +505,7 @@ def test_an_expired_lease_is_not_forgotten_while_it_might_revive() -> None:
 def test_a_key_is_remembered_for_as_long_as_its_lease_lives() -> None:
     """Ranks that torchrun starts again after days ask by it for the lease that they still have."""
     world = World(policy=Policy(key_lifetime_s=2)).node()
-    key = Key(key="k", fingerprint="f")
+    key = IdempotencyKey(key="k", fingerprint="f")
     first = world.lease(key=key)
     world.pass_time(5)
     assert world.lease(key=key).id == first.id
@@ -509,24 +516,24 @@ def test_a_key_is_remembered_for_as_long_as_its_lease_lives() -> None:
 
 def test_a_key_outlives_a_jump_of_the_wall_clock() -> None:
     world = World().node(gpus=2)
-    first = world.lease(key=Key(key="k", fingerprint="f"))
+    first = world.lease(key=IdempotencyKey(key="k", fingerprint="f"))
     world.wall_jump_s = 48 * 3600.0
     world.pass_time(1)
-    assert world.lease(key=Key(key="k", fingerprint="f")).id == first.id
+    assert world.lease(key=IdempotencyKey(key="k", fingerprint="f")).id == first.id
 
 
 def test_a_key_from_before_a_restart_is_forgotten_too_after_its_lifetime_and_not_sooner() -> None:
     world = World(policy=Policy(key_lifetime_s=5)).node()
-    key = Key(key="k", fingerprint="f")
+    key = IdempotencyKey(key="k", fingerprint="f")
     first = world.lease(key=key)
     world.release(first)
-    world.ledger.keys_since.clear()  # what a new process reads from the database is only the key
+    world.ledger.keys_known_since.clear()  # what a new process reads from the database is only the key
     world.at_s = 1.0
     world.wall_jump_s = 3600.0
     world.pass_time(4)
     assert world.lease(key=key).id == first.id
     world.pass_time(2)
-    assert world.lease(key=key).id != first.id, "remembered for ever"
+    assert world.lease(key=key).id != first.id, "remembered forever"
 
 
 def test_what_can_run_now_is_granted_although_the_queue_is_full() -> None:

@@ -6,15 +6,28 @@ from typing import Any
 
 import pytest
 
-from gpulease.errors import NotAllowed, NotFound
-from gpulease.exchange import PAUSED, JobReport, RunState
-from gpulease.model import Demand, EndReason, GpuState, Holder, Job, JobSpec, JobState, Launcher, LeaseState, NodeMode
-from gpulease_server.core.happenings import JobSubmitted
+from gpulease_protocol.errors import NeverFits, NotAllowed, NotFound
+from gpulease_protocol.model import (
+    Demand,
+    EndReason,
+    Event,
+    GpuState,
+    Holder,
+    Job,
+    JobSpec,
+    JobState,
+    Launcher,
+    Lease,
+    LeaseState,
+    NodeMode,
+)
+from gpulease_protocol.node_protocol import PAUSED, JobReport, RunState
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
 from gpulease_server.core.node import desired_state
-from gpulease_server.core.turn import Policy
-from gpulease_server.core.view import gpu_view, node_view
-
-from .build import World, gpu, uuid
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import gpu_view, node_view
+from tests.core.build import World, gpu, uuid
 
 
 def order(world: World, job_id: str):
@@ -50,13 +63,45 @@ def test_a_second_worker_for_one_node_is_refused_while_the_first_reports() -> No
     assert world.report(worker="other") is None
 
 
-def test_a_gpu_that_its_node_shows_no_more_goes_unless_it_is_held() -> None:
-    world = World().node(gpus=2)
+def test_a_gpu_that_its_node_shows_no_more_goes_in_the_end_unless_it_is_held() -> None:
+    world = World(policy=Policy(gone_after_s=5.0)).node(gpus=2)
     lease = world.lease()
     world.node(gpus=[])
+    world.pass_time(4.5)
+    assert (world.state(0), world.state(1)) == (GpuState.UNKNOWN, GpuState.UNKNOWN)
+    world.pass_time(1)
     assert set(world.ledger.gpus) == {uuid(0)}
-    assert world.state() is GpuState.UNKNOWN
     assert world.now_of(lease).state is LeaseState.ACTIVE
+    gone = [change for change in world.changes if isinstance(change, Event) and change.kind == "gpu.gone"]
+    assert [(event.gpus, event.lease_id) for event in gone] == [((uuid(1),), None)]
+
+
+def test_a_gpu_that_one_reading_leaves_out_is_waited_for_and_never_called_never() -> None:
+    world = World().node(gpus=2)
+    world.node(gpus=[gpu(0)])
+    call = world.ask(2)
+    waiting = world.answers[call]
+    assert isinstance(waiting, Lease), "refused for good, because a driver left a GPU out for a moment"
+    assert waiting.state is LeaseState.QUEUED
+    explanation = explain(world.ledger, world.ledger.leases[waiting.id], world.now, world.policy)
+    assert "GPU 1 of a is unknown: its node no longer shows it" in explanation.sentence
+    world.node(gpus=2)
+    assert world.now_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_a_missing_gpu_is_waited_for_again_each_time_that_it_was_shown_in_between() -> None:
+    world = World(policy=Policy(gone_after_s=5.0)).node(gpus=2)
+    for _ in range(3):
+        world.node(gpus=[gpu(0)])
+        world.pass_time(4)
+        world.node(gpus=2)
+    assert set(world.ledger.gpus) == {uuid(0), uuid(1)}
+    world.node(gpus=[gpu(0)])
+    for _ in range(20):
+        world.pass_time(1)
+        world.report(problem="the driver is busy")
+    assert set(world.ledger.gpus) == {uuid(0)}
+    assert isinstance(world.answers[world.ask(2)], NeverFits)
 
 
 def test_two_nodes_cannot_show_the_same_gpu() -> None:
@@ -66,7 +111,7 @@ def test_two_nodes_cannot_show_the_same_gpu() -> None:
     assert world.lease().gpus[0].node == "a"
 
 
-def test_a_process_of_nobody_on_a_leased_gpu_is_a_conflict() -> None:
+def test_a_process_of_no_one_on_a_leased_gpu_is_a_conflict() -> None:
     world = World().node(gpus=1)
     lease = world.lease()
     for reading, activity in [
@@ -139,7 +184,7 @@ def test_a_job_that_failed_is_tried_again_after_a_pause_under_a_new_lease_and_a_
     fails(world, job_id, 1)
     job = world.ledger.jobs[job_id].job
     assert (job.state, job.attempts, job.started_at, job.gpus) == (JobState.QUEUED, 1, None, ())
-    assert job.reason == "attempt 1 of 3 failed: Rank 0 failed first; the next waits for its GPUs in 2 s"
+    assert job.reason == "attempt 1 of 3 failed: Rank 0 failed first; the next one joins the queue in 2 s"
     assert world.ledger.leases[first].lease.end_reason is EndReason.JOB_FINISHED
     assert job.lease_id == f"{first}r2"
     world.pass_time(1.5)
@@ -227,7 +272,7 @@ def test_a_job_that_cannot_be_killed_stops_and_keeps_its_gpu_until_it_has_ended(
     assert order(world, job_id).stop is (cancelled != "never")
     assert world.state() is GpuState.LEASED
     view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
-    assert str(view.reason).endswith(f"whose job stops: {shown}")
+    assert str(view.reason).endswith(f"and its job is stopping: {shown}")
     assert world.ledger.jobs[waiting].job.state is JobState.QUEUED
     fails(world, job_id, 1)
     assert world.ledger.jobs[job_id].job.state is end
@@ -251,10 +296,8 @@ def test_a_job_runs_as_who_submitted_it() -> None:
     world.turn(
         JobSubmitted(
             cause="c",
-            job_id="job-u",
-            lease_id="lease-u",
+            jobs=(SubmittedJob(job_id="job-u", lease_id="lease-u", spec=JobSpec(command=("t.py",), gpus=1)),),
             name="",
-            spec=JobSpec(command=("t.py",), gpus=1),
             demand=Demand(count=1),
             holder=Holder(),
             uid=1005,
@@ -316,7 +359,7 @@ def test_a_report_that_comes_late_changes_nothing() -> None:
     world.nodes["a"] = [gpu(0, pids=(9,))]
     world.report(age_s=3.0)
     assert world.ledger.jobs[job_id].job.state is JobState.RUNNING
-    assert not world.ledger.sightings["a"].readings[uuid(0)].processes
+    assert not world.ledger.node_observations["a"].readings[uuid(0)].processes
 
 
 def test_a_job_that_was_ended_for_time_without_a_limit_is_taken_in() -> None:

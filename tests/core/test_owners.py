@@ -1,16 +1,18 @@
-"""What a worker sees of owners decides on their leases at once; what nobody sees decides nothing."""
+"""What a worker sees of owners decides on their leases at once; what no one sees decides nothing."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from gpulease.errors import InvalidRequest, LeaseLost
-from gpulease.exchange import MAX_OWNERS, OwnerState
-from gpulease.model import EndReason, Event, GpuState, Lease, LeaseState, Liveness
-from gpulease_server.core.happenings import Ticked
+from gpulease_protocol.errors import InvalidRequest, LeaseLost
+from gpulease_protocol.model import EndReason, Event, GpuState, Lease, LeaseState, Liveness
+from gpulease_protocol.node_protocol import JUST_STARTED, MAX_OWNERS, OwnerState
+from gpulease_server.core.happenings import Ticked, WaiterPolled
 from gpulease_server.core.node import desired_state
-
-from .build import World
+from gpulease_server.core.presentation import lease_view
+from tests.core.build import World
 
 ANN, BEN = 7, 8
 ALIVE, GONE, UNKNOWN = OwnerState.ALIVE, OwnerState.GONE, OwnerState.UNKNOWN
@@ -21,7 +23,7 @@ def kinds(world: World, lease: Lease) -> list[str]:
     return [change.kind for change in world.changes if isinstance(change, Event) and change.lease_id == lease.id]
 
 
-def test_a_dead_owner_ends_his_lease_at_once_and_its_gpus_drain() -> None:
+def test_a_dead_owner_ends_its_lease_at_once_and_its_gpus_drain() -> None:
     world = World().node(gpus=1)
     lease = world.lease(1, owner=ANN, ttl_s=300)
     assert lease.liveness is Liveness.PROCESS
@@ -45,7 +47,7 @@ def test_one_death_ends_every_lease_of_that_owner_and_no_other() -> None:
     assert [one.pid for one in desired_state(world.ledger, "a", 0).owners] == [BEN]
 
 
-def test_a_dead_waiter_leaves_the_queue_before_the_same_report_frees_what_he_waits_for() -> None:
+def test_a_dead_waiter_leaves_the_queue_before_the_same_report_frees_its_gpus() -> None:
     world = World().node(gpus=1)
     holder = world.lease(1)
     waiter, next_one = world.lease(1, owner=ANN, ttl_s=300), world.lease(1)
@@ -75,7 +77,7 @@ def test_a_request_whose_owner_dies_before_its_verdict_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("ttl_s", [0.5, 2.0, 60.0])
-def test_a_living_owner_who_never_renews_keeps_his_lease_for_as_long_as_he_is_seen(ttl_s: float) -> None:
+def test_a_living_owner_that_never_renews_keeps_its_lease_while_it_is_seen(ttl_s: float) -> None:
     world = World().node(gpus=1)
     lease = world.lease(1, owner=ANN, ttl_s=ttl_s)
     world.owners[ANN] = ALIVE
@@ -85,20 +87,168 @@ def test_a_living_owner_who_never_renews_keeps_his_lease_for_as_long_as_he_is_se
         world.report()
         world.turn(Ticked(cause="tick", since_last_s=0.25))
     assert world.now_of(lease).state is LeaseState.ACTIVE
-    world.pass_time(max(ttl_s, world.policy.silence_s) + 0.5, silent=("a",))
-    assert world.now_of(lease).end_reason is EndReason.EXPIRED, "where no worker reports, time decides"
+    world.pass_time(max(ttl_s, world.policy.silence_s) + 60, silent=("a",))
+    assert world.now_of(lease).state is LeaseState.ACTIVE, "nothing is gained by its end: its GPUs are unknown"
+    view = lease_view(world.ledger, world.ledger.leases[lease.id], world.now, world.policy)
+    assert view.expires_at is None, "no moment is known"
+    assert "silent" in view.problems[0]
+    world.owners[ANN] = GONE
+    world.report()
+    assert world.now_of(lease).end_reason is EndReason.HOLDER_DIED
 
 
-def test_a_queued_owner_who_is_seen_alive_keeps_his_place() -> None:
+@pytest.mark.parametrize("renewed_after_s", [None, 0.5])
+def test_a_holder_loses_nothing_when_its_worker_falls_silent_before_it_has_seen_it(
+    renewed_after_s: float | None,
+) -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(1, owner=ANN, ttl_s=2.0)
+    if renewed_after_s is not None:
+        world.pass_time(renewed_after_s, silent=("a",))
+        world.renew(lease)
+    world.pass_time(90, silent=("a",))
+    assert world.now_of(lease).state is LeaseState.ACTIVE, "its worker may find its owner alive"
+    world.pass_time(7)
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED, "it has not"
+
+
+@pytest.mark.parametrize("ttl_s", [1.0, 60.0])
+@pytest.mark.parametrize("worker", ["w", "another"])
+def test_a_worker_that_was_away_has_time_to_look_before_its_leases_can_expire(worker: str, ttl_s: float) -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(1, owner=ANN, ttl_s=ttl_s)
+    world.owners[ANN] = ALIVE
+    world.report()
+    del world.owners[ANN]
+    world.pass_time(90, silent=("a",))
+    world.report(problem=JUST_STARTED, worker=worker)
+    world.turn(Ticked(cause="tick", since_last_s=0.25))
+    assert world.now_of(lease).state is LeaseState.ACTIVE, "its worker was not even told of the owner yet"
+    world.owners[ANN] = ALIVE
+    world.report(worker=worker)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.owners[ANN] = GONE
+    world.report(worker=worker)
+    assert world.now_of(lease).end_reason is EndReason.HOLDER_DIED
+
+
+def test_an_owner_that_a_worker_never_finds_again_does_not_keep_its_lease() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(1, owner=ANN, ttl_s=5.0)
+    world.owners[ANN] = ALIVE
+    world.report()
+    del world.owners[ANN]
+    world.pass_time(90, silent=("a",))
+    world.pass_time(5.5)
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+
+
+def test_a_restarted_daemon_keeps_the_lease_of_a_watched_owner_until_its_worker_reports() -> None:
+    world = World().node(gpus=1)
+    lease = world.lease(1, owner=ANN, ttl_s=5.0)
+    world.ledger.node_observations.clear()  # a restart
+    world.pass_time(60, silent=("a",))
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+
+
+def test_a_silent_worker_keeps_no_request_in_the_queue_and_no_lease_by_heartbeat() -> None:
+    world = World().node(gpus=1)
+    holder = world.lease(1, ttl_s=5.0)
+    waiter = world.lease(1, owner=ANN, ttl_s=5.0)
+    world.pass_time(6, silent=("a",))
+    assert world.now_of(holder).end_reason is EndReason.EXPIRED
+    assert world.now_of(waiter).end_reason is EndReason.HOLDER_DIED
+
+
+def wait_for(world: World, lease: Lease, seconds: float) -> None:
+    """The holder long-polls for so long."""
+    until_s = world.at_s + seconds
+    while world.at_s < until_s:
+        world.turn(WaiterPolled(cause="poll", lease_id=lease.id))
+        world.pass_time(0.5)
+
+
+def test_in_the_queue_only_waiting_keeps_a_request() -> None:
+    """Who presses Ctrl-C in a notebook or in front of curl lives on, and must not wait behind it."""
+    world = World().node(gpus=1)
+    world.owners |= {ANN: ALIVE, BEN: ALIVE}
+    world.lease(1, ttl_s=1000)
+    waits, gave_up = world.lease(1, owner=ANN, ttl_s=2), world.lease(1, owner=BEN, ttl_s=2)
+    wait_for(world, waits, 10)
+    assert world.now_of(waits).state is LeaseState.QUEUED
+    assert world.now_of(gave_up).end_reason is EndReason.HOLDER_DIED
+    assert "lease.granted" not in kinds(world, gave_up)
+    world.pass_time(2.5)
+    assert world.now_of(waits).state is LeaseState.ENDED
+
+
+def test_a_renewal_keeps_a_request_in_the_queue() -> None:
     world = World().node(gpus=1)
     world.owners[ANN] = ALIVE
-    holder = world.lease(1, ttl_s=1000)
+    world.lease(1, ttl_s=1000)
     waiter = world.lease(1, owner=ANN, ttl_s=2)
-    world.pass_time(30)
+    world.pass_time(1.5)
+    world.renew(waiter)
+    world.pass_time(1.5)
     assert world.now_of(waiter).state is LeaseState.QUEUED
+
+
+def granted_out_of_the_queue(world: World, **what: Any) -> Lease:
+    world.owners[ANN] = ALIVE
+    holder = world.lease(1, ttl_s=1000)
+    waiter = world.lease(1, owner=ANN, **what)
     world.release(holder)
     world.report()
     assert world.now_of(waiter).state is LeaseState.ACTIVE
+    return waiter
+
+
+def test_a_grant_that_no_one_asks_about_ends_although_its_owner_lives() -> None:
+    world = World().node(gpus=1)
+    lease = granted_out_of_the_queue(world, ttl_s=5)
+    world.pass_time(4)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.pass_time(1.5)
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+    assert not world.ledger.unclaimed
+    world.report()
+    assert world.state() is GpuState.FREE
+
+
+@pytest.mark.parametrize("by", ["poll", "renewal"])
+def test_a_grant_that_its_holder_asks_about_lasts_as_long_as_its_owner(by: str) -> None:
+    world = World().node(gpus=1)
+    lease = granted_out_of_the_queue(world, ttl_s=5)
+    world.pass_time(4)
+    if by == "poll":
+        world.turn(WaiterPolled(cause="poll", lease_id=lease.id))
+    else:
+        world.renew(world.now_of(lease))
+    world.pass_time(60)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    before = world.ledger.deadlines[lease.id]
+    world.at_s += 0.1
+    world.turn(WaiterPolled(cause="poll", lease_id=lease.id))
+    assert world.ledger.deadlines[lease.id] == before, "a look at a lease that is held is no renewal"
+
+
+def test_a_grant_at_once_is_known_to_its_holder() -> None:
+    world = World().node(gpus=1)
+    world.owners[ANN] = ALIVE
+    lease = world.lease(1, owner=ANN, ttl_s=2)
+    world.pass_time(30)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+
+
+def test_a_waiter_that_dies_is_gone_at_once() -> None:
+    world = World().node(gpus=1)
+    world.owners[ANN] = ALIVE
+    world.lease(1, ttl_s=1000)
+    waiter = world.lease(1, owner=ANN, ttl_s=1000)
+    world.owners[ANN] = GONE
+    world.turn(WaiterPolled(cause="poll", lease_id=waiter.id))
+    world.report()
+    assert world.now_of(waiter).end_reason is EndReason.HOLDER_DIED
 
 
 def test_what_is_seen_writes_no_row() -> None:
@@ -108,7 +258,7 @@ def test_what_is_seen_writes_no_row() -> None:
     world.report()
     world.changes.clear()
     world.pass_time(10)
-    assert {type(change).__name__ for change in world.changes} == {"Sighting", "Deadline"}
+    assert {type(change).__name__ for change in world.changes} == {"NodeObservation", "Deadline"}
 
 
 def test_a_renewal_never_shortens_what_a_sight_has_given() -> None:
@@ -118,7 +268,7 @@ def test_a_renewal_never_shortens_what_a_sight_has_given() -> None:
     world.report()
     before = world.ledger.deadlines[lease.id]
     world.renew(lease)
-    assert world.ledger.deadlines[lease.id] == before
+    assert world.ledger.deadlines[lease.id] >= before
 
 
 def test_a_report_that_does_not_name_the_owner_decides_nothing() -> None:
@@ -210,7 +360,7 @@ def test_only_an_end_against_the_holders_will_is_a_loss() -> None:
     assert kinds(world, expired).count("lease.lost") == 1
 
 
-def test_a_living_owner_keeps_his_lease_while_his_worker_waits_for_a_slow_driver() -> None:
+def test_a_living_owner_keeps_its_lease_while_its_worker_waits_for_a_slow_driver() -> None:
     """With `--probe-deadline-s 10` a worker may say nothing for over 11 s, and counts as heard all the while."""
     world = World().node(gpus=1)
     world.report(reading_limit_s=10.0, hold_s=1.0)
@@ -222,6 +372,17 @@ def test_a_living_owner_keeps_his_lease_while_his_worker_waits_for_a_slow_driver
             world.at_s += 0.25
             world.turn(Ticked(cause="t", since_last_s=0.25))
         assert world.now_of(lease).state is LeaseState.ACTIVE
-    world.at_s += 1
-    world.turn(Ticked(cause="t", since_last_s=1.0))
-    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+
+
+def test_an_owner_is_told_to_the_nodes_of_its_realm_and_to_no_other() -> None:
+    """A pid means nothing in another boot or pid namespace, whatever the host is called."""
+    world = World().node("a", gpus=1).node("b", gpus=1)
+    first, second = world.lease(1, owner=ANN), world.lease(1, owner=ANN)
+    nodes = {world.now_of(lease).gpus[0].node for lease in (first, second)}
+    assert nodes == {"a", "b"}, "one lease on each"
+    told = {node: desired_state(world.ledger, node, 0).leases[0] for node in nodes}
+    assert [(one.owner_pid, one.owner_start_ticks) for one in told.values()] == [(ANN, 100 + ANN)] * 2
+    world.realm = "elsewhere"
+    world.report("b")
+    assert desired_state(world.ledger, "b", 0).leases[0].owner_pid is None
+    assert desired_state(world.ledger, "a", 0).leases[0].owner_pid == ANN

@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gpulease.errors import GpuleaseError
-from gpulease.exchange import JobReport, OwnerState, RunState
-from gpulease.model import Event, Lease, LeaseState, Selection
-
-from .build import NOON, World, gpu, uuid
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.model import Event, Lease, LeaseState, Selection
+from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
+from tests.core.build import NOON, World, gpu, uuid
 
 COUNTS = st.integers(1, 5)
 
@@ -122,24 +121,24 @@ class Machine(RuleBasedStateMachine):
 
     def follow(self, event: Event) -> None:
         """The model: who holds which GPU, by the events alone; and what was read before each grant."""
-        if event.kind == "lease.ended" and event.reason == "holder_died" and event.token is not None:
+        if event.kind == "lease.ended" and event.reason == "holder_died" and event.fencing_token is not None:
             owner = self.world.ledger.leases[event.lease_id or ""].lease.holder.owner_pid
             assert owner is not None
-            assert self.world.owners[owner] is OwnerState.GONE, "taken from a holder of whom nobody saw that he died"
+            assert self.world.owners[owner] is OwnerState.GONE, "taken from a holder that no one saw die"
         if event.kind in ("lease.granted", "lease.revived"):
             for held in event.gpus:
                 assert held not in self.held, f"{held} granted to {event.lease_id} while {self.held[held]} has it"
                 self.held[held] = event.lease_id or ""
         if event.kind == "lease.granted":
-            assert event.token is not None
-            assert event.token > max(self.tokens, default=0)
-            self.tokens.append(event.token)
+            assert event.fencing_token is not None
+            assert event.fencing_token > max(self.tokens, default=0)
+            self.tokens.append(event.fencing_token)
             for held in event.gpus:
                 at_s = (event.at - NOON).total_seconds()
                 arrived = [item for item in self.world.shown[held] if item[0] <= at_s + 1e-5]
                 _, read_at, reading = max(arrived, key=lambda item: item[1])
                 assert at_s - read_at <= 0.5 + 1e-5, "granted on an old reading"
-                assert not reading.processes, "granted while somebody is on it"
+                assert not reading.processes, "granted while someone is on it"
                 assert read_at > self.ended_at.get(held, 0.0) - 1e-5, "granted without a look after the holder before"
         if event.kind == "lease.ended":
             for held in event.gpus:
@@ -148,7 +147,7 @@ class Machine(RuleBasedStateMachine):
                     self.ended_at[held] = (event.at - NOON).total_seconds()
 
     @invariant()
-    def nobody_waits_for_what_is_free(self) -> None:
+    def no_request_waits_for_what_is_free(self) -> None:
         """First come first served leaves no GPU idle that the first in the queue could have."""
         first = next(self.world.ledger.queued(), None)
         if first is None or first.lease.id in self.world.pending or first.lease.demand.selection is not Selection.COUNT:
@@ -158,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         ):
             return  # a fuller node was asked for a reading; the first in the queue waits for that, and not for long
         for name in "ab":
-            sighting = self.world.ledger.sightings.get(name)
+            sighting = self.world.ledger.node_observations.get(name)
             if sighting is None or sighting.observed_at_s != self.world.at_s or sighting.problem:
                 continue
             free = [
@@ -178,7 +177,7 @@ TestPromises.settings = settings(
 
 
 def test_the_machine_reaches_grants_queues_and_revivals() -> None:
-    """The model is of no use if the machine never gets anywhere: a fixed walk shows that it does."""
+    """The model is useless if the machine never gets anywhere: a fixed walk shows that it does."""
     machine = Machine()
     machine.start()
     machine.ask(4, True, 0.4, False)

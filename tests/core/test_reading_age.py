@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from gpulease.errors import NotNow
-from gpulease.model import GpuState, Lease, LeaseState
+from gpulease_protocol.errors import NotNow
+from gpulease_protocol.model import GpuState, Lease, LeaseState
+from gpulease_server.core.gpu import is_recent
 from gpulease_server.core.happenings import Ticked
-
-from .build import World, gpu, uuid
+from gpulease_server.core.node import MAX_READING_S
+from tests.core.build import World, gpu, uuid
 
 
 def granted(world: World, call: str) -> bool:
@@ -31,6 +35,36 @@ def test_a_reading_that_was_asked_for_counts_when_it_arrives_however_long_it_too
     world.report(age_s=1.5, reading_limit_s=2.0, read_s=1.5)
     assert granted(world, call)
     assert not world.wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "since_s", "counts"),
+    [
+        ({}, 8.4, True),
+        ({}, 8.6, False),
+        ({"answers_request": False}, 8.4, False),
+        ({"reported_at_s": 9.9}, 8.4, False),
+        ({"read_s": 0.9}, 8.4, False),
+        ({"reading_limit_s": 0.9}, 8.4, False),
+        ({"problem": "the driver hangs"}, 8.4, False),
+        ({"observed_at_s": 8.0, "reread_at_s": {uuid(0): 8.5}}, 8.4, True),
+        ({"observed_at_s": 8.0, "reread_at_s": {uuid(1): 8.5}}, 8.4, False),
+    ],
+)
+def test_a_slow_reading_counts_only_as_the_answer_to_a_request_and_within_its_limit(
+    change: dict[str, Any], since_s: float, counts: bool
+) -> None:
+    world = World().node(gpus=1)
+    slow = replace(
+        world.ledger.node_observations["a"],
+        observed_at_s=8.5,
+        reported_at_s=10.0,
+        answers_request=True,
+        read_s=1.5,
+        reading_limit_s=2.0,
+    )
+    now = replace(world.now, mono_s=10.0)
+    assert is_recent(replace(slow, **change), uuid(0), now, world.policy, since_s) is counts
 
 
 @pytest.mark.parametrize(
@@ -64,7 +98,7 @@ def test_a_reading_that_was_begun_before_the_request_does_not_count_for_it() -> 
     assert granted(world, second)
 
 
-def test_a_report_that_nobody_asked_for_and_repeats_old_processes_does_not_count() -> None:
+def test_a_report_that_no_one_asked_for_and_repeats_old_processes_does_not_count() -> None:
     """Process lists are read every 5 s, and reports come every second."""
     world = World().node(gpus=1)
     first = world.lease()
@@ -86,10 +120,10 @@ def test_a_slow_reading_that_has_arrived_is_old_a_moment_later() -> None:
     world.nodes["a"] = [gpu(0), gpu(1)]
     world.report(age_s=1.5, read_s=1.5, reading_limit_s=2.0)
     other = world.ask(queue=False)
-    assert not granted(world, other), "GPU 1 was shown by a reading that nobody had asked for"
+    assert not granted(world, other), "GPU 1 was shown by a reading that no one had asked for"
 
 
-def test_whoever_waits_is_told_that_a_node_is_too_slow_to_grant_on() -> None:
+def test_explain_says_that_a_node_is_too_slow_to_grant_on() -> None:
     world = old_world()
     call = world.ask(queue=False)
     for _ in range(24):
@@ -98,8 +132,20 @@ def test_whoever_waits_is_told_that_a_node_is_too_slow_to_grant_on() -> None:
         world.turn(Ticked(cause="t", since_last_s=0.25))
     refused = world.answers[call]
     assert isinstance(refused, NotNow)
-    assert "a fresh reading of it is awaited; the last one took its node 2.9 s, too long to grant on" in refused.detail
-    assert "at most 2 s count (worker --probe-deadline-s)" in refused.detail
+    assert "a recent reading is still awaited; the last one took its node 2.9 s" in refused.detail
+    assert "more than the 2 s that count for a grant (worker --probe-deadline-s)" in refused.detail
+
+
+def test_explain_says_that_readings_are_too_long_on_the_way() -> None:
+    world = old_world()
+    call = world.ask(queue=False)
+    while call not in world.answers:
+        world.at_s += 1.0
+        world.report(age_s=0.9, reading_limit_s=2.0, read_s=0.1)
+    refused = world.answers[call]
+    assert isinstance(refused, NotNow)
+    assert "the last one arrived 0.9 s old, of which its node read for 0.1 s" in refused.detail
+    assert "0.5 s on the way (serve --max-observation-age-s)" in refused.detail
 
 
 def test_a_node_whose_readings_may_take_long_is_not_silent_meanwhile() -> None:
@@ -111,7 +157,14 @@ def test_a_node_whose_readings_may_take_long_is_not_silent_meanwhile() -> None:
     assert world.state() is GpuState.UNKNOWN
 
 
-def test_a_draining_gpu_that_alone_was_read_anew_is_freed_and_granted() -> None:
+@pytest.mark.parametrize(("reported_s", "used_s"), [(1e9, MAX_READING_S), (-1.0, 0.0)])
+def test_a_workers_reading_limit_is_clamped(reported_s: float, used_s: float) -> None:
+    world = World().node(gpus=1)
+    world.report(reading_limit_s=reported_s)
+    assert world.ledger.node_observations["a"].reading_limit_s == used_s
+
+
+def test_a_draining_gpu_that_alone_was_read_again_is_freed_and_granted() -> None:
     world = World().node(gpus=2)
     both = world.lease(2)
     waiting = world.ask()
@@ -126,7 +179,7 @@ def test_a_draining_gpu_that_alone_was_read_anew_is_freed_and_granted() -> None:
     assert [device.uuid for device in world.now_of(lease).gpus] == [uuid(1)]
 
 
-def test_a_report_that_was_overtaken_by_one_that_read_a_gpu_anew_decides_nothing() -> None:
+def test_a_report_that_was_overtaken_by_one_that_read_a_gpu_again_decides_nothing() -> None:
     world = World().node(gpus=1)
     lease = world.lease()
     world.at_s += 1

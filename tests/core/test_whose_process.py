@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from gpulease.model import ComputeMode, GpuReading, GpuState, Process, ProcessType
-from gpulease_server.core.explain import explain
-from gpulease_server.core.turn import Policy
-from gpulease_server.core.view import gpu_view, lease_view
-
-from .build import GIB, World, gpu, uuid
+from gpulease_protocol.model import ComputeMode, GpuReading, GpuState, Process, ProcessType
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import gpu_view, lease_view
+from tests.core.build import GIB, World, gpu, uuid
 
 GRAPHICS = ProcessType.GRAPHICS
 
@@ -37,7 +36,7 @@ def reason(world: World) -> str:
 def test_a_gpu_with_a_foreign_process_is_not_granted_and_frees_itself_when_the_process_goes() -> None:
     world = World().node(gpus=[with_processes(Process(pid=7, user="bob", command="python sd.py"))])
     assert world.state() is GpuState.FOREIGN
-    assert reason(world) == "is used outside any lease by pid 7 of bob (python sd.py)"
+    assert reason(world) == "In use without a lease by pid 7 of bob (python sd.py)"
     waiting = world.lease()
     assert waiting.position == 1
     world.node(gpus=1)
@@ -86,7 +85,7 @@ SERVER = "/usr/bin/nvidia-cuda-mps-server"
     ],
     ids=["idle", "its memory is not known", "with memory of clients", "a script", "with a client", "a client"],
 )
-def test_an_mps_server_without_clients_keeps_a_gpu_from_nobody(processes: tuple[Process, ...], state: GpuState) -> None:
+def test_an_mps_server_without_clients_keeps_a_gpu_from_no_one(processes: tuple[Process, ...], state: GpuState) -> None:
     assert World().node(gpus=[with_processes(*processes)]).state() is state
 
 
@@ -113,17 +112,17 @@ def test_the_names_and_the_memory_of_a_desktop_are_the_administrators_to_set() -
         assert World(policy=policy).node(gpus=[with_processes(process)]).state() is state
 
 
-def test_a_conflict_is_told_once_and_once_that_it_is_over_and_its_holder_sees_it() -> None:
+def test_a_conflict_and_its_end_are_recorded_once_each_and_its_holder_sees_it() -> None:
     world = World().node(gpus=1)
     lease = world.lease()
     mine, theirs = Process(pid=5, lease_id=lease.id), Process(pid=7, user="bob", command="sd.py")
     for _ in range(3):
         world.node(gpus=[with_processes(mine, theirs)])
     words = "pid 7 of bob (sd.py)"
-    assert told(world, "gpu.conflict") == [("gpu.conflict", f"used outside its lease by {words}")]
+    assert told(world, "gpu.conflict") == [("gpu.conflict", f"used by {words}, outside its lease")]
     view = gpu_view(world.ledger, world.ledger.gpus[uuid(0)], world.now, world.policy)
     assert view.activity == "conflict"
-    assert view.reason == f"is held by {lease.id} (user ann), and used outside that lease by {words}"
+    assert view.reason == f"Held by {lease.id} (user ann), and also used by {words}, outside that lease"
     assert problems(world, lease) == (f"GPU 0 of a is also used by {words}, outside this lease.",)
 
     world.node(gpus=[with_processes(mine, theirs, Process(pid=8))])

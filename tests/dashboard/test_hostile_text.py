@@ -10,7 +10,7 @@ from tests.daemon import DaemonProcess
 from tests.dashboard.conftest import Watched
 from tests.dashboard.test_page import ask, row, submit
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 RAN = "ran=1"
 IMAGE = f"<img src=x onerror={RAN}>"
@@ -39,13 +39,13 @@ def test_markup_of_users_stays_text(watched: Watched, running: DaemonProcess, ha
     expect(page.get_by_role("dialog").locator("pre")).to_have_text(f"{IMAGE}{SCRIPT}{ELSEWHERE}")
     page.keyboard.press("Escape")
     row(page, "queue", waits["id"]).get_by_role("button").click()
-    expect(page.get_by_role("dialog")).to_contain_text("Number 1 in the queue")
+    expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
     assert page.locator("img, main script, dialog script, iframe, object").count() == 0
     assert page.evaluate("window.ran") is None
     watched.was_good()
 
 
-def test_the_policy_stops_what_would_get_through(watched: Watched) -> None:
+def test_the_policy_stops_scripts_that_got_into_the_page(watched: Watched) -> None:
     page = watched.open()
     page.evaluate(
         "document.querySelector('main').innerHTML += '<img src=x onerror=window.ran=1><b style=color:red>b</b>'"

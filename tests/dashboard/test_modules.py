@@ -1,4 +1,4 @@
-"""The page's own computing, in node: it says what gpulease.table says, and reads a stream in pieces of any size."""
+"""The page's own computing, in node: it says what `status_table` says, and reads a stream in pieces of any size."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from gpulease import table
-from gpulease.model import Demand, Holder, Selection
+from gpulease_protocol import status_table
+from gpulease_protocol.model import Demand, Holder, Selection
 from gpulease_server import dashboard
 
 FOLDER = Path(dashboard.__file__).parent
@@ -61,7 +61,7 @@ def in_node(modules: Path, program: str, given: Any) -> Any:
     return json.loads(ran.stdout)
 
 
-def test_the_page_says_what_the_terminal_says(modules: Path) -> None:
+def test_the_page_uses_the_words_of_the_terminal(modules: Path) -> None:
     holders = TypeAdapter(list[Holder | None]).dump_python(HOLDERS, mode="json")
     demands = TypeAdapter(list[Demand]).dump_python(DEMANDS, mode="json")
     said = in_node(
@@ -81,16 +81,16 @@ def test_the_page_says_what_the_terminal_says(modules: Path) -> None:
     )
 
     assert said == {
-        "who": [table.who(holder) for holder in HOLDERS],
-        "jobs": [table.who(holder, "digits") for holder in HOLDERS],
-        "asked": [table.asked_for(demand) for demand in DEMANDS],
-        "durations": [table.duration(seconds) for seconds in SECONDS],
-        "sizes": [table.gibibytes(size) for size in SIZES],
+        "who": [status_table.describe_holder(holder) for holder in HOLDERS],
+        "jobs": [status_table.describe_holder(holder, "digits") for holder in HOLDERS],
+        "asked": [status_table.describe_demand(demand) for demand in DEMANDS],
+        "durations": [status_table.format_duration(seconds) for seconds in SECONDS],
+        "sizes": [status_table.gibibytes(size) for size in SIZES],
         "percents": ["?", "0%", "0%", "93%", "100%"],
     }
 
 
-def test_a_log_keeps_its_lines_and_loses_what_steers(modules: Path) -> None:
+def test_a_log_keeps_its_lines_and_loses_control_sequences(modules: Path) -> None:
     texts = ["a\nb\tc", "\x1b[31mred\x1b[0m", "10%\r50%\r100%\ndone", "windows\r\nline", "bell\x07 \u202eback"]
     said = in_node(
         modules, 'import * as f from "./format.js"; console.log(JSON.stringify(given.map(f.printed)));', texts
@@ -107,7 +107,7 @@ def test_a_carriage_return_overwrites_its_line(modules: Path) -> None:
 
 
 @pytest.mark.parametrize("letters", ["a", "\r", "a\r", "\x1b[1", "\r\n"])
-def test_a_long_line_of_a_log_takes_no_time(modules: Path, letters: str) -> None:
+def test_a_long_log_line_is_processed_in_linear_time(modules: Path, letters: str) -> None:
     took_ms = in_node(
         modules,
         """
@@ -141,17 +141,17 @@ def test_a_stream_is_read_in_pieces_of_any_size(modules: Path, size: int) -> Non
     assert said == ["6", "7", ["lease.granted", '{"seq": 7}'], "8", ["x", "one\ntwo"], "9"]
 
 
-def test_time_is_the_daemons(modules: Path) -> None:
+def test_the_page_uses_the_daemons_clock(modules: Path) -> None:
     said = in_node(
         modules,
         """
         import * as clock from "./clock.js";
         const here = Date.now();
-        clock.heard(new Date(given.there * 1000).toUTCString(), here - 10, here + 10);
+        clock.learnFrom(new Date(given.there * 1000).toUTCString(), here - 10, here + 10);
         const ahead = clock.nowMs() - Date.now();
-        clock.heard("nonsense", here, here);
-        clock.heard(null, here, here);
-        clock.heard(new Date(given.there * 1000 + 999).toUTCString(), here + 300, here + 320);
+        clock.learnFrom("nonsense", here, here);
+        clock.learnFrom(null, here, here);
+        clock.learnFrom(new Date(given.there * 1000 + 999).toUTCString(), here + 300, here + 320);
         console.log(JSON.stringify([clock.nowMs() / 1000, clock.nowMs() - Date.now() === ahead]));
         """,
         {"there": datetime(2031, 5, 6, tzinfo=UTC).timestamp()},
@@ -204,7 +204,7 @@ const tell = (value) => console.log(JSON.stringify(value));
 """A page without its picture: what is asked of a daemon that is made up, in time that is, too."""
 
 
-def test_what_is_no_answer_of_the_daemon_is_said_and_asked_again(modules: Path) -> None:
+def test_an_answer_of_another_server_is_reported_and_retried(modules: Path) -> None:
     said = in_node(
         modules,
         ASKING
@@ -218,12 +218,12 @@ def test_what_is_no_answer_of_the_daemon_is_said_and_asked_again(modules: Path) 
         None,
     )
     assert said["failed"] == 5
-    assert said["first"] == "Something else than the daemon answers."
+    assert said["first"] == "Something other than the daemon answers."
     assert said["current"] >= 1
     assert said["nodes"] == {"items": [], "more": False}
 
 
-def test_an_error_of_the_page_itself_is_said_and_asked_again(modules: Path) -> None:
+def test_an_error_of_the_page_itself_is_reported_and_retried(modules: Path) -> None:
     said = in_node(
         modules,
         ASKING
@@ -238,11 +238,11 @@ def test_an_error_of_the_page_itself_is_said_and_asked_again(modules: Path) -> N
         """,
         None,
     )
-    assert said["failed"] == ["What came cannot be read: no such thing."] * 2
+    assert said["failed"] == ["The answer cannot be read: no such thing."] * 2
     assert said["current"] >= 1
 
 
-def test_a_dialog_says_that_something_else_answers(modules: Path) -> None:
+def test_a_dialog_reports_an_answer_of_another_server(modules: Path) -> None:
     """With a document of which there is no more than the dialog needs."""
     said = in_node(
         modules,
@@ -265,11 +265,11 @@ def test_a_dialog_says_that_something_else_answers(modules: Path) -> None:
         None,
     )
     assert len(said) == 1
-    assert said[0].startswith("What came cannot be read: ")
+    assert said[0].startswith("The answer cannot be read: ")
 
 
 @pytest.mark.parametrize("said", [None, [], "text", {"detail": [{"loc": ["query"]}], "remedy": 7}])
-def test_a_problem_may_be_anything(modules: Path, said: Any) -> None:
+def test_a_problem_may_have_any_content(modules: Path, said: Any) -> None:
     sentence = in_node(
         modules,
         'import { Problem } from "./api.js"; console.log(JSON.stringify(new Problem(502, given).sentence));',
@@ -279,7 +279,7 @@ def test_a_problem_may_be_anything(modules: Path, said: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_long_list_comes_in_the_end_where_every_other_request_is_refused(modules: Path, status: int) -> None:
+def test_a_long_list_arrives_although_every_other_request_is_refused(modules: Path, status: int) -> None:
     said = in_node(
         modules,
         ASKING
@@ -302,7 +302,7 @@ def test_a_long_list_comes_in_the_end_where_every_other_request_is_refused(modul
     assert said == {"lists": True, "queued": {"items": [0, 1, 2, 3, 4, 5], "more": False}, "current": 1, "again": 2}
 
 
-def test_of_thousands_of_jobs_those_that_are_drawn_are_asked_for(modules: Path) -> None:
+def test_of_thousands_of_jobs_only_those_drawn_are_fetched(modules: Path) -> None:
     said = in_node(
         modules,
         ASKING
@@ -344,7 +344,7 @@ def test_a_stream_that_was_refused_once_is_opened_again(modules: Path) -> None:
     assert said == {"streams": 2, "at": "3", "refused": 0}
 
 
-def test_nothing_is_asked_after_who_asks_was_not_known(modules: Path) -> None:
+def test_nothing_is_requested_after_a_401(modules: Path) -> None:
     said = in_node(
         modules,
         ASKING
@@ -373,7 +373,7 @@ def test_another_token_is_tried_at_once(modules: Path) -> None:
         await pass(3000);
         const before = told.current;
         reply = () => undefined;
-        follow.anew();
+        follow.restart();
         await pass(0);
         tell([before, told.current]);
         """,
@@ -382,7 +382,7 @@ def test_another_token_is_tried_at_once(modules: Path) -> None:
     assert said == [0, 1]
 
 
-def test_events_come_in_pages_where_there_is_no_stream(modules: Path) -> None:
+def test_events_come_in_pages_if_there_is_no_stream(modules: Path) -> None:
     said = in_node(
         modules,
         ASKING
@@ -410,7 +410,7 @@ def test_events_come_in_pages_where_there_is_no_stream(modules: Path) -> None:
     assert said == [list(range(250, 200, -1)), list(range(253, 200, -1))]
 
 
-def test_what_is_under_way_ends_when_nothing_is_asked_any_more(modules: Path) -> None:
+def test_requests_in_flight_end_with_the_page(modules: Path) -> None:
     said = in_node(
         modules,
         ASKING
@@ -426,7 +426,7 @@ def test_what_is_under_way_ends_when_nothing_is_asked_any_more(modules: Path) ->
         const stopped = [...ended];
         reply = () => undefined;
         follow.lastId = "7"; // as the former was shown it
-        follow.anew();
+        follow.restart();
         await pass(0);
         tell({ stopped, lastId: follow.lastId, failed: told.failed, current: told.current });
         """,
@@ -443,7 +443,7 @@ def schemes() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("colours", schemes(), ids=["light", "dark"])
-def test_text_stands_out_from_what_is_behind_it(colours: dict[str, str]) -> None:
+def test_text_has_enough_contrast(colours: dict[str, str]) -> None:
     """Level AA of WCAG 2.2: 4.5 to 1 for text, 3 to 1 for marks."""
     for back in ("page", "sheet"):
         for text in ("text", "quiet", "link", "red"):

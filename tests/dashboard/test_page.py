@@ -1,4 +1,4 @@
-"""What somebody sees who looks at the page while others lease, wait and compute."""
+"""The page while users lease, wait and compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess
 from tests.dashboard.conftest import Watched, watching
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 GIB = 2**30
 
@@ -44,7 +44,7 @@ def submit(running: DaemonProcess, *command: str, name: str = "", **more: Any) -
     return found
 
 
-def test_the_hardware_is_shown_as_it_is(watched: Watched, hardware: Hardware) -> None:
+def test_the_hardware_is_shown(watched: Watched, hardware: Hardware) -> None:
     busy = {"memory_used_bytes": 10 * GIB, "utilization_ratio": 0.55, "temperature_c": 61, "power_w": 412}
     silent = dict.fromkeys(("memory_used_bytes", "utilization_ratio", "temperature_c", "power_w"))
     warned = {"health": "xid:79", "warnings": ["row_remap_pending"]}
@@ -87,7 +87,7 @@ def test_a_lease_comes_and_goes_without_a_reload(watched: Watched, running: Daem
     watched.was_good()
 
 
-def test_a_stranger_on_a_gpu_is_shown_with_his_pid(watched: Watched, hardware: Hardware) -> None:
+def test_a_foreign_process_on_a_gpu_is_shown_with_its_pid(watched: Watched, hardware: Hardware) -> None:
     page = watched.open()
     stranger = {"pid": 414242, "memory_bytes": 3 * GIB, "user": "mallory", "command": "python mine.py"}
     hardware.show({}, {"processes": [stranger], "memory_used_bytes": 3 * GIB}, {}, {})
@@ -99,7 +99,7 @@ def test_a_stranger_on_a_gpu_is_shown_with_his_pid(watched: Watched, hardware: H
     watched.was_good()
 
 
-def test_the_queue_says_why_by_keyboard_alone(watched: Watched, running: DaemonProcess) -> None:
+def test_the_queue_explains_itself_by_keyboard_only(watched: Watched, running: DaemonProcess) -> None:
     held = ask(running, count=3, label="ada: resnet")
     waits = ask(running, count=4, label="bob: sweep")
     page = watched.open()
@@ -114,13 +114,13 @@ def test_the_queue_says_why_by_keyboard_alone(watched: Watched, running: DaemonP
     expect(why).to_be_focused()
     page.keyboard.press("Enter")
     dialog = page.get_by_role("dialog")
-    for text in ("Not now.", "Number 1 in the queue", held["id"], "ada: resnet", "0 of n1"):
+    for text in ("Waiting, 1st in the queue.", held["id"], "ada: resnet", "0 of n1"):
         expect(dialog).to_contain_text(text)
     page.keyboard.press("Escape")
     expect(dialog).to_be_hidden()
     expect(why).to_be_focused()
     running.call("POST", f"/v1/leases/{waits['id']}/release", {})
-    expect(page.get_by_text("Nobody waits.")).to_be_visible()
+    expect(page.get_by_text("The queue is empty.")).to_be_visible()
     watched.was_good()
 
 
@@ -132,7 +132,7 @@ def test_jobs_are_shown_with_their_logs(watched: Watched, running: DaemonProcess
     expect(row(page, "jobs", failed["id"])).to_contain_text("failed")
     expect(row(page, "jobs", failed["id"]).locator("td.number")).to_have_text("3")
     expect(row(page, "jobs", lasting["id"])).to_contain_text("running")
-    expect(page.locator("#totals")).to_contain_text("1 job runs")
+    expect(page.locator("#totals")).to_contain_text("1 job running")
     page.get_by_role("button", name="Log of broken").click()
     expect(page.get_by_role("dialog").locator("pre")).to_contain_text("half a line")
     page.get_by_role("button", name="Close").click()
@@ -151,20 +151,20 @@ def test_a_node_out_of_use_says_so(watched: Watched, running: DaemonProcess) -> 
     watched.was_good()
 
 
-def test_of_many_requests_a_few_hundred_are_drawn(watched: Watched, running: DaemonProcess) -> None:
+def test_at_most_a_few_hundred_requests_are_drawn(watched: Watched, running: DaemonProcess) -> None:
     ask(running, count=4)
     for number in range(230):
         ask(running, count=1, label=f"trial {number}")
     page = watched.open()
 
-    expect(page.locator("#totals")).to_contain_text("230 in the queue")
+    expect(page.locator("#totals")).to_contain_text("230 queued")
     expect(page.locator("#queue tbody > tr")).to_have_count(200)
     expect(page.locator("#queue-more")).to_have_text("… and 30 more")
     expect(page.locator("#queue tbody > tr").first).to_contain_text("trial 0)")
     watched.was_good()
 
 
-def test_it_fits_a_telephone(browser: Browser, running: DaemonProcess, hardware: Hardware) -> None:
+def test_the_page_fits_a_phone(browser: Browser, running: DaemonProcess, hardware: Hardware) -> None:
     hardware.show({"name": "N" * 100, "processes": [{"pid": 414242, "command": "c" * 200}]}, {}, {}, {})
     ask(running, count=3, label="l" * 200)
     waits = ask(running, count=4, label="w" * 200)
@@ -174,6 +174,6 @@ def test_it_fits_a_telephone(browser: Browser, running: DaemonProcess, hardware:
         expect(row(page, "queue", waits["id"])).to_be_visible()
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         row(page, "queue", waits["id"]).get_by_role("button").click()
-        expect(page.get_by_role("dialog")).to_contain_text("Number 1 in the queue")
+        expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
         assert page.evaluate("document.documentElement.scrollWidth") == 390
         narrow.was_good()

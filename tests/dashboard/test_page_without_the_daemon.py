@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.callers import call
 from tests.daemon import DaemonProcess, daemon
 from tests.dashboard.conftest import Watched, watching
 from tests.dashboard.test_page import ask, gpu_row, row, submit
-from tests.failover import pair
+from tests.failover_pair import pair
+from tests.http_as_user import call
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Iterator[DaemonProcess]:
-    """A daemon that knows nobody by his connection to its port."""
+    """A daemon that identifies no one by a connection to its port."""
     with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as started:
         yield started
 
@@ -37,7 +37,7 @@ def show(page: Page) -> None:
     page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
 
 
-def test_it_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(watched: Watched, running: DaemonProcess) -> None:
+def test_the_page_reports_an_outage_and_recovers(watched: Watched, running: DaemonProcess) -> None:
     ask(running, count=1, label="ada: resnet", ttl_s=3600)
     page = watched.open()
     expect(gpu_row(page, 0)).to_contain_text("ada: resnet")
@@ -45,8 +45,8 @@ def test_it_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(watched: Wa
     expect(notice).to_be_empty()
     running.kill()
 
-    expect(notice).to_contain_text("Not connected since")
-    expect(notice).to_contain_text("What is shown is of")
+    expect(notice).to_contain_text("Disconnected at")
+    expect(notice).to_contain_text("Data from")
     expect(page.locator("body.stale")).to_be_visible()
     expect(gpu_row(page, 0)).to_contain_text("ada: resnet")
     running.start()
@@ -57,7 +57,7 @@ def test_it_says_that_the_daemon_is_gone_and_goes_on_when_it_is_back(watched: Wa
     assert watched.elsewhere == []
 
 
-def test_who_is_not_known_gives_a_token(browser: Browser, closed: DaemonProcess) -> None:
+def test_an_unknown_caller_signs_in_with_a_token(browser: Browser, closed: DaemonProcess) -> None:
     bearer = call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": "viewer"}).json["bearer"]
     with watching(browser, closed) as watched:
         page = watched.page
@@ -70,7 +70,7 @@ def test_who_is_not_known_gives_a_token(browser: Browser, closed: DaemonProcess)
         expect(page.get_by_role("alert")).to_contain_text("token")
         expect(page.locator("body[data-drawn]")).to_have_count(0)
         field.fill(bearer)
-        page.get_by_role("button", name="Use it").click()
+        page.get_by_role("button", name="Sign in").click()
         expect(gpu_row(page, 1)).to_contain_text("free")
         expect(field).to_be_hidden()
         assert bearer not in page.content()
@@ -84,12 +84,12 @@ def test_who_is_not_known_gives_a_token(browser: Browser, closed: DaemonProcess)
 
         page.reload()
         expect(gpu_row(page, 1)).to_contain_text("free")
-        page.get_by_role("button", name="Forget token").click()
+        page.get_by_role("button", name="Sign out").click()
         expect(field).to_be_focused()
         assert watched.elsewhere == []
 
 
-def test_a_token_that_is_revoked_is_asked_for_again(browser: Browser, closed: DaemonProcess) -> None:
+def test_a_revoked_token_is_asked_for_again(browser: Browser, closed: DaemonProcess) -> None:
     made = call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": "viewer"}).json
     with watching(browser, closed) as watched:
         page = watched.page
@@ -102,7 +102,7 @@ def test_a_token_that_is_revoked_is_asked_for_again(browser: Browser, closed: Da
         expect(page.get_by_role("alert")).to_contain_text("revoked")
 
 
-def test_another_token_shows_nothing_of_what_the_former_showed(browser: Browser, closed: DaemonProcess) -> None:
+def test_another_token_shows_no_data_of_the_former_one(browser: Browser, closed: DaemonProcess) -> None:
     former, other, third = (
         call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": role}).json
         for role in ("admin", "viewer", "viewer")
@@ -133,12 +133,12 @@ def test_a_standby_shows_its_copy_and_names_the_writer(browser: Browser, tmp_pat
         ask(both.writer, count=1, label="ada: resnet", ttl_s=3600)
         with watching(browser, both.standby) as watched:
             page = watched.open()
-            expect(page.get_by_role("status")).to_contain_text("This daemon stands by")
+            expect(page.get_by_role("status")).to_contain_text("This daemon is a standby")
             expect(page.locator("table.gpus")).to_contain_text("ada: resnet")
             expect(page.locator("#events")).to_contain_text("lease granted")
 
 
-def test_who_may_ask_seldom_is_shown_everything_in_the_end(browser: Browser, tmp_path: Path) -> None:
+def test_a_rate_limited_user_is_shown_everything_eventually(browser: Browser, tmp_path: Path) -> None:
     with (
         daemon(tmp_path, "--simulate", "2", "--max-rps-per-user", "1") as running,
         watching(browser, running) as watched,
@@ -147,7 +147,7 @@ def test_who_may_ask_seldom_is_shown_everything_in_the_end(browser: Browser, tmp
         expect(gpu_row(page, 1)).to_contain_text("free")
 
 
-def test_a_hidden_page_asks_for_nothing(watched: Watched, running: DaemonProcess) -> None:
+def test_a_hidden_page_sends_no_requests(watched: Watched, running: DaemonProcess) -> None:
     page = watched.open()
     hide(page)
     submit(running, "true", name="unseen")

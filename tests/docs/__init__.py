@@ -2,7 +2,7 @@
 
 A page is read from top to bottom, in one shell, so variables go on from block to block. ```bash blocks must succeed,
 ```python and ```javascript blocks run as programs, warnings are errors in Python, ```json blocks are JSON, ```text is
-what nobody types. Of a ```console block each line after `$ ` is typed (one that ends in a backslash, or whose next
+what no one types. Of a ```console block each line after `$ ` is typed (one that ends in a backslash, or whose next
 begins with `> `, goes on), and what follows must be what it prints; there `...` stands for anything; ids, times, spans
 of time, ports and process ids may differ, but an id that appears twice is the same both times, and a command that names
 an id of the page is given the real one.

@@ -45,7 +45,7 @@ class Room:
         self.namespace = ""
 
     def _environment(self) -> dict[str, str]:
-        places = os.pathsep.join([str(ROOT / "client"), str(ROOT / "server")])
+        places = os.pathsep.join(str(ROOT / folder) for folder in ("protocol", "client", "worker", "server"))
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin"
         kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
         return kept | {

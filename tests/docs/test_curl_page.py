@@ -45,7 +45,7 @@ def fits(template: str, asked: str) -> bool:
 
 
 def test_every_endpoint_is_on_the_page() -> None:
-    document = create_app(SimpleNamespace(standing=None)).openapi()  # type: ignore[arg-type]
+    document = create_app(SimpleNamespace(leadership=None)).openapi()  # type: ignore[arg-type]
     there = {(verb.upper(), template) for template, verbs in document["paths"].items() for verb in verbs}
     calls = typed()
     missing = {

@@ -13,14 +13,14 @@ import pytest
 from tests.docs.pages import LANGUAGES, ROOT, Block, Names, blocks, commands
 from tests.docs.room import Room
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_ELSEWHERE = {*(ROOT / "docs" / "launchers").iterdir(), ROOT / "docs" / "sweeps.md"}
 """tests/system/test_launcher_pages.py and test_sweeps.py run these, and look at what the daemon has recorded."""
 PROGRAMS = {"python": "python -W error", "javascript": "node"}
 TYPED = {"bash", "console", *PROGRAMS}
-MOST_NOT_RUN = 12
+MOST_NOT_RUN = 13
 GIVE_BACK = """
 unset ${!GPULEASE_*}
 for job in $(curl -s 'localhost:8750/v1/jobs?limit=1000' | jq -r '.items[] | select(.ended_at == null) | .id'); do
@@ -108,6 +108,7 @@ def room(tmp_path: Path) -> Iterator[Room]:
         opened.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_is_as_it_says(room: Room, page: Path) -> None:
     Reader(room, page).read()

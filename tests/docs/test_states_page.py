@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import pytest
 
-from gpulease.states import Activity, EndReason, GpuState, JobState, LeaseState, NodeMode
+from gpulease_protocol.states import Activity, EndReason, GpuState, JobState, LeaseState, NodeMode
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "states.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import ROOT, Block, blocks
 from tests.docs.room import Room
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 PAGE = blocks(ROOT / "docs" / "sweeps.md")
 FILES = {str(block.note("saved as")): block for block in PAGE if block.note("saved as") is not None}
@@ -55,6 +55,7 @@ def most_at_once(events: list[dict[str, object]]) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_through_the_gpus(tmp_path: Path) -> None:
     room = Room(tmp_path)
     try:

@@ -1,4 +1,4 @@
-"""The machine of these tests, and a daemon on it: one of each for a module, and nothing left on them after a test."""
+"""The stand-in machine and a daemon on it: one of each per module, idle again after each test."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
-from tests.driver.day import QUICK
+from tests.driver.daemon_view import RETAINED_S, release, states
 from tests.driver.machine import GPUS, DriverMachine, build
-from tests.driver.watch import RETAINED_S, release, states
+from tests.driver.workload import FAST_SETTINGS
 
 
 @pytest.fixture(scope="session")
@@ -24,11 +24,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def module_machine(built: Path) -> Iterator[DriverMachine]:
     """The machine of a module."""
-    found = DriverMachine(built)
+    machine = DriverMachine(built)
     try:
-        yield found
+        yield machine
     finally:
-        found.close()
+        machine.close()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def module_daemon(module_machine: DriverMachine, tmp_path_factory: pytest.TempPa
     """The daemon of a module."""
     place = tmp_path_factory.mktemp("daemon")
     options = ("--node", "n", "--retained-memory-s", str(RETAINED_S))
-    process = DaemonProcess(place / "d", *options, environment=module_machine.environment | QUICK)
+    process = DaemonProcess(place / "d", *options, environment=module_machine.environment | FAST_SETTINGS)
     try:
         yield process.start()
     finally:
@@ -45,7 +45,7 @@ def module_daemon(module_machine: DriverMachine, tmp_path_factory: pytest.TempPa
 
 @pytest.fixture
 def machine(module_machine: DriverMachine) -> Iterator[DriverMachine]:
-    """Eight GPUs on which nothing runs."""
+    """Eight idle GPUs."""
     try:
         yield module_machine
     finally:
@@ -54,7 +54,7 @@ def machine(module_machine: DriverMachine) -> Iterator[DriverMachine]:
 
 @pytest.fixture
 def running(module_daemon: DaemonProcess, machine: DriverMachine) -> Iterator[DaemonProcess]:
-    """A daemon to which eight GPUs are free."""
+    """A daemon with eight free GPUs."""
     try:
         yield module_daemon
     finally:

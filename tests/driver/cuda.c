@@ -17,7 +17,7 @@ static pid_t initialised_by;
 static int position_of(const char *word) {
     char uuid[64];
     for (int gpu = 0, index = 0; gpu < GPUS; gpu++) {
-        if (machine->gpu[gpu].lost) continue;  /* CUDA leaves it out, and all that follow move up */
+        if (machine->gpu[gpu].lost) continue;  /* CUDA leaves it out, and the following ordinals move up */
         uuid_of(gpu, uuid, sizeof uuid);
         if (!strncmp(word, "GPU-", 4) ? !strncmp(word, uuid, strlen(word)) : atoi(word) == index) return gpu;
         index++;
@@ -82,13 +82,13 @@ int cuDeviceGetPCIBusId(char *text, int length, int device) {
     char bus_id[32];
     DEVICE(device);
     bus_id_of(shown[device], bus_id, sizeof bus_id);
-    snprintf(text, length, "%s", bus_id + 4);  /* CUDA spells the domain with four digits */
+    snprintf(text, length, "%s", bus_id + 4);  /* CUDA writes the domain with four digits */
     return SUCCESS;
 }
 int cuDeviceGetName(char *text, int length, int device) { DEVICE(device); snprintf(text, length, "Stand-in H200"); return SUCCESS; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { DEVICE(device); *bytes = 80ULL << 30; return SUCCESS; }
 
-/* Who else has something on the GPU; -1 when nobody has. Another process of the same lease may. */
+/* Another lease's process on the GPU; -1 if there is none. Processes of the same lease do not count. */
 static int stranger_on(int gpu, int any) {
     const char *lease = getenv("GPULEASE_LEASE_ID");
     for (int i = 0; i < ENTRIES; i++) {
@@ -118,7 +118,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
     if (reach(gpu)) return UNKNOWN;
     if (machine->gpu[gpu].mode == PROHIBITED) return DEVICES_BUSY;
     if (machine->gpu[gpu].mode == EXCLUSIVE_PROCESS && stranger_on(gpu, 1) >= 0) return DEVICES_BUSY;
-    /* What a context has of a GPU it has from the beginning of its making: the witness looks before and after. */
+    /* A context uses the GPU from the start of its creation, so violations are checked before and after. */
     contexts[gpu] = new_entry(COMPUTE, gpu, CONTEXT_BYTES);
     testify(gpu);
     for (int call = 0; call < CONTEXT_CALLS; call++) hold_driver(machine->context_us / CONTEXT_CALLS);

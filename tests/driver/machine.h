@@ -1,16 +1,16 @@
-/* The machine that the stand-in libraries share: eight GPUs, and who has what of them open.
+/* The machine that the stand-in libraries share: eight GPUs, and what processes have open on them.
 
    A machine is a directory. It holds the libraries themselves, which find it by their own path, and
      machine     the state below, mapped into every process that uses a library and into the test that owns it
      locks       byte 0 is the driver's own lock ("RM lock"), byte 1 guards the table of entries
-     clients     one byte for each entry, locked for as long as the entry's open file lives
-     nvidiaN     the device files; they hold nothing, they are there to be open
-     violations  a line for each context that was made on a GPU on which another lease still had something
+     clients     one byte per entry, locked for as long as the entry's open file exists
+     nvidiaN     the device files, which are empty
+     violations  one line per context that was created on a GPU that another lease still used
 
    What a process has open is an entry: a client (the process itself, with the device files it has open) or a context on a
-   GPU. An entry ends as an open device file does: when the last descriptor is closed, also the one that a forked child has
-   inherited. That is what an open-file-description lock does by itself, however the process ends. The test's kernel
-   (machine.py) sees the lock go, and takes the entry off the lists and its memory off the GPU, each after a while. */
+   GPU. An entry ends as an open device file does: when the last descriptor is closed, including one that a forked child has
+   inherited. An open-file-description lock does just that, however the process ends. The simulated kernel (machine.py)
+   notices the released lock, and removes the entry from the lists and its memory from the GPU, each after a while. */
 #pragma once
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
-"""A machine of eight GPUs under a driver that behaves like drivers; see `machine.h` for what it consists of.
+"""A stand-in machine with eight GPUs and a realistic driver; `machine.h` describes its parts.
 
-`DriverMachine` owns one: it builds the libraries, starts trainings that use them, breaks things, and is the kernel that
-sees processes end. It also knows the truth that a daemon can only infer: who had what of which GPU, and until when.
+`DriverMachine` owns one: it builds the libraries, starts trainings that use them, injects faults, and plays the kernel
+that notices the end of processes. It records what a daemon can only infer: who used which GPU until when.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FREE, LIVE, DYING, UNLISTED = range(4)
 CLIENT, COMPUTE, GRAPHICS = range(3)
 FABRIC_IN_PROGRESS, FABRIC_COMPLETED = 2, 3
 LIST_US, LIST_EACH_US, CONTEXT_US = 5000, 100, 100_000
-"""Microseconds under the driver's lock: a process list, more of it for each context, and making a context."""
+"""Microseconds under the driver's lock: for a process list, for each context on it, and for creating a context."""
 UNLIST_S, FREE_S = (0.01, 0.05), (0.05, 0.3)
-"""At least and at most: how long after its process a context is listed, and has its memory."""
+"""Minimum and maximum: how long a context is listed and keeps its memory after its process has ended."""
 SWEEP_S = 0.01
-"""How often the kernel looks who has ended: the resolution of the truth."""
+"""How often the simulated kernel checks for ended processes: the resolution of the record."""
 LOCK_QUERY = "hhqqi0q"
 """`struct flock` of fcntl(2)."""
 
@@ -87,31 +87,31 @@ class MachineState(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Something that a process has, or had, of the driver: the process as a client, or a context on a GPU."""
+    """A driver object that a process has or had: a client, or a context on a GPU."""
 
     pid: int
-    """The process that made it; a forked child may have it long after that one is gone."""
+    """The process that created it; a forked child may keep it long after that process has ended."""
     lease_id: str
-    """GPULEASE_LEASE_ID of that process; empty where there was none."""
+    """GPULEASE_LEASE_ID of that process; empty if it had none."""
     gpu: int | None
     """The GPU that a context is on; None for a client."""
     opened: frozenset[int]
-    """GPUs whose device files a client had open."""
+    """GPUs with a device file that a client had open."""
     made_at_s: float
-    """When, on the monotonic clock, which is one for all processes."""
+    """Monotonic time of its creation; that clock is the same for all processes."""
     dead_at_s: float | None = None
-    """When its last process was gone."""
+    """When its last process had ended."""
     freed_at_s: float | None = None
-    """When its memory was back."""
+    """When its memory was free."""
 
     def concerns(self, gpu: int) -> bool:
-        """True when it is on this GPU, or has its device file open."""
+        """True if it is on this GPU or has its device file open."""
         return gpu == self.gpu or gpu in self.opened
 
 
 @dataclass(slots=True)
 class Ending:
-    """An entry whose last process is gone."""
+    """An entry after its last process has ended."""
 
     entry: Entry
     unlist_at_s: float
@@ -119,7 +119,7 @@ class Ending:
 
 
 def build(directory: Path) -> None:
-    """Compile the libraries and the training into a directory. Once for a session of tests: it takes a second."""
+    """Compile the libraries and the training into a directory. Takes a second; done once per test session."""
     flags = ["gcc", "-O1", "-Wall", "-Werror", "-Wno-unused-function", "-pthread"]
     for source, target in (("nvml.c", "libnvidia-ml.so.1"), ("cuda.c", "libcuda.so.1")):
         subprocess.run([*flags, "-shared", "-fPIC", "-o", directory / target, SOURCES / source, "-ldl"], check=True)
@@ -128,7 +128,7 @@ def build(directory: Path) -> None:
 
 @contextmanager
 def driver_machine() -> Iterator[DriverMachine]:
-    """A machine on which nothing runs, built for the occasion."""
+    """A new idle machine."""
     with tempfile.TemporaryDirectory() as built:
         build(Path(built))
         found = DriverMachine(Path(built))
@@ -139,7 +139,7 @@ def driver_machine() -> Iterator[DriverMachine]:
 
 
 class DriverMachine:
-    """A running machine. Everything may change while daemons and trainings run on it.
+    """A running machine. Its settings may change while daemons and trainings run on it.
 
     Args:
         built: The directory of `build`.
@@ -147,7 +147,7 @@ class DriverMachine:
     """
 
     def __init__(self, built: Path, seed: int = 0) -> None:
-        # Every user must be able to pass through it, which no directory of pytest's allows.
+        # Every user must be able to traverse it, which pytest's directories do not allow.
         self.directory = Path(tempfile.mkdtemp(prefix="gpulease-driver-"))
         self.directory.chmod(0o755)
         for name in ("libnvidia-ml.so.1", "libcuda.so.1", "training"):
@@ -162,12 +162,12 @@ class DriverMachine:
         self.state: Any = MachineState.from_buffer(self._memory)
         self.state.size = ctypes.sizeof(MachineState)
         self.unlist_s = UNLIST_S
-        """How long after its last process a context is still listed, at least and at most."""
+        """How long a context is still listed after its last process has ended, minimum and maximum."""
         self.free_s = FREE_S
-        """And how long its memory is still in use."""
+        """How long its memory is still in use, minimum and maximum."""
         self._started: list[subprocess.Popen[str]] = []
         self.ended: list[Entry] = []
-        """All that has ended, in the order in which its memory came back."""
+        """Everything that has ended, in the order in which its memory was freed."""
         self._chance = random.Random(seed)
         self._endings: dict[int, Ending] = {}
         self._entries: list[Entry] = []
@@ -180,7 +180,7 @@ class DriverMachine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to see this machine's driver instead of the host's. Jobs get as much from the worker."""
+        """Variables that make a process use this machine's driver. Jobs get them from the worker."""
         return {
             "LD_LIBRARY_PATH": str(self.directory),
             "GPULEASE_DEVICE_FILES": str(self.directory / "nvidia"),
@@ -188,13 +188,13 @@ class DriverMachine:
 
     @property
     def program(self) -> str:
-        """Path of the training."""
+        """Path of the training program."""
         return str(self.directory / "training")
 
     def start(
         self, *options: str, env: Mapping[str, str] | None = None, wait: bool = True, name: str = "training"
     ) -> subprocess.Popen[str]:
-        """A training with these options (see training.c), and the variables of its lease. Returns when it is ready.
+        """Start a training with these options (see training.c) and the variables of its lease. Returns once ready.
 
         `name`: what it calls itself; `wait`: False to go on without it.
         """
@@ -218,65 +218,64 @@ class DriverMachine:
         """The trainings that were started under this name."""
         return [process for process in self._started if isinstance(process.args, list) and process.args[0] == name]
 
-    # What goes wrong.
+    # Faults.
 
     def lose(self, gpu: int) -> None:
-        """Let a GPU fall off the bus, with the Xid that says so."""
+        """Let a GPU fall off the bus, with the corresponding Xid."""
         self.state.gpu[gpu].lost = 1
         self.xid(gpu, 79)
 
     def restore(self, gpu: int) -> None:
-        """The GPU answers again."""
+        """Let the GPU answer again."""
         self.state.gpu[gpu].lost = 0
 
     def xid(self, gpu: int, number: int) -> None:
-        """An error that the driver tells whoever listens."""
+        """Report an Xid to every listener."""
         place = self.state.xid[self.state.xids % XIDS]
         place[0], place[1] = gpu, number
         self.state.xids += 1
 
     def block(self, seconds: float, gpu: int | None = None) -> None:
-        """Calls that concern a GPU, or any, come back only after so long, as in a teardown that hangs."""
+        """Let calls on one GPU, or on any, return only after this time, as during a teardown that hangs."""
         until_ns = time.monotonic_ns() + int(seconds * 1e9)
         for each in range(GPUS) if gpu is None else (gpu,):
             self.state.gpu[each].blocked_until_ns = until_ns
 
     def fabric(self, state: int, *gpus: int) -> None:
-        """The state of the fabric on some GPUs, or on all."""
+        """Set the state of the fabric on some GPUs, or on all."""
         for gpu in gpus or range(GPUS):
             self.state.gpu[gpu].fabric = state
 
     def slow_lists(self, list_s: float, each_s: float = 0.0001) -> None:
-        """How long one process list takes under the driver's lock, and how much longer for each context."""
+        """Set how long one process list takes under the driver's lock, and how much longer per context."""
         self.state.list_us, self.state.list_each_us = int(list_s * 1e6), int(each_s * 1e6)
 
-    # What is true.
+    # The record of what is true.
 
     @property
     def entries(self) -> list[Entry]:
-        """Everything that is open, or in use, now."""
+        """Everything that is open or in use now."""
         if self._failure is not None:
             raise self._failure
         return list(self._entries)
 
     def left_of(self, lease_id: str, gpu: int) -> list[Entry]:
-        """What a lease's processes have of a GPU now."""
+        """What a lease's processes have open or in use on a GPU now."""
         return [entry for entry in self.entries if entry.lease_id == lease_id and entry.concerns(gpu)]
 
     def gone_at_s(self, lease_id: str, gpu: int) -> float | None:
-        """When the last that a lease had of a GPU was gone, memory and open files. None while there is something, and
-        when there never was."""
+        """When a lease's last memory and open file on a GPU was gone; None if there still is any or never was."""
         if self.left_of(lease_id, gpu):
             return None
         freed = [one.freed_at_s for one in self.ended if one.lease_id == lease_id and one.concerns(gpu)]
         return max((at_s for at_s in freed if at_s is not None), default=None)
 
     def violations(self) -> list[str]:
-        """A line for each context on a GPU on which another lease still had something."""
+        """One line per context on a GPU that another lease still used."""
         return (self.directory / "violations").read_text().splitlines()
 
     def quieten(self) -> None:
-        """End every training, mend everything, and forget what has ended; returns when nothing is left."""
+        """End every training, repair all faults and forget what has ended. Returns when nothing is left."""
         for gpu in self.state.gpu:
             gpu.lost, gpu.fabric, gpu.recovery, gpu.blocked_until_ns, gpu.kept_bytes = 0, FABRIC_COMPLETED, 0, 0, 0
         self.state.list_us, self.state.list_each_us, self.state.context_us = LIST_US, LIST_EACH_US, CONTEXT_US
@@ -288,7 +287,7 @@ class DriverMachine:
         self.ended.clear()
 
     def close(self) -> None:
-        """End the machine, and every training on it. A daemon on it must have ended before."""
+        """End the machine and every training on it. A daemon on it must have ended before."""
         self._closing.set()
         self._kernel.join()
         self._end_trainings()
@@ -298,7 +297,7 @@ class DriverMachine:
             raise self._failure
 
     def _end_trainings(self) -> None:
-        """All that run this machine's program: those that were started here, by jobs, and what they have left."""
+        """All processes of this machine's training program: started here, started by jobs, and left behind."""
         for place in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if os.readlink(place / "exe") == self.program:
@@ -314,7 +313,7 @@ class DriverMachine:
         os.truncate(path, size)
         path.chmod(0o666)
 
-    # The kernel.
+    # The simulated kernel.
 
     def _run(self) -> None:
         try:
@@ -325,7 +324,7 @@ class DriverMachine:
             raise
 
     def _sweep(self) -> None:
-        """Look which entries have lost their last process, and take further those that have."""
+        """Check which entries have lost their last process, and advance those."""
         now_s, found = time.monotonic(), []
         for slot in range(ENTRIES):
             state = self.state.entry[slot]
@@ -354,12 +353,12 @@ class DriverMachine:
 
     def _free(self, slot: int, ending: Ending) -> None:
         del self._endings[slot]
-        # The stamp comes first: nobody can see the GPU clean before the truth says that it is.
+        # The stamp comes first: no one can see the GPU clean before the record says that it is.
         self.ended.append(replace(ending.entry, freed_at_s=time.monotonic()))
         self.state.entry[slot].state = FREE
 
     def _is_open(self, slot: int) -> bool:
-        """True while any process has the open file that the entry's lock is on."""
+        """True while any process has the open file that carries the entry's lock."""
         query = struct.pack(LOCK_QUERY, fcntl.F_WRLCK, os.SEEK_SET, slot, 1, 0)
         answer = struct.unpack(LOCK_QUERY, fcntl.fcntl(self._clients, fcntl.F_OFD_GETLK, query))
         return cast(int, answer[0]) != fcntl.F_UNLCK

@@ -2,7 +2,7 @@
 
    Like the real one it has every device file open as soon as a handle was asked for; it answers process lists under the
    driver's one lock, so that they wait while contexts are made; a call on a GPU in a teardown that hangs comes back when
-   that is over; and a GPU that is lost fails the event set of all. */
+   that has ended; and a GPU that is lost fails the event set of all. */
 #include "machine.h"
 
 enum { INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, UNINITIALIZED = 1, MISMATCH = 25 };
@@ -61,7 +61,7 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, Device *device) {
     if (sscanf(bus_id, "%x:%x", &domain, &bus) != 2) return INVALID;
     return bus % 8 || bus < 0x10 || bus >= 0x10 + 8 * GPUS ? NOT_FOUND : handle((bus - 0x10) / 8, device);
 }
-/* It looks at every GPU in turn, and so fails while any of them is lost. */
+/* It reads every GPU in turn, so it fails while any of them is lost. */
 int nvmlDeviceGetHandleByUUID(const char *wanted, Device *device) {
     char uuid[64];
     for (int gpu = 0; gpu < GPUS; gpu++) {
@@ -99,7 +99,7 @@ int nvmlDeviceGetMemoryInfo_v2(Device device, Memory2 *memory) {
     return SUCCESS;
 }
 
-/* As the driver does: asked with too little room it says how much there must be. */
+/* As in the driver: if the buffer is too small, it returns the required size. */
 static int list(Device device, unsigned *count, Process *found, int kind) {
     unsigned listed = 0, contexts = 0;
     REACH(device);
@@ -118,7 +118,7 @@ static int list(Device device, unsigned *count, Process *found, int kind) {
 int nvmlDeviceGetComputeRunningProcesses_v3(Device device, unsigned *n, Process *found) { return list(device, n, found, COMPUTE); }
 int nvmlDeviceGetGraphicsRunningProcesses_v3(Device device, unsigned *n, Process *found) { return list(device, n, found, GRAPHICS); }
 int nvmlDeviceGetMPSComputeRunningProcesses_v3(Device device, unsigned *n, Process *found) { return list(device, n, found, -1); }
-/* That there are these two tells which struct the lists have. */
+/* The existence of these two shows which struct the lists have. */
 int nvmlDeviceGetConfComputeMemSizeInfo(Device device, void *sizes) { return NOT_SUPPORTED; }
 int nvmlDeviceGetRunningProcessDetailList(Device device, void *all) { return NOT_SUPPORTED; }
 
@@ -202,7 +202,7 @@ static int wait_for_event(struct events *set, Event *event, unsigned timeout_ms)
 int nvmlEventSetWait_v2(struct events *set, Event *event, unsigned timeout_ms) { return wait_for_event(set, event, timeout_ms); }
 int nvmlEventSetWait(struct events *set, Event *event, unsigned timeout_ms) { return wait_for_event(set, event, timeout_ms); }
 
-/* GPUs that are NUMA nodes themselves have it, retired pages are of older ones; the rest other people's tools ask. */
+/* NUMA ids belong to GPUs that are NUMA nodes, retired pages to older GPUs; third-party tools call the rest. */
 #define NONE(call) int call(void) { return NOT_SUPPORTED; }
 NONE(nvmlDeviceGetNumaNodeId) NONE(nvmlDeviceGetRetiredPagesPendingStatus) NONE(nvmlDeviceGetRetiredPages)
 NONE(nvmlDeviceGetEncoderUtilization) NONE(nvmlDeviceGetDecoderUtilization) NONE(nvmlDeviceGetProcessUtilization)

@@ -1,5 +1,5 @@
-"""From the end of a lease to a clean GPU, on a driver that behaves like drivers: what others have open keeps nothing,
-and what the former holder has left keeps everything."""
+"""From the end of a lease to a clean GPU, on a realistic driver: processes that others have keep no GPU, and those of
+the former holder do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from contextlib import suppress
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
+from tests.driver.daemon_view import RETAINED_S, clean_events, drains, gpu, reason, release, states, take
 from tests.driver.machine import GPUS, UUIDS, DriverMachine
 from tests.driver.test_machine import children
-from tests.driver.watch import RETAINED_S, clean_events, drains, gpu, reason, release, states, take
 
-pytestmark = pytest.mark.xdist_group("machine")  # it measures times: one such at a time
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def masked(*gpus: int) -> dict[str, str]:
-    """The mask of somebody who has no lease."""
+    """The mask of a user without a lease."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(UUIDS[gpu] for gpu in gpus)}
 
 
@@ -100,15 +100,15 @@ def test_an_unknown_one_delays_for_a_while_once_and_is_named(running: DaemonProc
 
 
 def drains_at_once(running: DaemonProcess, held: dict[str, object], index: int) -> None:
-    """A lease that never had anything of its GPU."""
-    eventually(lambda: (held["id"], index) in clean_events(running), 2, lambda: reason(running, index))
+    """A lease that never used its GPU."""
+    eventually(lambda: (held["id"], index) in clean_events(running), 4, lambda: reason(running, index))
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["marked", "without a marker"])
 def test_an_orphaned_worker_keeps_the_gpu_for_as_long_as_it_lives(
     running: DaemonProcess, machine: DriverMachine, marked: bool
 ) -> None:
-    """It is not listed itself. Its dead parent is, and the memory stays."""
+    """The worker itself is not listed. Its dead parent is, and the memory stays in use."""
     first = take(running, 1)
     env = first["env"] if marked else masked(1)
     training = machine.start("-n", "-w", "1", "-e", "100", env=env)

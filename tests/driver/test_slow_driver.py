@@ -1,4 +1,4 @@
-"""Grants, and what a daemon says of its GPUs, on a driver that takes its time: none is refused for an old reading."""
+"""Grants and reported states on a slow driver: no request is refused because of a stale reading."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
+from tests.driver.daemon_view import drains, gpu, release, states, take
 from tests.driver.machine import FABRIC_IN_PROGRESS, GPUS, UUIDS, DriverMachine
-from tests.driver.watch import drains, gpu, release, states, take
 
 LISTS = 3 * GPUS
 """Process lists in one reading: compute, graphics and MPS of each GPU."""
-pytestmark = pytest.mark.xdist_group("machine")  # it measures times: one such at a time
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def probes(machine: DriverMachine) -> set[int]:
@@ -22,7 +22,7 @@ def probes(machine: DriverMachine) -> set[int]:
 
 
 @pytest.mark.parametrize("reading_s", [0.4, 0.8])
-def test_a_reading_that_takes_long_is_as_good_as_any(
+def test_a_slow_reading_is_as_good_as_a_fast_one(
     running: DaemonProcess, machine: DriverMachine, reading_s: float
 ) -> None:
     machine.slow_lists(reading_s / LISTS)
@@ -32,7 +32,7 @@ def test_a_reading_that_takes_long_is_as_good_as_any(
     eventually(lambda: states(running) == ["free"] * GPUS, 20, running.story)
 
 
-def test_nobody_is_refused_while_one_gpu_drains_on_a_slow_driver(
+def test_no_request_is_refused_while_one_gpu_drains_on_a_slow_driver(
     running: DaemonProcess, machine: DriverMachine
 ) -> None:
     machine.slow_lists(0.3 / LISTS)
@@ -47,8 +47,8 @@ def test_nobody_is_refused_while_one_gpu_drains_on_a_slow_driver(
     assert states(running)[0] == "draining"
 
 
-def test_eight_jobs_that_start_at_once_cost_nobody_a_grant(running: DaemonProcess, machine: DriverMachine) -> None:
-    """Every context takes the driver's lock for a fifth of a second; the reading of a grant waits for all of them."""
+def test_eight_jobs_that_start_at_once_cost_no_one_a_grant(running: DaemonProcess, machine: DriverMachine) -> None:
+    """Every context takes the driver's lock for 0.2 s; the reading for a grant waits for all of them."""
     machine.state.context_us = 200_000
 
     def one(index: int) -> None:
@@ -58,7 +58,7 @@ def test_eight_jobs_that_start_at_once_cost_nobody_a_grant(running: DaemonProces
             training.kill()
             training.wait()
             release(running, held)
-            drains(running, machine, held, index, within_s=10)  # one look at open files a second
+            drains(running, machine, held, index, within_s=10)  # one scan of open files per second
 
     with ThreadPoolExecutor(GPUS) as threads:
         list(threads.map(one, range(GPUS)))
@@ -66,7 +66,7 @@ def test_eight_jobs_that_start_at_once_cost_nobody_a_grant(running: DaemonProces
 
 
 @pytest.mark.parametrize("blocked_s", [4.0, pytest.param(45.0, marks=pytest.mark.soak)])
-def test_a_teardown_that_blocks_calls_makes_gpus_unknown_and_no_probe_is_killed_for_it(
+def test_a_teardown_that_blocks_calls_makes_gpus_unknown_and_kills_no_probe(
     running: DaemonProcess, machine: DriverMachine, blocked_s: float
 ) -> None:
     (probe,) = probes(machine)

@@ -7,7 +7,7 @@
      -x  only that: no CUDA at all, an exporter of metrics
      -s  stay when SIGTERM comes
      -b  memory to allocate on each GPU beside the context
-     -w  fork so many workers, anew in every epoch; they have what their parent had open, and outlive it if it is killed
+     -w  fork this many workers, again in every epoch; they inherit open files, and outlive a parent that is killed
      -o  leave a worker of this life behind when ending
      -h  end by itself after so long; else when it is told to
 
@@ -102,7 +102,7 @@ static void one(int device) {
     fflush(stdout);
     train();
 }
-/* How many GPUs the mask names: the launcher of the ranks opens none of them itself. */
+/* The number of GPUs in the mask: the launcher of the ranks opens none of them itself. */
 static int masked(void) {
     const char *mask = getenv("CUDA_VISIBLE_DEVICES");
     int count = mask && *mask;

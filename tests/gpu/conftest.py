@@ -1,7 +1,7 @@
-"""Every test here is marked `gpu`: the only ones that may be skipped, and that say why.
+"""Tests on real GPUs, all marked `gpu`: the only tests that may be skipped, with a reason.
 
-They are for a machine as it is. They set nothing, need no privilege and no second GPU, and leave alone a GPU that
-somebody is on. No test initialises CUDA or NVML in this process for good: `subjects.Subject` does so in another.
+They run on any machine with a GPU. They set nothing, need no privileges and no second GPU, and leave GPUs in use alone.
+No test initializes CUDA or NVML permanently in this process: `subjects.Subject` does so in another.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.model import GpuReading
-from gpulease_worker import driver
-from gpulease_worker.hardware import Hardware
-from gpulease_worker.source import ReadingFailed
+from gpulease_protocol.model import GpuReading
+from gpulease_worker import gpu_claims
+from gpulease_worker.probe import nvml_check
+from gpulease_worker.probe.nvml_reader import NvmlReader
+from gpulease_worker.probe.probe_protocol import ReadingFailed
 from tests.daemon import DaemonProcess, daemon, eventually
 from tests.gpu.subjects import choose, device_files, torch_problem
 
@@ -22,39 +23,45 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder, and skip them when NVML shows no GPU."""
-    mine = [item for item in items if HERE in item.path.parents]
-    why = driver.unavailable() if mine else None
-    for item in mine:
-        item.add_marker(pytest.mark.gpu)
-        if why is not None:
-            item.add_marker(pytest.mark.skip(reason=why))
+    """Mark the tests of this folder."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _gpus() -> None:
+    """Skip if NVML shows no GPU."""
+    if (why := nvml_check.unavailable_reason()) is not None:
+        pytest.skip(why)
 
 
 @pytest.fixture(scope="session")
 def torch_with_cuda() -> None:
-    """Skip where torch has no CUDA that works, as with a CPU build; a process of its own says so."""
+    """Skip if torch has no working CUDA, as with a CPU build; a separate process checks that."""
     if (why := torch_problem()) is not None:
         pytest.skip(why)
 
 
 @pytest.fixture
-def hardware() -> Iterator[Hardware]:
-    """What reads the GPUs, in this process."""
-    source = Hardware("n")
+def hardware() -> Iterator[NvmlReader]:
+    """Reads the GPUs, in this process."""
+    source = NvmlReader("n")
     yield source
     source._stop()
 
 
 @pytest.fixture
-def gpu(hardware: Hardware) -> GpuReading:
-    """A GPU that nobody is on; skipped, with who is on each, when there is none."""
+def gpu(hardware: NvmlReader) -> GpuReading:
+    """An unused GPU; skips, with the processes on each GPU, if there is none."""
     try:
         found, why = choose(hardware.read(()))
     except ReadingFailed as failed:
         pytest.skip(str(failed))
     if found is None:
         pytest.skip("; ".join(f"{uuid} is left alone: {reason}" for uuid, reason in why.items()))
+    if (holder := gpu_claims.holder_of(found.uuid)) is not None:
+        pytest.skip(f"{found.uuid} is in the ledger of a gpulease daemon, whose worker is {holder}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A program that does to a GPU what trainings, monitors and their children do, one step at a time, as it is told.
+"""A program that does to a GPU what trainings, monitors and their children do, one requested step at a time.
 
 Steps come as lines on stdin, `STEP WORD...`, and each is answered with a JSON line on stdout; or they are the
 arguments, with `,` between two, and then it ends after the last. CUDA is used by ctypes, so most steps need a driver
@@ -21,7 +21,7 @@ from typing import Any
 
 DEVICE_FILES = os.environ.get("GPULEASE_DEVICE_FILES") or "/dev/nvidia"
 WAIT_S = 40
-"""How long `find` waits for GPUs, in seconds: those of the process before it may still drain."""
+"""How long `find` waits for GPUs, in seconds: those of the previous process may still drain."""
 PTX = b"""
 .version 7.0
 .target sm_75
@@ -35,31 +35,31 @@ PTX = b"""
     ret;
 }
 """
-"""A kernel that writes to an address that is nobody's."""
+"""A kernel that writes to an unmapped address."""
 
 held: list[Any] = []
-"""What must not be collected."""
+"""Objects that must not be garbage-collected."""
 
 
 class CudaError(Exception):
-    """CUDA answered a call with an error."""
+    """A CUDA call returned an error."""
 
 
 def cuda(call: str, *words: Any) -> None:
-    """One call of the driver API."""
+    """Call the driver API."""
     code = getattr(ctypes.CDLL("libcuda.so.1"), call)(*words)
     if code:
         raise CudaError(f"{call} answers with error {code}")
 
 
 def init() -> str:
-    """Initialise CUDA, and no more."""
+    """Initialize CUDA, and nothing else."""
     cuda("cuInit", 0)
     return "initialised"
 
 
 def context() -> str:
-    """The first device's primary context, made current, as torch does."""
+    """Make the first device's primary context current, as torch does."""
     init()
     device, made = ctypes.c_int(), ctypes.c_void_p()
     cuda("cuDeviceGet", ctypes.byref(device), 0)
@@ -71,7 +71,7 @@ def context() -> str:
 
 
 def memory(size: str) -> int:
-    """Memory of the device, in a context; the driver takes it at once, used or not."""
+    """Allocate device memory in a context; the driver takes it immediately, used or not."""
     context()
     address = ctypes.c_uint64()
     cuda("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(int(size)))
@@ -79,7 +79,7 @@ def memory(size: str) -> int:
 
 
 def drop() -> str:
-    """Give the primary context back, and with it its memory, however often it was retained."""
+    """Release the primary context with its memory, however often it was retained."""
     device = ctypes.c_int()
     cuda("cuDeviceGet", ctypes.byref(device), 0)
     while held:
@@ -89,11 +89,11 @@ def drop() -> str:
 
 
 def fork() -> int:
-    """A forked child that does nothing and stays, like a DataLoader's worker; its pid."""
+    """Fork a child that stays idle, like a DataLoader's worker; its pid."""
     pid = os.fork()
     if pid:
         return pid
-    # Only what belongs to the conversation is closed: the driver's descriptors are what such a child keeps.
+    # Only stdin and stdout are closed: such a child keeps the driver's descriptors.
     for number in (0, 1, 2):
         os.dup2(os.open(os.devnull, os.O_RDWR), number)
     answers.close()
@@ -102,7 +102,7 @@ def fork() -> int:
 
 
 def churn() -> int:
-    """A process after another that makes a context and ends, until the next step is told; how many there were.
+    """Run one process after another that creates a context and ends, until the next step; how many there were.
 
     `stop` ends it, and is not answered.
     """
@@ -124,7 +124,7 @@ def churn() -> int:
 
 
 def nvml(depth: str = "handles") -> int:
-    """Open NVML and, unless told `init`, take a handle of every GPU, as exporters and NCCL do; how many GPUs."""
+    """Open NVML and, except with `init`, get a handle of every GPU, as exporters and NCCL do; the number of GPUs."""
     import pynvml  # noqa: PLC0415
 
     pynvml.nvmlInit()
@@ -144,7 +144,7 @@ def nvml_shutdown() -> str:
 
 
 def files() -> dict[str, list[str]]:
-    """Which of NVIDIA's device files this process has open, and which it has mapped."""
+    """NVIDIA's device files that this process has open, and those that it has mapped."""
     opened = set()
     for entry in os.scandir("/proc/self/fd"):
         with suppress(OSError):
@@ -157,21 +157,21 @@ def files() -> dict[str, list[str]]:
 
 
 def devices() -> list[str] | None:
-    """What gpulease finds in the CUDA of this process: UUIDs by ordinal, None before cuInit."""
-    from gpulease.cuda import devices_shown  # noqa: PLC0415
+    """UUIDs by ordinal that gpulease finds in this process's CUDA; None before cuInit."""
+    from gpulease.cuda.libcuda import initialized_devices  # noqa: PLC0415
 
-    return devices_shown()
+    return initialized_devices()
 
 
 def find(count: str = "1") -> dict[str, Any]:
-    """`find_usable_cuda_devices`: the ordinals, the UUIDs of what it has reserved, and what CUDA then shows there."""
-    from gpulease.devices import find_usable_cuda_devices, reserved_leases  # noqa: PLC0415
+    """Call `find_usable_cuda_devices`: the ordinals, the reserved UUIDs, and what CUDA then shows there."""
+    from gpulease import find_usable_cuda_devices, reserved_leases  # noqa: PLC0415
 
     begun = time.monotonic()
     ordinals = find_usable_cuda_devices(int(count), wait_s=WAIT_S)
     took_s = time.monotonic() - begun
     leased = [gpu.uuid for lease in reserved_leases() for gpu in lease.gpus]
-    with suppress(CudaError, OSError):  # in a fork of a process that has used CUDA there is none any more
+    with suppress(CudaError, OSError):  # CUDA no longer works in a fork of a process that has used it
         init()
     shown = devices() or []
     return {
@@ -183,7 +183,7 @@ def find(count: str = "1") -> dict[str, Any]:
 
 
 def find_in_fork() -> dict[str, Any]:
-    """`find` in a forked child, as a DataLoader's worker or a launcher's child might."""
+    """Run `find` in a forked child, as a DataLoader's worker or a launcher's child might."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -203,7 +203,7 @@ def find_in_fork() -> dict[str, Any]:
 
 
 def lightning() -> dict[str, Any]:
-    """A Fabric on the device that `find` gives; the UUID of the device that it then works on."""
+    """Start Fabric on the device that `find` returns; the UUID of the device that it uses."""
     found = find()
     import torch  # noqa: PLC0415
 
@@ -233,14 +233,14 @@ def torch_init() -> str:
 
 
 def torch_uuids() -> list[str]:
-    """UUIDs by ordinal, as torch tells them."""
+    """UUIDs by ordinal, according to torch."""
     import torch  # noqa: PLC0415
 
     return [spelled(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
 def torch_steps(seconds: str, size: str = "8192") -> dict[str, float]:
-    """A loop of bf16 products of square matrices; milliseconds of a step: median, p99, max; and how many there were."""
+    """Multiply square bf16 matrices in a loop; milliseconds per step: median, p99, maximum; and the number of steps."""
     import torch  # noqa: PLC0415
 
     one = torch.randn(int(size), int(size), dtype=torch.bfloat16, device="cuda")
@@ -265,7 +265,7 @@ def torch_steps(seconds: str, size: str = "8192") -> dict[str, float]:
 
 
 def stray() -> str:
-    """Have a kernel write where it may not: CUDA's error for it. The host's log gets an Xid 31."""
+    """Let a kernel write to an unmapped address; CUDA's error. Leaves an Xid 31 in the host's log."""
     context()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     cuda("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(PTX))
@@ -280,7 +280,7 @@ def stray() -> str:
 
 
 def spelled(uuid: object) -> str:
-    """As NVML spells a UUID."""
+    """A UUID as NVML formats it."""
     return f"GPU-{str(uuid).lower().removeprefix('gpu-')}"
 
 
@@ -294,13 +294,13 @@ STEPS: dict[str, Callable[..., Any]] = {
 
 
 def answer(what: dict[str, Any]) -> None:
-    """One answer, whole."""
+    """Write one answer, as one line."""
     answers.write(json.dumps(what) + "\n")
     answers.flush()
 
 
 def take(words: Sequence[str]) -> None:
-    """Do a step and answer it."""
+    """Take a step and answer."""
     try:
         told = {"told": STEPS[words[0]](*words[1:])}
     except Exception as error:
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # What a driver's library prints must not get between the answers.
+    # Output of a driver library must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     main(sys.argv[1:])

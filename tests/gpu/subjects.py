@@ -1,4 +1,4 @@
-"""Drives `subject.py`, and chooses a GPU that nobody else is on. For the tests here and for `bench.hardware`."""
+"""Drives `subject.py`, and chooses an unused GPU. For the tests here and for `bench.hardware`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from typing import Any, Self
 
 import psutil
 
-from gpulease import cuda
-from gpulease.launchers import scrubbed
-from gpulease.model import ComputeMode, GpuReading
-from gpulease_worker import cuda_starts, processes
-from gpulease_worker.attribution import DEVICE_FILES
-from gpulease_worker.bounded_run import bounded_run
-from gpulease_worker.health import FABRIC
-from gpulease_worker.source import Reading
+from gpulease.cuda import libcuda
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.launchers import strip_launcher_variables
+from gpulease_protocol.model import ComputeMode, GpuReading
+from gpulease_worker.probe import cuda_init_check
+from gpulease_worker.probe.gpu_health import FABRIC_NOT_READY
+from gpulease_worker.probe.probe_protocol import Reading
+from gpulease_worker.probe.process_attribution import DEVICE_FILES
+from gpulease_worker.processes import procfs
+from gpulease_worker.processes.bounded_run import bounded_run
 
 PROGRAM = Path(__file__).with_name("subject.py")
 LIBRARY = "libnvidia-ml.so"
@@ -32,22 +34,22 @@ MASK = "CUDA_VISIBLE_DEVICES"
 STEP_S = 40.0
 """How long a step may take: importing torch from a cold disk takes a while."""
 END_S = 2.0
-"""How long the end of a killed process is waited for; one that hangs in the driver does not end."""
+"""How long to wait for a killed process to end; one that hangs in the driver does not end."""
 IDLE_BYTES = 1024**3
-"""An idle driver keeps less memory than this; more is somebody's, listed or not."""
+"""An idle driver keeps less memory than this; more belongs to a process, listed or not."""
 TORCH = "import sys, torch; sys.exit(not torch.cuda.is_available() and f'torch {torch.__version__} has no CUDA')"
 
 
 class SubjectFailed(Exception):
-    """A step was refused, or did not come back in time. The text says which and why."""
+    """A step was refused or did not return in time. The text says which and why."""
 
 
 class SubjectHangs(SubjectFailed):
-    """A step did not come back in time."""
+    """A step did not return in time."""
 
 
 class Subject:
-    """A process that takes steps on a GPU; killed, with what it has forked, when its block ends.
+    """A process that takes steps on a GPU; killed with its forked children when its block ends.
 
     Args:
         mask: CUDA_VISIBLE_DEVICES; None: not set.
@@ -57,7 +59,7 @@ class Subject:
 
     def __init__(self, *, mask: str | None = None, lease: str | None = None, **environment: str) -> None:
         self._environment = surroundings(mask, lease, **environment)
-        self._forked: list[processes.Identity] = []
+        self._forked: list[ProcessId] = []
         self._rest = b""
 
     def __enter__(self) -> Self:
@@ -76,19 +78,19 @@ class Subject:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Pid of the process."""
         return self.process.pid
 
     def do(self, step: str, *words: object, within_s: float = STEP_S) -> Any:
-        """What the step came to. Raises SubjectFailed, and SubjectHangs when it takes longer."""
+        """Take a step and return its answer. Raises SubjectFailed, and SubjectHangs if it takes longer."""
         self.tell(step, *words)
         told = self.answer(step, within_s)
-        if step == "fork" and (child := processes.Identity.of(int(told))) is not None:
+        if step == "fork" and (child := ProcessId.of(int(told))) is not None:
             self._forked.append(child)
         return told
 
     def tell(self, step: str, *words: object) -> None:
-        """Have it begin a step, without waiting."""
+        """Start a step without waiting."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, as its answer will show
             self.process.stdin.write(" ".join(str(word) for word in (step, *words)).encode() + b"\n")
@@ -101,7 +103,7 @@ class Subject:
         return found["told"]
 
     def kill(self) -> None:
-        """SIGKILL, as the kernel's out-of-memory killer would; what it has forked lives on."""
+        """Send SIGKILL, as the kernel's out-of-memory killer would; forked children live on."""
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S)
@@ -110,9 +112,9 @@ class Subject:
                 stream.close()
 
     def end_forked(self) -> None:
-        """SIGKILL to what it has forked."""
+        """Send SIGKILL to its forked children."""
         for child in self._forked:
-            child.send(signal.SIGKILL)
+            child.send_signal(signal.SIGKILL)
 
     def _line(self, step: str, within_s: float) -> bytes:
         assert self.process.stdout is not None
@@ -129,7 +131,7 @@ class Subject:
 
 
 def once(*steps: str, mask: str | None = None, launcher: Sequence[str] = (), within_s: float, **more: str) -> list[Any]:
-    """What the steps of a process of their own came to, the last `SubjectFailed` in place of what failed."""
+    """The answers to steps in a process of their own; the last is `SubjectFailed` if a step failed."""
     command = [sys.executable, *launcher, *([] if launcher else ["-P"]), str(PROGRAM), *" , ".join(steps).split()]
     try:
         ran = subprocess.run(
@@ -153,7 +155,7 @@ def once(*steps: str, mask: str | None = None, launcher: Sequence[str] = (), wit
 
 
 def understood(step: str, line: bytes) -> dict[str, Any]:
-    """An answer. Raises SubjectFailed for anything else."""
+    """Check an answer. Raises SubjectFailed if it is an error."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -163,20 +165,22 @@ def understood(step: str, line: bytes) -> dict[str, Any]:
 
 def surroundings(mask: str | None, lease: str | None, **more: str) -> dict[str, str]:
     """The environment of a subject."""
-    kept = {name: value for name, value in scrubbed(os.environ).items() if not name.startswith("GPULEASE_")}
+    kept = {
+        name: value for name, value in strip_launcher_variables(os.environ).items() if not name.startswith("GPULEASE_")
+    }
     kept.pop(MASK, None)
     masked = {} if mask is None else {MASK: mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return kept | device_files() | masked | ({} if lease is None else {processes.MARKER: lease}) | more
+    return kept | device_files() | masked | ({} if lease is None else {procfs.MARKER: lease}) | more
 
 
 def device_files() -> dict[str, str]:
-    """The variable that says where device files are, when they are not in /dev: a test has its own."""
+    """The variable with the location of device files if they are not in /dev, as in tests."""
     return {DEVICE_FILES: os.environ[DEVICE_FILES]} if os.environ.get(DEVICE_FILES) else {}
 
 
 @contextmanager
 def churners(count: int, mask: str) -> Iterator[list[Subject]]:
-    """So many processes that each have others make a context and end, over and over, on the GPU of this mask."""
+    """Processes that each repeatedly start others, which create a context on this mask's GPU and end."""
     with ExitStack() as stack:
         all_of_them = [stack.enter_context(Subject(mask=mask)) for _ in range(count)]
         for one in all_of_them:
@@ -188,16 +192,16 @@ def churners(count: int, mask: str) -> Iterator[list[Subject]]:
 
 @cache
 def starts(uuid: str) -> bool:
-    """Whether CUDA starts on a GPU. A first reading has not its answer yet, and its fabric's may say little."""
+    """Whether CUDA starts on a GPU. The first reading does not know that yet, and the fabric's state may say little."""
     try:
-        return uuid in cuda_starts.ask({**os.environ, MASK: uuid})
-    except cuda.CudaFailed:
+        return uuid in cuda_init_check.ask({**os.environ, MASK: uuid})
+    except libcuda.CudaError:
         return False
 
 
 def in_the_way(gpu: GpuReading) -> str | None:
-    """Why a GPU is left alone; None for one that nobody is on."""
-    if gpu.health != "ok" and not (gpu.health == FABRIC and starts(gpu.uuid)):
+    """Why a GPU is left alone; None for an unused one."""
+    if gpu.health != "ok" and not (gpu.health == FABRIC_NOT_READY and starts(gpu.uuid)):
         return f"its health is {gpu.health}"
     if gpu.processes:
         named = [f"{process.command or 'a process'} (pid {process.pid})"[:80] for process in gpu.processes[:4]]
@@ -210,13 +214,13 @@ def in_the_way(gpu: GpuReading) -> str | None:
 
 
 def choose(reading: Reading) -> tuple[GpuReading | None, dict[str, str]]:
-    """A GPU that nobody is on; and, by UUID, why others are left alone."""
+    """An unused GPU; and, by UUID, why others are left alone."""
     why = {gpu.uuid: reason for gpu in reading.gpus if (reason := in_the_way(gpu)) is not None}
     return next((gpu for gpu in reading.gpus if gpu.uuid not in why), None), why
 
 
 def torch_problem(within_s: float = 90.0) -> str | None:
-    """Why torch cannot use CUDA here, asked in a process of its own; None when it can."""
+    """Why torch cannot use CUDA here, checked in a separate process; None if it can."""
     try:
         asked = bounded_run([sys.executable, "-c", TORCH], within_s)
     except subprocess.TimeoutExpired:
@@ -228,7 +232,7 @@ def torch_problem(within_s: float = 90.0) -> str | None:
 
 
 def processes_with_driver(pid: int, files: Collection[str | None]) -> list[str]:
-    """Of a process and its descendants those that have the driver's library loaded, or one of these files open.
+    """The process and descendants that have the driver's library loaded or one of these files open.
 
     Each is named by the module of gpulease that it runs.
     """

@@ -1,4 +1,4 @@
-"""Real GPUs, from the end of a lease to the next grant: who keeps a GPU, and who does not, though they have it open."""
+"""Real GPUs, from the end of a lease to the next grant: which processes keep a GPU, and which do not."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from gpulease.model import GpuReading
-from gpulease_server.core.turn import Policy
+from gpulease_protocol.model import GpuReading
+from gpulease_server.core.policy import Policy
 from tests.daemon import DaemonProcess, eventually
 from tests.gpu.conftest import state
 from tests.gpu.subjects import Subject
 
 TAKEN_BYTES = 2 * 1024**3
 SOON_S = 20.0
-"""How long a GPU may drain that nobody holds, on a busy machine too."""
+"""How long a GPU without any process may drain, on a busy machine too."""
 RETAINED_S = Policy().retained_memory_s
 
 
@@ -30,12 +30,12 @@ def release(running: DaemonProcess, held: dict[str, Any]) -> None:
 
 
 def refused(running: DaemonProcess, uuid: str) -> bool:
-    """True when nobody is granted the GPU now."""
+    """True if the GPU is not granted now."""
     return running.call("POST", "/v1/leases?wait_s=10", {"devices": [uuid], "queue": False}).status == 409
 
 
 def keeps(running: DaemonProcess, uuid: str) -> bool:
-    """True when the memory of the tests is in use, or the driver does not tell."""
+    """True if the tests' memory is in use, or if the driver does not tell."""
     used = running.call("GET", f"/v1/gpus/{uuid}").json["memory_used_bytes"]
     return used is None or used >= TAKEN_BYTES
 
@@ -77,7 +77,7 @@ def test_the_forked_worker_of_a_killed_rank_keeps_the_gpu_until_it_ends(
         is_free(running, gpu.uuid, SOON_S)
 
 
-@pytest.mark.parametrize("marker", [None, "lease-of-somebody-else"], ids=["no lease", "another marker"])
+@pytest.mark.parametrize("marker", [None, "lease-of-someone-else"], ids=["no lease", "another marker"])
 def test_who_opens_nvml_with_the_gpu_masked_away_does_not_keep_it_draining(
     running: DaemonProcess, gpu: GpuReading, marker: str | None
 ) -> None:

@@ -1,4 +1,4 @@
-"""Real GPUs: the number that `find_usable_cuda_devices` gives is, to CUDA and to torch, the GPU that was leased."""
+"""Real GPUs: the ordinal from `find_usable_cuda_devices` is the leased GPU, for CUDA and for torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpulease import cuda
-from gpulease.model import GpuReading
+from gpulease.cuda import libcuda
+from gpulease_protocol.model import GpuReading
 from tests.daemon import DaemonProcess
 from tests.gpu.subjects import MASK, Subject, once
 
@@ -16,14 +16,14 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 
 
 def is_the_leased_one(found: dict[str, Any]) -> bool:
-    """True when one ordinal was given, and CUDA shows the leased GPU there."""
+    """True if one ordinal was returned, and CUDA shows the leased GPU there."""
     return len(found["ordinals"]) == 1 and found["shown"] == found["leased"]
 
 
 def test_cuda_takes_the_uuid_of_a_lease_as_its_mask(gpu: GpuReading) -> None:
-    assert cuda.ask({**os.environ, MASK: gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 60) == [gpu.uuid]
+    assert libcuda.query_devices({**os.environ, MASK: gpu.uuid, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, 60) == [gpu.uuid]
     with Subject(mask=gpu.uuid) as subject:
-        assert subject.do("devices") is None, "nobody has initialised CUDA there"
+        assert subject.do("devices") is None, "nothing has initialized CUDA there"
         subject.do("init")
         assert subject.do("devices") == [gpu.uuid]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpulease.model import GpuReading
-from gpulease_worker.hardware import Hardware
+from gpulease_protocol.model import GpuReading
+from gpulease_worker.probe.nvml_reader import NvmlReader
 from tests.daemon import DaemonProcess, daemon, eventually
 from tests.gpu.subjects import in_the_way
 
@@ -20,8 +20,8 @@ COUNT = "import torch; print('devices', torch.cuda.device_count())"
 
 
 @pytest.fixture
-def gpus(hardware: Hardware, gpu: GpuReading) -> int:
-    """How many GPUs there are that nobody is on: one, or two where there are more."""
+def gpus(hardware: NvmlReader, gpu: GpuReading) -> int:
+    """How many unused GPUs to use: 2 if there are as many, else 1."""
     return min(2, sum(in_the_way(one) is None for one in hardware.read(()).gpus))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.api.conftest import Hardware, states
 from tests.daemon import DaemonProcess, eventually
-from tests.scrape import Scrape, scrape
+from tests.prometheus_scrape import Scrape, scrape
 
 GIB = 2**30
 STRANGER = {"processes": [{"pid": 4_000_000, "memory_bytes": 3 * GIB}, {"pid": 4_000_001, "memory_bytes": None}]}
@@ -27,7 +27,7 @@ def steady(running: DaemonProcess, *, openmetrics: bool = False) -> Scrape:
     return found[-1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """GPU 0 is leased and works, 1 has two strangers, 2 runs a job, 3 is unhealthy; one request waits."""
     directory = tmp_path_factory.mktemp("monitoring")

@@ -10,9 +10,8 @@ from typing import Any
 
 from tests.api.conftest import states
 from tests.daemon import DaemonProcess, daemon, eventually
-from tests.scrape import OPENMETRICS, Scrape, promtool, scrape
-
-from .conftest import GIB, WITHIN_S, steady
+from tests.monitoring.conftest import GIB, WITHIN_S, steady
+from tests.prometheus_scrape import OPENMETRICS, Scrape, promtool, scrape
 
 
 def at_one_moment(running: DaemonProcess) -> tuple[Scrape, list[dict[str, Any]], list[dict[str, Any]]]:
@@ -169,7 +168,7 @@ def test_openapi_names_both_media_types(scene: DaemonProcess) -> None:
     assert set(operation["responses"]["200"]["content"]) == {"text/plain", "application/openmetrics-text"}
 
 
-def test_grants_and_ends_are_counted_a_restart_counts_anew_and_a_pause_is_seen(tmp_path: Path) -> None:
+def test_grants_and_ends_are_counted_a_restart_counts_again_and_a_pause_is_seen(tmp_path: Path) -> None:
     with daemon(tmp_path, "--simulate", "2", "--node", "n1") as running:
         for _ in range(3):
             lease = running.call("POST", "/v1/leases?wait_s=30", {"count": 2, "ttl_s": 3600}).json

@@ -11,23 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.model import GpuReading, Holder
-from gpulease_server.api.daemon import Daemon
-from gpulease_server.api.exposition import Exposition
-from gpulease_server.api.traffic import Traffic
-from gpulease_server.core.ledger import GpuRecord, Ledger, NodeRecord, Sighting
-from gpulease_server.core.turn import Policy
+from gpulease_protocol.model import GpuReading, Holder
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.middleware.http_metrics import HttpMetrics
+from gpulease_server.api.prometheus.metrics_endpoint import MetricsRenderer
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
 from gpulease_server.runtime import clock
-from gpulease_server.runtime.recorder import Recorder
-from gpulease_server.runtime.tickets import Tickets
-from gpulease_server.runtime.usage import OTHER, TOP_USERS
+from gpulease_server.runtime.gpu_hours import MAX_USERS, OTHER_USERS
+from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.store import Store
-from tests.scrape import Scrape
-from tests.store.great import device, lease
+from gpulease_server.store.ledger_store import Store
+from tests.prometheus_scrape import Scrape
+from tests.store.large_ledger import device, lease
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 GPUS, ON_A_NODE = 10_000, 8
 GENEROUS_S = 20.0
@@ -44,47 +45,55 @@ def great_ledger() -> Ledger:
         }
         ledger.apply(NodeRecord(name=name, host="a"))
         ledger.apply(
-            Sighting(node=name, worker_id="w", reported_at_s=now_s + 3600, observed_at_s=now_s, readings=readings)
+            NodeObservation(
+                node=name, worker_id="w", reported_at_s=now_s + 3600, observed_at_s=now_s, readings=readings
+            )
         )
         for place, one in enumerate(here):
             token = number * ON_A_NODE + place + 1
             record = lease(token, (one,))
             record = replace(record, lease=replace(record.lease, holder=Holder(user=f"user{token}")))
             ledger.apply(record)
-            ledger.apply(GpuRecord(device=one, lease_id=record.lease.id, token=token))
+            ledger.apply(GpuRecord(device=one, lease_id=record.lease.id, fencing_token=token))
     return ledger
 
 
 @pytest.fixture(scope="module")
-def great(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+def great(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonState]:
     """A daemon that has such a ledger, and does nothing."""
     url = f"sqlite:///{Path(tmp_path_factory.mktemp('great')) / 'ledger.db'}"
     upgrade(url)
     with closing(Store(url)) as store, closing(Writer(store, Policy())) as writer:
         writer.committed = great_ledger()
-        writer.meters.take_up(writer.committed, clock.now())
-        for uuid in writer.meters.usage.held:
-            writer.meters.usage.read(uuid, 0.5, clock.now().mono_s)
-        yield Daemon(writer=writer, store=store, tickets=Tickets(), recorder=Recorder(store, writer), host="a")
+        writer.metrics.reset_usage(writer.committed, clock.now())
+        for uuid in writer.metrics.usage.held:
+            writer.metrics.usage.read(uuid, 0.5, clock.now().mono_s)
+        yield DaemonState(
+            writer=writer,
+            store=store,
+            tickets=DesiredStateTickets(),
+            recorder=JobMetricsRecorder(store, writer),
+            host="a",
+        )
 
 
-def test_ten_thousand_users_do_not_make_ten_thousand_series(great: Daemon) -> None:
-    text = asyncio.run(Exposition(Traffic()).text(great, as_openmetrics=False, compressed=False))
+def test_ten_thousand_users_do_not_make_ten_thousand_series(great: DaemonState) -> None:
+    text = asyncio.run(MetricsRenderer(HttpMetrics()).render(great, as_openmetrics=False, accepts_gzip=False))
     told = Scrape(text.decode())
     assert told.value("gpulease_gpus", state="leased") == GPUS
     for name in BY_USER:
-        assert len(told.by("user", name)) == TOP_USERS + 1
+        assert len(told.by("user", name)) == MAX_USERS + 1
     active = told.by("user", "gpulease_leases", state="active")
-    assert len(active) == TOP_USERS + 1
-    assert active[OTHER] == GPUS - TOP_USERS
+    assert len(active) == MAX_USERS + 1
+    assert active[OTHER_USERS] == GPUS - MAX_USERS
     assert sum(active.values()) == GPUS
     holders = {sample.labels["user"] for sample in told.families["gpulease_gpu_holder"].samples}
-    assert len(holders) == TOP_USERS + 1
-    assert told.series() < 7 * GPUS + 20 * (TOP_USERS + GPUS // ON_A_NODE)
+    assert len(holders) == MAX_USERS + 1
+    assert told.series() < 7 * GPUS + 20 * (MAX_USERS + GPUS // ON_A_NODE)
 
 
 @pytest.mark.parametrize("as_openmetrics", [False, True])
-def test_requests_go_on_while_a_scrape_is_made(great: Daemon, as_openmetrics: bool) -> None:
+def test_requests_go_on_while_a_scrape_is_made(great: DaemonState, as_openmetrics: bool) -> None:
     gaps: list[float] = []
 
     async def go_on() -> None:
@@ -94,11 +103,11 @@ def test_requests_go_on_while_a_scrape_is_made(great: Daemon, as_openmetrics: bo
             gaps.append(time.perf_counter() - begun_s)
 
     async def main() -> float:
-        made = Exposition(Traffic())
+        renderer = MetricsRenderer(HttpMetrics())
         going = asyncio.create_task(go_on())
         begun_s = time.process_time()
         texts = await asyncio.gather(
-            *(made.text(great, as_openmetrics=as_openmetrics, compressed=True) for _ in range(3))
+            *(renderer.render(great, as_openmetrics=as_openmetrics, accepts_gzip=True) for _ in range(3))
         )
         spent_s = time.process_time() - begun_s
         going.cancel()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpulease_server.store.database import upgrade
-from tests.runtime.faulty import Body, writing
+from tests.runtime.faults import Body, writing
 
 
 @pytest.fixture

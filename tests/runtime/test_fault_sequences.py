@@ -13,14 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpulease.errors import GpuleaseError
-from gpulease.model import Lease, LeaseState
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.runtime import writer as writer_module
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.store import Store
-from tests.runtime.faulty import Fate, FaultyStore, ask, recovered, release, renew, report, writing
+from gpulease_server.store.ledger_store import Store
+from tests.runtime.faults import Fate, FaultyStore, ask, recovered, release, renew, report, writing
 
 KEYS = ["k1", "k2", "k3", "k4", "k5", "k6"]
 REQUESTS = st.tuples(st.sampled_from(["ask", "renew", "release"]), st.sampled_from(KEYS))
@@ -61,9 +61,9 @@ class Told:
                 known = self.granted.setdefault(key, answer)
                 assert known.id == answer.id, "the same key was granted a second lease"
             elif lease is not None and what == "renew":
-                await writer.submit(renew(lease.id, lease.token))
+                await writer.submit(renew(lease.id, lease.fencing_token))
             elif lease is not None:
-                await writer.submit(release(lease.id, lease.token))
+                await writer.submit(release(lease.id, lease.fencing_token))
                 self.released.add(key)
         except GpuleaseError as error:
             self.refusals.add(error.status)
@@ -82,18 +82,18 @@ def check(told: Told, writer: Writer, store: FaultyStore) -> None:
     for key, lease in told.granted.items():
         found = recorded.leases[lease.id].lease
         if lease.state is LeaseState.ACTIVE:
-            assert found.token == lease.token
+            assert found.fencing_token == lease.fencing_token
         if key in told.released:
             assert found.state is LeaseState.ENDED
-    by_key = [record.made for record in recorded.keys.values()]
-    assert set(by_key) == set(recorded.leases), "a lease that nobody asked for"
+    by_key = [record.result_id for record in recorded.keys.values()]
+    assert set(by_key) == set(recorded.leases), "a lease that no one asked for"
     active = [
         gpu.uuid for record in recorded.leases.values() if record.lease.state == "active" for gpu in record.lease.gpus
     ]
     assert len(active) == len(set(active))
-    seqs = [event.seq for event in store.events(0, 1000)]
+    seqs = [event.seq for event in store.history(0, 1000)[0]]
     assert seqs == list(range(1, len(seqs) + 1))
-    tokens = [event.token for event in store.events(0, 1000) if event.kind == "lease.granted"]
+    tokens = [event.fencing_token for event in store.history(0, 1000)[0] if event.kind == "lease.granted"]
     assert len(tokens) == len(set(tokens))
 
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from gpulease.exchange import JobReport, NodeReport, RunState
-from gpulease.metrics import JobMetrics
-from gpulease.model import GpuReading
-from gpulease_server.api.metrics import MAX_ANSWER_POINTS, csv, job_metrics
-from gpulease_server.core.turn import Policy
-from gpulease_server.runtime.recorder import SAVE_S, Recorder
+from gpulease_protocol.job_metrics import JobMetrics
+from gpulease_protocol.model import GpuReading
+from gpulease_protocol.node_protocol import JobReport, NodeReport, RunState
+from gpulease_server.api.routes.job_metrics import MAX_ANSWER_POINTS, csv, job_metrics
+from gpulease_server.core.policy import Policy
+from gpulease_server.runtime.job_metrics.recorder import SAVE_S, JobMetricsRecorder
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store import metrics
+from gpulease_server.store import job_metrics_table
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.store import Store, is_stored
+from gpulease_server.store.ledger_store import Store, is_stored
 from tests.core.build import World, gpu, uuid
 
 
@@ -40,7 +40,7 @@ class Daemon:
     def restart(self) -> None:
         self.commit()
         self.writer.committed, self.writer.problem = self.world.ledger, None
-        self.recorder = Recorder(self.store, self.writer)
+        self.recorder = JobMetricsRecorder(self.store, self.writer)
         self.recorder.restore()
 
     def commit(self) -> None:
@@ -56,7 +56,7 @@ class Daemon:
             report = NodeReport(
                 worker_id="w", host="a", problem=problem, gpus=() if problem else tuple(self.world.nodes["a"])
             )
-            self.recorder.take("a", report, self.world.ledger, self.world.now)
+            self.recorder.record("a", report, self.world.ledger, self.world.now)
 
     def save(self, **what: bool) -> None:
         asyncio.run(self.recorder.save(self.world.at_s, **what))
@@ -76,9 +76,9 @@ class Daemon:
 
     def metrics(self, job_id: str, points: int = 600) -> JobMetrics:
         self.commit()
-        leases = [one for one in metrics.leases_of(self.store.engine, job_id) if one.lease.granted_at]
-        saved = metrics.load(self.store.engine, [one.lease.id for one in leases])
-        contents = {one.lease.id: self.recorder.content(one.lease.id) or saved.get(one.lease.id) for one in leases}
+        leases = [one for one in job_metrics_table.leases_of_job(self.store.engine, job_id) if one.lease.granted_at]
+        saved = job_metrics_table.load(self.store.engine, [one.lease.id for one in leases])
+        contents = {one.lease.id: self.recorder.encoded(one.lease.id) or saved.get(one.lease.id) for one in leases}
         return job_metrics(job_id, leases, contents, self.world.now.at, points)
 
 
@@ -117,7 +117,7 @@ def test_an_hour_at_half_load_is_half_a_gpu_hour(daemon: Daemon) -> None:
 def test_a_lease_of_a_user_is_not_recorded(daemon: Daemon) -> None:
     lease = daemon.world.lease(4)
     daemon.show(busy(0), busy(1), busy(2), busy(3), seconds=5)
-    assert daemon.recorder.content(lease.id) is None
+    assert daemon.recorder.encoded(lease.id) is None
 
 
 def test_time_in_which_the_driver_hangs_is_a_gap_and_unknown(daemon: Daemon) -> None:
@@ -175,15 +175,17 @@ def test_an_ended_lease_is_written_and_forgotten(daemon: Daemon) -> None:
     daemon.end(job)
     lease = daemon.metrics(job).attempts[0].lease_id
     daemon.save()
-    assert daemon.recorder.content(lease) is None
+    assert daemon.recorder.encoded(lease) is None
     daemon.restart()
     assert daemon.metrics(job).gpu_hours_used * 3600 == pytest.approx(3, abs=0.1)
 
 
 def test_a_lease_is_written_once_a_minute_and_no_oftener(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    save = metrics.save
-    monkeypatch.setattr("gpulease_server.store.metrics.save", lambda *what: (written.append(what[1]), save(*what))[1])
+    save = job_metrics_table.save
+    monkeypatch.setattr(
+        "gpulease_server.store.job_metrics_table.save", lambda *what: (written.append(what[1]), save(*what))[1]
+    )
     daemon.world.submit(1)
     for _ in range(600):
         daemon.show(busy(0))

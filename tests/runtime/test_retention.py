@@ -1,4 +1,4 @@
-"""Pruning beside the turns: nobody waits for it, nobody misses a gap, and a kill leaves whole batches."""
+"""Pruning beside the turns: no one waits for it, no one misses a gap, and a kill leaves whole batches."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import func, select
 
-from gpulease.model import Lease
-from gpulease_server.core.happenings import LeaseReleased
-from gpulease_server.core.ledger import Instant
-from gpulease_server.core.turn import Policy
+from gpulease_protocol.model import Lease
+from gpulease_server.core.happenings import ReleaseRequested
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.retention import JUMP_S, STEADY_S, Pruner
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store import tables
-from gpulease_server.store.examine import examine
-from gpulease_server.store.retention import STAYS, Keep
-from gpulease_server.store.store import Store, StoreFailed
-from tests.runtime.faulty import Fate, FaultyStore, recovered
+from gpulease_server.store.integrity_check import check_database
+from gpulease_server.store.ledger_store import Store, StoreFailed
+from gpulease_server.store.retention import ALWAYS_KEPT, RetentionLimits
+from tests.runtime.faults import Fate, FaultyStore, recovered
 from tests.runtime.test_writer import ask, report
-from tests.store.aged import count, ended_lease, event, job, metrics, prune, put
+from tests.store.old_records import count, ended_lease, event, job, metrics, prune, put
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.busy("compute")]
 
-FEW = Keep(ended=STAYS, events=STAYS)
+FEW = RetentionLimits(ended=ALWAYS_KEPT, events=ALWAYS_KEPT)
 DAY = timedelta(days=1)
 
 
@@ -69,14 +69,16 @@ async def lease_and_release(writer: Writer) -> float:
     lease = await writer.submit(ask())
     assert isinstance(lease, Lease)
     between_s = clock.now().mono_s
-    await writer.submit(LeaseReleased(cause=ids.make("request"), lease_id=lease.id, token=lease.token))
+    await writer.submit(
+        ReleaseRequested(cause=ids.new_id("request"), lease_id=lease.id, fencing_token=lease.fencing_token)
+    )
     await report(writer)
     return max(between_s - begun_s, clock.now().mono_s - between_s)
 
 
 def test_turns_do_not_wait_for_a_backlog_to_be_pruned(database_url: str) -> None:
     store = Store(database_url)
-    past(store, 5 * STAYS)
+    past(store, 5 * ALWAYS_KEPT)
 
     async def body() -> None:
         async with writing(store) as writer:
@@ -86,8 +88,8 @@ def test_turns_do_not_wait_for_a_backlog_to_be_pruned(database_url: str) -> None
             while not pruning.done():
                 beside.append(await lease_and_release(writer))
             removed = await pruning
-            assert removed["event"] >= 4 * STAYS
-            assert removed["job"] >= 4 * STAYS
+            assert removed["event"] >= 4 * ALWAYS_KEPT
+            assert removed["job"] >= 4 * ALWAYS_KEPT
             assert len(beside) > 20, "the turns got nowhere"
             told = (
                 f"median {1000 * statistics.median(alone):.1f} ms alone, {1000 * statistics.median(beside):.1f} beside"
@@ -99,15 +101,15 @@ def test_turns_do_not_wait_for_a_backlog_to_be_pruned(database_url: str) -> None
 
     asyncio.run(body())
     left = count(store)
-    assert left["job"] <= STAYS
-    assert left["event"] >= STAYS
+    assert left["job"] <= ALWAYS_KEPT
+    assert left["event"] >= ALWAYS_KEPT
     store.close()
-    assert [found for found in examine(database_url) if "fsync" not in found] == []
+    assert [found for found in check_database(database_url) if "fsync" not in found] == []
 
 
 def test_a_failed_commit_of_a_turn_ends_a_pass_and_the_next_one_goes_on(database_url: str) -> None:
     store = FaultyStore(database_url)
-    past(store, 2 * STAYS)
+    past(store, 2 * ALWAYS_KEPT)
 
     async def body() -> None:
         async with writing(store) as writer:
@@ -123,13 +125,13 @@ def test_a_failed_commit_of_a_turn_ends_a_pass_and_the_next_one_goes_on(database
             assert isinstance(await writer.submit(ask()), Lease)
 
     asyncio.run(body())
-    assert count(store)["job"] == STAYS
+    assert count(store)["job"] == ALWAYS_KEPT
     store.close()
 
 
 def test_nothing_is_pruned_while_nothing_can_be_recorded(database_url: str) -> None:
     store = Store(database_url)
-    past(store, 2 * STAYS)
+    past(store, 2 * ALWAYS_KEPT)
     before = count(store)
 
     async def body() -> None:
@@ -145,8 +147,8 @@ def test_nothing_is_pruned_while_nothing_can_be_recorded(database_url: str) -> N
 
 def test_an_age_counts_only_when_the_wall_clock_has_not_jumped_for_an_hour(database_url: str) -> None:
     store = Store(database_url)
-    past(store, 2 * STAYS)
-    keep = Keep(age_s=30 * DAY.total_seconds())
+    past(store, 2 * ALWAYS_KEPT)
+    keep = RetentionLimits(age_s=30 * DAY.total_seconds())
 
     async def body() -> None:
         async with writing(store) as writer:
@@ -166,7 +168,7 @@ def test_an_age_counts_only_when_the_wall_clock_has_not_jumped_for_an_hour(datab
             assert await pruner.prune(moment(121 + 2 * STEADY_S, year_s + JUMP_S / 2))
 
     asyncio.run(body())
-    assert count(store)["job"] == STAYS
+    assert count(store)["job"] == ALWAYS_KEPT
     store.close()
 
 
@@ -187,14 +189,14 @@ def follow(url: str, last: int, gaps: list[tuple[int, int]], seen: list[int]) ->
 
 def test_who_follows_the_events_misses_none_without_being_told(database_url: str) -> None:
     store = Store(database_url)
-    at, total = clock.now().at, 14 * STAYS
-    put(store, (event(number + 1, at) for number in range(2 * STAYS)))
+    at, total = clock.now().at, 14 * ALWAYS_KEPT
+    put(store, (event(number + 1, at) for number in range(2 * ALWAYS_KEPT)))
     gaps: list[tuple[int, int]] = []
     seen: list[int] = []
     reader = threading.Thread(target=follow, args=(database_url, total, gaps, seen))
     reader.start()
-    for begin in range(2 * STAYS, total, 2 * STAYS):
-        put(store, (event(begin + number + 1, at) for number in range(2 * STAYS)))
+    for begin in range(2 * ALWAYS_KEPT, total, 2 * ALWAYS_KEPT):
+        put(store, (event(begin + number + 1, at) for number in range(2 * ALWAYS_KEPT)))
         prune(store, FEW)
     reader.join(60)
     assert not reader.is_alive()
@@ -204,10 +206,10 @@ def test_who_follows_the_events_misses_none_without_being_told(database_url: str
     assert told | set(seen) == set(range(1, total + 1)), "missed in silence"
 
 
-def prune_for_ever(url: str) -> None:
+def prune_forever(url: str) -> None:
     """What is to be killed: the batches of a pass, as fast as they go."""
     store = Store(url)
-    store.term.take_over("to be killed")
+    store.fence.take_over("to be killed")
     while True:
         prune(store, FEW)
 
@@ -221,7 +223,10 @@ def eldest(store: Store) -> tuple[int | None, int | None]:
 
 @pytest.mark.parametrize(
     ("kills", "each"),
-    [pytest.param(2, 5 * STAYS, id="2-kills"), pytest.param(40, 40 * STAYS, id="40-kills", marks=pytest.mark.soak)],
+    [
+        pytest.param(2, 5 * ALWAYS_KEPT, id="2-kills"),
+        pytest.param(40, 40 * ALWAYS_KEPT, id="40-kills", marks=pytest.mark.soak),
+    ],
 )
 def test_a_kill_in_the_middle_leaves_whole_batches(database_url: str, kills: int, each: int) -> None:
     store, spawn = Store(database_url), multiprocessing.get_context("spawn")
@@ -229,7 +234,7 @@ def test_a_kill_in_the_middle_leaves_whole_batches(database_url: str, kills: int
     killed_within = 0
     for _ in range(kills):
         before = eldest(store)
-        process = spawn.Process(target=prune_for_ever, args=(database_url,))
+        process = spawn.Process(target=prune_forever, args=(database_url,))
         process.start()
         until_s = clock.now().mono_s + 30
         while eldest(store) == before and process.is_alive() and clock.now().mono_s < until_s:
@@ -237,16 +242,16 @@ def test_a_kill_in_the_middle_leaves_whole_batches(database_url: str, kills: int
         process.kill()
         process.join(30)
         left = count(store)
-        killed_within += left["event"] > STAYS
+        killed_within += left["event"] > ALWAYS_KEPT
         assert left["job"] == left["job_metrics"], "a job went without its metrics, or they without it"
-        assert [found for found in examine(database_url) if "fsync" not in found] == []
+        assert [found for found in check_database(database_url) if "fsync" not in found] == []
     assert killed_within, "every kill came too late"
-    store.term.take_over("the next one")
+    store.fence.take_over("the next one")
     prune(store, FEW)
     with store.engine.connect() as connection:
         (gone,) = connection.scalars(select(tables.pruned.c.seq))
         assert connection.execute(select(tables.event.c.seq).order_by(tables.event.c.seq).limit(1)).scalar() == gone + 1
-    assert count(store)["job"] == count(store)["event"] == STAYS
+    assert count(store)["job"] == count(store)["event"] == ALWAYS_KEPT
     store.close()
 
 
@@ -257,7 +262,7 @@ def test_a_pruner_that_cannot_write_says_so_once(database_url: str, caplog: pyte
     failed = StoreFailed("the disk is full")
     with caplog.at_level("INFO", logger="gpulease.retention"):
         for problem in (failed.detail, failed.detail, ""):
-            pruner._say(problem)
+            pruner._log_problem(problem)
     assert [record.message for record in caplog.records] == ["cannot prune: the disk is full", "pruning goes on"]
     writer.close()
     store.close()

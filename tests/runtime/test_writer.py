@@ -1,21 +1,26 @@
-"""Nobody is told what is not committed, and a commit that fails harms nobody for long."""
+"""Nobody is told what is not committed, and a commit that fails harms no one for long."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from gpulease.errors import GpuleaseError, Unavailable
-from gpulease.exchange import NodeReport
-from gpulease.model import Demand, Holder, Lease
-from gpulease_server.core.happenings import LeaseAsked, LeaseReleased, NodeReported
+from gpulease_protocol.errors import GpuleaseError, Unavailable
+from gpulease_protocol.model import Demand, Holder, Lease
+from gpulease_protocol.node_protocol import NodeReport
+from gpulease_server.core.happenings import LeaseRequested, NodeReported, ReleaseRequested
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Deadline, Instant
+from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, ids
-from gpulease_server.runtime.writer import Writer
+from gpulease_server.runtime.writer import Writer, _count_from_answer
 from tests.core.build import gpu
-from tests.runtime.faulty import Fate, FaultyStore, recovered, writing
+from tests.runtime.faults import Fate, FaultyStore, recovered, writing
 
 
 def run(url: str, body: Callable[[Writer, FaultyStore], Coroutine[Any, Any, None]]) -> None:
@@ -28,10 +33,10 @@ def run(url: str, body: Callable[[Writer, FaultyStore], Coroutine[Any, Any, None
     asyncio.run(main())
 
 
-def ask(**what: Any) -> LeaseAsked:
-    return LeaseAsked(
-        cause=ids.make("request"),
-        lease_id=ids.make("lease"),
+def ask(**what: Any) -> LeaseRequested:
+    return LeaseRequested(
+        cause=ids.new_id("request"),
+        lease_id=ids.new_id("lease"),
         demand=Demand(),
         holder=Holder(),
         queue=True,
@@ -42,10 +47,10 @@ def ask(**what: Any) -> LeaseAsked:
 async def report(writer: Writer, gpus: int = 4) -> None:
     view = NodeReport(worker_id="w", host="a", gpus=tuple(gpu(index) for index in range(gpus)))
     now_s = clock.now().mono_s
-    await writer.submit(NodeReported(cause=ids.make("report"), node="a", report=view, observed_at_s=now_s))
+    await writer.submit(NodeReported(cause=ids.new_id("report"), node="a", report=view, observed_at_s=now_s))
 
 
-def test_nobody_is_told_before_the_commit(database_url: str) -> None:
+def test_no_one_is_told_before_the_commit(database_url: str) -> None:
     async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
         store.gate.clear()
@@ -58,7 +63,7 @@ def test_nobody_is_told_before_the_commit(database_url: str) -> None:
         store.gate.set()
         answer = await call
         assert isinstance(answer, Lease)
-        assert writer.committed.leases[answer.id].lease.token == answer.token
+        assert writer.committed.leases[answer.id].lease.fencing_token == answer.fencing_token
         assert store.lease(answer.id) is not None
 
     run(database_url, body)
@@ -88,21 +93,26 @@ def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str
         second = await writer.submit(ask())
         assert isinstance(second, Lease)
         assert second.gpus[0].uuid != kept.gpus[0].uuid
-        assert (second.token or 0) > (kept.token or 0)
-        released = await writer.submit(LeaseReleased(cause=ids.make("request"), lease_id=kept.id, token=kept.token))
+        assert (second.fencing_token or 0) > (kept.fencing_token or 0)
+        released = await writer.submit(
+            ReleaseRequested(cause=ids.new_id("request"), lease_id=kept.id, fencing_token=kept.fencing_token)
+        )
         assert isinstance(released, Lease)
 
     run(database_url, body)
 
 
-def test_a_fault_in_the_core_reaches_nobody_as_a_grant(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_in_the_core_reaches_no_one_as_a_grant(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
         kept = await writer.submit(ask())
         assert isinstance(kept, Lease)
         with monkeypatch.context() as broken:
-            broken.setattr("gpulease_server.core.decide.on_asked", lambda *_: 1 / 0)
-            poison, other = ask(), LeaseReleased(cause=ids.make("request"), lease_id=kept.id, token=kept.token)
+            broken.setattr("gpulease_server.core.decide.on_lease_requested", lambda *_: 1 / 0)
+            poison, other = (
+                ask(),
+                ReleaseRequested(cause=ids.new_id("request"), lease_id=kept.id, fencing_token=kept.fencing_token),
+            )
             outcomes = await asyncio.gather(writer.submit(poison), writer.submit(other), return_exceptions=True)
         assert isinstance(outcomes[0], GpuleaseError)
         assert outcomes[0].status == 500
@@ -115,6 +125,7 @@ def test_a_fault_in_the_core_reaches_nobody_as_a_grant(database_url: str, monkey
     run(database_url, body)
 
 
+@pytest.mark.alone
 def test_a_lease_expires_by_itself(database_url: str) -> None:
     async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
@@ -122,8 +133,18 @@ def test_a_lease_expires_by_itself(database_url: str) -> None:
         lease = await writer.submit(ask(ttl_s=0.5))
         assert isinstance(lease, Lease)
         while writer.committed.leases[lease.id].lease.state == "active":
-            await writer.topics.wait(f"lease:{lease.id}", 5)
+            await writer.wakeups.wait(f"lease:{lease.id}", 5)
         took_s = clock.now().mono_s - begun_s
         assert 0.5 <= took_s < 1.5, "early, or more than a second late"
 
     run(database_url, body)
+
+
+def test_a_slow_commit_gives_no_deadline_back_to_a_lease_that_ended_in_the_same_turn() -> None:
+    """It would end a second time when that passed, as expired, and could revive."""
+    now = Instant(at=datetime(2026, 1, 1, tzinfo=UTC), mono_s=1000.0)
+    turn = Turn(Ledger(), now, Policy())
+    for change in (Deadline("heard", 1010.0), Deadline("ended", 1010.0), Deadline("ended", None)):
+        turn.put(change)
+    _count_from_answer(turn, 5.0)
+    assert turn.ledger.deadlines == {"heard": 1015.0}

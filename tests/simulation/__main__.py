@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .mutations import MUTATIONS, mutated
-from .world import Outcome, World
+from gpulease_server.store.database import upgrade
+from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.world import Outcome, World
 
 RAM = Path("/dev/shm")
 
 
 @contextlib.contextmanager
 def fresh_sqlite() -> Iterator[str]:
-    """The URL of an empty database, in memory where that can be: what a power cut leaves is not played here."""
+    """The URL of a database without any rows, in memory where that can be: no power cut is played here."""
     with tempfile.TemporaryDirectory(dir=RAM if RAM.is_dir() else None) as directory:
-        yield f"sqlite:///{Path(directory) / 'ledger.db'}"
+        file = Path(directory) / "ledger.db"
+        file.write_bytes(_empty_ledger())
+        yield f"sqlite:///{file}"
+
+
+@functools.cache
+def _empty_ledger() -> bytes:
+    """A database of the newest schema, made once in each process, because its migrations take long."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "ledger.db"
+        upgrade(f"sqlite:///{file}")
+        return file.read_bytes()
 
 
 def simulate(seed: int, steps: int = 10_000, url: str | None = None) -> Outcome:

@@ -1,6 +1,6 @@
 """Judges a run by what can be seen from outside. Imports nothing of the product.
 
-It reads the event log, as `GET /v1/events` gives it, and lines that were written down by whoever saw something. All
+It reads the event log, as `GET /v1/events` gives it, and lines that were written down by each witness. All
 lines carry `at_s`, when it was seen, on one monotonic clock; a call also has `sent_s`, and `at_s` is null where no
 answer came. `what` says which kind of line it is:
 
@@ -10,11 +10,16 @@ answer came. `what` says which kind of line it is:
     shown     lease_id, status, lease|code, waited, trusted_from (null: not to be trusted)
     renewed   lease_id, token, status, lease|code
     released  lease_id, token, status, lease|code
-    event     event                             somebody who follows the log saw it
+    event     event                             a client that follows the log saw it
     reading   node, begun_s, free               a node sent a reading, begun at begun_s, that shows these GPUs clean
     listed    lease                             GET /v1/leases had it in the end; its label is its key
     gave_up   key                               the client died or no longer wants it
-    over                                        the run has ended, and everybody had time to be served
+    owned     lease_id, pid, liveness           a process that never renews knows that it holds the lease
+    let_go    lease_id                          it no longer trusts it, or is dead
+    died      pid                               an owner of leases died
+    attacked  call, status                      a user tried to act for another
+    limit     user, queued                      how many requests of this user may wait at once
+    over                                        the run has ended, and everyone had time to be served
 
 `RULES` names each rule with the promise of the design that it guards. A rule returns sentences; none means kept.
 """
@@ -34,7 +39,7 @@ TOLERANCE_S = 0.06
 MAX_AGE_S = 0.5
 """Promise 3: no grant rests on an older reading."""
 DRAINED_S = 60.0
-"""A GPU on which nothing of its lease is left drains no longer than this, whoever has its device file open."""
+"""A GPU on which nothing of its lease is left drains no longer than this, whatever process has its device file open."""
 NEVER = float("inf")
 
 
@@ -46,12 +51,16 @@ class Seen:
     lines: list[Line]
     tolerance_s: float = TOLERANCE_S
     of: dict[str, list[Line]] = field(default_factory=lambda: defaultdict(list))
+    owners: dict[str, int | None] = field(default_factory=dict)
+    """By lease: the pid of the process that owns it."""
     end_s: float = 0.0
     """When the last thing was seen."""
 
     def __post_init__(self) -> None:
         for line in self.lines:
             self.of[line["what"]].append(line)
+            if (lease := line.get("lease")) is not None and "holder" in lease:
+                self.owners[lease["id"]] = lease["holder"].get("owner_pid")
         self.end_s = max((line["at_s"] for line in self.lines if line["at_s"] is not None), default=0.0)
 
     def events(self, *kinds: str) -> Iterator[Line]:
@@ -252,6 +261,8 @@ def not_early(seen: Seen) -> Iterator[str]:
     for event in seen.events("lease.ended"):
         if event["reason"] not in ("expired", "holder_died") or event["lease_id"] not in ttl:
             continue
+        if event["reason"] == "holder_died" and _owner_died(seen, event):
+            continue
         shown_s = first_seen.get(event["seq"], NEVER)
         early_s = NEVER
         for at_s in [at_s for at_s in seen.moments(event) if at_s <= shown_s] or [shown_s]:
@@ -259,6 +270,13 @@ def not_early(seen: Seen) -> Iterator[str]:
             early_s = min(early_s, max(signs, default=0.0) + ttl[event["lease_id"]] - at_s)
         if early_s > seen.tolerance_s:
             yield f"seq {event['seq']}: {event['lease_id']} ended as {event['reason']}, {early_s:.3f} s early"
+
+
+def _owner_died(seen: Seen, event: Line) -> bool:
+    """True if the process that owned the lease was dead by then."""
+    owner = seen.owners.get(event["lease_id"])
+    at_s = max(seen.moments(event), default=NEVER) + seen.tolerance_s
+    return any(line["pid"] == owner and line["at_s"] <= at_s for line in seen.of["died"])
 
 
 def _first_asked(seen: Seen) -> dict[str, float]:
@@ -288,6 +306,8 @@ def _trusts(seen: Seen) -> Iterator[tuple[float, float, Line]]:
     first_asked, let_go = _first_asked(seen), dict[str, float]()
     for line in seen.of["released"]:
         let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["sent_s"])
+    for line in seen.of["let_go"]:
+        let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["at_s"])
     for line, lease in seen.answers():
         begun_s = first_asked[line["key"]] if line["what"] == "asked" else line.get("trusted_from", line["sent_s"])
         if lease["state"] == "active" and begun_s is not None:
@@ -313,7 +333,7 @@ def looked_at_first(seen: Seen) -> Iterator[str]:
         for gpu in event["gpus"]:
             since_s = min(ended.get(gpu, [0.0]), default=0.0)
             if not any(_clean_at(clean[gpu], at_s, since_s, seen.tolerance_s) for at_s in moments):
-                yield f"seq {event['seq']}: {gpu} is granted to {event['lease_id']}, and nobody had just seen it clean"
+                yield f"seq {event['seq']}: {gpu} is granted to {event['lease_id']}, not shown clean just before"
 
 
 def _clean_at(clean: list[tuple[float, float]], at_s: float, since_s: float, slack_s: float) -> bool:
@@ -323,8 +343,25 @@ def _clean_at(clean: list[tuple[float, float]], at_s: float, since_s: float, sla
     return any(sent_s <= at_s + slack_s for _, sent_s in clean[first:last])
 
 
+def the_living_keep(seen: Seen) -> Iterator[str]:
+    """Only the dead are taken for dead. A watched owner loses nothing by silence, its own or its worker's."""
+    owned = {line["lease_id"]: line["at_s"] for line in seen.of["owned"] if line["liveness"] == "process"}
+    let_go = {line["lease_id"]: line["at_s"] for line in seen.of["let_go"]}
+    unwatched: set[str] = set()
+    for event in seen.events("lease.unwatched", "lease.ended"):
+        lease, reason = event["lease_id"], event["reason"]
+        if event["kind"] == "lease.unwatched":
+            unwatched.add(lease)
+            continue
+        at_s = max(seen.moments(event), default=NEVER) + seen.tolerance_s
+        if reason == "holder_died" and event["gpus"] and not _owner_died(seen, event):
+            yield f"seq {event['seq']}: {lease} ended as holder_died, and process {seen.owners.get(lease)} lived"
+        if reason == "expired" and lease not in unwatched and owned.get(lease, NEVER) < at_s < let_go.get(lease, NEVER):
+            yield f"seq {event['seq']}: {lease} expired, and its owner lived"
+
+
 def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:
-    """No grant on a cordoned GPU, nor on a node that is drained, paused or unknown."""
+    """No grant on a cordoned GPU, nor on a node that is drained, paused or unknown; none revives on a paused one."""
     cordoned: set[str] = set()
     modes: dict[str, str] = {}
     unknown: set[str] = set()
@@ -343,10 +380,12 @@ def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:
                 yield f"seq {event['seq']}: {event['lease_id']} is given a cordoned GPU of {event['gpus']}"
             if modes.get(event["node"], "node.resumed") != "node.resumed" or event["node"] in unknown:
                 yield f"seq {event['seq']}: {event['lease_id']} is granted on {event['node']}, which is out of use"
+        elif kind == "lease.revived" and modes.get(event["node"]) == "node.paused":
+            yield f"seq {event['seq']}: {event['lease_id']} revives on {event['node']}, which is paused"
 
 
 def all_are_served(seen: Seen) -> Iterator[str]:
-    """Once everything is calm, everybody who still wants GPUs has had them."""
+    """Once everything is calm, everyone who still wants GPUs has had them."""
     if not seen.of["over"]:
         return
     made = {line["key"]: line["lease"]["id"] for line in seen.of["asked"] if line.get("lease")}
@@ -372,6 +411,33 @@ def clean_in_the_end(seen: Seen) -> Iterator[str]:
             yield f"seq {event['seq']}: {gpu} drains of {event['lease_id']} to the end, {seen.end_s - since_s:.0f} s"
 
 
+def nothing_is_held_in_the_end(seen: Seen) -> Iterator[str]:
+    """Once everything is calm and everyone has given up or given back, nothing is held and nothing waits."""
+    if not seen.of["over"]:
+        return
+    for line in seen.of["listed"]:
+        lease = line["lease"]
+        if lease["state"] != "ended":
+            yield f"{lease['id']} of {lease['holder']['label']} is {lease['state']} in the end, and no one wants it"
+
+
+def no_one_acts_for_another(seen: Seen) -> Iterator[str]:
+    for line in seen.of["attacked"]:
+        if line["status"] < 300:
+            yield f"{line['call']} of another user was answered with {line['status']} at {line['at_s']}"
+
+
+def queue_is_bounded(seen: Seen) -> Iterator[str]:
+    for limit in seen.of["limit"]:
+        theirs = {line["lease"]["id"] for line in seen.of["listed"] if line["lease"]["holder"]["user"] == limit["user"]}
+        waiting: set[str] = set()
+        for event in seen.events("lease.queued", "lease.granted", "lease.ended"):
+            (waiting.add if event["kind"] == "lease.queued" else waiting.discard)(event["lease_id"])
+            if len(waiting & theirs) > limit["queued"]:
+                yield f"seq {event['seq']}: {len(waiting & theirs)} requests of {limit['user']} wait"
+                return
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -386,9 +452,13 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "one key, one lease": one_key_one_lease,
     "nothing ends early (7)": not_early,
     "two holders never trust at once (1, 7)": trusted_by_one,
-    "nothing is granted unseen (3, 4, 5)": looked_at_first,
+    "nothing is granted unseen (3, 4, 5, 13)": looked_at_first,
     "out of use is out of use (4)": out_of_use_is_left_alone,
     "all are served in the end (8)": all_are_served,
-    "nothing drains for ever (5)": clean_in_the_end,
+    "nothing drains forever (5)": clean_in_the_end,
+    "a living owner keeps its lease (7, 12)": the_living_keep,
+    "nothing is held forever (11, 12)": nothing_is_held_in_the_end,
+    "no one acts for another user (15)": no_one_acts_for_another,
+    "one user's queue is bounded (15)": queue_is_bounded,
 }
 """Each rule by what it says, with the number of the promise."""

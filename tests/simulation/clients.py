@@ -1,4 +1,4 @@
-"""Those who ask: holders of every temper, an administrator, and somebody who follows the event log."""
+"""Those who ask: holders of every temper, an administrator, and a client that follows the event log."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from .network import NoAnswer
+from tests.simulation.network import NoAnswer
 
 if TYPE_CHECKING:
-    from .world import World
+    from tests.simulation.world import World
 
 Line = dict[str, Any]
+EVE = 4242
+"""The uid of a hostile user."""
 
 
 class PlayedClient:
@@ -192,6 +194,10 @@ class Administrator:
             await asyncio.sleep(chance.uniform(0.1, 2.0))
             await self._say(f"{place}/{back}")
         for node in self.world.nodes.values():
+            if node.off:
+                while await self._say(f"/v1/nodes/{node.name}/forget") not in (200, 204, 404):  # noqa: ASYNC110
+                    await asyncio.sleep(0.5)
+                continue
             for path in (f"/v1/nodes/{node.name}/resume", *(f"/v1/gpus/{uuid}/uncordon" for uuid in node.gpus)):
                 while await self._say(path) not in (200, 404):
                     self.world.step("admin tries again")
@@ -201,6 +207,40 @@ class Administrator:
             return (await self.world.network.call("admin", "POST", path, body, twice=False))[0]
         except NoAnswer:
             return 0
+
+
+class Attacker:
+    """Asks for far more than anyone may have waiting, and tries to act for others."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def run(self) -> None:
+        """One attack after the other, until everything is calm. What was asked for expires by itself."""
+        chance, numbers = self.world.chance, itertools.count(1)
+        while not self.world.calm:
+            await asyncio.sleep(chance.expovariate(0.2))
+            calls = [self._say("GET", "/v1/leases?limit=20", attacks=False)]
+            for number in itertools.islice(numbers, chance.choice((0, 0, 0, 40))):
+                body = {"count": 1, "ttl_s": 3.0, "label": f"eve-{number}"}
+                calls.append(self._say("POST", "/v1/leases", body, key=f"eve-{number}", attacks=False))
+            status, page = (await asyncio.gather(*calls))[0]
+            others = [one for one in page["items"] if one["holder"]["user"] != "eve"] if status == 200 else []
+            for lease in others[:3]:
+                verb = chance.choice(("release", "renew"))
+                await self._say("POST", f"/v1/leases/{lease['id']}/{verb}", {"token": lease["token"]})
+            node = chance.choice(list(self.world.nodes))
+            report = {"worker_id": "eve", "host": "eve", "problem": "eve says so"}
+            await self._say("POST", f"/v1/nodes/{node}/{chance.choice(('exchange', 'forget', 'pause'))}", report)
+
+    async def _say(self, method: str, path: str, body: Line | None = None, *, attacks: bool = True, **how: Any) -> Any:
+        try:
+            status, told = await self.world.network.call("eve", method, path, body, twice=False, uid=EVE, **how)
+        except NoAnswer:
+            return 0, None
+        if attacks:
+            self.world.see("attacked", call=f"{method} {path}", status=status)
+        return status, told
 
 
 async def follow_events(world: World) -> None:

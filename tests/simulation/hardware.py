@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from gpulease.exchange import JUST_STARTED, PAUSED, NodeReport
-from gpulease.model import ComputeMode, GpuReading, Process
-from gpulease.wire import to_json
-
-from .network import NoAnswer
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.model import ComputeMode, Device, GpuReading, Process
+from gpulease_protocol.node_protocol import (
+    JUST_STARTED,
+    PAUSED,
+    ClaimedGpu,
+    LeaseOwner,
+    NodeReport,
+    OwnerReport,
+    OwnerState,
+)
+from tests.simulation.network import NoAnswer
 
 if TYPE_CHECKING:
-    from .world import World
+    from tests.simulation.world import World
 
 GIB = 2**30
 EXPORTER = 99
 """A process of no lease that always has the device file of each node's first GPU open: it only delays."""
-CHANGES = ("foreign", "foreign", "foreign", "health", "mode", "vanish", "restart", "down", "hang")
+CHANGES = (
+    *("foreign", "foreign", "foreign", "health", "mode", "mode", "vanish", "claim", "claim", "claim"),
+    *("restart", "down", "down", "hang", "off"),
+)
+GOES_OFF = "c"
+"""The node that is gone for good at some time."""
 
 
 @dataclass
@@ -34,6 +47,8 @@ class PlayedGpu:
     health: str = "ok"
     mode: ComputeMode = ComputeMode.DEFAULT
     present: bool = True
+    elsewhere: bool = False
+    """Another daemon's worker has claimed it."""
 
     def memory(self, pid: int) -> int:
         """What a process uses; every second one so little that only the list of processes tells of it."""
@@ -42,7 +57,13 @@ class PlayedGpu:
     @property
     def clean(self) -> bool:
         """Nothing speaks against granting it."""
-        return self.present and not self.processes and self.health == "ok" and self.mode is ComputeMode.DEFAULT
+        there = self.present and not self.elsewhere
+        return there and not self.processes and self.health == "ok" and self.mode is ComputeMode.DEFAULT
+
+    @property
+    def device(self) -> Device:
+        """What does not change of it."""
+        return Device(uuid=self.uuid, node=self.node, index=self.index)
 
     def reading(self) -> GpuReading:
         """What the probe would see now."""
@@ -64,8 +85,34 @@ class PlayedGpu:
         )
 
 
+def in_newer_words(report: dict[str, Any]) -> dict[str, Any]:
+    """The report as a worker of a newer version says it: with words and a field that the daemon does not know."""
+    for gpu in report["gpus"]:
+        if gpu["compute_mode"] != ComputeMode.DEFAULT.value:
+            gpu["compute_mode"] = "maintenance"
+        for process in (*gpu["processes"], *gpu["opened_by"]):
+            process["type"] = "video"
+    return report | {"of_tomorrow": {"gpus": []}}
+
+
+NEW_FIELDS = {"claimed_elsewhere", "ports_reserved"}
+"""Fields of a report that the version before does not have. It sends the others even at their defaults."""
+
+
+def in_older_words(report: dict[str, Any]) -> dict[str, Any]:
+    """The report as a worker of the version before says it."""
+    defaults = {
+        one.name: one.default for one in fields(NodeReport) if one.default is not MISSING and one.name not in NEW_FIELDS
+    }
+    return defaults | {name: value for name, value in report.items() if name not in NEW_FIELDS}
+
+
+VERSIONS = (in_older_words, in_newer_words, dict[str, Any], in_newer_words)
+"""How a report is said; each start of a worker is of the next version."""
+
+
 class PlayedNode:
-    """One host: its GPUs and its worker."""
+    """One host: its GPUs, its worker, and the processes that own leases."""
 
     def __init__(self, world: World, name: str, gpus: int) -> None:
         self.world = world
@@ -74,8 +121,13 @@ class PlayedNode:
             uuid: PlayedGpu(uuid, name, index)
             for index, uuid in enumerate(f"GPU-{ord(name[0]):08x}-0000-0000-0000-{index:012x}" for index in range(gpus))
         }
+        self.realm = f"00000000-0000-0000-0000-{ord(name[0]):012x}/pid:[1]"
         self.down = False
         self.hung = False
+        self.off = False
+        """Gone for good, with everything that ran on it."""
+        self.owners: dict[int, Callable[[], None]] = {}
+        """By pid of each that lives: what to do when it dies."""
         self._starts = itertools.count(1)
         self._pids = itertools.count(100)
         self._restarted = asyncio.Event()
@@ -86,6 +138,18 @@ class PlayedNode:
         self.gpus[uuid].processes[pid] = lease
         return pid
 
+    def start_owner(self, killed: Callable[[], None]) -> int:
+        """A process that may own leases; its pid. `killed` is called when it dies."""
+        pid = next(self.world.owner_pids)
+        self.owners[pid] = killed
+        return pid
+
+    def kill_owner(self, pid: int) -> None:
+        """The process dies, if it lives."""
+        if (killed := self.owners.pop(pid, None)) is not None:
+            self.world.see("died", pid=pid)
+            killed()
+
     async def run(self) -> None:
         """The worker, as often as it is started again."""
         while True:
@@ -95,41 +159,55 @@ class PlayedNode:
             await asyncio.sleep(self.world.chance.uniform(0.05, 0.5))
 
     async def _work(self, worker: str) -> None:
+        said_by_version = VERSIONS[int(worker.rpartition("-")[2]) % len(VERSIONS)]
+        self.claims = said_by_version is not in_older_words
         ticket: int | None = None
+        owners: tuple[LeaseOwner, ...] = ()
         paused, problem = False, JUST_STARTED
         while not self.down and not self._restarted.is_set():
-            begun_s, shown, known = self.world.now_s, (), ticket
+            begun_s, shown, others, known = self.world.now_s, (), (), ticket
             if problem is None:
-                shown = await self._read(begun_s)
+                shown, others = await self._read(begun_s)
             report = NodeReport(
                 worker_id=worker,
                 host=self.name,
                 ticket=known,
                 problem=problem,
                 gpus=shown,
+                claimed_elsewhere=others,
                 simulated=True,
+                realm=self.realm,
+                owners=tuple(map(self._sight, owners)),
                 hold_s=1.0,
             )
+            body = said_by_version(to_json(report))
             try:
                 path = f"/v1/nodes/{self.name}/exchange"
-                status, desired = await self.world.network.call(worker, "POST", path, to_json(report))
+                status, desired = await self.world.network.call(worker, "POST", path, body)
             except NoAnswer:
                 status = 0
             if status == 200:
-                ticket, paused = desired["ticket"], desired["paused"]
+                ticket, paused = desired["ticket"], desired.get("paused", False)
+                owners = tuple(LeaseOwner(**owner) for owner in desired.get("owners", ()))
             else:
                 await asyncio.sleep(self.world.chance.uniform(0.05, 0.3))
             if ticket is not None:
                 problem = PAUSED if paused else "the probe hangs" if self.hung else None
 
-    async def _read(self, begun_s: float) -> tuple[GpuReading, ...]:
-        """One reading: somewhere between its begin and its end the hardware is looked at."""
+    def _sight(self, owner: LeaseOwner) -> OwnerReport:
+        return OwnerReport(owner=owner, state=OwnerState.ALIVE if owner.pid in self.owners else OwnerState.GONE)
+
+    async def _read(self, begun_s: float) -> tuple[tuple[GpuReading, ...], tuple[ClaimedGpu, ...]]:
+        """One reading: somewhere between its begin and its end the hardware is looked at. Then what another daemon's
+        worker has claimed."""
         await asyncio.sleep(self._reading_s())
-        readings = tuple(gpu.reading() for gpu in self.gpus.values() if gpu.present)
+        present = [gpu for gpu in self.gpus.values() if gpu.present]
+        readings = tuple(gpu.reading() for gpu in present if not gpu.elsewhere)
+        others = tuple(ClaimedGpu(device=gpu.device, reason="another has it") for gpu in present if gpu.elsewhere)
         free = [gpu.uuid for gpu in self.gpus.values() if gpu.clean]
         await asyncio.sleep(self._reading_s())
         self.world.see("reading", node=self.name, begun_s=begun_s, free=free)
-        return readings
+        return readings, others
 
     def _reading_s(self) -> float:
         """Half of what a reading takes; some take long, and the world goes on meanwhile."""
@@ -167,13 +245,27 @@ class PlayedNode:
         await asyncio.sleep(lasts_s)
         gpu.present = True
 
+    async def _claim(self, gpu: PlayedGpu, lasts_s: float) -> None:
+        gpu.elsewhere = self.claims  # a worker of the version before would not see it
+        await asyncio.sleep(lasts_s)
+        gpu.elsewhere = False
+
     async def _restart(self, _: PlayedGpu, __: float) -> None:
         self._restarted.set()
 
     async def _down(self, _: PlayedGpu, lasts_s: float) -> None:
         self.down = True
-        await asyncio.sleep(lasts_s)
-        self.down = False
+        await asyncio.sleep(lasts_s * self.world.chance.choice((1, 1, 1, 10)))
+        self.down = self.off
+
+    async def _off(self, _: PlayedGpu, __: float) -> None:
+        """The host is switched off, and never comes back."""
+        if self.name == GOES_OFF:
+            self.off = self.down = True
+            for gpu in self.gpus.values():
+                gpu.processes.clear()
+            for pid in list(self.owners):
+                self.kill_owner(pid)
 
     async def _hang(self, _: PlayedGpu, lasts_s: float) -> None:
         self.hung = True

@@ -35,11 +35,11 @@ class PlayedLoop(asyncio.SelectorEventLoop):
         self._delays = delays
 
     def time(self) -> float:
-        """Seconds on the clock that everybody in the simulation reads."""
+        """Seconds on the clock that everyone in the simulation reads."""
         return self._leap.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Run it at a later moment, unless whoever waits for it was killed before."""
+        """Run it at a later moment, unless its waiter was killed before."""
         future: asyncio.Future[Any] = self.create_future()
         before_s, after_s = self._delays()
         call = functools.partial(contextvars.copy_context().run, func, *args)

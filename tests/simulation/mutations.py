@@ -15,16 +15,18 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from gpulease.cli import main
-from gpulease.model import Event, LeaseState, Liveness
+from gpulease_cli import main
+from gpulease_protocol.model import Event, LeaseState, Liveness
+from gpulease_server.api import report_body
 from gpulease_server.core import decide as deciding
-from gpulease_server.core import gpu, lease, queue
-from gpulease_server.core.ledger import Deadline, Instant, KeyRecord, LeaseRecord, Ledger
+from gpulease_server.core import gpu, lease, node, queue
+from gpulease_server.core.draining import observe_draining
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Placed, place
-from gpulease_server.core.remains import watch_draining
+from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, writer
-from gpulease_server.store.store import Store, is_stored
+from gpulease_server.store.ledger_store import Store, is_stored
 
 CORE, RUNTIME = "gpulease_server.core", "gpulease_server.runtime"
 Patches = list[tuple[str, Any]]
@@ -33,15 +35,17 @@ Patches = list[tuple[str, Any]]
 def reply_before_commit() -> Patches:
     """The answer is given first, and the commit comes after it."""
 
-    async def take_turn(self: writer.Writer, calls: list[writer.Call]) -> None:
-        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self.wanted)
+    async def take_turn(self: writer.Writer, calls: list[writer.Submission]) -> bool:
+        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self.reading_requests)
         for call in calls:
             if call.future is not None:
-                self._callers[call.happening.cause] = call.future
+                self._futures[call.happening.cause] = call.future
             deciding.decide(turn, call.happening)
         queue.settle(turn)
         for cause, answer in turn.answers:
-            self._answer(cause, answer)
+            future = self._futures.pop(cause, None)
+            if future is not None:
+                future.set_result(answer)
         await asyncio.sleep(0)
         stored = [change for change in turn.changes if is_stored(change)]
         if stored:
@@ -49,8 +53,9 @@ def reply_before_commit() -> Patches:
             await loop.run_in_executor(self._thread, self.store.write, stored, self._ledger)
         for change in turn.changes:
             self.committed.apply(change)
-        self.topics.changed(writer._topics(turn.changes))
-        self.topics.changed(f"node:{node}" for node in self.wanted)
+        self.wakeups.wake(writer._wakeup_keys(turn.changes))
+        self.wakeups.wake(f"node:{node}" for node in self.reading_requests)
+        return True
 
     return [(f"{RUNTIME}.writer.Writer._take_turn", take_turn)]
 
@@ -70,7 +75,7 @@ def lose_releases() -> Patches:
     def _is_release(change: Any) -> bool:
         return isinstance(change, LeaseRecord) and change.lease.end_reason == "released"
 
-    return [("gpulease_server.store.store.Store.write", without)]
+    return [("gpulease_server.store.ledger_store.Store.write", without)]
 
 
 def token_from_the_living() -> Patches:
@@ -79,54 +84,54 @@ def token_from_the_living() -> Patches:
 
     def forgetful(self: Store) -> Ledger:
         ledger = load(self)
-        live = [one.lease.token or 0 for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
+        live = [one.lease.fencing_token or 0 for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
         ledger.next_token = max(live, default=0) + 1
         return ledger
 
-    return [("gpulease_server.store.store.Store.load", forgetful)]
+    return [("gpulease_server.store.ledger_store.Store.load", forgetful)]
 
 
 def skip_draining() -> Patches:
     """A GPU is free the moment its lease ends."""
-    end = lease.end
+    end = lease.end_lease
 
     def at_once(turn: Turn, record: LeaseRecord, why: Any) -> None:
         end(turn, record, why)
         for held in turn.ledger.held_by(record.lease):
             turn.put(replace(held, lease_id=None, draining=False))
 
-    return [(f"{CORE}.lease.end", at_once)]
+    return [(f"{CORE}.lease.end_lease", at_once)]
 
 
 def clean_by_an_old_reading() -> Patches:
     """A draining GPU is freed by any reading, also by one begun before the end of its lease."""
-    end = lease.end
+    end = lease.end_lease
 
     def long_ago(turn: Turn, record: LeaseRecord, why: Any) -> None:
         end(turn, record, why)
         for held in turn.ledger.held_by(record.lease):
             turn.ledger.draining_since[held.device.uuid] = float("-inf")
 
-    return [(f"{CORE}.lease.end", long_ago)]
+    return [(f"{CORE}.lease.end_lease", long_ago)]
 
 
 def clean_with_leftovers() -> Patches:
     """Processes that the lease left behind do not keep a GPU from being clean, nor from being free."""
 
-    def nobody(reading: Any) -> tuple[Any, ...]:
+    def without_lease(reading: Any) -> tuple[Any, ...]:
         return tuple(one for one in gpu_occupants(reading) if one.lease_id is None)
 
     gpu_occupants = gpu.occupants
-    return [(f"{CORE}.remains.occupants", nobody), (f"{CORE}.gpu.occupants", nobody)]
+    return [(f"{CORE}.draining.occupants", without_lease), (f"{CORE}.gpu.occupants", without_lease)]
 
 
 def strangers_keep() -> Patches:
-    """Whoever has its device file open keeps a draining GPU, without a bound."""
+    """Any process that has its device file open keeps a draining GPU, without a bound."""
 
     def without_bound(turn: Turn, record: Any, reading: Any, seen: Any, observed_at_s: float) -> Any:
-        return replace(watch_draining(turn, record, reading, seen, observed_at_s), clean_since_s=None)
+        return replace(observe_draining(turn, record, reading, seen, observed_at_s), clean_since_s=None)
 
-    return [(f"{CORE}.watch.watch_draining", without_bound)]
+    return [(f"{CORE}.gpu_observation.observe_draining", without_bound)]
 
 
 def any_reading_will_do() -> Patches:
@@ -135,12 +140,25 @@ def any_reading_will_do() -> Patches:
     def fresh(sighting: Any, uuid: str, now: Instant, policy: Any, since_s: float = 0.0) -> bool:
         return sighting is not None and sighting.problem is None
 
-    return [(f"{CORE}.placement.is_fresh", fresh)]
+    return [(f"{CORE}.placement.is_recent", fresh)]
 
 
 def ignore_strangers() -> Patches:
     """A foreign process does not keep a GPU from being granted."""
-    return [(f"{CORE}.gpu.occupants", lambda reading: ())]
+    return [(f"{CORE}.gpu.occupants", lambda reading: ()), (f"{CORE}.gpu.awaits_memory", lambda *_: False)]
+
+
+def grant_what_another_has() -> Patches:
+    """A GPU that another daemon's worker has claimed keeps its last reading."""
+    observe = node._observe
+
+    def kept(turn: Turn, reported: Any, report: Any, before: Any) -> Any:
+        found = observe(turn, reported, report, before)
+        last = {} if before is None else before.readings
+        old = {uuid: last[uuid] for uuid in found.claimed_elsewhere if uuid in last}
+        return replace(found, readings={**found.readings, **old})
+
+    return [(f"{CORE}.node._observe", kept)]
 
 
 def ignore_cordons() -> Patches:
@@ -162,8 +180,8 @@ def half_a_gang() -> Patches:
 
 
 def revive_over_another() -> Patches:
-    """A late renewal revives without a look at whose the GPUs are by now."""
-    return [(f"{CORE}.lease._can_revive", lambda turn, old: all(d.uuid in turn.ledger.gpus for d in old.gpus))]
+    """A late renewal revives without checking who holds the GPUs by now."""
+    return [(f"{CORE}.lease.can_revive", lambda turn, old: all(d.uuid in turn.ledger.gpus for d in old.gpus))]
 
 
 def short_after_restart() -> Patches:
@@ -174,8 +192,8 @@ def short_after_restart() -> Patches:
         for lease_id in list(ledger.deadlines):
             ledger.apply(Deadline(lease_id, now.mono_s + ledger.leases[lease_id].lease.ttl_s / 2))
 
-    whole = writer.start_anew
-    return [(f"{RUNTIME}.writer.start_anew", half)]
+    whole = writer.reset_deadlines
+    return [(f"{RUNTIME}.writer.reset_deadlines", half)]
 
 
 def measure_by_the_wall() -> Patches:
@@ -191,18 +209,18 @@ def measure_by_the_wall() -> Patches:
 
 def forget_renewals() -> Patches:
     """Renewals are answered and move no deadline."""
-    live_on = lease.live_on
+    extend_deadline = lease.extend_deadline
 
     def only_first(turn: Turn, renewed: Any) -> None:
         if renewed.id not in turn.ledger.deadlines or renewed.liveness is Liveness.JOB:
-            live_on(turn, renewed)
+            extend_deadline(turn, renewed)
 
-    return [(f"{CORE}.lease.live_on", only_first)]
+    return [(f"{CORE}.lease.extend_deadline", only_first)]
 
 
 def show_before_commit() -> Patches:
     """The events of a turn are shown before it is committed."""
-    read, write, load = Store.events, Store.write, Store.load
+    read, write, load = Store.history, Store.write, Store.load
     ahead: list[Event] = []
 
     def noted(change: Any) -> bool:
@@ -218,16 +236,53 @@ def show_before_commit() -> Patches:
         ahead.clear()
         return load(self)
 
-    def early(self: Store, after: int, limit: int) -> list[Event]:
-        return [*read(self, after, limit), *(one for one in ahead if one.seq > after)]
+    def early(self: Store, after: int, limit: int, without: str | None = None) -> tuple[list[Event], int]:
+        events, pruned_seq = read(self, after, limit, without)
+        return [*events, *(one for one in ahead if one.seq > after)], pruned_seq
 
-    store = "gpulease_server.store.store.Store"
+    store = "gpulease_server.store.ledger_store.Store"
     return [
         (f"{store}.write", written),
         (f"{store}.load", loaded),
-        (f"{store}.events", early),
+        (f"{store}.history", early),
         (f"{RUNTIME}.writer.is_stored", noted),
     ]
+
+
+def refuse_unknown_words() -> Patches:
+    """A report with a word that the daemon does not know is refused."""
+    return [("gpulease_server.api.report_body.replace_unknown_words", lambda *_: False)]
+
+
+def trust_unknown_words() -> Patches:
+    """A compute mode that the daemon does not know passes for none."""
+    trusting = dict(report_body.REPLACEMENTS) | {("gpus", "compute_mode"): lambda _: {"compute_mode": None}}
+    return [("gpulease_server.api.report_body.REPLACEMENTS", trusting)]
+
+
+def forget_debts() -> Patches:
+    """A client that gets no answer to a release, or to a request that it takes back, says it no more."""
+    return [("gpulease.sansio.owed.Debts.add", lambda *_: None)]
+
+
+def wait_for_lost_nodes() -> Patches:
+    """A node that is silent is waited for without a bound."""
+    return [(f"{CORE}.decide.lose_silent_nodes", lambda *_: None)]
+
+
+def end_what_a_silent_worker_watches() -> Patches:
+    """A lease ends at its ttl_s also while the worker that watches its owner is away."""
+    return [(f"{CORE}.lease.is_spared", lambda *_: False)]
+
+
+def queue_without_limit() -> Patches:
+    """The limit of requests of one user that wait is not applied."""
+    return [(f"{CORE}.queue.user_queue_is_full", lambda *_: False)]
+
+
+def anyone_may_release() -> Patches:
+    """Whose a lease is does not matter."""
+    return [("gpulease_server.api.auth.callers.Caller.owns", lambda *_: True)]
 
 
 MUTATIONS: dict[str, Callable[[], Patches]] = {
@@ -243,6 +298,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         strangers_keep,
         any_reading_will_do,
         ignore_strangers,
+        grant_what_another_has,
         ignore_cordons,
         half_a_gang,
         revive_over_another,
@@ -250,6 +306,13 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         measure_by_the_wall,
         forget_renewals,
         show_before_commit,
+        refuse_unknown_words,
+        trust_unknown_words,
+        forget_debts,
+        wait_for_lost_nodes,
+        end_what_a_silent_worker_watches,
+        queue_without_limit,
+        anyone_may_release,
     )
 }
 
@@ -260,8 +323,8 @@ def mutated(name: str | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, replacement in MUTATIONS[name]() if name else ():
             stack.enter_context(mock.patch(target, replacement))
-            if target == f"{CORE}.lease.end":
-                stack.enter_context(mock.patch(f"{CORE}.owners.end", replacement))
+            if target == f"{CORE}.lease.end_lease":
+                stack.enter_context(mock.patch(f"{CORE}.liveness.end_lease", replacement))
         yield
 
 

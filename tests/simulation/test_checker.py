@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .checker import RULES, check
+from tests.simulation.checker import RULES, check
 
 Line = dict[str, Any]
 NOON_S = datetime.datetime(2026, 1, 1, 12, tzinfo=datetime.UTC).timestamp()
@@ -150,8 +150,8 @@ def key_lost(run: Run) -> None:
     run.renumber()
 
 
-def lease_of_nobody(run: Run) -> None:
-    run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": "X", "holder": {"label": "a"}}})
+def lease_of_no_one(run: Run) -> None:
+    run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": "X", "holder": {"label": "a"}, "state": "ended"}})
 
 
 def early(run: Run) -> None:
@@ -199,12 +199,61 @@ def unknown_node(run: Run) -> None:
     run.renumber()
 
 
+def revives_on_a_paused_node(run: Run) -> None:
+    run.log.insert(8, event("node.paused", 9.3))
+    run.log.insert(9, event("lease.revived", 9.4, lease_id="B", gpus=["g1"], token=2))
+    run.renumber()
+
+
 def never_served(run: Run) -> None:
     run.lines.append({"what": "asked", "key": "c", "sent_s": 2.5, "at_s": None})
 
 
 def drains_on(run: Run) -> None:
     run.lines.append({"what": "over", "at_s": 100.0})
+
+
+def owned_by_process(run: Run, *, until_s: float | None) -> None:
+    """B is of process 7, which lives until then."""
+    run.find(what="shown", lease_id="B")["lease"]["holder"] = {"owner_pid": 7}
+    run.lines.append({"what": "owned", "at_s": 4.3, "lease_id": "B", "pid": 7, "liveness": "process"})
+    if until_s is not None:
+        run.lines.append({"what": "died", "at_s": until_s, "pid": 7})
+        run.lines.append({"what": "let_go", "at_s": until_s, "lease_id": "B"})
+
+
+def living_taken_for_dead(run: Run) -> None:
+    owned_by_process(run, until_s=9.9)
+    run.find(kind="lease.ended", lease_id="B")["reason"] = "holder_died"
+
+
+def living_expired(run: Run) -> None:
+    owned_by_process(run, until_s=None)
+
+
+def released_by_another(run: Run) -> None:
+    run.lines.append({"what": "attacked", "at_s": 3.0, "call": "POST /v1/leases/A/release", "status": 200})
+
+
+def too_many_wait(run: Run) -> None:
+    run.lines.append({"what": "limit", "at_s": 0.0, "user": "eve", "queued": 1})
+    for name in ("E1", "E2"):
+        holder = {"label": name, "user": "eve"}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": name, "holder": holder, "state": "ended"}})
+        run.log.append(event("lease.queued", 9.3, lease_id=name))
+    run.renumber()
+
+
+def held_on(run: Run) -> None:
+    run.lines.append(
+        {"what": "listed", "at_s": 20.0, "lease": {"id": "B", "holder": {"label": "b"}, "state": "active"}}
+    )
+
+
+def waits_on(run: Run) -> None:
+    run.lines.append(
+        {"what": "listed", "at_s": 20.0, "lease": {"id": "B", "holder": {"label": "b"}, "state": "queued"}}
+    )
 
 
 BAD: list[tuple[str, Callable[[Run], None]]] = [
@@ -221,19 +270,26 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("what was told of is found again (6)", right_token_refused),
     ("what was released stays released (6)", released_revives),
     ("one key, one lease", key_lost),
-    ("one key, one lease", lease_of_nobody),
+    ("one key, one lease", lease_of_no_one),
     ("nothing ends early (7)", early),
     ("nothing ends early (7)", early_after_a_start),
     ("nothing ends early (7)", early_by_the_wall_clock),
     ("two holders never trust at once (1, 7)", two_trust),
-    ("nothing is granted unseen (3, 4, 5)", old_reading),
-    ("nothing is granted unseen (3, 4, 5)", reading_before_the_end),
-    ("nothing is granted unseen (3, 4, 5)", occupied),
+    ("nothing is granted unseen (3, 4, 5, 13)", old_reading),
+    ("nothing is granted unseen (3, 4, 5, 13)", reading_before_the_end),
+    ("nothing is granted unseen (3, 4, 5, 13)", occupied),
     ("out of use is out of use (4)", cordoned),
     ("out of use is out of use (4)", drained_node),
     ("out of use is out of use (4)", unknown_node),
+    ("out of use is out of use (4)", revives_on_a_paused_node),
     ("all are served in the end (8)", never_served),
-    ("nothing drains for ever (5)", drains_on),
+    ("nothing drains forever (5)", drains_on),
+    ("a living owner keeps its lease (7, 12)", living_taken_for_dead),
+    ("a living owner keeps its lease (7, 12)", living_expired),
+    ("nothing is held forever (11, 12)", held_on),
+    ("nothing is held forever (11, 12)", waits_on),
+    ("no one acts for another user (15)", released_by_another),
+    ("one user's queue is bounded (15)", too_many_wait),
 ]
 
 
@@ -247,6 +303,14 @@ def test_the_wall_clock_may_be_set_without_harm() -> None:
     run = Run()
     run.lines.append({"what": "clock", "at_s": 6.0, "wall_s": NOON_S - 3594.0})
     run.find(kind="lease.ended", lease_id="B")["at"] = at(-3590.8)
+
+    assert check(run.log, run.lines) == []
+
+
+def test_the_lease_of_a_process_may_end_when_that_is_dead() -> None:
+    run = Run()
+    owned_by_process(run, until_s=9.1)
+    run.find(kind="lease.ended", lease_id="B")["reason"] = "holder_died"
 
     assert check(run.log, run.lines) == []
 

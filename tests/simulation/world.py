@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
+import os
 import random
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,28 +20,39 @@ from unittest import mock
 from fastapi import FastAPI
 
 from gpulease_server.api.app import create_app
-from gpulease_server.api.daemon import Daemon
-from gpulease_server.core.ledger import Change, Ledger
-from gpulease_server.core.turn import Policy
+from gpulease_server.api.auth import user_names
+from gpulease_server.api.auth.user_names import CachedName
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Change
+from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.runtime import clock, ids
-from gpulease_server.runtime.recorder import Recorder
-from gpulease_server.runtime.standing import Standing
-from gpulease_server.runtime.tickets import Tickets
+from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.leadership.status import LeadershipStatus
+from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.store import Store, StoreFailed
-
-from .checker import check
-from .clients import Administrator, PlayedClient, follow_events
-from .hardware import PlayedNode
-from .loop import START_S, PlayedLoop
-from .network import Network, request
+from gpulease_server.store.ledger_store import Store, StoreFailed
+from tests.simulation.checker import check
+from tests.simulation.clients import EVE, Administrator, Attacker, PlayedClient, follow_events
+from tests.simulation.hardware import PlayedNode
+from tests.simulation.loop import START_S, PlayedLoop
+from tests.simulation.network import Network, request
+from tests.simulation.owners import PlayedDebts, PlayedOwner, modules_of_the_client
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
-ENDED_KEPT = 30
+STORE = "gpulease_server.store.ledger_store"
+MAX_ENDED_IN_MEMORY = 30
 """Ended leases in memory: few, so that what is known from the database only comes into play."""
+LOST_AFTER_S = 20.0
+"""How long a node is silent until it is gone for good."""
+AFTERWARDS_S = 2 * LOST_AFTER_S
+"""By then nothing is held, because no one wants anything any more."""
+MAX_QUEUED = 20
+"""Requests of one user that may wait: more than those of all others together."""
 CALM_S = 200.0
-"""How long everybody has to be served once nothing fails any more."""
+"""How long everyone has to be served once nothing fails any more."""
 
 
 class Killed(Exception):
@@ -66,7 +79,7 @@ class Outcome:
 
 
 class PlayedStore(Store):
-    """The real store, on a disk that is slow, full, or lies about a commit; and killed together with its daemon."""
+    """The real store, on a disk that is slow, full, or misreports a commit; and killed together with its daemon."""
 
     def __init__(self, url: str, world: World) -> None:
         super().__init__(url)
@@ -75,7 +88,7 @@ class PlayedStore(Store):
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
         """Commit a turn, if nothing comes between."""
         world = self.world
-        if world.happens(0.004):
+        if world.now_s < world.full_until_s or world.happens(0.004):
             world.step("commit fails")
             raise StoreFailed("the disk is full")
         if world.happens(0.01):
@@ -98,9 +111,11 @@ class PlayedDaemon:
         self._loop = world.loop
         self.store = PlayedStore(world.url, world)
         writer = Writer(self.store, world.policy)
-        recorder = Recorder(self.store, writer)
+        recorder = JobMetricsRecorder(self.store, writer)
         recorder.restore()
-        self.parts = Daemon(writer=writer, store=self.store, tickets=Tickets(), recorder=recorder, host="here")
+        self.parts = DaemonState(
+            writer=writer, store=self.store, tickets=DesiredStateTickets(), recorder=recorder, host="here"
+        )
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.spawn(writer.run())
         self.spawn(recorder.run())
@@ -122,11 +137,13 @@ class PlayedDaemon:
 class World:
     """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it."""
 
-    def __init__(self, seed: int, steps: int, url: str, *, clients: int = 8) -> None:
+    def __init__(self, seed: int, steps: int, url: str, *, clients: int = 6) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = url
-        self.policy = Policy(retained_memory_s=3.0)
+        self.policy = Policy(
+            retained_memory_s=3.0, node_lost_after_s=LOST_AFTER_S, limits=UserLimits(queued=MAX_QUEUED)
+        )
         self.trace: list[str] = []
         self.lines: list[dict[str, Any]] = []
         self.calm = False
@@ -134,11 +151,16 @@ class World:
         self.daemon: PlayedDaemon | None = None
         self.jump_s = 0.0
         self.slow_until_s = 0.0
+        self.full_until_s = 0.0
         self.loop = PlayedLoop(self._thread_delays)
         self.network = Network(self)
-        self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in (("a", 4), ("b", 2))}
+        self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in (("a", 4), ("b", 2), ("c", 2))}
+        self.owner_pids = itertools.count(5000)
+        self.debts = PlayedDebts(self)
+        homes = [node for node in self.nodes.values() for _ in range(2)] if clients else []
+        self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
         self.clients = [PlayedClient(self, f"c{number}") for number in range(clients)]
-        self.app: FastAPI = create_app(SimpleNamespace(standing=Standing()))  # type: ignore[arg-type]
+        self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._stores: list[PlayedStore] = []
@@ -146,7 +168,7 @@ class World:
 
     @property
     def now_s(self) -> float:
-        """The monotonic clock of everybody."""
+        """The monotonic clock of everyone."""
         return self.loop.time()
 
     def happens(self, share: float) -> bool:
@@ -161,7 +183,7 @@ class World:
             self._calmed.set()
 
     def see(self, what: str, **more: Any) -> None:
-        """Somebody outside has seen something."""
+        """A witness outside the daemon has seen something."""
         self.lines.append({"what": what, "at_s": self.now_s, **more})
 
     def spawn(self, body: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -202,7 +224,7 @@ class World:
             self.daemon = None
 
     def set_clock(self, jump_s: float) -> None:
-        """Somebody sets the wall clock."""
+        """The wall clock is set."""
         self.jump_s = jump_s
         self.step(f"wall clock {jump_s:+.3f}")
         self.see("clock", wall_s=self.wall().timestamp())
@@ -215,12 +237,15 @@ class World:
         """Kill the daemon now and then, hold it up, set the clock, and start it again whenever it is down."""
         while not self.calm:
             await asyncio.sleep(self.chance.expovariate(0.5))
-            what = self.chance.choice(("kill", "stall", "clock", "nothing", "nothing"))
+            what = self.chance.choice(("kill", "stall", "clock", "full", "nothing", "nothing"))
             if what == "kill":
                 self.kill("at a random instant")
             elif what == "stall":
                 self.slow_until_s = self.now_s + self.chance.uniform(0.5, 4.0)
                 self.step("the disk stalls")
+            elif what == "full":
+                self.full_until_s = self.now_s + self.chance.uniform(0.2, 5.0)
+                self.step("the disk is full")
             elif what == "clock":
                 self.set_clock(self.chance.choice((-3600.0, 3600.0, 0.0, self.chance.randrange(-10, 10) / 2)))
 
@@ -243,14 +268,16 @@ class World:
     async def _live(self) -> list[dict[str, Any]]:
         background = [node.run() for node in self.nodes.values()]
         background += [node.suffer() for node in self.nodes.values()]
-        for body in (*background, self._operate(), self._keep_up(), follow_events(self)):
+        self.see("limit", user="eve", queued=MAX_QUEUED)
+        for body in (*background, self._operate(), self._keep_up(), follow_events(self), Attacker(self).run()):
             self.spawn(body)
-        waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in self.clients}
+        waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
         waiting.add(self.spawn(Administrator(self).run()))
         await self._calmed.wait()
         until_s, most = self.now_s + CALM_S, 2 * len(self.trace) + 10_000
         while waiting and self.now_s < until_s and len(self.trace) < most:
             _, waiting = await asyncio.wait(waiting, timeout=1.0)
+        await asyncio.sleep(AFTERWARDS_S)
         self.see("over")
         self.over = True
         self.kill("at the end")
@@ -299,13 +326,19 @@ class World:
                 (clock, "time", SimpleNamespace(monotonic=lambda: self.now_s)),
                 (clock, "datetime", PlayedDatetime),
                 (clock, "now", clock.now),
-                (ids, "make", lambda kind: f"{kind}-{next(self._ids):06d}"),
+                (ids, "new_id", lambda kind: f"{kind}-{next(self._ids):06d}"),
                 (ids, "first_ticket", lambda: self.chance.randrange(2**48)),
             ):
                 stack.enter_context(mock.patch.object(target, name, value))
+            for place, value in modules_of_the_client(self):
+                stack.enter_context(mock.patch(place, value))
             stack.enter_context(mock.patch("fastapi.dependencies.utils.run_in_threadpool", inline))
-            stack.enter_context(mock.patch("gpulease_server.core.ledger.ENDED_KEPT", ENDED_KEPT))
-            stack.enter_context(mock.patch("gpulease_server.store.store.ENDED_KEPT", ENDED_KEPT))
+            # By the real clock a name would be looked up again in some runs and not in others.
+            names = {uid: CachedName("root", math.inf) for uid in (0, os.getuid())}
+            names[EVE] = CachedName("eve", math.inf)
+            stack.enter_context(mock.patch.dict(user_names._cache, names))
+            stack.enter_context(mock.patch("gpulease_server.core.ledger.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
+            stack.enter_context(mock.patch(f"{STORE}.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             logging.disable(logging.CRITICAL)
             stack.callback(logging.disable, logging.NOTSET)
             yield

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.model import Lease, LeaseState
-from gpulease_server.core.ledger import ENDED_KEPT, GpuRecord, Ledger
-from gpulease_server.runtime.outage import start_anew, twin
+from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.core.records import GpuRecord
+from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.store import Store
+from gpulease_server.store.ledger_store import Store
 from tests.core.build import World
-from tests.store.great import ACTIVE, GPUS, great_ledger
-from tests.store.test_store import busy_world, save
+from tests.store.large_ledger import ACTIVE, GPUS, large_ledger
+from tests.store.test_ledger_store import busy_world, save
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 RATIO = 18.0
 """Of the plain SELECT of the same rows, at most; bench/README.md has what it is on a quiet machine, and the seconds."""
@@ -25,7 +26,7 @@ RESTART = """
 import sys
 from pathlib import Path
 from bench.restart import best, fetch, rebuild
-from gpulease_server.store.store import Store
+from gpulease_server.store.ledger_store import Store
 file = Path(sys.argv[1])
 store = Store(f"sqlite:///{file}")
 print(best(lambda: fetch(file), 3), best(lambda: rebuild(store), 3))
@@ -35,20 +36,21 @@ print(best(lambda: fetch(file), 3), best(lambda: rebuild(store), 3))
 
 def test_ten_thousand_gpus_are_there_again_within_a_second(tmp_path: Path) -> None:
     file = tmp_path / "great.db"
-    store = Store(great_ledger(file))
+    store = Store(large_ledger(file))
     try:
         ledger = store.load()
         assert len(ledger.gpus) == GPUS
         assert sum(record.lease.state == "active" for record in ledger.leases.values()) == ACTIVE
-        assert len(ledger.ended) == ENDED_KEPT
-        ends = [ledger.leases[lease_id].lease.ended_at for lease_id in ledger.ended]
+        assert len(ledger.ended_leases) == MAX_ENDED_IN_MEMORY
+        ends = [ledger.leases[lease_id].lease.ended_at for lease_id in ledger.ended_leases]
         assert None not in ends
         assert ends == sorted(ends), "not the oldest first"
         with store.engine.connect() as connection:
             newest = connection.exec_driver_sql(
-                f"SELECT id FROM lease WHERE state = 'ended' ORDER BY ended_at DESC, number DESC LIMIT {ENDED_KEPT}"
+                f"SELECT id FROM lease WHERE state = 'ended' ORDER BY ended_at DESC, number DESC "
+                f"LIMIT {MAX_ENDED_IN_MEMORY}"
             )
-            assert set(ledger.ended) == set(newest.scalars())
+            assert set(ledger.ended_leases) == set(newest.scalars())
     finally:
         store.close()
     limit_s, took_s = map(float, subprocess.check_output([sys.executable, "-c", RESTART, file], text=True).split())
@@ -60,7 +62,7 @@ def test_a_copy_of_a_ledger_changes_alone() -> None:
         return {name: repr(value) for name, value in vars(ledger).items()}
 
     world: World = busy_world()
-    copy, before = twin(world.ledger), parts(world.ledger)
+    copy, before = copy_ledger(world.ledger), parts(world.ledger)
     assert parts(copy) == before
     assert {name: type(value) for name, value in vars(copy).items()} == {
         name: type(value) for name, value in vars(world.ledger).items()
@@ -85,7 +87,7 @@ def test_after_a_restart_nothing_is_granted_of_a_node_that_has_not_reported(tmp_
     save(store, before)
     world = World(ledger=store.load(), nodes=before.nodes, at_s=before.at_s)
     store.close()
-    start_anew(world.ledger, world.now)
+    reset_deadlines(world.ledger, world.now)
 
     def node_of(call: str) -> str | None:
         lease = world.answers[call]

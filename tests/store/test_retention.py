@@ -5,29 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import delete, insert, select, update
 from sqlalchemy.event import listen
 
-from gpulease.model import JobState
-from gpulease_server.core.ledger import GpuRecord
-from gpulease_server.store import tables
-from gpulease_server.store.database import upgrade
-from gpulease_server.store.dialects import file_of
-from gpulease_server.store.examine import examine
-from gpulease_server.store.retention import STAYS, Batch, Keep, Pass, bounds, remove
+from gpulease_protocol.model import JobState
+from gpulease_server.core.records import GpuRecord
+from gpulease_server.store import retention, tables
+from gpulease_server.store.dialects import sqlite_connection
+from gpulease_server.store.integrity_check import check_database
+from gpulease_server.store.ledger_store import Store, Superseded
+from gpulease_server.store.retention import (
+    ALWAYS_KEPT,
+    PruneBatch,
+    PruneScan,
+    RetentionLimits,
+    delete_batch,
+    prune_bounds,
+)
 from gpulease_server.store.rows import to_row
-from gpulease_server.store.store import Store, Superseded
-from tests.store.aged import FIRST, MODEL, NOW, count, ended_lease, event, ids, job, metrics, prune, put
-from tests.store.test_store import busy_world, lasting, save
+from tests.store.old_records import FIRST, MODEL, NOW, count, ended_lease, event, ids, job, metrics, prune, put
+from tests.store.test_ledger_store import busy_world, lasting, save
 
 DAY = timedelta(days=1)
-MONTH = Keep(age_s=30 * DAY.total_seconds())
-YOUNG = STAYS + 10
+MONTH = RetentionLimits(age_s=30 * DAY.total_seconds())
+KEPT = 20
+"""Stands for `ALWAYS_KEPT` in all tests but one."""
+YOUNG = KEPT + 10
 """More than stay in any case."""
+
+
+@pytest.fixture(autouse=True)
+def few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand rows of each kind show no more, and take most of the time."""
+    monkeypatch.setattr(retention, "ALWAYS_KEPT", KEPT)
 
 
 @pytest.fixture
@@ -35,12 +48,12 @@ def store(database_url: str) -> Iterator[Store]:
     made = Store(database_url)
     yield made
     made.close()
-    assert [found for found in examine(database_url) if "fsync" not in found] == []
+    assert [found for found in check_database(database_url) if "fsync" not in found] == []
 
 
-def young(store: Store) -> None:
+def young(store: Store, rows: int = YOUNG) -> None:
     """So much that is recent that nothing stays only for want of other things."""
-    at = [NOW - DAY + timedelta(seconds=number) for number in range(YOUNG)]
+    at = [NOW - DAY + timedelta(seconds=number) for number in range(rows)]
     put(store, (ended_lease(FIRST + 10 * number, one) for number, one in enumerate(at)))
     put(store, (job(FIRST + 10 * number + 4, one) for number, one in enumerate(at)))
     put(store, (ended_lease(FIRST + 10 * number + 5, one, f"job-{FIRST + 10 * number + 4:016x}")
@@ -68,43 +81,46 @@ def test_what_is_older_than_it_is_kept_goes_and_nothing_else(store: Store) -> No
 
 def test_of_each_no_more_than_so_many_are_kept_and_those_are_the_newest(store: Store) -> None:
     young(store)
-    most = Keep(ended=STAYS + 2, events=STAYS + 3)
+    most = RetentionLimits(ended=KEPT + 2, events=KEPT + 3)
     removed = prune(store, most, now=None)
-    assert count(store)["job"] <= STAYS + 2
-    assert count(store)["event"] == STAYS + 3
-    assert removed["event"] == YOUNG - STAYS - 3
+    assert count(store)["job"] <= KEPT + 2
+    assert count(store)["event"] == KEPT + 3
+    assert removed["event"] == YOUNG - KEPT - 3
     with store.engine.connect() as connection:
         kept = list(connection.scalars(select(tables.event.c.seq).order_by(tables.event.c.seq)))
         alone = list(connection.scalars(select(tables.lease.c.number).where(tables.lease.c.job_id.is_(None))))
-    assert kept == list(range(FIRST + YOUNG - STAYS - 3, FIRST + YOUNG))
+    assert kept == list(range(FIRST + YOUNG - KEPT - 3, FIRST + YOUNG))
     assert min(alone) > FIRST, "not the oldest went"
-    assert count(store)["lease"] <= STAYS + 2 + STAYS, "more than those and what the newest jobs have"
+    assert count(store)["lease"] <= KEPT + 2 + KEPT, "more than those and what the newest jobs have"
 
 
 def test_jobs_go_when_their_leases_are_too_many(store: Store) -> None:
-    at = [NOW - DAY + timedelta(seconds=number) for number in range(STAYS + 100)]
+    at = [NOW - DAY + timedelta(seconds=number) for number in range(KEPT + 2)]
     put(store, (job(10 * number, one) for number, one in enumerate(at)))
     for attempt in (1, 2):
         leases = (ended_lease(10 * number + attempt, one, f"job-{10 * number:016x}") for number, one in enumerate(at))
         put(store, leases)
-    prune(store, Keep(ended=STAYS + 500), now=None)
-    assert count(store)["job"] == STAYS
-    assert count(store)["lease"] == 2 * STAYS
+    prune(store, RetentionLimits(ended=KEPT + 10), now=None)
+    assert count(store)["job"] == KEPT
+    assert count(store)["lease"] == 2 * KEPT
 
 
 def test_many_that_ended_in_one_moment_are_bounded_too(store: Store) -> None:
-    put(store, (ended_lease(FIRST + number, NOW) for number in range(2 * STAYS)))
-    prune(store, Keep(ended=STAYS + 5), now=None)
-    assert ids(store, tables.lease) == {ended_lease(FIRST + number, NOW).lease.id for number in range(995, 2 * STAYS)}
+    put(store, (ended_lease(FIRST + number, NOW) for number in range(2 * KEPT)))
+    prune(store, RetentionLimits(ended=KEPT + 5), now=None)
+    assert ids(store, tables.lease) == {
+        ended_lease(FIRST + number, NOW).lease.id for number in range(KEPT - 5, 2 * KEPT)
+    }
 
 
-def test_the_newest_stay_however_old_they_are(store: Store) -> None:
-    young(store)
+def test_the_newest_stay_however_old_they_are(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "ALWAYS_KEPT", ALWAYS_KEPT)  # what is kept in memory is of that number
+    young(store, ALWAYS_KEPT + 10)
     prune(store, MONTH, NOW + 5000 * DAY)
     left = count(store)
-    assert left["event"] == left["job"] == STAYS
-    assert len(store.load().ended) == STAYS
-    assert left["lease"] >= STAYS + STAYS // 2, "those of the newest jobs, and the newest of no job"
+    assert left["event"] == left["job"] == ALWAYS_KEPT
+    assert len(store.load().ended_leases) == ALWAYS_KEPT
+    assert left["lease"] >= ALWAYS_KEPT + ALWAYS_KEPT // 2, "those of the newest jobs, and the newest of no job"
 
 
 def test_a_job_goes_with_the_leases_of_its_attempts_and_their_metrics(store: Store) -> None:
@@ -162,15 +178,19 @@ def test_a_lease_that_drains_or_might_revive_stays(store: Store) -> None:
     (device,) = MODEL.lease.gpus
     gpus = [
         GpuRecord(device=device, lease_id=drains.lease.id, draining=True),
-        GpuRecord(device=replace(device, uuid="GPU-1"), token=2),
-        GpuRecord(device=replace(device, uuid="GPU-2"), lease_id=drains_of_job.lease.id, draining=True, token=5),
+        GpuRecord(device=replace(device, uuid="GPU-1"), fencing_token=2),
+        GpuRecord(
+            device=replace(device, uuid="GPU-2"), lease_id=drains_of_job.lease.id, draining=True, fencing_token=5
+        ),
     ]
     store.write(gpus, store.load())
     assert prune(store, MONTH) == {"lease": 1}
     for kept in (drains, last, drains_of_job):
         assert store.lease(kept.lease.id) is not None, kept.lease.id
     assert store.job(record.job.id) is not None
-    store.write([GpuRecord(device=gpu.device, token=77) for gpu in gpus], store.load())  # clean, and granted to others
+    store.write(
+        [GpuRecord(device=gpu.device, fencing_token=77) for gpu in gpus], store.load()
+    )  # clean, and granted to others
     assert prune(store, MONTH) == {"job": 1, "lease": 2}
 
 
@@ -189,10 +209,10 @@ def test_live_things_are_what_they_were_and_a_restart_reads_them(store: Store) -
     save(store, world)
     before = lasting(store.load())
     young(store)
-    put(store, (ended_lease(number, NOW - 99 * DAY) for number in range(1000, 1000 + 3 * STAYS)))
-    prune(store, Keep(age_s=1, ended=STAYS, events=STAYS), NOW + 999 * DAY)
+    put(store, (ended_lease(number, NOW - 99 * DAY) for number in range(1000, 1000 + 3 * KEPT)))
+    prune(store, RetentionLimits(age_s=1, ended=KEPT, events=KEPT), NOW + 999 * DAY)
     after = store.load()
-    for part in ("gpus", "nodes", "keys", "queue", "watched"):
+    for part in ("gpus", "nodes", "keys", "queue", "watched_owners"):
         assert getattr(after, part) == before[part], part
     leases, jobs = before["leases"], before["jobs"]
     assert isinstance(leases, dict)
@@ -216,24 +236,27 @@ def test_events_stay_a_suffix_though_the_wall_clock_went_back(store: Store) -> N
 
 
 def test_a_page_and_up_to_where_events_are_gone_are_of_one_moment(store: Store) -> None:
-    put(store, (event(FIRST + number, NOW) for number in range(2 * STAYS)))
+    put(store, (event(FIRST + number, NOW) for number in range(2 * KEPT)))
     other = Store(store.engine.url.render_as_string(hide_password=False))
 
     def prune_meanwhile(_connection: Any, _cursor: Any, statement: str, *_: object) -> None:
         if "FROM event" in statement:
-            prune(other, Keep(events=STAYS), now=None)
+            prune(other, RetentionLimits(events=KEPT), now=None)
 
     listen(store.engine, "after_cursor_execute", prune_meanwhile)
     found, pruned_seq = store.history(FIRST, 2)
     assert ([one.seq for one in found], pruned_seq) == ([FIRST + 1, FIRST + 2], 0)
     found, pruned_seq = store.history(FIRST, 2)
-    assert ([one.seq for one in found], pruned_seq) == ([FIRST + STAYS, FIRST + STAYS + 1], FIRST + STAYS - 1)
+    assert ([one.seq for one in found], pruned_seq) == (
+        [FIRST + KEPT, FIRST + KEPT + 1],
+        FIRST + KEPT - 1,
+    )
     other.close()
 
 
 def test_a_seq_is_not_used_again_though_every_event_is_gone(store: Store) -> None:
     put(store, (event(FIRST + number, NOW) for number in range(10)))
-    remove(store, Batch(kind="event", seq=FIRST + 9, rows=10))
+    delete_batch(store, PruneBatch(kind="event", seq=FIRST + 9, rows=10))
     with store.writing() as connection:
         connection.execute(delete(tables.event))
     assert store.load().next_seq == FIRST + 10
@@ -252,40 +275,38 @@ def test_who_is_not_the_writer_any_more_prunes_nothing(store: Store) -> None:
     young(store)
     put(store, [ended_lease(1, NOW - 99 * DAY)])
     other = Store(str(store.engine.url.render_as_string(hide_password=False)))
-    other.term.take_over("another daemon")
+    other.fence.take_over("another daemon")
     other.close()
     before = count(store)
-    batch = Pass(store.engine, bounds(store.engine, MONTH, NOW - 30 * DAY)).next()
+    batch = PruneScan(store.engine, prune_bounds(store.engine, MONTH, NOW - 30 * DAY)).next()
     assert batch is not None
     with pytest.raises(Superseded):
-        remove(store, batch)
+        delete_batch(store, batch)
     assert count(store) == before
 
 
 def test_a_batch_is_small(store: Store) -> None:
-    put(store, (event(FIRST + number, NOW) for number in range(STAYS + 1300)))
-    walk, sizes = Pass(store.engine, bounds(store.engine, Keep(events=STAYS), None)), []
+    put(store, (event(FIRST + number, NOW) for number in range(KEPT + 1300)))
+    walk, sizes = PruneScan(store.engine, prune_bounds(store.engine, RetentionLimits(events=KEPT), None)), []
     while batch := walk.next():
-        remove(store, batch)
+        delete_batch(store, batch)
         sizes.append(batch.rows)
     assert sizes == [500, 500, 300]
 
 
-def test_what_is_to_go_is_found_without_sorting_all_there_is(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    upgrade(url)
-    store = Store(url)
-    put(store, (ended_lease(number, NOW) for number in range(2 * STAYS)))
-    put(store, (job(FIRST + number, NOW) for number in range(2 * STAYS)))
+def test_what_is_to_go_is_found_without_sorting_all_there_is(sqlite_url: str) -> None:
+    store = Store(sqlite_url)
+    put(store, (ended_lease(number, NOW) for number in range(2 * KEPT)))
+    put(store, (job(FIRST + number, NOW) for number in range(2 * KEPT)))
     plans: dict[str, list[str]] = {}
 
     def explain(connection: Any, _cursor: Any, statement: str, values: Any, *_: object) -> None:
         if statement.startswith(("SELECT", "DELETE")):
-            steps = file_of(connection).execute(f"EXPLAIN QUERY PLAN {statement}", values)
+            steps = sqlite_connection(connection).execute(f"EXPLAIN QUERY PLAN {statement}", values)
             plans[statement] = [step[-1] for step in steps if "SUBQUERY" not in step[-1]]
 
     listen(store.engine, "before_cursor_execute", explain)
-    prune(store, Keep(ended=STAYS), NOW)
+    prune(store, RetentionLimits(ended=KEPT), NOW)
     store.close()
     assert len(plans) > 10
     for statement, steps in plans.items():

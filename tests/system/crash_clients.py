@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from gpulease import Client
-from gpulease.errors import GpuleaseError
-from gpulease.wire import to_json
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.errors import GpuleaseError
 
 TTL_S = 30.0
 """Much longer than a restart takes, because a renewal must come through."""
@@ -133,7 +133,7 @@ class CrashClient:
                     raise
                 key, sent_s = f"{key}+", time.monotonic()
         gpus = [to_json(gpu) for gpu in held.gpus]
-        lease = {"id": held.id, "state": "active", "token": held.token, "ttl_s": TTL_S, "gpus": gpus}
+        lease = {"id": held.id, "state": "active", "token": held.fencing_token, "ttl_s": TTL_S, "gpus": gpus}
         self.say("asked", sent_s, status=201, key=key, lease=lease | {"end_reason": None, "demand": {"count": count}})
         time.sleep(self.chance.uniform(0.0, 0.1))
         sent_s = time.monotonic()
@@ -145,7 +145,7 @@ class CrashClient:
                 time.sleep(0.05)
         if held.lost.is_set():
             raise AssertionError(f"{key} was lost")
-        self.say("released", sent_s, status=200, lease_id=held.id, token=held.token)
+        self.say("released", sent_s, status=200, lease_id=held.id, token=held.fencing_token)
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ HANGS_S = 60.0
 
 @dataclass(frozen=True)
 class Version:
-    """One content of the file: in force from some moment between `before_s` and `after_s`, monotonic, on."""
+    """One content of the file: valid from some moment between `before_s` and `after_s`, monotonic, on."""
 
     before_s: float
     after_s: float
@@ -41,7 +41,7 @@ class Hardware:
         self.wrong: dict[int, dict[str, Any]] = {}
         """By index, what is wrong with a GPU."""
         self.retained: set[int] = set()
-        """GPUs on which somebody left memory behind."""
+        """GPUs on which someone left memory behind."""
         self.hang_s = 0.0
         self.broken = False
         self.versions: list[Version] = []
@@ -94,7 +94,7 @@ class Hardware:
             self.show()
 
     def showed_fit(self, gpus: set[str], since_s: float, until_s: float) -> bool:
-        """True when some content in force within this time showed all of these GPUs fit to be granted."""
+        """True when some content that was valid within this time showed all of these GPUs fit to be granted."""
         ends_s = [version.after_s for version in self.versions[1:]] + [float("inf")]
         return any(
             version.before_s <= until_s and end_s >= since_s and gpus <= version.grantable

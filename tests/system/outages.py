@@ -44,7 +44,7 @@ class Clients:
         self.stop.set()
         for thread in self.threads:
             thread.join(PATIENT_S)
-            assert not thread.is_alive(), "a client waits for ever"
+            assert not thread.is_alive(), "a client waits forever"
 
     def until_answered(self, path: str, body: object, **headers: str) -> Answer | None:
         """The first answer that is no 503; each of those must be whole and say when to come again."""
@@ -137,7 +137,7 @@ def down(running: DaemonProcess, words: str) -> Callable[[], bool]:
 
 
 class Holder:
-    """Somebody who holds a lease all the time and renews it from a thread of his own."""
+    """A client that holds a lease all the time and renews it from its own thread."""
 
     def __init__(self, running: DaemonProcess) -> None:
         self.running = running
@@ -189,7 +189,7 @@ def still_serves(running: DaemonProcess, held: Holder) -> None:
 def serves_again(
     running: DaemonProcess, clients: Clients, held: Holder, *, releases: int = 5, within_s: float = 40
 ) -> None:
-    """The database is back: the daemon finds that out by itself, and everybody goes on."""
+    """The database is back: the daemon finds that out by itself, and everyone goes on."""
     eventually(lambda: running.answers("/readyz"), PATIENT_S, running.story)
     so_far = len(clients.released)
     eventually(lambda: len(clients.released) >= so_far + releases, 60, running.story)

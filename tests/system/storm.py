@@ -18,11 +18,12 @@ from typing import TextIO
 import httpx2  # noqa: F401 - once, before the processes are forked
 
 from gpulease import Client
-from gpulease.errors import DaemonUnavailable, Unavailable
+from gpulease_protocol.errors import DaemonUnavailable, Unavailable
 
 WAIT_S = 360.0
 RETRY_S = 180.0
-"""How long an outage is sat out. A storm slows down starts, and kills come one after the other: a process that gives a
+"""How long clients retry during an outage. A storm slows down starts, and kills come one after the other: a process
+that gives a
 request up during an outage cannot take it back, and waits behind it, because it lives as long as the process does."""
 
 
@@ -43,7 +44,7 @@ def one(url: str, count: int, hold_s: float, log: TextIO, program: list[str]) ->
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(0.05)
-        say(got=lease.id, token=lease.token, gpus=[gpu.uuid for gpu in lease.gpus])
+        say(got=lease.id, token=lease.fencing_token, gpus=[gpu.uuid for gpu in lease.gpus])
         if program:
             with subprocess.Popen(program, env=lease.environ(), stdout=subprocess.PIPE) as training:
                 assert training.stdout is not None
@@ -58,7 +59,7 @@ def one(url: str, count: int, hold_s: float, log: TextIO, program: list[str]) ->
             except (DaemonUnavailable, Unavailable):  # a further call tries again
                 if time.monotonic() > until_s:
                     raise
-        say(released=lease.id, token=lease.token)
+        say(released=lease.id, token=lease.fencing_token)
 
 
 def main() -> int:

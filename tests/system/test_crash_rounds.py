@@ -1,4 +1,4 @@
-"""A daemon that is killed again and again under load: nothing that it has said is lost, and everybody is served.
+"""A daemon that is killed again and again under load: nothing that it has said is lost, and everyone is served.
 
 The clients write down what they were told (`crash_clients.py`), and the checker of the simulation judges by that and by
 the event log. `test_storm.py` is about many processes at one moment; this is about many crashes.
@@ -21,7 +21,7 @@ import pytest
 from tests.daemon import DaemonProcess, events, eventually
 from tests.simulation.checker import check
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
 CLIENTS = 32
 
@@ -97,7 +97,7 @@ class Rounds:
 @contextmanager
 def worker(running: DaemonProcess, directory: Path) -> Iterator[None]:
     """A worker with eight GPUs that goes on while daemons come and go."""
-    command = [sys.executable, "-m", "gpulease.cli", "worker", "--url", running.url, "--node", "n", "--simulate", "8"]
+    command = [sys.executable, "-m", "gpulease_cli", "worker", "--url", running.url, "--node", "n", "--simulate", "8"]
     with (directory / "worker.log").open("ab") as output:
         process = subprocess.Popen([*command, "--data-dir", str(directory / "w")], stdout=output, stderr=output)
     try:
@@ -180,7 +180,7 @@ def must_have_kept_its_word(state: Rounds, rounds: int) -> None:
     print(f"{rounds} crashes: {done}", flush=True)
     assert min(done.values()) >= 2 * rounds, f"too little happened to show anything: {done}"
     unanswered = sum(line["at_s"] is None for line in state.lines)
-    assert unanswered >= rounds // 2, "the crashes hit nobody"
+    assert unanswered >= rounds // 2, "the crashes hit no request"
 
 
 @pytest.mark.soak

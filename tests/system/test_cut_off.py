@@ -1,4 +1,4 @@
-"""The network between a daemon and its PostgreSQL server is cut: packets are lost, and nobody says so."""
+"""The network between a daemon and its PostgreSQL server is cut: packets are lost, and no one says so."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 from tests.daemon import events, eventually
 from tests.databases import PostgresServer
-from tests.failover import WITHIN_S, Load, pair
-from tests.failover import check as check_failover
+from tests.failover_pair import WITHIN_S, Load, pair
+from tests.failover_pair import check as check_failover
+from tests.network_namespace import Cable
 from tests.system.outages import PATIENT_S, TTL_S, Clients, Holder, check, down, serves_again
 from tests.system.test_database_faults import serving
-from tests.wire import Cable
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ANSWERED_WITHIN_S = 30.0
 """What a request that cannot be recorded may take: more than `PATIENCE_S`, after which a silent server is given up."""
@@ -70,14 +70,14 @@ def test_the_standby_takes_over_from_a_writer_that_is_cut_off_and_that_steps_dow
 ) -> None:
     with pair(tmp_path, postgres_url, first=cable.url(postgres_url)) as two:
         with Load(two.urls) as load:
-            load.everybody_goes_on(two.story)
+            load.everyone_goes_on(two.story)
             cut_off = two.writer
             assert cut_off.process is not None
             since_s = time.monotonic()
             cable.pull()
             eventually(lambda: two.standby.answers("/readyz"), WITHIN_S, two.story)
             two.swap()
-            load.everybody_goes_on(two.story)
+            load.everyone_goes_on(two.story)
             print(f"nobody was answered for {load.seen.gap_s(since_s, time.monotonic()):.2f} s")
             assert cut_off.process.poll() is None, "it cannot know yet"
             assert cut_off.call("POST", "/v1/leases", {}).status == 503
@@ -86,5 +86,5 @@ def test_the_standby_takes_over_from_a_writer_that_is_cut_off_and_that_steps_dow
             printed = cut_off.output.read_text().lower()
             assert "another daemon has taken over" in printed
             assert "traceback" not in printed, printed[-4000:]
-            load.everybody_goes_on(two.story)
+            load.everyone_goes_on(two.story)
         check_failover(events(two.writer), load)

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from gpulease import Client, LeaseState, NotNow
-from gpulease.access import Role, TokenRequest
-from gpulease.wire import JobRequest, LeaseRequest
+from gpulease_protocol.requests import JobRequest, LeaseRequest
+from gpulease_protocol.tokens import Role, TokenRequest
 from tests.daemon import DaemonProcess, events, eventually
 from tests.databases import PASSWORD
-
-from .hardware import GIB, Hardware
-
-pytestmark = pytest.mark.xdist_group("machine")
+from tests.system.hardware import GIB, Hardware
 
 TOKEN, SECRET = "t0ken-of-the-tests", "s3cret-of-a-job"
 IDS = ("seq", "cause", "lease_id", "job_id", "node", "token", "reason")
@@ -47,10 +44,10 @@ def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> str:
         hardware.set_wrong({0: {"processes": [{"pid": 3999999, "memory_bytes": GIB}]}})
         eventually(lambda: bool(logged(running, "gpu.conflict", lease_id=held.id)), 30, running.story)
         hardware.set_wrong({})
-        client.release(held.id, held.token)
+        client.release(held.id, held.fencing_token)
         eventually(lambda: client.lease_by_id(waiting.id).state is LeaseState.ACTIVE, 30, running.story)
         granted = client.lease_by_id(waiting.id)
-        client.release(granted.id, granted.token)
+        client.release(granted.id, granted.fencing_token)
         program = [sys.executable, "-c", f"print({SECRET!r}); raise SystemExit(3)"]
         environment = {"WANDB_API_KEY": SECRET}
         job = client.submit(
@@ -96,7 +93,7 @@ def test_every_decision_has_a_line_and_no_line_has_a_secret(postgres_url: str, t
         "lease.ended",
         "gpu.clean",
         "gpu.conflict",
-        "job.starting",  # and running, unless it has ended before anybody has looked
+        "job.starting",  # and running, unless it has ended before anyone has looked
         "job.ended",
     }
     assert kinds >= {"node.ready", "node.drained", "gpu.cordoned"}

@@ -1,4 +1,4 @@
-"""Leases that nobody renews end when they should: never early, at most a second late, however many there are."""
+"""Leases that no one renews end when they should: never early, at most a second late, however many there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.daemon import daemon, events, eventually
 from tests.system.outages import Clients
 
-pytestmark = pytest.mark.xdist_group("machine")
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
 LATE_S = 1.0
 LOAD_S = 20.0

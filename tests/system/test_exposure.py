@@ -1,4 +1,4 @@
-"""What a daemon shows to a network: nothing in the clear, and to nobody who is not known."""
+"""What a daemon shows to a network: nothing in the clear, and to no one who is not known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import ssl
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.callers import call
 from tests.daemon import Answer, DaemonProcess
-
-pytestmark = pytest.mark.xdist_group("machine")
+from tests.http_as_user import call
+from tests.imported_program import completed
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +74,7 @@ def test_the_command_line_sends_the_token(exposed: DaemonProcess, files: tuple[P
     }
 
     def gpulease(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "gpulease.cli", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return completed(words, environment, 60)
 
     listed = gpulease("leases", "--json")
     assert (listed.returncode, json.loads(listed.stdout or "{}").get("items")) == (0, []), listed.stderr
@@ -112,7 +109,7 @@ def test_what_would_be_unsafe_or_cannot_be_is_refused_before_anything_is_made(
     tmp_path: Path, words: list[str], said: str
 ) -> None:
     running = DaemonProcess(tmp_path / "d", "--no-worker", *words)
-    ended = subprocess.run(running.command, capture_output=True, text=True, timeout=60, check=False)
+    ended = completed(running.command[3:], os.environ, 60)
     assert ended.returncode in (1, 2)
     assert said in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -14,11 +14,11 @@ import pytest
 
 from gpulease import Client
 from tests.daemon import DaemonProcess, events, eventually
-from tests.failover import WITHIN_S, Load, Pair, check, pair
-from tests.scrape import ROOT, promtool, scrape
+from tests.failover_pair import WITHIN_S, Load, Pair, check, pair
+from tests.prometheus_scrape import ROOT, promtool, scrape
 from tests.system.test_databases import gpulease
 
-pytestmark = [pytest.mark.xdist_group("machine"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 GAP_S = 5.0
 LOADED_S = 20.0
@@ -27,12 +27,12 @@ SOAK = pytest.param(20, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])
 
 
 def takes_over(two: Pair, load: Load, fault: Callable[[], object]) -> float:
-    """Do harm to the writer; how long nobody was answered. The two change places, and everybody is served again."""
+    """Do harm to the writer; how long no one was answered. The two change places, and everyone is served again."""
     since_s = time.monotonic()
     fault()
     eventually(lambda: two.standby.answers("/readyz"), WITHIN_S, two.story)
     two.swap()
-    load.everybody_goes_on(two.story)
+    load.everyone_goes_on(two.story)
     gap_s = load.seen.gap_s(since_s, time.monotonic())
     print(f"nobody was answered for {gap_s:.2f} s", flush=True)
     return gap_s
@@ -52,7 +52,7 @@ def test_when_the_writer_is_killed_the_standby_takes_over(tmp_path: Path, postgr
     with pair(tmp_path, postgres_url) as two:
         with Load(two.urls) as load:
             for _ in range(rounds):
-                load.everybody_goes_on(two.story)
+                load.everyone_goes_on(two.story)
                 killed = two.writer
                 gaps.append(takes_over(two, load, killed.kill))
                 killed.start(ready=False)
@@ -69,7 +69,7 @@ def test_when_the_writer_is_stopped_the_standby_takes_over_and_it_steps_down(
     with pair(tmp_path, postgres_url) as two:
         with Load(two.urls) as load:
             for _ in range(rounds):
-                load.everybody_goes_on(two.story)
+                load.everyone_goes_on(two.story)
                 stopped = two.writer
                 assert stopped.process is not None
                 gaps.append(takes_over(two, load, lambda: stopped.process.send_signal(signal.SIGSTOP)))  # noqa: B023
@@ -83,7 +83,7 @@ def test_when_the_writer_is_stopped_the_standby_takes_over_and_it_steps_down(
 def steps_down_unheard(stopped: DaemonProcess, load: Load) -> None:
     """It goes on: what it was asked meanwhile it does not answer as if it were the writer, and it ends."""
     assert stopped.process is not None
-    proof = json.dumps({"token": load.keeper.token})
+    proof = json.dumps({"token": load.keeper.fencing_token})
     asked = [
         plain(stopped.port, "GET", f"/v1/leases/{load.keeper.id}"),
         plain(stopped.port, "GET", "/v1/gpus"),
@@ -162,7 +162,7 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
         assert standby.call("GET", "/").content.startswith(b"stands by; the writer is ")
         gpus = standby.call("GET", "/v1/gpus").json["items"]
         assert {gpu["state"] for gpu in gpus} == {"unknown"}, "it has no readings"
-        assert any("stands by" in gpu["reason"] for gpu in gpus)
+        assert any("this daemon is a standby" in gpu["reason"] for gpu in gpus)
         proof = {"token": lease["token"]}
         for method, path, body in (
             ("POST", "/v1/leases", {"count": 1}),
@@ -184,15 +184,15 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
             )
             assert both.lease_by_id(lease["id"]).id == lease["id"]
             with both.lease(count=1) as other:
-                assert other.token > lease["token"]
+                assert other.fencing_token > lease["token"]
         tells_of_itself_alone(standby)
         assert scrape(writer).value("gpulease_standing", standing="writer") == 1
-        for word, said in (("status", "this is a copy as of "), ("doctor", "It stands by; the writer is pid ")):
+        for word, said in (("status", "this is a copy as of "), ("doctor", "It is a standby; the writer is pid ")):
             ran = gpulease(word, GPULEASE_URL=standby.url)
             assert said in ran.stdout + ran.stderr, ran
         with Client(standby.url) as only:
             assert only.as_of is None
-            assert only.lease_by_id(lease["id"]).token == lease["token"]
+            assert only.lease_by_id(lease["id"]).fencing_token == lease["token"]
             assert only.as_of is not None
 
 

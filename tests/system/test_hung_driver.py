@@ -14,10 +14,7 @@ import psutil
 import pytest
 
 from tests.daemon import DaemonProcess, daemon, eventually
-
-from .hardware import HANGS_S, Hardware
-
-pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
+from tests.system.hardware import HANGS_S, Hardware
 
 LIBRARY = "libnvidia-ml.so.1"
 STAND_IN = Path(__file__).parents[1] / "worker" / "stand_in_nvml.c"
@@ -26,7 +23,7 @@ STAND_IN = Path(__file__).parents[1] / "worker" / "stand_in_nvml.c"
 @contextmanager
 def worker(running: DaemonProcess, node: str, simulate: Path) -> Iterator[None]:
     """A second node of the daemon."""
-    command = [sys.executable, "-m", "gpulease.cli", "worker", "--url", running.url, "--node", node]
+    command = [sys.executable, "-m", "gpulease_cli", "worker", "--url", running.url, "--node", node]
     command += ["--data-dir", str(running.data_dir.parent / node), "--simulate", str(simulate)]
     process = subprocess.Popen(command)
     try:
@@ -47,7 +44,8 @@ def mapped(running: DaemonProcess) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {"with": [], "without": []}
     for process in (daemon_process, *daemon_process.children(recursive=True)):
         command = process.cmdline()
-        kind = next((word for word in ("gpulease_worker.probe", "worker", "serve") if word in command), "other")
+        kind = next((word for word in ("gpulease_worker.probe.main", "worker") if word in command), "other")
+        kind = "serve" if process == daemon_process else kind
         maps = Path(f"/proc/{process.pid}/maps").read_text()
         found["with" if LIBRARY in maps else "without"].append(kind)
     return found
@@ -108,13 +106,13 @@ def real_binding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return build
 
 
-def test_only_the_probe_has_the_driver_open_and_nobody_while_the_node_is_paused(
+def test_only_the_probe_has_the_driver_open_and_no_one_while_the_node_is_paused(
     tmp_path: Path, real_binding: Any
 ) -> None:
     real_binding()
     with daemon(tmp_path, "--node", "n1") as running:
         eventually(lambda: len(running.call("GET", "/v1/gpus").json["items"]) == 2, 20, running.story)
-        assert mapped(running)["with"] == ["gpulease_worker.probe"]
+        assert mapped(running)["with"] == ["gpulease_worker.probe.main"]
         assert sorted(mapped(running)["without"]) == ["serve", "worker"]
 
         assert running.call("POST", "/v1/nodes/n1/pause").status == 200
@@ -124,7 +122,7 @@ def test_only_the_probe_has_the_driver_open_and_nobody_while_the_node_is_paused(
 
         assert running.call("POST", "/v1/nodes/n1/resume").status == 200
         eventually(lambda: running.call("GET", "/v1/nodes/n1").json["state"] == "ready", 20, running.story)
-        assert mapped(running)["with"] == ["gpulease_worker.probe"]
+        assert mapped(running)["with"] == ["gpulease_worker.probe.main"]
 
 
 def test_a_driver_that_never_lets_nvml_open_leaves_the_daemon_answering(tmp_path: Path, real_binding: Any) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 from gpulease import UnknownOrdinals
-from gpulease.lease import scrubbed
+from gpulease_protocol.launchers import strip_launcher_variables
 from tests.client.stand_in_cuda import HERE, Card, Cuda, machine
 from tests.daemon import DaemonProcess, daemon, eventually
+from tests.imported_program import completed
 from tests.worker.stand_in import EVERY, GPU_IS_LOST, POOR, THIRD, WHOLE, Driver
 
 READS_NUMBERS = f"""
@@ -77,15 +78,13 @@ def running(place: Path, cuda: Cuda, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def shells(cuda: Cuda, running: DaemonProcess, **more: str) -> dict[str, str]:
-    """The environment of somebody's shell, in which a mask was left."""
+    """The environment of someone's shell, in which a mask was left."""
     left = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     return cuda.environment | left | {"GPULEASE_URL": running.url} | more
 
 
 def gpulease(cuda: Cuda, running: DaemonProcess, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gpulease.cli", *words]
-    environment = shells(cuda, running, **more)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return completed(words, shells(cuda, running, **more), 60)
 
 
 def free(running: DaemonProcess) -> None:
@@ -129,7 +128,7 @@ def test_run_refuses_what_it_cannot_number_and_gives_the_gpu_back(running, cuda,
     ran = gpulease(cuda, running, "run", "--mask", "indices", "--", "touch", str(place / "ran"), STAND_IN_FAILS=fails)
     assert ran.returncode == 1
     assert "why: The numbers that CUDA gives these GPUs are not known: CUDA was asked on this host, and " in ran.stderr
-    assert "do:  See what CUDA says here, or say --mask uuids if the program reads UUIDs." in ran.stderr
+    assert "do:  Check CUDA on this host, or use --mask uuids if the program reads UUIDs." in ran.stderr
     assert not (place / "ran").exists()
     assert running.call("GET", "/v1/leases?state=active").json["items"] == []
 
@@ -173,7 +172,7 @@ def test_a_lost_gpu_below_moves_no_deepspeed_job_onto_another(running, cuda, pla
     assert json.loads(printed) == RIGHT
 
 
-def test_a_mask_of_which_nobody_has_heard_is_refused(running: DaemonProcess) -> None:
+def test_a_mask_of_which_no_one_has_heard_is_refused(running: DaemonProcess) -> None:
     answer = running.call("POST", "/v1/jobs", {"command": ["t.py"], "mask": "names"})
     assert (answer.status, answer.json["code"]) == (422, "invalid_request")
 
@@ -199,7 +198,7 @@ def test_a_lease_in_python_has_numbers_too(running: DaemonProcess, cuda: Cuda, m
 
 def test_simulated_gpus_have_the_daemons_numbers(tmp_path: Path) -> None:
     with daemon(tmp_path, "--simulate", "3") as simulated:
-        environment = scrubbed(os.environ) | {"GPULEASE_URL": simulated.url}
+        environment = strip_launcher_variables(os.environ) | {"GPULEASE_URL": simulated.url}
         words = [
             "run",
             "--mask",
@@ -211,9 +210,8 @@ def test_simulated_gpus_have_the_daemons_numbers(tmp_path: Path) -> None:
             "-c",
             "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER",
         ]
-        command = [sys.executable, "-m", "gpulease.cli", *words]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-        assert ran.stdout == "0,1,2 PCI_BUS_ID\n"
+        ran = completed(words, environment, 60)
+        assert ran.stdout == "0,1,2 PCI_BUS_ID\n", ran.stderr
         job = {"command": ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], "launcher": "plain", "mask": "indices", "gpus": 2}
         made = simulated.call("POST", "/v1/jobs", job)
         path = f"/v1/jobs/{made.json['id']}"

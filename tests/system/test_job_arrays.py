@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import DaemonProcess, eventually
 
 RECORD = """
 import os, sys, time
@@ -25,21 +22,11 @@ with open(name, "w") as file:
 sys.exit(3 if index == "4" else 0)
 """
 
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with daemon(tmp_path, "--simulate", "8") as started:
-        yield started
-
-
-def gpulease(running: DaemonProcess, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"GPULEASE_URL": running.url}
-    command = [sys.executable, "-m", "gpulease.cli", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+OPTIONS = ("--simulate", "8")
 
 
 def submit(running: DaemonProcess, array: str, *command: str) -> str:
-    said = gpulease(running, "submit", "--launcher", "plain", "--name", "sweep", "--array", array, "--", *command)
+    said = running.gpulease("submit", "--launcher", "plain", "--name", "sweep", "--array", array, "--", *command)
     assert said.returncode == 0, said.stderr
     return said.stdout.strip()
 
@@ -51,6 +38,7 @@ def most_at_once(directory: Path, array: str) -> int:
     return max(sum(begun <= at < ended for begun, ended in spans) for at, _ in spans)
 
 
+@pytest.mark.budget(20)
 @pytest.mark.timeout(300)
 def test_twenty_jobs_run_three_at_a_time_and_wait_passes_on_the_code_of_the_one_that_failed(
     running: DaemonProcess, tmp_path: Path
@@ -59,13 +47,13 @@ def test_twenty_jobs_run_three_at_a_time_and_wait_passes_on_the_code_of_the_one_
     array = submit(running, "0-19%3", sys.executable, "-c", RECORD, str(tmp_path), "{index}")
     assert array.startswith("array-")
     assert time.monotonic() - begun < 10  # the command does not stay for them
-    waited = gpulease(running, "wait", array)
+    waited = running.gpulease("wait", array)
     assert waited.returncode == 3, waited.stderr
     first, *further = waited.stderr.splitlines()
     assert first.startswith(f"{array}: ")
     assert len(further) == 1, "one line says which job has failed, and how"
     assert most_at_once(tmp_path, array) == 3
-    listed = gpulease(running, "jobs", "--array", array).stdout.splitlines()
+    listed = running.gpulease("jobs", "--array", array).stdout.splitlines()
     assert len(listed) == 21
     assert all(f"sweep[{index}]" in line for index, line in enumerate(listed[1:]))
 
@@ -74,13 +62,13 @@ def test_an_array_is_cancelled_whole_and_none_of_it_begins_meanwhile(running: Da
     array = submit(running, "1-9%2", "sleep", "60")
     path = f"/v1/jobs?array={array}&state="
     eventually(lambda: len(running.call("GET", path + "running").json["items"]) == 2, 30, running.story)
-    said = gpulease(running, "cancel", array, "--grace", "1s")
+    said = running.gpulease("cancel", array, "--grace", "1s")
     assert len(said.stdout.splitlines()) == 9, said.stderr
     eventually(lambda: len(running.call("GET", path + "cancelled").json["items"]) == 9, 30, running.story)
     begun = [job for job in running.call("GET", path + "cancelled").json["items"] if job["attempts"]]
     assert len(begun) == 2
-    assert gpulease(running, "cancel", array).stdout == f"all jobs of {array} have ended\n"
-    assert gpulease(running, "wait", "array-none").returncode == 1
+    assert running.gpulease("cancel", array).stdout == f"all jobs of {array} have already ended\n"
+    assert running.gpulease("wait", "array-none").returncode == 1
 
 
 def test_one_request_sent_twice_makes_one_array(running: DaemonProcess) -> None:
@@ -108,4 +96,4 @@ def test_an_array_outlives_the_daemon_with_its_limit(running: DaemonProcess) -> 
     queued = running.call("GET", path + "queued").json["items"]
     assert len(queued) == 4
     said = running.call("GET", f"/v1/leases/{queued[0]['lease_id']}/explain").json["sentence"]
-    assert f"array {array} has as many jobs running as it may at once, 1" in said
+    assert f"array {array} runs as many jobs as it may at once (1)" in said

@@ -1,6 +1,6 @@
-"""Jobs whose processes hang in the kernel, where no signal reaches them: in a file system that answers nobody.
+"""Jobs whose processes hang in the kernel, where no signal reaches them: in a file system that answers no one.
 
-Such a job is stopping, with the reason, for as long as the process lives; its GPU is granted to nobody meanwhile, and
+Such a job is stopping, with the reason, for as long as the process lives; its GPU is granted to no one meanwhile, and
 nothing else hangs: not the daemon, not its worker, and not those that come after them.
 """
 
@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 
-from gpulease_worker import processes, records
+from gpulease_worker.jobs import job_records
+from gpulease_worker.processes import procfs
 from tests.daemon import DaemonProcess, daemon, events, eventually
-from tests.fuse import Hanging, hanging
+from tests.hanging_filesystem import Hanging, hanging
+
+pytestmark = pytest.mark.slow
 
 READS = "import sys; print('up', flush=True); open(sys.argv[1], 'rb', 0).read()"
 READS_IN_A_THREAD = (
@@ -57,17 +60,7 @@ def running(tmp_path: Path, system: Hanging) -> Iterator[DaemonProcess]:
     with daemon(tmp_path, "--simulate", "1") as started:
         yield started
         system.abort()  # before the daemon ends, so that nothing of the jobs outlives the test
-        eventually(lambda: states(started) == ["free"], 20, started.story)
-
-
-def states(running: DaemonProcess) -> list[str]:
-    return [gpu["state"] for gpu in running.call("GET", "/v1/gpus").json["items"]]
-
-
-def submit(running: DaemonProcess, *command: str, **what: Any) -> str:
-    answer = running.call("POST", "/v1/jobs", {"command": list(command), "launcher": "plain", **what})
-    assert answer.status == 201, answer.content
-    return str(answer.json["id"])
+        eventually(lambda: started.gpu_states() == ["free"], 20, started.story)
 
 
 def job(running: DaemonProcess, job_id: str) -> dict[str, Any]:
@@ -80,7 +73,7 @@ def job(running: DaemonProcess, job_id: str) -> dict[str, Any]:
 def hung(lease_id: str) -> set[int]:
     """Processes of a lease of which a thread waits in the kernel for the answer."""
     found = set()
-    for process in processes.marked({lease_id}):
+    for process in procfs.marked_processes({lease_id}):
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             if (task / "wchan").read_text() == "request_wait_answer":
                 found.add(process.pid)
@@ -101,8 +94,8 @@ def quarantined(running: DaemonProcess, job_id: str, waiting: str, pid: int) -> 
     shown = job(running, job_id)
     assert (shown["state"], shown["ended_at"]) == ("stopping", None), shown
     assert f"SIGKILL does not end: {pid} (hangs in the kernel, in request_wait_answer)" in shown["reason"]
-    # A busy machine may be late with a reading, and the GPU is unknown then, to everybody.
-    eventually(lambda: states(running) != ["unknown"], 30, running.story)
+    # A busy machine may be late with a reading, and the GPU is unknown then, to everyone.
+    eventually(lambda: running.gpu_states() != ["unknown"], 30, running.story)
     (gpu,) = running.call("GET", "/v1/gpus").json["items"]
     assert (gpu["state"], gpu["lease_id"]) == ("leased", shown["lease_id"])
     assert f"SIGKILL does not end: {pid}" in gpu["reason"]
@@ -111,7 +104,7 @@ def quarantined(running: DaemonProcess, job_id: str, waiting: str, pid: int) -> 
     eventually(lambda: "is unknown" not in running.call("GET", explained).json["sentence"], 30, running.story)
     why = running.call("GET", explained).json
     assert why["verdict"] == "not_now"
-    assert f"job {job_id}), whose job stops: " in why["sentence"]
+    assert f"job {job_id}) and its job is stopping: " in why["sentence"]
     assert f"{pid} (hangs in the kernel" in why["sentence"]
 
 
@@ -119,16 +112,15 @@ def says_why(running: DaemonProcess, job_id: str) -> bool:
     return "SIGKILL does not end" in (job(running, job_id)["reason"] or "")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("script", [READS, READS_IN_A_THREAD], ids=["its only thread", "one thread of two"])
 def test_a_job_that_hangs_in_the_kernel_stops_until_it_has_ended_and_keeps_its_gpu(
     running: DaemonProcess, system: Hanging, script: str
 ) -> None:
-    job_id = submit(running, sys.executable, "-c", script, str(system.file))
+    job_id = running.submit(sys.executable, "-c", script, str(system.file))
     lease_id = job(running, job_id)["lease_id"]
     eventually(lambda: bool(hung(lease_id)), 30, running.story)
     (pid,) = hung(lease_id)
-    waiting = submit(running, "true")
+    waiting = running.submit("true")
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
     eventually(lambda: is_beyond_signals(pid), 30)
     eventually(lambda: says_why(running, job_id), 40, running.story)
@@ -143,19 +135,18 @@ def test_a_job_that_hangs_in_the_kernel_stops_until_it_has_ended_and_keeps_its_g
     eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
     done = job(running, job_id)
     assert (done["state"], done["reason"], done["exit_code"]) == ("cancelled", "cancelled", 143)
-    assert not processes.marked({lease_id})
+    assert not procfs.marked_processes({lease_id})
     kinds = [event["kind"] for event in events(running) if event["job_id"] == job_id]
     assert (kinds.count("job.stuck"), kinds.count("job.ended")) == (1, 1)
 
 
-@pytest.mark.timeout(180)
 def test_a_job_whose_directory_does_not_answer_can_be_cancelled_before_it_has_begun(
     running: DaemonProcess, system: Hanging
 ) -> None:
-    job_id = submit(running, "true", working_directory=str(system.nowhere))
+    job_id = running.submit("true", working_directory=str(system.nowhere))
     supervisor = running.data_dir / "worker" / "jobs" / job_id / "supervisor.log"
     eventually(supervisor.exists, 20, running.story)
-    waiting = submit(running, "true")
+    waiting = running.submit("true")
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
     eventually(lambda: says_why(running, job_id), 30, running.story)
     assert job(running, job_id)["state"] == "stopping"
@@ -165,16 +156,15 @@ def test_a_job_whose_directory_does_not_answer_can_be_cancelled_before_it_has_be
     assert (job(running, job_id)["state"], job(running, job_id)["started_at"]) == ("cancelled", None)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("whose", ["somebody's", "the job's"])
-def test_who_hangs_with_the_lock_of_its_memory_hangs_nobody_who_looks_for_processes(
+def test_who_hangs_with_the_lock_of_its_memory_hangs_no_one_who_looks_for_processes(
     running: DaemonProcess, system: Hanging, whose: str
 ) -> None:
     command = [sys.executable, "-c", LOCKS_ITS_MEMORY, str(system.written)]
     with subprocess.Popen(command) if whose == "somebody's" else nullcontext() as stranger:
         try:
             if stranger is None:
-                job_id = submit(running, *command)
+                job_id = running.submit(*command)
                 pid = launcher_of(running, job_id)
             else:
                 pid = stranger.pid
@@ -182,16 +172,16 @@ def test_who_hangs_with_the_lock_of_its_memory_hangs_nobody_who_looks_for_proces
             if stranger is None:
                 running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
                 eventually(lambda: says_why(running, job_id), 30, running.story)
-                assert (job(running, job_id)["state"], states(running)) == ("stopping", ["leased"])
+                assert (job(running, job_id)["state"], running.gpu_states()) == ("stopping", ["leased"])
             else:
-                job_id = submit(running, "sh", "-c", "setsid sleep 600 & exit 3")
+                job_id = running.submit("sh", "-c", "setsid sleep 600 & exit 3")
                 eventually(lambda: job(running, job_id)["state"] == "failed", 30, running.story)
-                eventually(lambda: states(running) == ["free"], 30, running.story)
+                eventually(lambda: running.gpu_states() == ["free"], 30, running.story)
             running.kill()
             running.start()
-            waiting = submit(running, "true")
+            waiting = running.submit("true")
             if stranger is None:
-                eventually(lambda: states(running) == ["leased"], 30, running.story)
+                eventually(lambda: running.gpu_states() == ["leased"], 30, running.story)
                 assert job(running, waiting)["state"] == "queued"
                 system.abort()
             eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
@@ -203,9 +193,9 @@ def test_who_hangs_with_the_lock_of_its_memory_hangs_nobody_who_looks_for_proces
 
 
 def launcher_of(running: DaemonProcess, job_id: str) -> int:
-    def start() -> records.Start | None:
+    def start() -> job_records.StartRecord | None:
         directory = running.data_dir / "worker" / "jobs" / job_id
-        found = records.read(directory, records.START, records.Start)
+        found = job_records.read(directory, job_records.START, job_records.StartRecord)
         return found if found is not None and found.launcher is not None else None
 
     eventually(lambda: start() is not None, 30, running.story)
@@ -216,7 +206,7 @@ def launcher_of(running: DaemonProcess, job_id: str) -> int:
 
 
 def cannot_be_read(pid: int) -> bool:
-    """True when whoever reads a process's environment hangs."""
+    """True when reading a process's environment hangs."""
     with subprocess.Popen(["cat", f"/proc/{pid}/environ"], stdout=subprocess.DEVNULL) as reader:
         try:
             reader.wait(0.5)
@@ -226,12 +216,11 @@ def cannot_be_read(pid: int) -> bool:
     return False
 
 
-@pytest.mark.timeout(180)
 def test_what_a_job_that_failed_has_left_in_the_kernel_keeps_its_gpu_and_not_its_verdict(
     running: DaemonProcess, system: Hanging
 ) -> None:
-    job_id = submit(running, sys.executable, "-c", LEAVES_A_READER, str(system.file))
-    waiting = submit(running, "true")
+    job_id = running.submit(sys.executable, "-c", LEAVES_A_READER, str(system.file))
+    waiting = running.submit("true")
     eventually(lambda: says_why(running, job_id), 40, running.story)
     (pid,) = hung(job(running, job_id)["lease_id"])
     quarantined(running, job_id, waiting, pid)
@@ -240,16 +229,15 @@ def test_what_a_job_that_failed_has_left_in_the_kernel_keeps_its_gpu_and_not_its
     assert (job(running, job_id)["state"], job(running, job_id)["exit_code"]) == ("failed", 4)
 
 
-@pytest.mark.timeout(180)
 def test_the_worker_keeps_watch_where_the_supervisor_of_such_a_job_is_killed(
     running: DaemonProcess, system: Hanging
 ) -> None:
-    job_id = submit(running, sys.executable, "-c", READS, str(system.file))
+    job_id = running.submit(sys.executable, "-c", READS, str(system.file))
     lease_id = job(running, job_id)["lease_id"]
     eventually(lambda: bool(hung(lease_id)), 30, running.story)
     (pid,) = hung(lease_id)
-    waiting = submit(running, "true")
-    start = records.read(running.data_dir / "worker" / "jobs" / job_id, records.START, records.Start)
+    waiting = running.submit("true")
+    start = job_records.read(running.data_dir / "worker" / "jobs" / job_id, job_records.START, job_records.StartRecord)
     assert start is not None
     os.kill(start.supervisor.pid, signal.SIGKILL)
     eventually(lambda: says_why(running, job_id), 30, running.story)

@@ -1,4 +1,4 @@
-"""SIGKILL at random instants, round after round: a job ends rightly and leaves nothing, whoever dies when.
+"""SIGKILL at random instants, round after round: a job ends correctly and leaves nothing, whichever process dies when.
 
 `GPULEASE_SOAK_ROUNDS=50` makes more rounds than the few that every run of the tests has; `GPULEASE_SOAK_SEED` repeats
 the instants of one, though not what the machine made of them.
@@ -17,13 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpulease_worker import processes
-from tests.daemon import DaemonProcess, daemon, eventually
+from gpulease_protocol.host import process_tree
+from gpulease_worker.processes import procfs
+from tests.daemon import FINAL, DaemonProcess, daemon, eventually
+
+pytestmark = pytest.mark.slow
 
 ROUNDS = int(os.environ.get("GPULEASE_SOAK_ROUNDS", "6"))
 SEED = os.environ.get("GPULEASE_SOAK_SEED") or str(time.time_ns())
 INSTANTS_S = (0.0, 1.5)
-"""When something dies, after the submission: before the supervisor is up, while the job runs, when it is over."""
+"""When something dies, after the submission: before the supervisor is up, while the job runs, when it has ended."""
 JOB = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -32,11 +35,10 @@ subprocess.Popen(["setsid", "--fork", *sleep])
 time.sleep(0.7)
 """
 """A job that leaves processes behind, one of them with neither its session nor its parent."""
-FINAL = ("succeeded", "failed", "cancelled", "timed_out", "lost")
 ALLOWED = {
     "daemon": {"succeeded"},
     "worker": {"succeeded"},
-    # Dead before its start was recorded, it is started again; after the end was recorded, nobody misses it.
+    # Dead before its start was recorded, it is started again; after the end was recorded, no one misses it.
     "supervisor": {"succeeded", "failed"},
     "launcher": {"succeeded", "failed"},
     "cancel": {"succeeded", "cancelled"},
@@ -45,8 +47,8 @@ ALLOWED = {
 
 def named(word: str, root: int | None = None) -> list[int]:
     """Processes, of all or below one, whose command line has this word."""
-    everyone = processes.pids() if root is None else [one.pid for one in processes.descendants(root)]
-    return [pid for pid in everyone if word in (processes.command_of(pid) or "")]
+    everyone = process_tree.all_pids() if root is None else [one.pid for one in process_tree.descendants(root)]
+    return [pid for pid in everyone if word in (procfs.command_of(pid) or "")]
 
 
 def strike(running: DaemonProcess, victim: str, job_id: str) -> None:
@@ -68,21 +70,19 @@ def strike(running: DaemonProcess, victim: str, job_id: str) -> None:
 
 
 def play(running: DaemonProcess, victim: str, at_s: float, told: str) -> None:
-    """Submit a job, have somebody die after so long, and look at how it ends."""
-    body = {"command": [sys.executable, "-c", JOB], "launcher": "plain"}
-    job = running.call("POST", "/v1/jobs", body).json
-    path = f"/v1/jobs/{job['id']}"
+    """Submit a job, have someone die after so long, and look at how it ends."""
+    job = running.job(running.submit(sys.executable, "-c", JOB))
     time.sleep(at_s)  # the instant itself, and nothing that is waited for
     with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it was over sooner
         strike(running, victim, job["id"])
-    eventually(lambda: running.call("GET", path).json["state"] in FINAL, 40, lambda: told + running.story())
-    ended = running.call("GET", path).json
+    eventually(lambda: running.job(job["id"])["state"] in FINAL, 40, lambda: told + running.story())
+    ended = running.job(job["id"])
     assert ended["state"] in ALLOWED[victim], (told, ended)
-    assert not processes.marked({job["lease_id"]}), told
+    assert not procfs.marked_processes({job["lease_id"]}), told
 
 
 @pytest.mark.timeout(60 + 40 * ROUNDS)
-def test_whoever_dies_at_any_instant_the_job_ends_rightly(tmp_path: Path) -> None:
+def test_a_job_ends_correctly_whichever_process_dies_at_any_instant(tmp_path: Path) -> None:
     chance = random.Random(SEED)
     with daemon(tmp_path, "--simulate", "1") as running:
         for number in range(ROUNDS):

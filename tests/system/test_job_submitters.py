@@ -1,4 +1,4 @@
-"""A daemon of root's and a client of another user's: over the Unix socket the job is his, and is run as him."""
+"""A root daemon and another user's client: over the Unix socket the job belongs to that user, and runs as that user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ while part := connection.recv(65536):
     answer += part
 sys.stdout.write(answer.partition(b"\\r\\n\\r\\n")[2].decode())
 """
-"""What a user runs: it becomes him before it connects, as the kernel tells the daemon who connected."""
+"""What a user runs: it becomes that user before it connects, as the kernel tells the daemon who connected."""
 
 
 @pytest.fixture

@@ -5,69 +5,39 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, events, eventually
+from tests.daemon import DaemonProcess, events, eventually
 
 WAIT = "?wait_s=60&wait_while="
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with daemon(tmp_path, "--simulate", "4") as started:
-        yield started
-
-
-def submit(running: DaemonProcess, *command: str, **what: Any) -> str:
-    body = {"command": list(command), "launcher": "plain", **what}
-    answer = running.call("POST", "/v1/jobs", body)
-    assert answer.status == 201, answer.content
-    return str(answer.json["id"])
-
-
-def job(running: DaemonProcess, job_id: str) -> dict[str, Any]:
-    found: dict[str, Any] = running.call("GET", f"/v1/jobs/{job_id}").json
-    return found
-
-
-def ended(running: DaemonProcess, job_id: str, within_s: float = 60) -> dict[str, Any]:
-    """The job, once it is final."""
-    final = ("succeeded", "failed", "cancelled", "timed_out", "lost")
-    eventually(lambda: job(running, job_id)["state"] in final, within_s, running.story)
-    return job(running, job_id)
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def states(running: DaemonProcess) -> list[str]:
-    return [gpu["state"] for gpu in running.call("GET", "/v1/gpus").json["items"]]
-
-
 def test_a_job_runs_bound_to_its_gpus_and_gives_them_back(running: DaemonProcess) -> None:
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GPULEASE_LEASE_ID'])"
-    done = ended(running, submit(running, *python(code), gpus=2))
+    done = running.wait_job(running.submit(*python(code), gpus=2))
     assert (done["state"], done["exit_code"], done["attempts"]) == ("succeeded", 0, 1)
-    lease = running.call("GET", f"/v1/leases/{done['lease_id']}").json
+    lease = running.lease(done["lease_id"])
     assert lease["end_reason"] == "job_finished"
     printed = running.call("GET", f"/v1/jobs/{done['id']}/logs").content.decode().split()
     assert printed == [",".join(gpu["uuid"] for gpu in done["gpus"]), done["lease_id"]]
-    eventually(lambda: states(running) == ["free"] * 4, 5)
+    running.wait_free()
 
 
 def test_three_jobs_of_two_gpus_on_four_take_turns(running: DaemonProcess, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     wait = python(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)")
-    jobs = [submit(running, *wait, gpus=2) for _ in range(3)]
-    eventually(lambda: [job(running, item)["state"] for item in jobs] == ["running", "running", "queued"], 20)
-    assert states(running) == ["leased"] * 4
+    jobs = [running.submit(*wait, gpus=2) for _ in range(3)]
+    eventually(lambda: [running.job(item)["state"] for item in jobs] == ["running", "running", "queued"], 20)
+    assert running.gpu_states() == ["leased"] * 4
     gate.touch()
-    assert [ended(running, item)["state"] for item in jobs] == ["succeeded"] * 3
+    assert [running.wait_job(item)["state"] for item in jobs] == ["succeeded"] * 3
     holding: set[str] = set()
     for event in events(running):
         if event["kind"] == "lease.granted":
@@ -90,70 +60,70 @@ def test_three_jobs_of_two_gpus_on_four_take_turns(running: DaemonProcess, tmp_p
 def test_a_command_that_cannot_start_fails_with_that_reason(
     running: DaemonProcess, command: list[str], what: dict[str, Any], reason: str
 ) -> None:
-    done = ended(running, submit(running, *command, **what))
+    done = running.wait_job(running.submit(*command, **what))
     assert done["state"] == "failed"
     assert reason in done["reason"]
-    eventually(lambda: states(running) == ["free"] * 4, 5)
+    running.wait_free()
 
 
 def test_a_job_that_fails_shows_its_exit_code(running: DaemonProcess) -> None:
-    done = ended(running, submit(running, *python("raise SystemExit(7)")))
+    done = running.wait_job(running.submit(*python("raise SystemExit(7)")))
     assert (done["state"], done["exit_code"]) == ("failed", 7)
 
 
 def test_a_job_that_takes_too_long_is_ended(running: DaemonProcess) -> None:
-    done = ended(running, submit(running, "sleep", "600", timeout_s=0.5))
+    done = running.wait_job(running.submit("sleep", "600", timeout_s=0.5))
     assert done["state"] == "timed_out"
 
 
 def test_a_cancelled_job_ends_with_all_its_processes(running: DaemonProcess) -> None:
-    job_id = submit(running, "sh", "-c", "setsid sleep 600 & sleep 600")
-    eventually(lambda: job(running, job_id)["state"] == "running", 20)
-    eventually(lambda: len(marked(job(running, job_id)["lease_id"])) >= 3, 20)
+    job_id = running.submit("sh", "-c", "setsid sleep 600 & sleep 600")
+    eventually(lambda: running.job(job_id)["state"] == "running", 20)
+    eventually(lambda: len(marked(running.job(job_id)["lease_id"])) >= 3, 20)
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 1})
-    done = ended(running, job_id)
+    done = running.wait_job(job_id)
     assert done["state"] == "cancelled"
     assert not marked(done["lease_id"]), "processes of the job are left"
-    eventually(lambda: states(running) == ["free"] * 4, 5)
+    running.wait_free()
 
 
 def test_a_running_job_survives_the_daemon_and_is_found_again(running: DaemonProcess, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     code = f"import os, time\nprint(os.getpid(), flush=True)\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
-    job_id = submit(running, *python(code))
+    job_id = running.submit(*python(code))
     eventually(lambda: running.call("GET", f"/v1/jobs/{job_id}/logs").content.strip().isdigit(), 20)
     pid = int(running.call("GET", f"/v1/jobs/{job_id}/logs").content)
     for _ in range(2):
         running.kill()
         running.start()
-        assert job(running, job_id)["state"] == "running"
+        assert running.job(job_id)["state"] == "running"
         assert Path(f"/proc/{pid}").exists()
-        assert "leased" in states(running)
+        assert "leased" in running.gpu_states()
     gate.touch()
-    done = ended(running, job_id)
+    done = running.wait_job(job_id)
     assert (done["state"], done["attempts"]) == ("succeeded", 1)
     assert running.call("GET", f"/v1/jobs/{job_id}/logs").content.split() == [str(pid).encode()], "it ran twice"
 
 
 def test_jobs_submitted_before_a_crash_run_after_it(running: DaemonProcess) -> None:
-    jobs = [submit(running, "true", gpus=4) for _ in range(3)]
+    jobs = [running.submit("true", gpus=4) for _ in range(3)]
     running.kill()
     running.start()
-    assert [ended(running, item)["state"] for item in jobs] == ["succeeded"] * 3
+    assert [running.wait_job(item)["state"] for item in jobs] == ["succeeded"] * 3
 
 
 def test_a_gpu_drains_while_a_child_of_its_holder_lives(running: DaemonProcess) -> None:
-    lease = running.call("POST", "/v1/leases", {"count": 1}).json
+    lease = running.request_lease()
     child = subprocess.Popen(["sleep", "600"], env=os.environ | lease["env"])
     try:
         uuid = lease["gpus"][0]["uuid"]
         eventually(lambda: running.call("GET", f"/v1/gpus/{uuid}").json["activity"] in ("active", "idle"), 10)
-        running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+        running.release(lease)
         waiting = running.call("POST", "/v1/leases", {"devices": [uuid]}).json
         shown = running.call("GET", f"/v1/gpus/{uuid}").json
         assert shown["state"] == "draining"
         eventually(lambda: f"pid {child.pid}" in running.call("GET", f"/v1/gpus/{uuid}").json["reason"], 10)
-        assert running.call("GET", f"/v1/leases/{waiting['id']}").json["state"] == "queued"
+        assert running.lease(waiting["id"])["state"] == "queued"
     finally:
         child.kill()
         child.wait()

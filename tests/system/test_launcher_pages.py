@@ -6,22 +6,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, events, eventually
+from tests.daemon import DaemonProcess, events, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
 PAGES = Path(__file__).parents[2] / "docs" / "launchers"
 LEARNT = "devices [0, 1], weight 3.0, bias 1.0"
-
-
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with daemon(tmp_path_factory.mktemp("pages"), "--simulate", "4") as started:
-        yield started
 
 
 def block(page: str, language: str) -> str:
@@ -41,42 +36,39 @@ def run_page(page: str, place: Path, url: str) -> subprocess.CompletedProcess[st
     )  # fmt: skip
 
 
-def kinds_since(running: DaemonProcess, seq: int, kind: str) -> list[dict[str, Any]]:
-    return [event for event in events(running) if event["seq"] > seq and event["kind"] == kind]
+def events_of(running: DaemonProcess, kind: str, after: int) -> list[dict[str, Any]]:
+    """The events of a kind after a sequence number."""
+    return [event for event in events(running, after=after) if event["kind"] == kind]
 
 
 def last_seq(running: DaemonProcess) -> int:
+    """The sequence number of the newest event."""
     return max((event["seq"] for event in events(running)), default=0)
 
 
-@pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("page", ["lightning.md", "fabric.md", "torchrun.md", "accelerate.md", "spawn.md"])
-def test_a_training_of_two_ranks_takes_one_lease_and_gives_it_back(running, tmp_path: Path, page: str) -> None:
+def test_a_training_of_two_ranks_takes_one_lease_and_gives_it_back(
+    running: DaemonProcess, tmp_path: Path, page: str
+) -> None:
     before = last_seq(running)
     result = run_page(page, tmp_path, running.url)
     assert LEARNT in result.stdout, result.stderr[-3000:]
     # After a gloo collective torch may abort while the interpreter ends, with all its work done.
     assert result.returncode == 0 or "SIGABRT" in result.stderr or result.returncode in (-6, 134), result.stderr[-3000:]
-    assert [len(event["gpus"]) for event in kinds_since(running, before, "lease.granted")] == [2]
-    eventually(lambda: len(kinds_since(running, before, "lease.ended")) == 1, 10)
-    all_free(running)
+    assert [len(event["gpus"]) for event in events_of(running, "lease.granted", before)] == [2]
+    eventually(lambda: len(events_of(running, "lease.ended", before)) == 1, 10)
+    running.wait_free()
 
 
-@pytest.mark.xdist_group("machine")
 def test_the_trials_of_a_sweep_in_threads_each_have_a_lease(running: DaemonProcess, tmp_path: Path) -> None:
     before = last_seq(running)
     result = run_page("optuna.md", tmp_path, running.url)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "12 trials, best x " in result.stdout
-    granted = kinds_since(running, before, "lease.granted")
+    granted = events_of(running, "lease.granted", before)
     assert [len(event["gpus"]) for event in granted] == [1] * 12
     assert len({event["gpus"][0] for event in granted}) > 1, "trials ran one after the other"
-    all_free(running)
-
-
-def all_free(running: DaemonProcess) -> None:
-    """Wait until every GPU is clean again."""
-    eventually(lambda: {gpu["state"] for gpu in running.call("GET", "/v1/gpus").json["items"]} == {"free"}, 20)
+    running.wait_free()
 
 
 def test_every_page_is_run() -> None:

@@ -4,32 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import DaemonProcess
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-FINAL = ("succeeded", "failed", "cancelled", "timed_out", "lost")
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with daemon(tmp_path_factory.mktemp("launchers"), "--simulate", "4") as started:
-        yield started
-
-
-def end_of(running: DaemonProcess, **what: Any) -> tuple[dict[str, Any], str]:
+def run_job(running: DaemonProcess, *command: str, **fields: Any) -> tuple[dict[str, Any], str]:
     """Run a job on two GPUs; it as it ended, and what its launcher printed."""
-    answer = running.call("POST", "/v1/jobs", {"gpus": 2, "interpreter": sys.executable, **what})
-    assert answer.status == 201, answer.content
-    path = f"/v1/jobs/{answer.json['id']}"
-    eventually(lambda: running.call("GET", path).json["state"] in FINAL, 100, running.story)
-    return running.call("GET", path).json, running.call("GET", f"{path}/logs").content.decode()
+    job = running.submit(*command, gpus=2, interpreter=sys.executable, working_directory=str(EXAMPLES), **fields)
+    return running.wait_job(job, within_s=100), running.job_log(job)
 
 
 def views(printed: str) -> list[dict[str, Any]]:
@@ -51,7 +42,7 @@ def views(printed: str) -> list[dict[str, Any]]:
     ],
 )
 def test_two_ranks_train_under_their_lease(running: DaemonProcess, launcher: str, command: list[str]) -> None:
-    job, printed = end_of(running, launcher=launcher, command=command, working_directory=str(EXAMPLES))
+    job, printed = run_job(running, *command, launcher=launcher)
     assert (job["state"], job["exit_code"]) == ("succeeded", 0), (job, printed)
     ranks = views(printed)
     assert [(view["rank"], view["world_size"], view["lease_id"]) for view in ranks] == [
@@ -70,6 +61,6 @@ def test_two_ranks_train_under_their_lease(running: DaemonProcess, launcher: str
     ],
 )
 def test_a_launcher_that_is_not_installed_is_the_reason(running: DaemonProcess, launcher: str, module: str) -> None:
-    job, _ = end_of(running, launcher=launcher, command=["ddp_digits.py"], working_directory=str(EXAMPLES))
+    job, _ = run_job(running, "ddp_digits.py", launcher=launcher)
     assert (job["state"], job["exit_code"]) == ("failed", None)
     assert job["reason"].startswith(f"{launcher} is not installed for {sys.executable}: it has no module {module}.")

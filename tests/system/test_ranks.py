@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import DaemonProcess, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
 SAY = """
 import json, os, sys, time
@@ -58,19 +59,12 @@ COMMANDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with daemon(tmp_path_factory.mktemp("ranks"), "--simulate", "4") as started:
-        yield started
-
-
-@pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("end", ["exit", "exception", "SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("launched_by", COMMANDS)
 def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
     running: DaemonProcess, tmp_path: Path, launched_by: str, end: str
 ) -> None:
-    eventually(lambda: states(running) == {"free"}, 30, running.story)
+    running.wait_free(30)
     before = {lease["id"] for lease in leases(running)}
     script, command = COMMANDS[launched_by]
     (tmp_path / "train.py").write_text(script)
@@ -98,7 +92,7 @@ def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
         # After a gloo collective torch may abort while the interpreter ends, with all its work done.
         expected = {"exit": code in (0, -signal.SIGABRT), "SIGTERM": True}.get(end, code != 0)
         assert expected, (tmp_path / "errors").read_text()
-        eventually(lambda: running.call("GET", f"/v1/leases/{lease['id']}").json["state"] == "ended", 5)
+        eventually(lambda: running.lease(lease["id"])["state"] == "ended", 20)
     finally:
         launcher.kill()
         launcher.wait()
@@ -106,7 +100,7 @@ def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
             go(tmp_path, "the launcher is gone")  # which leaves its ranks alive
     for view in views:
         eventually(lambda pid=view["pid"]: not os.path.exists(f"/proc/{pid}"), 30)
-    eventually(lambda: states(running) == {"free"}, 30, running.story)
+    running.wait_free(30)
 
 
 def go(place: Path, error: str) -> None:
@@ -118,7 +112,3 @@ def go(place: Path, error: str) -> None:
 def leases(running: DaemonProcess) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = running.call("GET", "/v1/leases?limit=1000").json["items"]
     return found
-
-
-def states(running: DaemonProcess) -> set[str]:
-    return {gpu["state"] for gpu in running.call("GET", "/v1/gpus").json["items"]}

@@ -1,8 +1,8 @@
 """64 scripts start at once, each wants two of eight GPUs; beside them the same with a model of Lightning's rule.
 
 Lightning's rule (2.6, `find_usable_cuda_devices`): go through the GPUs in order, and take each on which a tensor can be
-allocated. In compute mode DEFAULT that is every GPU, whoever is on it; in EXCLUSIVE_PROCESS one that no other process
-has a context on, and the tensor itself makes that context. Nobody waits: too few is an error.
+allocated. In compute mode DEFAULT that is every GPU, even one in use; in EXCLUSIVE_PROCESS one that no other process
+has a context on, and the tensor itself makes that context. No one waits: too few is an error.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 from tests.daemon import daemon
+
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
 SCRIPTS, GPUS, WANTED, HOLD_S = 64, 8, 2, 0.1
 
@@ -96,7 +98,6 @@ def collisions(holds: list[Hold]) -> int:
     return sum(first.collides(second) for first, second in combinations(holds, 2))
 
 
-@pytest.mark.xdist_group("machine")
 @pytest.mark.timeout(400)
 def test_64_scripts_at_once_are_all_served_and_never_meet_where_lightnings_rule_has_them_collide(
     tmp_path: Path, record_property

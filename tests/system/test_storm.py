@@ -18,7 +18,7 @@ import pytest
 from tests.daemon import DaemonProcess, daemon, events, eventually
 from tests.driver.machine import driver_machine
 
-pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
+pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
 PROCESSES = 200
 
@@ -57,7 +57,7 @@ def told(directory: Path) -> list[dict[str, Any]]:
 
 
 def check_clients(lines: list[dict[str, Any]]) -> None:
-    """By the clients' own clock, nobody held a GPU that another held."""
+    """By the clients' own clock, no one held a GPU that another held."""
     holding: dict[str, str] = {}
     for line in lines:
         if "got" in line:

@@ -6,17 +6,16 @@ import configparser
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
-
-pytestmark = pytest.mark.xdist_group("machine")
+from tests.imported_program import ForkedProgram, completed
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 WITHIN_S = 60.0
@@ -62,9 +61,9 @@ def test_what_the_daemon_starts_cannot_speak_in_its_name(notified: tuple[DaemonP
     assert not any(b"NOTIFY_SOCKET" in environment or b"WATCHDOG" in environment for environment in environments)
 
 
-def test_it_starts_where_nobody_listens_to_it(tmp_path: Path) -> None:
+def test_it_starts_where_no_one_listens_to_it(tmp_path: Path) -> None:
     gone = {"NOTIFY_SOCKET": str(tmp_path / "nobody"), "WATCHDOG_USEC": "1000000"}
-    process = DaemonProcess(tmp_path / "d", "--simulate", "1", environment=gone)
+    process = DaemonProcess(tmp_path / "d", "--no-worker", environment=gone)
     try:
         process.start()
     finally:
@@ -126,13 +125,8 @@ def test_jobs_outlive_their_worker_and_inherit_no_confinement() -> None:
 def test_a_unit_starts_a_command_that_exists(unit: str) -> None:
     program, *words = shlex.split(settings(unit)["ExecStart"])
     assert program == "/opt/gpulease/bin/gpulease"
-    shown = subprocess.run(
-        [sys.executable, "-m", "gpulease.cli", words[0], "--help"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    shown = completed([words[0], "--help"], os.environ, 60)
+    assert shown.returncode == 0, shown.stderr
     assert all(word in shown.stdout for word in words if word.startswith("--no-") or word == "--url")
 
 
@@ -151,9 +145,9 @@ def test_the_capabilities_of_the_unit_are_enough(tmp_path: Path) -> None:
     worker = None
     try:
         process.start()
-        start = [sys.executable, "-m", "gpulease.cli", "worker", "--url", process.url, "--simulate", "1", "--node", "n"]
-        with (tmp_path / "worker.log").open("wb") as log:
-            worker = subprocess.Popen([*start, "--data-dir", str(tmp_path / "d" / "worker")], stdout=log, stderr=log)
+        start = ["worker", "--url", process.url, "--simulate", "1", "--node", "n"]
+        start += ["--data-dir", str(tmp_path / "d" / "worker")]
+        worker = ForkedProgram(start, os.environ, tmp_path / "worker.log")
         eventually(lambda: process.call("GET", "/v1/gpus").json["items"] != [], WITHIN_S, process.story)
         body = '{"launcher": "plain", "command": ["sh", "-c", "id -u"], "working_directory": "/"}'
         curl = ["curl", "-sS", f"{process.url}/v1/jobs", "-H", "Content-Type: application/json", "-d", body]
@@ -165,6 +159,6 @@ def test_the_capabilities_of_the_unit_are_enough(tmp_path: Path) -> None:
         assert log_text == b"65534\n", (tmp_path / "worker.log").read_text()
     finally:
         if worker is not None:
-            worker.terminate()
+            worker.send_signal(signal.SIGTERM)
             worker.wait(30)
         process.stop()

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -21,9 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
-
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def run(command: list[str], cwd: Path) -> str:
@@ -56,62 +53,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A directory named in a .pth has none of its own .pth read, so the editable checkout stays out.
     (packages / "requirements.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     return venv / "bin"
-
-
-AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--no-new-privs"]
-# So that it can read an interpreter in somebody's home, as it could read one in /usr.
-READS_ALL = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
-
-
-def said_in_dockerfile(word: str) -> list[str]:
-    """The arguments of an instruction of the Dockerfile."""
-    (found,) = re.findall(rf"^{word} (\[.*\])$", DOCKERFILE, re.MULTILINE)
-    words: list[str] = json.loads(found)
-    return words
-
-
-@pytest.fixture
-def short_place() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="gpulease-home-") as place:
-        yield Path(place)
-
-
-def test_it_serves_as_the_image_starts_it(installed: Path, tmp_path: Path, short_place: Path) -> None:
-    """Without rights, from code that it cannot write, with its data in a home of its own."""
-    log = tmp_path / "image.log"
-    home = short_place  # the path of a socket has 107 bytes at most
-    os.chown(home, 65534, 65534)
-    for place in (*home.parents, *installed.parents):  # access(2), which alembic asks, knows no capability
-        if place.stat().st_uid == os.geteuid() and Path(tempfile.gettempdir()) in place.parents:
-            place.chmod(place.stat().st_mode | 0o011)
-    entry = [str(installed / said_in_dockerfile("ENTRYPOINT")[0]), *said_in_dockerfile("CMD")]
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [*AS_NOBODY, *READS_ALL, *entry, "--port", "0", "--simulate", "2"],
-            cwd="/",
-            env=environment() | {"HOME": str(home)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        url = address(process, log)
-        assert get(url + "/v1/leases?wait_s=30", {"count": 2})["state"] == "active"
-        assert (home / ".local/share/gpulease/gpulease.db").stat().st_uid == 65534
-        health = [word.replace("http://127.0.0.1:8750", url) for word in healthcheck()]
-        run([sys.executable, *health[1:]], tmp_path)
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        finally:
-            process.kill()
-
-
-def healthcheck() -> list[str]:
-    """The command that says whether a container is well."""
-    (found,) = re.findall(r"^HEALTHCHECK .*\\\n\s+CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)
-    words: list[str] = json.loads(found)
-    return words
 
 
 @pytest.fixture

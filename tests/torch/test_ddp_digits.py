@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp_digits.py"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GPULEASE_LEASE_ID")
 SIMULATED = "GPU-11111111-1111-1111-1111-111111111111,GPU-22222222-2222-2222-2222-222222222222"
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.busy, pytest.mark.timeout(240)]
 
 
 def environment() -> dict[str, str]:
@@ -46,7 +46,7 @@ def views(output: str) -> list[dict[str, Any]]:
     return sorted(found, key=lambda view: int(view["rank"]))
 
 
-def test_two_ranks_learn_the_digits_and_each_prints_its_view() -> None:
+def test_two_ranks_train_and_each_prints_its_view() -> None:
     first, second = views(finish(torchrun(2)))
 
     assert first["test_accuracy"] >= 0.95
@@ -61,7 +61,7 @@ def test_two_ranks_learn_the_digits_and_each_prints_its_view() -> None:
     assert first["test_images"] == 359, "every held-out image is to be counted, and none twice"
 
 
-def test_it_trains_alone_and_killed_and_resumed_ends_where_an_uninterrupted_run_does(tmp_path: Path) -> None:
+def test_a_killed_and_resumed_training_ends_like_an_uninterrupted_one(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     # Of ranks of a job: tests/system/test_preemption.py.
     alone = [sys.executable, str(EXAMPLE), "--epochs", "25", "--seed", "3", "--checkpoint-dir"]

@@ -16,12 +16,12 @@ from types import ModuleType
 import psutil
 import pytest
 
-from gpulease.model import Event
+from gpulease_protocol.model import Event
 from tests.driver.machine import UUIDS, driver_machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.busy, pytest.mark.timeout(300)]
 
 AS_WITH_CUDA = """
 import ctypes, os, runpy, sys
@@ -99,14 +99,12 @@ def test_three_trainings_share_four_gpus(scratch: Path) -> None:
     assert list(scratch.glob("gpulease-demo-*")) == [], "the temporary directory is removed"
 
 
-def test_on_a_driver_the_same_trainings_use_its_gpus_beside_somebody_who_has_half_of_them(
-    tmp_path: Path, scratch: Path
-) -> None:
+def test_on_a_driver_the_trainings_share_gpus_with_another_user(tmp_path: Path, scratch: Path) -> None:
     """torch is a build without CUDA here, so each rank does for itself what CUDA and NCCL would do to the driver."""
     shutil.copy(EXAMPLES / "demo.py", tmp_path)
     (tmp_path / "ddp_digits.py").write_text(AS_WITH_CUDA.format(training=str(EXAMPLES / "ddp_digits.py")))
     with driver_machine() as machine:
-        somebody = machine.start("-n", env={"CUDA_VISIBLE_DEVICES": ",".join(UUIDS[4:])})
+        stranger = machine.start("-n", env={"CUDA_VISIBLE_DEVICES": ",".join(UUIDS[4:])})
 
         ran = run(tmp_path / "demo.py", scratch=scratch, **machine.environment)
 
@@ -115,13 +113,13 @@ def test_on_a_driver_the_same_trainings_use_its_gpus_beside_somebody_who_has_hal
         assert "waits: digits-3" in ran.stdout
         assert ran.stdout.rstrip().endswith("no GPU was ever in two leases")
         assert machine.violations() == []
-        contexts = [entry for entry in machine.ended if entry.gpu is not None and entry.pid != somebody.pid]
+        contexts = [entry for entry in machine.ended if entry.gpu is not None and entry.pid != stranger.pid]
         assert len(contexts) == len({entry.pid for entry in contexts}) == 6
         assert {entry.gpu for entry in contexts} <= {0, 1, 2, 3}
         assert len({entry.lease_id for entry in contexts}) == 3
 
 
-def test_a_failing_training_fails_it_and_leaves_no_process(tmp_path: Path, scratch: Path) -> None:
+def test_a_failing_training_fails_the_demo_and_leaves_no_process(tmp_path: Path, scratch: Path) -> None:
     shutil.copy(EXAMPLES / "demo.py", tmp_path)
     (tmp_path / "ddp_digits.py").write_text("import sys; sys.exit(3)\n")
 

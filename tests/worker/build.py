@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from gpulease.exchange import JobOrder, NodeLease
-from gpulease.model import JobSpec, Launcher, LeaseState
-from gpulease_worker import launch, processes, records
+from gpulease_protocol.model import JobSpec, Launcher, LeaseState
+from gpulease_protocol.node_protocol import JobOrder, NodeLease
+from gpulease_worker.jobs import job_records, launch_plan
+from gpulease_worker.processes import procfs
 
 Value = TypeVar("Value")
 
@@ -46,10 +47,11 @@ def lease(lease_id: str, *gpus: str, state: LeaseState = LeaseState.ACTIVE) -> N
 
 def until(condition: Callable[[], Value], what: str, deadline_s: float = 30.0) -> Value:
     """The first true value of a condition. Fails when it does not come true in time."""
-    end = time.monotonic() + deadline_s
+    end, pause_s = time.monotonic() + deadline_s, 0.01
     while not (value := condition()):
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.01)
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, 0.1)
     return value
 
 
@@ -72,10 +74,10 @@ def python(*words: str) -> list[str]:
 
 def furnished(directory: Path, job: JobOrder) -> Path:
     """A job's directory as the worker makes it."""
-    (directory / records.LOGS).mkdir(parents=True)
-    logs = directory / records.LOGS
-    plan = launch.plan(job, own=os.environ, url="u", python=sys.executable, work=directory, logs=logs)
-    records.write(directory, records.ORDER, records.Task(order=job, plan=plan))
+    (directory / job_records.LOGS).mkdir(parents=True)
+    logs = directory / job_records.LOGS
+    plan = launch_plan.plan_launch(job, own=os.environ, url="u", python=sys.executable, work=directory, logs=logs)
+    job_records.write(directory, job_records.ORDER, plan)
     return directory
 
 
@@ -83,7 +85,8 @@ def supervising(directory: Path, fault: str = "") -> subprocess.Popen[bytes]:
     """A real supervisor of a directory, with something that goes wrong in it."""
     lines = (
         "import errno, os, pathlib, sys, time",
-        "from gpulease_worker import processes, records, supervisor",
+        "from gpulease_protocol.host import process_tree",
+        "from gpulease_worker.jobs import job_records, spawn, supervisor",
         fault,
         "sys.exit(supervisor.main(sys.argv[1:]))",
     )
@@ -92,7 +95,7 @@ def supervising(directory: Path, fault: str = "") -> subprocess.Popen[bytes]:
 
 def living(lease_id: str) -> set[int]:
     """Pids of what lives under a lease."""
-    return {process.pid for process in processes.marked({lease_id})}
+    return {process.pid for process in procfs.marked_processes({lease_id})}
 
 
 def number_in(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A worker's jobs without the worker: orders go in, reports come out, and the supervisors are real."""
+"""Drives a `JobReconciler` without a worker: orders go in, reports come out, and the supervisors are real."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from gpulease.exchange import JobOrder, JobReport, RunState
-from gpulease_worker.jobs import KEEP_JOBS, Jobs
+from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
+from gpulease_worker.jobs.reconciler import KEEP_JOBS, JobReconciler
 
 DEADLINE_S = 60.0
 
@@ -17,7 +17,7 @@ class Worker:
 
     def __init__(self, data_dir: Path, keep: int = KEEP_JOBS) -> None:
         self.changed = asyncio.Event()
-        self.jobs = Jobs(data_dir, "http://127.0.0.1:1", self.changed.set, keep=keep)
+        self.jobs = JobReconciler(data_dir, "http://127.0.0.1:1", self.changed.set, keep=keep)
         self.jobs.recover()
 
     async def until(self, orders: Sequence[JobOrder], state: RunState) -> tuple[JobReport, ...]:

@@ -1,4 +1,4 @@
-"""Builds the stand-in for the driver's library, says what is the matter with it, and asks a probe on it."""
+"""Builds the stand-in for the driver's library, injects faults, and reads it through a probe."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpulease import wire
-from gpulease.exchange import NodeLease
-from gpulease.model import ComputeMode, GpuLink, GpuReading, Process, ProcessType
-from gpulease_worker.source import Pace, Reading, Start
+import pytest
+
+from gpulease_protocol import codec
+from gpulease_protocol.model import ComputeMode, GpuLink, GpuReading, Process, ProcessType
+from gpulease_protocol.node_protocol import NodeLease
+from gpulease_worker.probe.probe_protocol import Pace, ProbeSetup, Reading
+from tests.shared_library import compiled
 from tests.worker.build import python
 
 SOURCE = Path(__file__).with_name("stand_in_nvml.c")
@@ -28,12 +31,12 @@ NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, MI
     18,
     999,
 )
-OPERATING_SYSTEM, MEMORY, NOT_READY = 17, 20, 27
+UNINITIALIZED, OPERATING_SYSTEM, MEMORY, NOT_READY = 1, 17, 20, 27
 """Errors of NVML."""
 HANGS = -1
-"""In place of an error: the call never comes back."""
+"""Instead of an error: the call never returns."""
 EVERY = -1
-"""In place of an index: every GPU, or no GPU in particular."""
+"""Instead of an index: every GPU, or no particular GPU."""
 
 POOR = GpuReading(
     uuid="GPU-abcdef00-0000-0000-0000-000000000001",
@@ -45,7 +48,7 @@ POOR = GpuReading(
     compute_mode=ComputeMode.PROHIBITED,
     minor_number=1,
 )
-"""The GPU that cannot tell much: what is not supported is None."""
+"""A GPU that reports little: unsupported values are None."""
 WHOLE = GpuReading(
     uuid="GPU-abcdef00-0000-0000-0000-000000000000",
     node="n",
@@ -72,7 +75,7 @@ WHOLE = GpuReading(
     remapped_rows=3,
     throttle_reasons=("sw_power_cap",),
 )
-"""The GPU that tells everything and is in use."""
+"""A GPU that reports everything and is in use."""
 THIRD = replace(
     WHOLE,
     uuid="GPU-abcdef00-0000-0000-0000-000000000002",
@@ -88,55 +91,64 @@ THIRD = replace(
     numa_node=1,
     throttle_reasons=(),
 )
-"""A whole one that is idle; there is one when the stand-in is told that it has three."""
+"""A GPU like WHOLE that is idle; present if the stand-in has three GPUs."""
 LINKS = (GpuLink(first=POOR.uuid, second=WHOLE.uuid, path="numa_node", peer_to_peer=False),)
 
 
 def silent(gpu: GpuReading, health: str) -> GpuReading:
-    """What is left of a reading when the GPU does not answer: its name."""
+    """The reading of a GPU that does not answer: its identity."""
     kept = ("uuid", "node", "index", "pci_bus_id", "name", "memory_total_bytes", "minor_number")
     return GpuReading(**{name: getattr(gpu, name) for name in kept}, health=health)
 
 
 class Driver:
-    """A stand-in of one generation. What is the matter with it may change while a probe runs on it."""
+    """A stand-in of one driver generation. Its faults may change while a probe runs on it."""
 
     def __init__(self, directory: Path, *flags: str, library: str = "libnvidia-ml.so.1") -> None:
         self.directory = directory
         self._matters = directory / "matters"
-        compiler = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", str(directory / library), str(SOURCE)]
-        subprocess.run([*compiler, *(f"-D{flag}" for flag in flags)], check=True)
+        (directory / library).write_bytes(compiled(SOURCE, *(f"-D{flag}" for flag in flags)))
         self.says()
         self._kernel(("0000:1a:00.0", -1), ("0000:3b:00.0", 0), ("0000:50:00.0", 1))
         self.variables = {
             "LD_LIBRARY_PATH": str(directory),
             "STAND_IN_NVML": str(self._matters),
             "GPULEASE_PCI_DEVICES": str(directory / "devices"),
+            # Tests at the same time have GPUs of the same UUIDs; the name of a claim depends on this, too.
+            "GPULEASE_DEVICE_FILES": str(directory / "nvidia"),
         }
-        """What has a program use it."""
+        """Variables that make a program use it."""
         self.environment = {**os.environ, **self.variables}
 
     def _kernel(self, *devices: tuple[str, int]) -> None:
-        """What /sys says of NUMA nodes, beside the library; -1 is a host without any."""
+        """Write sysfs's NUMA nodes; -1 stands for a host without any."""
         for name, node in devices:
             place = self.directory / "devices" / name
             place.mkdir(parents=True, exist_ok=True)
             (place / "numa_node").write_text(f"{node}\n")
 
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let processes that this test starts load the library."""
+        for name, value in self.variables.items():
+            monkeypatch.setenv(name, value)
+
     def says(self, *matters: tuple[str, int, object]) -> None:
-        """From now on: (call or word, index, code or value), as the C source explains."""
+        """Set the faults from now on: (call or word, index, code or value), as the C source explains."""
         new = self._matters.with_suffix(".new")
         new.write_text("".join(f"{call} {index} {value}\n" for call, index, value in matters))
         new.rename(self._matters)
 
     @contextmanager
     def probe(
-        self, pace: Pace | None = None, prelude: str = "", within: Sequence[str] = (), **start: Any
-    ) -> Iterator[Asked]:
-        """A probe on it. `prelude` is Python that runs before it, `within` a command that starts it, `start` what it is
-        told beside its pace."""
-        words = json.dumps(wire.to_json(Start(pace=pace or Pace(call_deadline_s=20), **start)))
-        code = f"import sys; {prelude or 'pass'}; from gpulease_worker import probe; sys.exit(probe.main(sys.argv[1:]))"
+        self, pace: Pace | None = None, prelude: str = "", within: Sequence[str] = (), **setup: Any
+    ) -> Iterator[ProbeProcess]:
+        """A probe on it.
+
+        `prelude`: Python that runs before it; `within`: a command that starts it; `setup`: the rest of its setup.
+        """
+        words = json.dumps(codec.to_json(ProbeSetup(pace=pace or Pace(call_deadline_s=20), **setup)))
+        run = "from gpulease_worker.probe import main; sys.exit(main.main(sys.argv[1:]))"
+        code = f"import sys; {prelude or 'pass'}; {run}"
         process = subprocess.Popen(
             [*within, *python("-c", code, words, "n")],
             stdin=subprocess.PIPE,
@@ -144,35 +156,36 @@ class Driver:
             env=self.environment,
             text=True,
         )
-        asked = Asked(process)
+        probe = ProbeProcess(process)
         try:
-            yield asked
+            yield probe
         finally:
             process.kill()
             process.communicate()
 
     def read(self, *leases: NodeLease, prelude: str = "") -> Reading:
         """The first reading of a new probe."""
-        with self.probe(prelude=prelude) as asked:
-            return asked.read(leases)
+        with self.probe(prelude=prelude) as probe:
+            return probe.read(leases)
 
 
-class Asked:
-    """A probe that is asked one question at a time."""
+class ProbeProcess:
+    """A probe that is sent one request at a time."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         assert self._line() == {"ready": True}
 
-    def read(self, leases: Sequence[NodeLease] = (), fresh: bool = True) -> Reading:
-        """Its answer."""
+    def read(self, leases: Sequence[NodeLease] = (), complete: bool = True) -> Reading:
+        """Request a reading."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"leases": [wire.to_json(one) for one in leases], "fresh": fresh}) + "\n")
+        request = {"leases": [codec.to_json(one) for one in leases], "complete": complete}
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return wire.from_json(Reading, self._line())
+        return codec.from_json(Reading, self._line())
 
     def _line(self) -> Any:
-        """The next answer; that a call takes long is said before it."""
+        """The next answer; notices of long calls before it are skipped."""
         assert self.process.stdout is not None
         while "under_way" in (line := json.loads(self.process.stdout.readline())):
             pass

@@ -1,30 +1,30 @@
-/* A stand-in for libnvidia-ml.so.1, for tests of the NVML source through the real binding and of other people's tools.
+/* A stand-in for libnvidia-ml.so.1, for tests of the NVML reader through the real binding, and of third-party tools.
  *
- * It has two GPUs, or as many as it is told. Index 0 (bus 3B) is whole and has processes; index 1 (bus 1A, so first in
- * PCI order) cannot tell its memory, power, utilization and MPS list; further ones (bus 50, 51, ...) are whole and idle.
+ * It has two GPUs, or as many as `count` says. Index 0 (bus 3B) supports everything and has processes; index 1 (bus 1A,
+ * so first in PCI order) lacks memory, power, utilization and MPS list; others (bus 50, 51, ...) are like 0, but idle.
  *
- * Flags at compile time make a driver of another generation of it:
+ * Compile-time flags select another driver generation:
  *   BEFORE_510   no memory v2, no process lists v3, no MPS v3        LISTS_V1   only the unversioned process lists
  *   LONG_STRUCT  535.43 to 535.86: process lists v3 in a struct of 32 bytes, v2 in the old one
- *   PID=N        pid of the first process                            NO_FABRIC  knows nothing of NVLink fabrics
- *   FABRIC_V1    the fabric only by the first call for it            CUDA_14    temperature only by the newer call
+ *   PID=N        pid of the first process                            NO_FABRIC  does not know NVLink fabrics
+ *   FABRIC_V1    the fabric only by its first call                   CUDA_14    temperature only by the newer call
  *
- * What is the matter with it is read at every call from the file named by STAND_IN_NVML, one line for each thing:
- *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs while it is said
- *   count -1 N           so many GPUs          driver -1 VERSION   e.g. 580.95.05
+ * Faults are read at every call from the file named by STAND_IN_NVML, one per line:
+ *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs while the line is there
+ *   count -1 N           number of GPUs        driver -1 VERSION   e.g. 580.95.05
  *   action INDEX N       recovery action       mig INDEX 1         split by MIG
  *   remap INDEX 1|2      a row remap is pending (1), has failed (2)
- *   xid INDEX N          an Xid; each line is told once, and lines are only ever added
- *   idle INDEX 1         it has no processes       gone INDEX 1      nor these, but their memory is still in use
- *   used_mib INDEX N      so much memory is in use
+ *   xid INDEX N          an Xid; each line is reported once, and lines are only added
+ *   idle INDEX 1         it has no processes       gone INDEX 1      no processes, but their memory is still in use
+ *   used_mib INDEX N      this much memory is in use
  *   odd INDEX 1          its memory, temperature, power and ECC counts have every bit set
- *   garbled INDEX 1      its name is no text
+ *   garbled INDEX 1      its name is not valid UTF-8
  *   fabric INDEX N       state of its NVLink fabric: 0 none, 1 not started, 2 in progress, 3 completed
- *   fabric_status INDEX N   with which error that was completed
+ *   fabric_status INDEX N   the error with which that completed
  *   retired INDEX 1      memory pages wait to be retired (and it remaps no rows)
  *   raced INDEX N        each process list grows N times between the two calls that it takes
  *   waits -1 CODE        waiting for Xids fails with this; -1 hangs until the file says otherwise
- * An event set that is given back is written to the file beside it, with .freed at its end.
+ * A freed event set is written to the file's name with .freed appended.
  */
 #include <stdint.h>
 #include <stdio.h>

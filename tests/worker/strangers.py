@@ -1,4 +1,4 @@
-"""Jobs of another user than the worker's, run whole: in a data directory that he can pass through."""
+"""Runs jobs of another user than the worker's, in a data directory that this user can traverse."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpulease import log_files
-from gpulease.exchange import JobReport
+from gpulease_protocol.host import log_files
+from gpulease_protocol.node_protocol import JobReport
 from tests.worker.build import order, spec
 from tests.worker.play import Worker, play
 
@@ -49,4 +49,4 @@ def log_of(report: JobReport) -> str:
 
 def refused(report: JobReport) -> bool:
     """What a worker that is not root says to another user's job, and all that it does."""
-    return report.exit_code is None and "Only a worker that is root runs jobs of other users." in str(report.reason)
+    return report.exit_code is None and "Only a worker that runs as root runs jobs of other" in str(report.reason)

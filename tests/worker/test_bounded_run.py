@@ -1,4 +1,4 @@
-"""A program that takes too long costs that long, and no more, though nothing ends it."""
+"""A program that takes too long costs its timeout and no more, even if it cannot be killed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_worker.bounded_run import bounded_run
-from gpulease_worker.processes import Identity
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_worker.processes.bounded_run import bounded_run
 from tests.worker.build import until
 
 
@@ -19,13 +19,13 @@ def test_a_program_is_run_to_its_end() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (1, "out\n", "err\n")
 
 
-def test_one_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+def test_a_program_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         bounded_run(["sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 60"], 0.5)
-    until(lambda: Identity.of(int((tmp_path / "pid").read_text())) is None, "it has ended")
+    until(lambda: ProcessId.of(int((tmp_path / "pid").read_text())) is None, "it has ended")
 
 
-def test_one_that_hangs_in_the_driver_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_in_the_driver_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[subprocess.Popen[str]] = []
 
     def notes(process: subprocess.Popen[str]) -> None:
@@ -36,8 +36,8 @@ def test_one_that_hangs_in_the_driver_is_not_waited_for(monkeypatch: pytest.Monk
         kernel.setattr(subprocess.Popen, "kill", notes)
         begun_s = time.monotonic()
         with pytest.raises(subprocess.TimeoutExpired):
-            bounded_run(["sleep", "10"], 0.2)
-    assert time.monotonic() - begun_s < 5
+            bounded_run(["sleep", "60"], 0.2)
+    assert time.monotonic() - begun_s < 30
     assert left[0].poll() is None
     left[0].kill()
     left[0].wait()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_worker import cgroup, processes, records
+from gpulease_worker.jobs import cgroup, job_records
+from gpulease_worker.processes import procfs
 from tests.worker.build import order, spec, until
 from tests.worker.play import Worker, play
 
@@ -33,22 +34,22 @@ def test_the_cgroup_of_a_process_is_found_wherever_it_is_mounted(mounts: str, ow
     assert (None if found is None else str(found)) == expected
 
 
-def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cgroups_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPULEASE_CGROUPS", "off")
-    assert cgroup.make("lease-never-made") is None
+    assert cgroup.create("lease-never-made") is None
 
 
-def test_what_hides_from_tree_and_marker_is_ended_with_its_cgroup_where_there_is_one(tmp_path: Path) -> None:
+def test_a_process_outside_tree_and_marker_is_ended_with_the_cgroup(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", "exit 3"))
     own = cgroup.own_directory()
 
     async def story(worker: Worker) -> None:
         report = await worker.end_of(job)
         assert report.exit_code == 3
-        start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+        start = job_records.read(tmp_path / "jobs" / "j", job_records.START, job_records.StartRecord)
         assert start is not None
-        if start.cgroup is None:  # this machine lets nobody make one
-            assert cgroup.make(f"{job.lease_id}-probe") is None
+        if start.cgroup is None:  # this machine allows no one to create one
+            assert cgroup.create(f"{job.lease_id}-probe") is None
             return
         assert own is not None
         assert start.cgroup == str(own / job.lease_id)
@@ -57,15 +58,15 @@ def test_what_hides_from_tree_and_marker_is_ended_with_its_cgroup_where_there_is
     play(tmp_path, story)
 
 
-def test_a_stranger_to_tree_and_marker_is_a_member_and_dies_with_the_cgroup() -> None:
-    group = cgroup.make("gpulease-test-group")
+def test_a_process_outside_tree_and_marker_is_a_member_of_the_cgroup() -> None:
+    group = cgroup.create("gpulease-test-group")
     if group is None:
         assert cgroup.own_directory() is None or not (cgroup.own_directory() / "cgroup.kill").exists()  # type: ignore[operator]
         return
     sleeper = subprocess.Popen(["sleep", "60"], preexec_fn=group.enter)  # noqa: PLW1509
     try:
         assert {member.pid for member in group.members()} == {sleeper.pid}
-        assert processes.cgroup_names(sleeper.pid, "gpulease-test-group")
+        assert procfs.in_cgroup_of(sleeper.pid, "gpulease-test-group")
         group.kill()
         until(lambda: sleeper.poll() is not None, "it is dead")
     finally:

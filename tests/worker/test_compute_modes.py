@@ -1,4 +1,4 @@
-"""EXCLUSIVE_PROCESS for the time of a lease: set, put back, also after a crash, and never against an administrator."""
+"""EXCLUSIVE_PROCESS during a lease: set, restored, also after a crash, and never against an administrator."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.model import ComputeMode, GpuReading, LeaseState
-from gpulease_worker.compute_modes import FILE, ComputeModes
-from gpulease_worker.holders import SeenLease
-from gpulease_worker.occupancy import Probe
-from gpulease_worker.source import ModeChange, ModeNotSet, Pace
+from gpulease_protocol.model import ComputeMode, GpuReading, LeaseState
+from gpulease_worker.probe.compute_modes import FILE, ComputeModes
+from gpulease_worker.probe.probe_client import ProbeClient
+from gpulease_worker.probe.probe_protocol import ComputeModeChange, ComputeModeNotSet, Pace
+from gpulease_worker.processes.lease_cache import CachedLease
 from tests.worker.build import GPUS
 from tests.worker.stand_in import GPU_IS_LOST, HANGS, NO_PERMISSION, WHOLE
 from tests.worker.stand_in import Driver as StandIn
-from tests.worker.test_probe import reading_that
+from tests.worker.test_probe_client import reading_that
 
 DEFAULT, EXCLUSIVE, PROHIBITED = ComputeMode.DEFAULT, ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.PROHIBITED
 BUS = "00000000:1B:00.0"
 
 
 class Driver:
-    """A GPU's mode, as the driver keeps it over every crash of ours; dies in a call when it is told to."""
+    """A GPU's mode, which the driver keeps across crashes of the worker; dies in a call on request."""
 
     def __init__(self, mode: ComputeMode = DEFAULT) -> None:
         self.mode = mode
@@ -31,7 +31,7 @@ class Driver:
         self.trouble: Exception | None = None
         self.mute = False
 
-    async def change(self, change: ModeChange) -> ComputeMode | None:
+    async def change(self, change: ComputeModeChange) -> ComputeMode | None:
         if self.trouble is not None:
             raise self.trouble
         if self.mute:
@@ -48,25 +48,25 @@ class Crash(Exception):
 
 
 def worker(tmp_path: Path, driver: Driver, *, manage: bool = True) -> ComputeModes:
-    """One that has just started."""
+    """A worker that has just started."""
     modes = ComputeModes(tmp_path, manage, driver.change)
     modes.recover()
     return modes
 
 
-def turn(modes: ComputeModes, driver: Driver, *leases: SeenLease, times: int = 3) -> None:
-    """Exchanges after readings of that GPU."""
+def turn(modes: ComputeModes, driver: Driver, *leases: CachedLease, times: int = 3) -> None:
+    """Reconcile after readings of that GPU."""
     for _ in range(times):
         gpu = GpuReading(uuid=GPUS[0], node="n", index=0, pci_bus_id=BUS, compute_mode=driver.mode)
         asyncio.run(modes.reconcile(leases, [gpu]))
 
 
-def lease(lease_id: str = "mine", state: LeaseState = LeaseState.ACTIVE) -> SeenLease:
-    return SeenLease(id=lease_id, state=state, gpus=(GPUS[0],))
+def lease(lease_id: str = "mine", state: LeaseState = LeaseState.ACTIVE) -> CachedLease:
+    return CachedLease(id=lease_id, state=state, gpus=(GPUS[0],))
 
 
 def kept(tmp_path: Path) -> list[str]:
-    """The modes on disk that are to be put back."""
+    """The modes on disk that are to be restored."""
     return [gpu["mode"] for gpu in json.loads((tmp_path / FILE).read_text())["gpus"]]
 
 
@@ -148,13 +148,13 @@ def test_an_administrator_who_changes_the_mode_of_a_leased_gpu_is_left_alone_and
     turn(modes, driver, lease())
     assert driver.mode is chosen
     (said,) = [record.message for record in caplog.records]
-    assert said == f"the compute mode of {GPUS[0]} was set to {chosen} by somebody else, and is left so"
+    assert said == f"the compute mode of {GPUS[0]} was set to {chosen} by someone else, and stays so"
     turn(modes, driver)
     assert (driver.mode, kept(tmp_path)) == (chosen, [])
 
 
 @pytest.mark.parametrize("mode", [EXCLUSIVE, PROHIBITED])
-def test_a_mode_that_is_not_the_default_is_somebodys_wish(tmp_path: Path, mode: ComputeMode) -> None:
+def test_a_mode_other_than_the_default_was_set_on_purpose_and_stays(tmp_path: Path, mode: ComputeMode) -> None:
     driver = Driver(mode)
     modes = worker(tmp_path, driver)
     turn(modes, driver, lease())
@@ -164,25 +164,23 @@ def test_a_mode_that_is_not_the_default_is_somebodys_wish(tmp_path: Path, mode: 
 
 def test_a_driver_that_refuses_is_asked_once_for_each_lease(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     driver = Driver()
-    driver.trouble = ModeNotSet("it needs root", refused=True)
+    driver.trouble = ComputeModeNotSet("it needs root", refused=True)
     modes = worker(tmp_path, driver)
     turn(modes, driver, lease())
-    assert [record.message for record in caplog.records] == [
-        f"the compute mode of {GPUS[0]} cannot be set: it needs root"
-    ]
+    assert [record.message for record in caplog.records] == [f"cannot set the compute mode of {GPUS[0]}: it needs root"]
     assert kept(tmp_path) == []
 
 
 def test_a_probe_that_hangs_is_asked_again(tmp_path: Path) -> None:
     driver = Driver()
     modes = worker(tmp_path, driver)
-    driver.trouble = ModeNotSet("the probe is starting")
+    driver.trouble = ComputeModeNotSet("the probe is starting")
     turn(modes, driver, lease())
     assert (driver.mode, kept(tmp_path)) == (DEFAULT, ["default"])
     driver.trouble = None
     turn(modes, driver, lease())
     assert driver.mode is EXCLUSIVE
-    driver.trouble = ModeNotSet("the probe is starting")
+    driver.trouble = ComputeModeNotSet("the probe is starting")
     turn(modes, driver)
     assert kept(tmp_path) == ["default"]
     driver.trouble = None
@@ -206,7 +204,7 @@ def test_a_driver_that_does_not_tell_the_mode_is_asked_again_and_nothing_is_forg
     driver.mute = False
     turn(modes, driver)
     assert (driver.mode, kept(tmp_path)) == (DEFAULT, [])
-    assert not [record for record in caplog.records if "somebody else" in record.message]
+    assert not [record for record in caplog.records if "someone else" in record.message]
 
 
 def test_without_being_told_to_no_mode_is_touched(tmp_path: Path) -> None:
@@ -225,21 +223,23 @@ def test_a_simulated_mode_changes_through_the_probe_until_the_file_names_another
         (tmp_path / "new").rename(path)
 
     async def story() -> None:
-        probe = Probe("n", str(path), 5.0)
+        probe = ProbeClient("n", str(path), 5.0)
         try:
             await reading_that(probe, problem=False)
-            change = ModeChange(pci_bus_id=BUS, expected=DEFAULT, mode=EXCLUSIVE)
+            change = ComputeModeChange(pci_bus_id=BUS, expected=DEFAULT, mode=EXCLUSIVE)
             assert await probe.change_compute_mode(change) is DEFAULT
             assert (await probe.read(())).gpus[0].compute_mode is EXCLUSIVE
             assert await probe.change_compute_mode(change) is EXCLUSIVE, "it is not as expected any more"
-            back = ModeChange(pci_bus_id=BUS, expected=EXCLUSIVE, mode=DEFAULT)
+            back = ComputeModeChange(pci_bus_id=BUS, expected=EXCLUSIVE, mode=DEFAULT)
             assert await probe.change_compute_mode(back) is EXCLUSIVE
             assert (await probe.read(())).gpus[0].compute_mode is DEFAULT
             await probe.change_compute_mode(change)
             machine("prohibited")
             assert (await probe.read(())).gpus[0].compute_mode is PROHIBITED
-            with pytest.raises(ModeNotSet, match="no GPU at 00000000:99"):
-                await probe.change_compute_mode(ModeChange(pci_bus_id="00000000:99", expected=DEFAULT, mode=EXCLUSIVE))
+            with pytest.raises(ComputeModeNotSet, match="no GPU at 00000000:99"):
+                await probe.change_compute_mode(
+                    ComputeModeChange(pci_bus_id="00000000:99", expected=DEFAULT, mode=EXCLUSIVE)
+                )
         finally:
             await probe.close()
 
@@ -259,21 +259,20 @@ def test_the_driver_is_asked_by_bus_id_and_changes_only_what_is_as_expected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, refused: bool | None
 ) -> None:
     library = StandIn(tmp_path)
-    for name, value in library.variables.items():
-        monkeypatch.setenv(name, value)
+    library.install(monkeypatch)
     library.says(("nvmlDeviceSetComputeMode", 0, error))
-    back = ModeChange(pci_bus_id=WHOLE.pci_bus_id or "", expected=EXCLUSIVE, mode=DEFAULT)
+    back = ComputeModeChange(pci_bus_id=WHOLE.pci_bus_id or "", expected=EXCLUSIVE, mode=DEFAULT)
 
     async def story() -> None:
-        probe = Probe("n", None, 5.0)
+        probe = ProbeClient("n", None, 5.0)
         try:
             before = await reading_that(probe, problem=False)
             assert [gpu.compute_mode for gpu in before.gpus] == [PROHIBITED, EXCLUSIVE]
             if refused is not None:
-                with pytest.raises(ModeNotSet) as refusal:
+                with pytest.raises(ComputeModeNotSet) as refusal:
                     await probe.change_compute_mode(back)
                 assert refusal.value.refused is refused
-                assert ("needs root" in str(refusal.value)) is refused
+                assert ("requires root" in str(refusal.value)) is refused
                 return
             assert await probe.change_compute_mode(back) is EXCLUSIVE
             assert await probe.change_compute_mode(back) is DEFAULT
@@ -288,16 +287,15 @@ def test_a_call_that_hangs_while_a_mode_is_changed_is_named_and_the_probe_replac
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = StandIn(tmp_path)
-    for name, value in library.variables.items():
-        monkeypatch.setenv(name, value)
+    library.install(monkeypatch)
 
     async def story() -> None:
-        probe = Probe("n", None, 20.0, Pace(call_deadline_s=0.5))
+        probe = ProbeClient("n", None, 20.0, Pace(call_deadline_s=0.5))
         try:
             await reading_that(probe, problem=False)
             library.says(("nvmlDeviceSetComputeMode", 0, HANGS))
-            change = ModeChange(pci_bus_id=WHOLE.pci_bus_id or "", expected=EXCLUSIVE, mode=DEFAULT)
-            with pytest.raises(ModeNotSet, match="nvmlDeviceSetComputeMode did not answer") as refusal:
+            change = ComputeModeChange(pci_bus_id=WHOLE.pci_bus_id or "", expected=EXCLUSIVE, mode=DEFAULT)
+            with pytest.raises(ComputeModeNotSet, match="nvmlDeviceSetComputeMode did not answer") as refusal:
                 await probe.change_compute_mode(change)
             assert not refusal.value.refused
             assert (await reading_that(probe, problem=False)).gpus[1] == WHOLE

@@ -1,4 +1,4 @@
-"""What `gpulease doctor` makes of what it sees, and how it sees it."""
+"""The findings of `gpulease doctor`, and how it gathers its facts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from gpulease.model import ComputeMode, GpuReading
-from gpulease_worker import symptoms
-from gpulease_worker.doctor import CHECKS, INITIAL_PID_NAMESPACE, Facts, Finding, Health, examine
+from gpulease_protocol.model import ComputeMode, GpuReading
+from gpulease_worker import doctor_facts
+from gpulease_worker.doctor import CHECKS, INITIAL_PID_NAMESPACE, Finding, HostFacts, Outcome, examine
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.worker.stand_in import POOR, WHOLE, Driver
 
@@ -21,12 +21,14 @@ def gpu(index: int, **what: Any) -> GpuReading:
     return GpuReading(uuid=f"GPU-{index}", node="n", index=index, **{"compute_mode": ComputeMode.DEFAULT} | what)
 
 
-WELL = Facts(
+WELL = HostFacts(
     kernel_driver="580.95.05",
     library="580.95.05",
     gpus=(gpu(0), gpu(1)),
     cuda=("GPU-0", "GPU-1"),
     pid_namespace=INITIAL_PID_NAMESPACE,
+    network_of_host=True,
+    claims=("pid 42, user root", "pid 42, user root"),
     persistence=(True, True),
     binding="/site-packages/pynvml.py",
     socket="/d/gpulease.sock",
@@ -39,20 +41,30 @@ WELL = Facts(
 )
 
 
-def found(facts: Facts) -> dict[str, Finding]:
+def found(facts: HostFacts) -> dict[str, Finding]:
     return {finding.check: finding for finding in examine(facts)}
+
+
+def others_beside(what: dict[str, Any], check: str, outcome: Outcome, said: str, remedy: str) -> set[Outcome]:
+    """Judge a host that is well except for `what`: one check finds that, in one line. The outcomes of the others."""
+    findings = found(replace(WELL, **what))
+    assert findings[check].health is outcome
+    assert said in findings[check].sentence
+    assert remedy in findings[check].remedy
+    assert "\n" not in findings[check].sentence + findings[check].remedy
+    return {finding.health for name, finding in findings.items() if name != check}
 
 
 def test_a_driver_that_proc_does_not_show_is_not_said_to_be_missing_where_nvml_answers() -> None:
     facts = found(replace(WELL, kernel_driver=None))
-    assert facts["driver"].health is facts["driver library"].health is Health.UNKNOWN
+    assert facts["driver"].health is facts["driver library"].health is Outcome.UNKNOWN
     assert "NVML answers" in facts["driver"].sentence
     assert "no driver" not in facts["driver library"].sentence
-    assert facts["NVML"].health is Health.FINE
+    assert facts["NVML"].health is Outcome.FINE
 
 
 def test_on_a_host_that_is_well_every_check_is_fine() -> None:
-    assert {finding.health for finding in examine(WELL)} == {Health.FINE}
+    assert {finding.health for finding in examine(WELL)} == {Outcome.FINE}
     assert len(found(WELL)) == len(CHECKS)
 
 
@@ -60,14 +72,14 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
     ("what", "check", "said", "remedy"),
     [
         ({"kernel_driver": None, "gpus": ()}, "driver", "No NVIDIA driver", "Install it"),
-        ({"library": "580.105.08"}, "driver library", "580.105.08, the loaded driver 580.95.05", "Restart"),
+        ({"library": "580.105.08"}, "driver library", "580.105.08, the loaded driver 580.95.05", "Reboot"),
         ({"library": None, "nvml_problem": "x"}, "driver library", "was not found", "Install"),
         ({"binding": None}, "pynvml", "not installed", "pip install"),
         ({"binding": "/s/pynvml/__init__.py"}, "pynvml", "/s/pynvml/__init__.py", "pip uninstall -y pynvml"),
         ({"nvml_problem": "The probe did not answer within 10 s."}, "NVML", "did not answer", "nvidia-smi"),
         ({"gpus": (gpu(0), gpu(1, health="xid:79"))}, "NVML", "GPU 1 is xid:79", "for a reset"),
         ({"gpus": (gpu(0, health="mig"),)}, "NVML", "GPU 0 is mig", "-mig 0"),
-        ({"gpus": (gpu(0, health="processes_unknown"),)}, "NVML", "GPU 0 is processes_unknown", "the right to list"),
+        ({"gpus": (gpu(0, health="processes_unknown"),)}, "NVML", "GPU 0 is processes_unknown", "permission to list"),
         ({"gpus": (gpu(0, health="row_remap_failed"),)}, "NVML", "GPU 0 is row_remap_failed", "Replace the GPU."),
         ({"pid_namespace": 4026532999}, "PID namespace", "look free", "--pid=host"),
         (
@@ -79,7 +91,7 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
         (
             {"cuda": None, "cuda_problem": "cuInit answers with error 802", "cuda_code": 802},
             "CUDA",
-            "CUDA does not start: error 802, system not ready: the fabric manager is not running",
+            "CUDA does not start: error 802, system not ready. The fabric manager is not running",
             "systemctl start nvidia-fabricmanager",
         ),
         ({"cuda": None, "cuda_problem": "it did not answer within 10 s"}, "CUDA", "within 10 s.", "dmesg"),
@@ -89,52 +101,55 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
             "never granted",
             "nvidia-smi -i 0,2 -c DEFAULT",
         ),
-        ({"socket_opens": False}, "socket", "does not let this user in", "--socket-mode"),
+        ({"socket_opens": False}, "socket", "does not let this user connect", "--socket-mode"),
         ({"wall_s": 0.0}, "clock", "before this program", "timedatectl"),
         ({"newest_s": 1.8e9 + 3600}, "clock", "3600 s in the future", "timedatectl"),
         ({"daemon_problem": "Not ready: x"}, "daemon", "Not ready: x", "log"),
-        ({"free_bytes": 2**20}, "disk", "0.0 GiB", "Make room"),
+        ({"free_bytes": 2**20}, "disk", "0.0 GiB", "Free some space"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
     what: dict[str, Any], check: str, said: str, remedy: str
 ) -> None:
-    findings = found(replace(WELL, **what))
-    assert findings[check].health is Health.WRONG
-    assert said in findings[check].sentence
-    assert remedy in findings[check].remedy
-    assert "\n" not in findings[check].sentence + findings[check].remedy
-    others = {finding.health for name, finding in findings.items() if name != check}
-    assert Health.WRONG not in others or check == "driver library", "one cause is told as several"
+    others = others_beside(what, check, Outcome.WRONG, said, remedy)
+    assert Outcome.WRONG not in others or check == "driver library", "one cause is reported as several"
 
 
 @pytest.mark.parametrize(
     ("what", "check", "said", "remedy"),
     [
-        ({"persistence": (True, False)}, "persistence mode", "Off on GPU 1: while neither", "nvidia-smi -pm 1"),
+        (
+            {"persistence": (True, False)},
+            "persistence mode",
+            "Off on GPU 1: the first use takes seconds",
+            "nvidia-smi -pm 1",
+        ),
         (
             {"gpus": (gpu(0, warnings=("row_remap_pending", "drain_p2p")), gpu(1))},
             "NVML",
             "GPU 0 has row_remap_pending and drain_p2p",
-            "Reset it when nothing runs on it",
+            "Reset it when it is idle",
         ),
         (
             {"gpus": (gpu(0, health="fabric_not_ready"), gpu(1, warnings=("fabric_not_ready",)))},
             "NVML",
             "GPU 0 has fabric_not_ready, GPU 1 has fabric_not_ready",
-            "None where GPUs are used alone",
+            "Nothing if jobs use 1 GPU each",
         ),
         ({"cuda": ()}, "CUDA", "shows no GPU", "MIG"),
+        ({"network_of_host": False}, "claims", "not the host's network", "--network=host"),
+        (
+            {"claims": ("pid 42, user root", "pid 7, user ada")},
+            "claims",
+            "GPU 0: pid 42, user root; GPU 1: pid 7, user ada",
+            "Stop all but one",
+        ),
     ],
 )
-def test_what_should_be_known_and_stops_nobody_is_a_warning(
+def test_what_should_be_known_but_prevents_nothing_is_a_warning(
     what: dict[str, Any], check: str, said: str, remedy: str
 ) -> None:
-    findings = found(replace(WELL, **what))
-    assert findings[check].health is Health.WARNING
-    assert said in findings[check].sentence
-    assert remedy in findings[check].remedy
-    assert {finding.health for name, finding in findings.items() if name != check} == {Health.FINE}
+    assert others_beside(what, check, Outcome.WARNING, said, remedy) == {Outcome.FINE}
 
 
 @pytest.mark.parametrize(
@@ -149,26 +164,27 @@ def test_what_should_be_known_and_stops_nobody_is_a_warning(
         ({"gpus": ()}, "compute mode"),
         ({"gpus": (gpu(0, compute_mode=None),)}, "compute mode"),
         ({"pid_namespace": None}, "PID namespace"),
+        ({"claims": (None, None)}, "claims"),
         ({"pid_namespace": 4026532999, "wsl": True}, "PID namespace"),
         ({"socket_mode": None}, "socket"),
         ({"free_bytes": None}, "disk"),
     ],
 )
 def test_what_cannot_be_told_is_neither_fine_nor_wrong(what: dict[str, Any], check: str) -> None:
-    assert found(replace(WELL, **what))[check].health is Health.UNKNOWN
+    assert found(replace(WELL, **what))[check].health is Outcome.UNKNOWN
 
 
 def test_nothing_is_wrong_on_a_host_without_gpus_whose_daemon_simulates_them() -> None:
     without = {"kernel_driver": None, "library": None, "nvml_problem": "NVML Shared Library Not Found", "gpus": ()}
     simulating = replace(WELL, **without, persistence=None, daemon_has_readings=True)
-    assert Health.WRONG not in {finding.health for finding in examine(simulating)}
+    assert Outcome.WRONG not in {finding.health for finding in examine(simulating)}
     idle = replace(simulating, daemon_has_readings=False, daemon_problem="No daemon answers.")
-    assert [finding.check for finding in examine(idle) if finding.health is Health.WRONG] == ["driver", "daemon"]
+    assert [finding.check for finding in examine(idle) if finding.health is Outcome.WRONG] == ["driver", "daemon"]
 
 
 def test_exclusive_process_is_fine_and_says_what_it_means() -> None:
     finding = found(replace(WELL, gpus=(gpu(0, compute_mode=ComputeMode.EXCLUSIVE_PROCESS),)))["compute mode"]
-    assert finding.health is Health.FINE
+    assert finding.health is Outcome.FINE
     assert "one process at a time" in finding.sentence
 
 
@@ -185,30 +201,31 @@ def test_exclusive_process_is_fine_and_says_what_it_means() -> None:
 )
 def test_the_version_of_the_loaded_driver_is_read(tmp_path: Path, line: str, version: str | None) -> None:
     (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
-    assert symptoms.kernel_driver(tmp_path / "version") == version
-    assert symptoms.kernel_driver(tmp_path / "absent") is None
+    assert doctor_facts.kernel_driver(tmp_path / "version") == version
+    assert doctor_facts.kernel_driver(tmp_path / "absent") is None
 
 
 def test_the_version_of_the_library_is_that_of_the_file_that_its_name_leads_to(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.580.95.05").touch()
     (tmp_path / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.580.95.05")
-    assert symptoms.library_version([tmp_path / "nowhere", tmp_path]) == "580.95.05"
-    assert symptoms.library_version([tmp_path / "nowhere"]) is None
+    assert doctor_facts.library_version([tmp_path / "nowhere", tmp_path]) == "580.95.05"
+    assert doctor_facts.library_version([tmp_path / "nowhere"]) is None
 
 
 @pytest.mark.parametrize(
     ("fails", "health", "said"),
     [
-        ("", Health.FINE, "It starts and shows 2 GPUs."),
-        ("802", Health.WRONG, "CUDA does not start: error 802, system not ready"),
-        ("999", Health.WRONG, "CUDA does not start: cuInit answers with error 999."),
-        ("hang", Health.WRONG, "CUDA does not start: it did not answer within 3 s."),
-        (None, Health.UNKNOWN, "It cannot be asked: "),
+        ("", Outcome.FINE, "It starts and shows 2 GPUs."),
+        ("802", Outcome.WRONG, "CUDA does not start: error 802, system not ready"),
+        ("999", Outcome.WRONG, "CUDA does not start: cuInit answers with error 999."),
+        ("hang", Outcome.WRONG, "CUDA does not start: it did not answer within 3 s."),
+        (None, Outcome.UNKNOWN, "It cannot be checked: "),
     ],
 )
 def test_cuda_itself_is_asked_whether_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None, health: Health, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str | None, health: Outcome, said: str
 ) -> None:
+    deadline_s = 3.0 if fails == "hang" else 20.0
     driver = Driver(tmp_path)
     if fails is None:
         no_cuda(tmp_path)
@@ -217,7 +234,7 @@ def test_cuda_itself_is_asked_whether_it_starts(
         driver.variables |= {**Cuda(tmp_path).environment, "STAND_IN_FAILS": fails, "STAND_IN_CUDA": machine(*cards)}
     for name, value in {**driver.variables, "CUDA_VISIBLE_DEVICES": "7", "GPULEASE_URL": "http://127.0.0.1:9"}.items():
         monkeypatch.setenv(name, value)
-    finding = found(symptoms.gather(tmp_path, deadline_s=3.0))["CUDA"]
+    finding = found(doctor_facts.gather(tmp_path, deadline_s=deadline_s))["CUDA"]
     assert finding.health is health
     assert said in finding.sentence
 
@@ -227,10 +244,10 @@ def test_the_facts_of_this_host_are_gathered_in_bounded_time(tmp_path: Path, mon
     (tmp_path / "gpulease.db").touch()
     os.utime(tmp_path / "gpulease.db", (time.time() + 7200, time.time() + 7200))
     begun_s = time.monotonic()
-    findings = found(symptoms.gather(tmp_path, deadline_s=5.0))
+    findings = found(doctor_facts.gather(tmp_path, deadline_s=5.0))
     assert time.monotonic() - begun_s < 30
-    assert findings["daemon"].health is Health.WRONG
+    assert findings["daemon"].health is Outcome.WRONG
     assert "Connection refused" in findings["daemon"].sentence
-    assert findings["clock"].health is Health.WRONG
-    assert findings["disk"].health is not Health.UNKNOWN
-    assert findings["pynvml"].health is Health.FINE
+    assert findings["clock"].health is Outcome.WRONG
+    assert findings["disk"].health is not Outcome.UNKNOWN
+    assert findings["pynvml"].health is Outcome.FINE

@@ -1,4 +1,4 @@
-"""A daemon whose worker runs on the stand-in for NVML: what each ill of a driver does to the GPUs' states."""
+"""A daemon with a worker on the stand-in for NVML: how each driver fault changes the GPUs' states."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.worker.stand_in import (
 )
 
 THREE = (("count", EVERY, 3), ("idle", 0, 1))
-"""Three GPUs on which nothing runs: the poor one is prohibited, the others are free."""
+"""Three idle GPUs: the poor one is prohibited, the others are free."""
 NVITOP = (
     "import json; from nvitop import Device; print(json.dumps([{'uuid': one.uuid().lower(), 'name': one.name(), "
     "'memory_used_bytes': one.memory_used(), 'memory_total_bytes': one.memory_total(), "
@@ -61,6 +61,11 @@ def running(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         process.stop()
 
 
+def other_gpus(tmp_path: Path) -> dict[str, str]:
+    """For a daemon beside `running`, whose worker has claimed the GPUs: they are other GPUs of the same UUIDs."""
+    return {"GPULEASE_DEVICE_FILES": str(tmp_path / "nvidia")}
+
+
 def gpus(running: DaemonProcess) -> dict[str, dict[str, Any]]:
     return {gpu["uuid"]: gpu for gpu in running.call("GET", "/v1/gpus").json["items"]}
 
@@ -70,7 +75,7 @@ def states(running: DaemonProcess) -> dict[str, str]:
 
 
 def ask(running: DaemonProcess, uuid: str) -> int:
-    """The status of a request for this one GPU, now or never; given back at once."""
+    """The HTTP status of a request for this GPU that does not queue; a lease is released immediately."""
     answer = running.call("POST", "/v1/leases?wait_s=10", {"devices": [uuid], "queue": False})
     if answer.status == 201:
         running.call("POST", f"/v1/leases/{answer.json['id']}/release", {"token": answer.json["token"]})
@@ -82,7 +87,7 @@ def ask(running: DaemonProcess, uuid: str) -> int:
     ("matters", "state", "words"),
     [
         pytest.param((), "free", "", id="sound"),
-        pytest.param((("idle", 0, 0),), "foreign", "4194305", id="in use by somebody"),
+        pytest.param((("idle", 0, 0),), "foreign", "4194305", id="in use by another user"),
         pytest.param(
             (("nvmlDeviceGetComputeRunningProcesses_v3", 0, NO_PERMISSION),), "unhealthy", "processes", id="lists"
         ),
@@ -103,7 +108,7 @@ def ask(running: DaemonProcess, uuid: str) -> int:
         ),
     ],
 )
-def test_one_gpus_ill_is_its_state_and_nobody_elses_and_passes_by_itself(
+def test_a_fault_of_one_gpu_concerns_only_that_gpu_and_passes_by_itself(
     running: DaemonProcess, driver: Driver, matters: tuple[tuple[str, int, object], ...], state: str, words: str
 ) -> None:
     driver.says(*THREE, *matters)
@@ -124,6 +129,7 @@ def test_one_gpus_ill_is_its_state_and_nobody_elses_and_passes_by_itself(
     assert ask(running, WHOLE.uuid) == 201
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("matters", "words"),
     [
@@ -149,7 +155,7 @@ def test_a_driver_that_fails_as_a_whole_makes_every_gpu_unknown_within_two_secon
 def test_an_unmodified_nvitop_shows_the_same_gpus_as_gpulease_status(running: DaemonProcess, driver: Driver) -> None:
     driver.says(("count", EVERY, 3))
     eventually(lambda: states(running)[WHOLE.uuid] == "foreign", 10, lambda: str(gpus(running)))
-    command = python("-m", "gpulease.cli", "status", "--json")
+    command = python("-m", "gpulease_cli", "status", "--json")
     said = subprocess.run(
         command, env={**driver.environment, "GPULEASE_URL": running.url}, capture_output=True, check=True
     )
@@ -173,7 +179,7 @@ def test_a_gpu_on_which_cuda_starts_is_granted_whatever_its_fabric_says(driver: 
     driver.says(*THREE, ("fabric", 0, 2))
     Cuda(driver.directory)
     cards = machine(*(Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE, THIRD)))
-    more = {"GPULEASE_POLL_S": "0.2", "STAND_IN_CUDA": cards}
+    more = {"GPULEASE_POLL_S": "0.2", "STAND_IN_CUDA": cards} | other_gpus(tmp_path)
     process = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **more})
     try:
         process.start()
@@ -189,7 +195,7 @@ def test_a_gpu_on_which_cuda_starts_is_granted_whatever_its_fabric_says(driver: 
 def test_no_grant_rests_on_a_process_list_that_is_repeated(driver: Driver, tmp_path: Path) -> None:
     three = ("count", EVERY, 3)
     driver.says(three, ("gone", 0, 1))  # the memory stays the same all the while, so only the lists can tell
-    paces = {"GPULEASE_PROCESSES_S": "60", "GPULEASE_POLL_S": "0.1"}
+    paces = {"GPULEASE_PROCESSES_S": "60", "GPULEASE_POLL_S": "0.1"} | other_gpus(tmp_path)
     slow = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **paces})
 
     def is_old() -> bool:
@@ -201,8 +207,8 @@ def test_no_grant_rests_on_a_process_list_that_is_repeated(driver: Driver, tmp_p
         assert ask(slow, WHOLE.uuid) == 201
         eventually(is_old, 10, lambda: str(gpus(slow)))
         driver.says(three)
-        assert states(slow)[WHOLE.uuid] == "free", "as far as anybody has looked"
-        assert ask(slow, WHOLE.uuid) == 409, "the lists were read anew for it"
+        assert states(slow)[WHOLE.uuid] == "free", "as of the last reading"
+        assert ask(slow, WHOLE.uuid) == 409, "the lists were read again for it"
         assert states(slow)[WHOLE.uuid] == "foreign"
     finally:
         slow.stop()

@@ -1,6 +1,6 @@
-"""`python -m bench.hardware` on stand-ins for NVML and CUDA: it runs, it marks what contradicts, it outlives a hang.
+"""`python -m bench.hardware` on stand-ins for NVML and CUDA: it runs, marks contradictions and survives hangs.
 
-What the steps find on a real driver, only a real driver can show; here it is shown that they look.
+These tests show that the steps measure; the results depend on a real driver.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from bench.hardware import findings, run
 from bench.hardware.checks import CHECKS, Check
 from bench.hardware.findings import Report, Row, Verdict
 from bench.hardware.run import Survey
-from gpulease.model import ComputeMode, GpuReading, Process
-from gpulease_worker import processes
-from gpulease_worker.source import Reading
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.model import ComputeMode, GpuReading, Process
+from gpulease_worker.probe.probe_protocol import Reading
+from gpulease_worker.processes import procfs
 from tests.client.stand_in_cuda import Card, Cuda, machine
 from tests.gpu.subjects import Subject, SubjectFailed, SubjectHangs, choose, in_the_way, once
 from tests.worker.build import until
 from tests.worker.stand_in import EVERY, HANGS, NOT_SUPPORTED, POOR, THIRD, WHOLE, Driver
 
-pytestmark = pytest.mark.xdist_group("machine")  # it loads the machine, or measures times: one such at a time
+pytestmark = [pytest.mark.slow, pytest.mark.busy("compute")]
 
 ROOT = Path(__file__).parents[2]
 MIB = 1024**2
@@ -52,7 +54,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 @pytest.fixture
 def on_stand_ins(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Programs that this test starts find the stand-ins."""
+    """Let programs that this test starts load the stand-ins."""
     driver.says(*IDLE)
     for name, value in driver.environment.items():
         monkeypatch.setenv(name, value)
@@ -100,7 +102,7 @@ def test_one_command_prints_a_row_for_each_question_and_marks_what_contradicts(d
 
     # A stand-in lists no context. On a driver that did so, a GPU in use would be granted.
     (context,) = [row for row in rows if row[1] == "a context: does it show at once?"]
-    assert context[4:] == ["**CONTRADICTS**", "yes: a GPU in use is never granted: core/gpu.py, core/remains.py"]
+    assert context[4:] == ["**CONTRADICTS**", "yes: a GPU in use is never granted: core/gpu.py, core/draining.py"]
     assert ran.returncode == 1
 
     assert "| what | median us | p99 us | max us |" in ran.stdout
@@ -174,8 +176,8 @@ def test_a_step_that_hangs_costs_the_rows_it_owes_and_leaves_nothing_behind(on_s
 
 
 def test_a_step_that_breaks_says_so(on_stand_ins: Driver) -> None:
-    nobody = Check("Z", "no such step", CHECKS[0].measure, 20)
-    (row,) = run.take(nobody, Survey(Reading(gpus=(THIRD,)), None, {}), quick=True, left_s=60)
+    unknown = Check("Z", "no such step", CHECKS[0].measure, 20)
+    (row,) = run.take(unknown, Survey(Reading(gpus=(THIRD,)), None, {}), quick=True, left_s=60)
     assert isinstance(row, Row)
     assert row.verdict is Verdict.BROKE
     assert "StopIteration" in row.found
@@ -190,13 +192,13 @@ def test_when_the_time_is_over_the_rest_is_not_begun() -> None:
 def steps_of(letter: str) -> list[int]:
     """Processes of a step that this test has started."""
     ours = f"bench.hardware.step {letter}"
-    return [pid for pid in processes.pids() if ours in (processes.command_of(pid) or "")]
+    return [pid for pid in process_tree.all_pids() if ours in (procfs.command_of(pid) or "")]
 
 
 @pytest.mark.parametrize(
     ("gpu", "why"),
     [
-        pytest.param(THIRD, None, id="nobody is on it"),
+        pytest.param(THIRD, None, id="it is unused"),
         pytest.param(GpuReading(uuid="G", node="n", index=0, processes=(Process(pid=7),)), "pid 7", id="in use"),
         pytest.param(GpuReading(uuid="G", node="n", index=0, health="mig"), "health is mig", id="not sound"),
         pytest.param(
@@ -210,7 +212,7 @@ def steps_of(letter: str) -> list[int]:
         ),
     ],
 )
-def test_only_a_gpu_that_nobody_is_on_is_used(gpu: GpuReading, why: str | None) -> None:
+def test_only_an_unused_gpu_is_used(gpu: GpuReading, why: str | None) -> None:
     found = in_the_way(gpu)
     assert (found is None) == (why is None)
     assert why is None or why in (found or "")
@@ -246,8 +248,8 @@ def test_a_subject_takes_steps_and_what_it_forks_ends_with_it(on_stand_ins: Driv
         assert subject.do("devices") is None
         assert subject.do("context") == "context"
         assert subject.do("devices") == [CARDS[1].uuid]
-        assert processes.lease_of(subject.pid) == "lease-x"
-        child = processes.Identity.of(subject.do("fork"))
+        assert procfs.lease_of(subject.pid) == "lease-x"
+        child = ProcessId.of(subject.do("fork"))
         assert child is not None
         with pytest.raises(SubjectFailed, match="cuMemAlloc_v2"):
             subject.do("memory", MIB)

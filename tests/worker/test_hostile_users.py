@@ -1,4 +1,4 @@
-"""What a job's user does to gain something from those who serve him, or to be a nuisance to them."""
+"""Attacks of a job's user on the worker and supervisor: for privileges, for information, or to cause damage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease import log_files
-from gpulease_worker import accounts, failure, records
+from gpulease_protocol.host import log_files
+from gpulease_worker.jobs import failure_cause, job_records, user_accounts
 from tests.worker.build import furnished, order, python, spec, supervising, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
@@ -27,7 +27,7 @@ def public() -> Iterator[Path]:
         yield directory
 
 
-def test_a_job_keeps_nothing_of_roots_powers(public: Path) -> None:
+def test_a_job_keeps_no_privileges_of_root(public: Path) -> None:
     score = Path("/proc/self/oom_score_adj")
     before = score.read_text()
     with suppress(PermissionError):  # in a container root may not
@@ -47,7 +47,7 @@ def test_a_job_keeps_nothing_of_roots_powers(public: Path) -> None:
     assert lines[5:] == ["0", "1", "2", "3"]
 
 
-def test_a_submission_cannot_have_root_raise_its_limits(public: Path) -> None:
+def test_a_submission_cannot_raise_its_limits_through_root(public: Path) -> None:
     report = end_of(public, "sh", "-c", "ulimit -Hr", limits={"rtprio": (99, 99)})
     if not ROOT:
         assert refused(report)
@@ -57,13 +57,13 @@ def test_a_submission_cannot_have_root_raise_its_limits(public: Path) -> None:
     assert log_of(report).split()[-2:] == ["0", "0"]
 
 
-def test_a_user_whom_the_node_does_not_know_gets_no_group_that_has_his_number() -> None:
-    assert accounts.account(STRANGER).gid == accounts.NO_GROUP
-    assert accounts.account(STRANGER, 7).gid == 7
+def test_a_user_unknown_to_the_node_gets_no_group_with_the_same_number() -> None:
+    assert user_accounts.account_of(STRANGER).gid == user_accounts.NO_GROUP
+    assert user_accounts.account_of(STRANGER, 7).gid == 7
 
 
 @pytest.mark.parametrize("closed", ["secret.py", "no-such.py"])
-def test_nothing_tells_a_user_what_is_in_a_directory_that_is_closed_to_him(public: Path, closed: str) -> None:
+def test_no_error_reveals_what_is_in_a_directory_closed_to_the_user(public: Path, closed: str) -> None:
     hidden = public / "hidden"
     hidden.mkdir(mode=0o700)
     (hidden / "secret.py").touch(mode=0o755)
@@ -72,11 +72,11 @@ def test_nothing_tells_a_user_what_is_in_a_directory_that_is_closed_to_him(publi
         assert refused(report)
         return
     assert report.reason == (
-        f"The program {str(hidden / closed)!r} was not found in {public}/jobs/j/work, or may not be executed."
+        f"The program {str(hidden / closed)!r} was not found in {public}/jobs/j/work, or is not executable."
     )
 
 
-def test_a_file_of_somebody_else_under_a_logs_name_is_neither_read_nor_written(tmp_path: Path) -> None:
+def test_another_users_file_under_a_logs_name_is_neither_read_nor_written(tmp_path: Path) -> None:
     if not ROOT:
         (tmp_path / "own").write_text("mine")
         assert log_files.tail(tmp_path, "own", size_bytes=9) == "mine"
@@ -86,21 +86,21 @@ def test_a_file_of_somebody_else_under_a_logs_name_is_neither_read_nor_written(t
     logs = tmp_path / "logs"
     logs.mkdir()
     os.chown(logs, STRANGER, STRANGER)
-    os.link(secret, logs / "launcher.log")  # what fs.protected_hardlinks=0 lets him do
+    os.link(secret, logs / "launcher.log")  # possible with fs.protected_hardlinks=0
     assert log_files.tail(logs, "launcher.log", size_bytes=100) == ""
     with pytest.raises(FileNotFoundError, match="not a regular file of the directory's owner"):
         log_files.open_beneath(logs, "launcher.log", flags=os.O_WRONLY | os.O_APPEND)
 
 
-def test_a_log_that_its_user_has_taken_away_is_the_reason(tmp_path: Path) -> None:
+def test_a_log_that_its_user_has_removed_is_the_reason(tmp_path: Path) -> None:
     directory = furnished(tmp_path / "j", order("j", spec("true")))
     if ROOT:
-        os.chown(directory / records.LOGS, STRANGER, STRANGER)  # what root makes anew there is not his
+        os.chown(directory / job_records.LOGS, STRANGER, STRANGER)  # what root creates there again is not that user's
     else:
-        (directory / records.LOGS).rmdir()
+        (directory / job_records.LOGS).rmdir()
     with supervising(directory) as supervisor:
         assert supervisor.wait(60) == 0
-    end = records.read(directory, records.EXIT, records.Exit)
+    end = job_records.read(directory, job_records.EXIT, job_records.ExitRecord)
     assert end is not None
     expected = (
         "launcher.log in .* is not a regular file of the directory's owner" if ROOT else "No such file or directory"
@@ -135,12 +135,10 @@ def test_nothing_is_imported_from_the_directory_in_which_a_worker_was_started(
         (CAUSE + "rank:" + " " * 60_000 + "\n" + CAUSE + "rank: 1 exitcode: 1 " * 2000, 3),
     ],
 )
-def test_what_a_job_prints_as_torchruns_summary_is_read_in_no_time_and_believed_within_reason(
-    tmp_path: Path, printed: str, code: int
-) -> None:
+def test_a_forged_torchrun_summary_is_parsed_fast_and_within_limits(tmp_path: Path, printed: str, code: int) -> None:
     (tmp_path / "launcher.log").write_text(printed)
     begun = time.process_time()
-    assert failure.first_failure(tmp_path, 3).code == code
+    assert failure_cause.first_failure(tmp_path, 3).code == code
     assert time.process_time() - begun < 1.0
 
 
@@ -158,13 +156,13 @@ def test_an_error_file_cannot_break_the_report_of_the_end(tmp_path: Path, messag
     (tmp_path / "error.json").write_text(message)
     summary = f"{CAUSE}  rank: 0\n  exitcode: 1\n  error_file: {tmp_path}/error.json\n"
     (tmp_path / "launcher.log").write_text(summary)
-    failed = failure.first_failure(tmp_path, 1)
+    failed = failure_cause.first_failure(tmp_path, 1)
     assert failed.code == 1
     assert failed.traceback in (None, "Error: ? ? end")
-    failed.sentence.encode()
+    failed.reason.encode()
 
 
-def test_a_tree_as_deep_as_a_user_likes_is_removed_with_its_job(public: Path) -> None:
+def test_a_directory_tree_of_any_depth_is_removed_with_its_job(public: Path) -> None:
     dig = "import os\nfor _ in range(1200):\n os.mkdir('d')\n os.chdir('d')"
 
     async def story(worker: Worker) -> None:
@@ -176,9 +174,9 @@ def test_a_tree_as_deep_as_a_user_likes_is_removed_with_its_job(public: Path) ->
     until(lambda: [path.name for path in (public / "jobs").iterdir()] == ["next"], "the directory is gone")
 
 
-def test_what_an_earlier_worker_did_not_finish_removing_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_an_unfinished_removal_is_finished_by_the_next_worker(tmp_path: Path) -> None:
     left = tmp_path / "jobs" / ".gone-j"
-    (left / records.LOGS).mkdir(parents=True)
+    (left / job_records.LOGS).mkdir(parents=True)
 
     async def story(_: Worker) -> None:
         pass

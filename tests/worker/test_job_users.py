@@ -1,4 +1,4 @@
-"""As whom a job runs, and what it may reach: with the rights of its user and no others."""
+"""The user that a job runs as: its rights are that user's, and no others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gpulease import log_files
-from gpulease.model import Launcher
-from gpulease_worker import accounts, entry
+from gpulease_protocol.host import log_files
+from gpulease_protocol.model import Launcher
+from gpulease_worker.jobs import spawn, user_accounts
 from tests.worker.build import python
 from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
 
@@ -22,7 +22,7 @@ def public() -> Iterator[Path]:
         yield directory
 
 
-def test_a_job_runs_as_its_user_with_his_groups_umask_and_limits_in_his_own_directory(public: Path) -> None:
+def test_a_job_runs_with_its_users_groups_umask_limits_and_directory(public: Path) -> None:
     script = (
         'id -u; id -g; id -G; umask; ulimit -n; echo "$USER $HOME"; touch here && stat -c "%u %a" here; '
         "test -r ../order.json && echo LEAK; ls .. 2>/dev/null && echo LISTED; true"
@@ -37,7 +37,7 @@ def test_a_job_runs_as_its_user_with_his_groups_umask_and_limits_in_his_own_dire
     ]
 
 
-def test_a_directory_that_its_user_may_not_enter_is_the_reason_although_root_may(public: Path) -> None:
+def test_a_directory_closed_to_the_user_is_the_reason_although_root_may_enter(public: Path) -> None:
     closed = public / "closed"
     closed.mkdir(mode=0o700)
     report = end_of(public, "true", working_directory=str(closed))
@@ -48,7 +48,7 @@ def test_a_directory_that_its_user_may_not_enter_is_the_reason_although_root_may
     assert report.reason == f"The working directory {closed} cannot be entered by 54321: Permission denied."
 
 
-def test_a_script_that_its_user_may_not_read_is_the_reason(public: Path) -> None:
+def test_a_script_unreadable_to_the_user_is_the_reason(public: Path) -> None:
     script = public / "train.py"
     script.write_text("print(1)")
     script.chmod(0o600)
@@ -65,7 +65,7 @@ def test_a_script_that_its_user_may_not_read_is_the_reason(public: Path) -> None
     assert report.reason == f"The script 'train.py' cannot be read in {public}: Permission denied."
 
 
-def test_a_link_in_a_users_log_directory_leads_root_nowhere(public: Path) -> None:
+def test_links_in_a_users_log_directory_are_not_followed(public: Path) -> None:
     secret = public / "secret"
     secret.write_text("root's own")
     secret.chmod(0o600)
@@ -92,7 +92,7 @@ def test_a_link_in_a_users_log_directory_leads_root_nowhere(public: Path) -> Non
     assert secret.read_text() == "root's own"
 
 
-def test_a_fifo_in_place_of_a_log_makes_nobody_wait(tmp_path: Path) -> None:
+def test_a_fifo_in_place_of_a_log_blocks_no_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "launcher.log")
     assert log_files.tail(tmp_path, "launcher.log", size_bytes=100) == ""
 
@@ -107,16 +107,16 @@ def test_a_fifo_in_place_of_a_log_makes_nobody_wait(tmp_path: Path) -> None:
         (None, 1000, "could not tell which user submitted it"),
     ],
 )
-def test_only_root_runs_the_jobs_of_others(uid: int | None, own: int, words: str | None) -> None:
-    said = accounts.refusal(uid, own)
+def test_only_a_worker_as_root_runs_other_users_jobs(uid: int | None, own: int, words: str | None) -> None:
+    said = user_accounts.reason_to_refuse(uid, own)
     assert (said is None) if words is None else (words in str(said))
 
 
-def test_a_limit_over_the_workers_own_is_as_high_as_that_allows() -> None:
+def test_a_limit_over_the_workers_own_is_capped() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert entry._lower(-1, hard) == hard
-    assert entry._lower(hard + 5, hard) == hard
-    assert entry._lower(7, -1) == 7
+    assert spawn._lower(-1, hard) == hard
+    assert spawn._lower(hard + 5, hard) == hard
+    assert spawn._lower(7, -1) == 7
 
 
 def test_a_job_of_the_workers_own_user_needs_no_root(tmp_path: Path) -> None:

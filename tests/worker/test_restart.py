@@ -1,4 +1,4 @@
-"""Jobs through the worst moments of a worker: it dies half-way, its disk is full, it has no file descriptor left."""
+"""Jobs while their worker fails: it dies half-way, its disk is full, it has no file descriptor left."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ from typing import Any
 import psutil
 import pytest
 
-from gpulease.exchange import JobOrder, JobReport, RunState
-from gpulease_worker import processes, records, watch
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
+from gpulease_worker.jobs import job_records, supervisor_watch
+from gpulease_worker.processes import procfs
 from tests.worker.build import furnished, kill, living, number_in, order, spec, supervising, under, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
 SLOW = """
-real = records.write
+real = job_records.write
 
 
 def write(directory, name, record):
-    if name == records.START and not record.launcher:
+    if name == job_records.START and not record.launcher:
         (directory / "about-to-start").touch()
         end = time.monotonic() + 60
         while not (directory / "go").exists() and time.monotonic() < end:
             time.sleep(0.01)
     real(directory, name, record)
-records.write = write
+job_records.write = write
 """
 """A supervisor that holds the lock and has not yet written its record: a slow disk, a loaded machine."""
 
 
 @pytest.fixture
-def started_here(tmp_path: Path) -> Callable[[], set[processes.Identity]]:
+def started_here(tmp_path: Path) -> Callable[[], set[ProcessId]]:
     """The living supervisors that workers of this test have started: not what those start, and nothing of others."""
 
     def is_supervisor(pid: int) -> bool:
@@ -48,11 +51,11 @@ def started_here(tmp_path: Path) -> Callable[[], set[processes.Identity]]:
         except psutil.NoSuchProcess:
             return False
 
-    return lambda: {one for one in processes.descendants(os.getpid()) if is_supervisor(one.pid)}
+    return lambda: {one for one in process_tree.descendants(os.getpid()) if is_supervisor(one.pid)}
 
 
 def noting(note: Path, *, ignore: str = "") -> JobOrder:
-    """A job that notes its start and stays, though not for ever should the test fail."""
+    """A job that notes its start and stays, though not forever should the test fail."""
     stay = "n=0; while test $n -lt 2000; do n=$((n+1)); sleep 0.02; done"
     return order("j", spec("sh", "-c", f"trap '{ignore}' TERM; echo $$ >> {note}; {stay}"))
 
@@ -83,21 +86,21 @@ def states(worker: Worker) -> list[RunState]:
 
 
 @contextmanager
-def stopped_at_once() -> Iterator[list[processes.Identity]]:
-    """What is started meanwhile is stopped before it has done anything; whoever looks for it later is too late."""
-    found: list[processes.Identity] = []
+def stopped_at_once() -> Iterator[list[ProcessId]]:
+    """A process that is started meanwhile is stopped before it has done anything; later searches miss it."""
+    found: list[ProcessId] = []
 
     def start(*words: Any, **members: Any) -> int:
         pid = real(*words, **members)
         os.kill(pid, signal.SIGSTOP)
-        identity = processes.Identity.of(pid)
+        identity = ProcessId.of(pid)
         assert identity is not None
         found.append(identity)
         return pid
 
     real = os.posix_spawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch.os, "posix_spawn", start)
+        patch.setattr(supervisor_watch.os, "posix_spawn", start)
         yield found
 
 
@@ -109,7 +112,7 @@ async def soon(condition: Callable[[], object], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_supervisor_that_has_the_lock_and_no_record_yet_keeps_its_job(tmp_path: Path) -> None:
+def test_a_supervisor_with_the_lock_and_no_record_yet_keeps_its_job(tmp_path: Path) -> None:
     note = tmp_path / "starts"
     job = noting(note)
     directory = furnished(tmp_path / "jobs" / "j", job)
@@ -122,7 +125,7 @@ def test_a_supervisor_that_has_the_lock_and_no_record_yet_keeps_its_job(tmp_path
                 assert states(worker) == [RunState.STARTING]
             (directory / "go").touch()
             await worker.until([job], RunState.RUNNING)
-            start = records.read(directory, records.START, records.Start)
+            start = job_records.read(directory, job_records.START, job_records.StartRecord)
             assert start is not None
             assert start.supervisor.pid == first.pid
             report = await worker.end_of(stopped(job, 0.1))
@@ -157,7 +160,7 @@ def test_the_end_of_a_second_supervisor_is_not_the_end_of_the_job(tmp_path: Path
     play(tmp_path, story)
 
 
-def test_a_job_that_started_while_no_worker_looked_is_not_killed(tmp_path: Path, started_here) -> None:
+def test_a_job_that_started_unnoticed_is_not_killed(tmp_path: Path, started_here) -> None:
     note = tmp_path / "starts"
     job = noting(note)
 
@@ -170,7 +173,7 @@ def test_a_job_that_started_while_no_worker_looked_is_not_killed(tmp_path: Path,
         os.kill(supervisor.pid, signal.SIGCONT)
         pid = until(lambda: number_in(note), "it is up")
         await again.until([job], RunState.RUNNING)
-        assert processes.Identity.of(pid) is not None
+        assert ProcessId.of(pid) is not None
         report = await again.end_of(stopped(job, 0.1))
         assert report.reason == "It was stopped on request."
         assert starts(note) == 1
@@ -180,7 +183,7 @@ def test_a_job_that_started_while_no_worker_looked_is_not_killed(tmp_path: Path,
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_job_that_another_is_about_to_start_is_stopped_and_not_left_running(tmp_path: Path, ordered: bool) -> None:
+def test_a_job_that_another_supervisor_is_about_to_start_is_stopped(tmp_path: Path, ordered: bool) -> None:
     job = order("j", spec("sleep", "60"))
     directory = furnished(tmp_path / "jobs" / "j", job)
 
@@ -193,7 +196,7 @@ def test_a_job_that_another_is_about_to_start_is_stopped_and_not_left_running(tm
             (directory / "go").touch()
             await soon(lambda: worker.jobs.reconcile(orders) or supervisor.poll() is not None, "it has ended")
             assert supervisor.wait(60) == 0
-        end = records.read(directory, records.EXIT, records.Exit)
+        end = job_records.read(directory, job_records.EXIT, job_records.ExitRecord)
         assert end is not None
         # The order comes when its start is recorded: before the launch or after it, and both are right.
         ends = [(143, "It was stopped on request."), (None, "It was stopped before it started.")]
@@ -203,7 +206,7 @@ def test_a_job_that_another_is_about_to_start_is_stopped_and_not_left_running(tm
     play(tmp_path, story)
 
 
-def test_an_end_that_a_worker_recorded_keeps_a_late_supervisor_from_launching(tmp_path: Path) -> None:
+def test_an_end_recorded_by_a_worker_keeps_a_late_supervisor_from_launching(tmp_path: Path) -> None:
     note = tmp_path / "starts"
     job = noting(note)
     directory = furnished(tmp_path / "jobs" / "j", job)
@@ -218,26 +221,26 @@ def test_an_end_that_a_worker_recorded_keeps_a_late_supervisor_from_launching(tm
     play(tmp_path, story)
 
 
-def test_an_end_that_is_not_on_disk_keeps_a_late_supervisor_from_launching_too(
+def test_an_end_that_cannot_be_recorded_keeps_a_late_supervisor_from_launching(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note = tmp_path / "starts"
     job = noting(note)
     directory = furnished(tmp_path / "jobs" / "j", job)
-    full = failing(records.write, lambda _, name, __: name == records.EXIT, 2, errno.ENOSPC)
-    monkeypatch.setattr(records, "write", full)
+    full = failing(job_records.write, lambda _, name, __: name == job_records.EXIT, 2, errno.ENOSPC)
+    monkeypatch.setattr(job_records, "write", full)
 
     async def story(worker: Worker) -> None:
         worker.jobs.reconcile([stopped(job)])
         assert states(worker) == [RunState.EXITED]
-        assert not (directory / records.EXIT).exists()
+        assert not (directory / job_records.EXIT).exists()
         with supervising(directory) as late:
             assert late.wait(60) == 0
         worker.jobs.reconcile([])
         assert states(worker) == [RunState.EXITED], "not forgotten as long as it might be launched"
         worker.jobs.reconcile([])
         assert states(worker) == []
-        assert (directory / records.EXIT).exists()
+        assert (directory / job_records.EXIT).exists()
         assert starts(note) == 0
 
     play(tmp_path, story)
@@ -252,7 +255,7 @@ def test_a_supervisor_that_cannot_be_watched_is_replaced(
     async def story(worker: Worker) -> None:
         monkeypatch.setattr(os, "pidfd_open", failing(os.pidfd_open, lambda *_: True, 1, errno.EMFILE))
         worker.jobs.reconcile([job])
-        assert started_here() == set(), "the one that nobody watches is gone"
+        assert started_here() == set(), "the unwatched one is gone"
         await worker.until([job], RunState.RUNNING)
         until(lambda: number_in(note), "it is up")
         kill(number_in(note))
@@ -264,15 +267,15 @@ def test_a_supervisor_that_cannot_be_watched_is_replaced(
 
 def test_a_stop_that_could_not_be_written_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = noting(tmp_path / "up", ignore=":")
-    full = failing(records.write, lambda _, name, __: name == records.STOP, 1, errno.ENOSPC)
-    monkeypatch.setattr(records, "write", full)
+    full = failing(job_records.write, lambda _, name, __: name == job_records.STOP, 1, errno.ENOSPC)
+    monkeypatch.setattr(job_records, "write", full)
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
         until(lambda: number_in(tmp_path / "up"), "it ignores SIGTERM")
         begun = time.monotonic()
         worker.jobs.reconcile([stopped(job, 0.1)])
-        assert not (tmp_path / "jobs" / "j" / records.STOP).exists()
+        assert not (tmp_path / "jobs" / "j" / job_records.STOP).exists()
         report = await worker.end_of(stopped(job, 0.1))
         assert (report.exit_code, report.reason) == (137, "It was stopped on request.")
         assert time.monotonic() - begun < 20, "after the grace of the order, not the default one of 35 s"
@@ -282,8 +285,8 @@ def test_a_stop_that_could_not_be_written_is_written_later(tmp_path: Path, monke
 
 def test_a_stop_takes_effect_although_the_disk_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = order("j", spec("sleep", "60"))
-    full = failing(records.write, lambda _, name, __: name == records.STOP, 10**6, errno.ENOSPC)
-    monkeypatch.setattr(records, "write", full)
+    full = failing(job_records.write, lambda _, name, __: name == job_records.STOP, 10**6, errno.ENOSPC)
+    monkeypatch.setattr(job_records, "write", full)
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
@@ -292,11 +295,11 @@ def test_a_stop_takes_effect_although_the_disk_stays_full(tmp_path: Path, monkey
     play(tmp_path, story)
 
 
-def test_a_job_that_cannot_be_marked_as_forgotten_stops_nothing_else(
+def test_a_job_that_cannot_be_marked_as_forgotten_blocks_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, other = order("j", spec("true")), order("other", spec("true"))
-    full = failing(Path.touch, lambda path, *_, **__: path.name == records.FORGOTTEN, 10**6, errno.ENOSPC)
+    full = failing(Path.touch, lambda path, *_, **__: path.name == job_records.FORGOTTEN, 10**6, errno.ENOSPC)
 
     async def story(worker: Worker) -> None:
         await worker.end_of(job)
@@ -310,14 +313,14 @@ def test_a_job_that_cannot_be_marked_as_forgotten_stops_nothing_else(
     play(tmp_path, story)
 
 
-@pytest.mark.parametrize("name", [records.ORDER, records.START])
+@pytest.mark.parametrize("name", [job_records.ORDER, job_records.START])
 @pytest.mark.parametrize("ordered", [True, False])
-def test_a_job_whose_record_cannot_be_read_for_a_while_is_neither_lost_nor_left_alone(
+def test_a_job_with_a_temporarily_unreadable_record_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ordered: bool
 ) -> None:
     note = tmp_path / "starts"
     job = noting(note)
-    real = records.read
+    real = job_records.read
 
     def unreadable(directory: Path, asked: str, kind: Any) -> Any:
         if asked == name:
@@ -328,18 +331,18 @@ def test_a_job_whose_record_cannot_be_read_for_a_while_is_neither_lost_nor_left_
         await worker.until([job], RunState.RUNNING)
         pid = until(lambda: number_in(note), "it is up")
         worker.jobs.close()
-        monkeypatch.setattr(records, "read", unreadable)
+        monkeypatch.setattr(job_records, "read", unreadable)
         again = Worker(tmp_path)
         for _ in range(3):
             assert states(again) != [RunState.EXITED]
             assert len(states(again)) == 1, "it is reported all the while"
             again.jobs.reconcile([job] if ordered else [])
         if ordered:
-            assert processes.Identity.of(pid) is not None
-        monkeypatch.setattr(records, "read", real)
+            assert ProcessId.of(pid) is not None
+        monkeypatch.setattr(job_records, "read", real)
         if ordered:
             await again.until([job], RunState.RUNNING)
-            assert processes.Identity.of(pid) is not None
+            assert ProcessId.of(pid) is not None
         await soon(lambda: again.jobs.reconcile([]) or not again.jobs.reports(), "it is stopped and forgotten")
         assert not living(job.lease_id)
         assert starts(note) == 1
@@ -347,14 +350,14 @@ def test_a_job_whose_record_cannot_be_read_for_a_while_is_neither_lost_nor_left_
     play(tmp_path, story)
 
 
-def test_a_job_whose_record_stays_unreadable_is_given_up_only_without_a_supervisor(
+def test_a_job_with_an_unreadable_record_is_given_up_without_a_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "DOUBT_S", 0.0)
+    monkeypatch.setattr(supervisor_watch, "UNREADABLE_S", 0.0)
     job = noting(tmp_path / "starts")
     directory = furnished(tmp_path / "jobs" / "j", job)
-    (directory / records.START).write_text("{")
-    lock = records.lock(directory)
+    (directory / job_records.START).write_text("{")
+    lock = job_records.lock(directory)
     assert lock is not None
 
     async def story(worker: Worker) -> None:
@@ -371,7 +374,7 @@ def test_a_job_whose_record_stays_unreadable_is_given_up_only_without_a_supervis
     play(tmp_path, story)
 
 
-def test_the_end_of_a_job_is_seen_where_the_parent_ignores_sigchld(tmp_path: Path) -> None:
+def test_the_end_of_a_job_is_noticed_although_the_parent_ignores_sigchld(tmp_path: Path) -> None:
     reports: list[JobReport] = []
 
     async def story(worker: Worker) -> None:
@@ -385,17 +388,17 @@ def test_the_end_of_a_job_is_seen_where_the_parent_ignores_sigchld(tmp_path: Pat
     assert [report.exit_code for report in reports] == [3]
 
 
-def test_a_worker_that_is_told_to_end_does_not_wait_for_what_cannot_be_killed(
+def test_a_worker_ends_without_waiting_for_unkillable_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = order("j", spec("sh", "-c", "sleep 60 & wait"))  # the shell dies with its supervisor, and the other stays
     killing = threading.Event()
     monkeypatch.setenv("GPULEASE_CGROUPS", "off")  # a cgroup would be killed as one
-    monkeypatch.setattr(processes, "send_all", lambda *_: killing.set())  # it hangs in the kernel
+    monkeypatch.setattr(process_tree, "signal_all", lambda *_: killing.set())  # it hangs in the kernel
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
-        start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+        start = job_records.read(tmp_path / "jobs" / "j", job_records.START, job_records.StartRecord)
         assert start is not None
         until(lambda: len(living(job.lease_id)) == 2, "it is up")
         kill(start.supervisor.pid)
@@ -403,8 +406,8 @@ def test_a_worker_that_is_told_to_end_does_not_wait_for_what_cannot_be_killed(
 
     play(tmp_path, story)  # ends when the threads have ended
     told = time.monotonic()
-    assert not (tmp_path / "jobs" / "j" / records.EXIT).exists(), "nobody knows yet how that ends"
+    assert not (tmp_path / "jobs" / "j" / job_records.EXIT).exists(), "its end is unknown yet"
     monkeypatch.undo()
-    left = processes.kill_marked(job.lease_id, 10)
+    left = procfs.kill_marked(job.lease_id, 10)
     assert not left
     assert time.monotonic() - told < 10

@@ -1,4 +1,4 @@
-"""Simulated GPUs: a plausible machine, a file that changes, files that are broken, and real processes on them."""
+"""Simulated GPUs: a plausible machine, a file that changes, invalid files, and real processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from gpulease.model import ComputeMode, GpuLink, GpuReading, Process
-from gpulease_worker.simulation import PROCESS_BYTES, Simulation
-from gpulease_worker.source import ReadingFailed
+from gpulease_protocol.model import ComputeMode, GpuLink, GpuReading, Process
+from gpulease_worker.probe.probe_protocol import ReadingFailed
+from gpulease_worker.probe.simulation import PROCESS_BYTES, SimulatedReader
 from tests.worker.build import GPUS, lease, under, until
 
 GONE = 2**22 + 1
-"""A pid that no kernel hands out: over the highest pid_max."""
+"""A pid that no kernel assigns: above the maximum pid_max."""
 
 
 def written(path: Path, machine: object) -> str:
@@ -24,23 +24,23 @@ def written(path: Path, machine: object) -> str:
 
 
 def test_a_count_is_a_plausible_machine_that_stays_the_same() -> None:
-    reading = Simulation("8", "a").read(())
+    reading = SimulatedReader("8", "a").read(())
     assert reading.simulated
     assert [gpu.index for gpu in reading.gpus] == list(range(8))
     assert len({gpu.uuid for gpu in reading.gpus}) == len({gpu.pci_bus_id for gpu in reading.gpus}) == 8
     assert all(gpu.node == "a" and gpu.memory_used_bytes == 0 and not gpu.processes for gpu in reading.gpus)
     assert all(gpu.uuid.startswith("GPU-") and gpu.uuid[4:] == gpu.uuid[4:].lower() for gpu in reading.gpus)
-    assert Simulation("8", "a").read(()) == reading
+    assert SimulatedReader("8", "a").read(()) == reading
 
 
 def test_two_nodes_differ_in_every_uuid() -> None:
-    first, second = ({gpu.uuid for gpu in Simulation("4", node).read(()).gpus} for node in "ab")
+    first, second = ({gpu.uuid for gpu in SimulatedReader("4", node).read(()).gpus} for node in "ab")
     assert not first & second
 
 
 def test_a_file_is_read_again_at_every_reading(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    simulation = Simulation(written(path, {"gpus": [{"uuid": GPUS[0], "temperature_c": 40}]}), "n")
+    simulation = SimulatedReader(written(path, {"gpus": [{"uuid": GPUS[0], "temperature_c": 40}]}), "n")
     assert simulation.read(()).gpus[0].temperature_c == 40
     written(path, {"gpus": [{"uuid": GPUS[0], "temperature_c": 80, "health": "xid:79"}], "driver_version": "1.2"})
     reading = simulation.read(())
@@ -65,7 +65,7 @@ def test_every_field_of_the_file_reaches_the_reading_in_pci_order(tmp_path: Path
     }
     earlier = {"uuid": GPUS[0], "pci_bus_id": "00000000:0a:00.0", "memory_used_bytes": None, "compute_mode": None}
     machine = {"gpus": [entry, earlier], "links": [[0, 1, "nvlink"]], "driver_version": "580", "hang_s": 0}
-    reading = Simulation(written(tmp_path / "m.json", machine), "n").read(())
+    reading = SimulatedReader(written(tmp_path / "m.json", machine), "n").read(())
     first, second = reading.gpus
     assert (first.uuid, first.index, first.memory_used_bytes, first.compute_mode) == (GPUS[0], 0, None, None)
     assert second == GpuReading(
@@ -91,7 +91,7 @@ def test_every_field_of_the_file_reaches_the_reading_in_pci_order(tmp_path: Path
 
 def test_an_applications_own_xid_is_no_ill_of_the_gpu(tmp_path: Path) -> None:
     machine = {"gpus": [{"uuid": GPUS[0], "health": "xid:94"}, {"uuid": GPUS[1], "health": "xid:109"}]}
-    gpus = Simulation(written(tmp_path / "m.json", machine), "n").read(()).gpus
+    gpus = SimulatedReader(written(tmp_path / "m.json", machine), "n").read(()).gpus
     assert [gpu.health for gpu in gpus] == ["ok", "xid:109"]
 
 
@@ -104,10 +104,16 @@ def test_an_applications_own_xid_is_no_ill_of_the_gpu(tmp_path: Path) -> None:
         ({"gpus": None}, "gpus must be a list"),
         ({"gpus": [3]}, "gpus[0] must be an object"),
         ({"gpus": [{}]}, "gpus[0] has no uuid"),
-        ({"gpus": [{"uuid": 3}]}, "gpus[0]: uuid must be a text that begins with GPU-"),
+        ({"gpus": [{"uuid": 3}]}, "gpus[0]: uuid must be a string that begins with GPU-"),
         ({"gpus": [{"uuid": GPUS[0]}, {"uuid": GPUS[0].lower()}]}, f"two GPUs have the uuid {GPUS[0]}"),
-        ({"gpus": [{"uuid": GPUS[0], "memory_used_bytes": "8"}]}, "memory_used_bytes must be a whole number"),
-        ({"gpus": [{"uuid": GPUS[0], "memory_used_bytes": -1}]}, "memory_used_bytes must be a whole number"),
+        (
+            {"gpus": [{"uuid": GPUS[0], "memory_used_bytes": "8"}]},
+            "memory_used_bytes must be an integer number of bytes",
+        ),
+        (
+            {"gpus": [{"uuid": GPUS[0], "memory_used_bytes": -1}]},
+            "memory_used_bytes must be an integer number of bytes",
+        ),
         ({"gpus": [{"uuid": GPUS[0], "utilization_ratio": 70}]}, "utilization_ratio must be a number from 0 to 1"),
         ({"gpus": [{"uuid": GPUS[0], "compute_mode": "none"}]}, "compute_mode must be one of"),
         ({"gpus": [{"uuid": GPUS[0], "compute_mode": ["default"]}]}, "compute_mode must be one of"),
@@ -125,18 +131,18 @@ def test_an_applications_own_xid_is_no_ill_of_the_gpu(tmp_path: Path) -> None:
 def test_a_broken_file_is_named_with_what_is_wrong(tmp_path: Path, content: Any, complaint: str) -> None:
     path = tmp_path / "machine.json"
     with pytest.raises(ReadingFailed) as failed:
-        Simulation(written(path, content), "n").read(())
+        SimulatedReader(written(path, content), "n").read(())
     assert str(path) in str(failed.value)
     assert complaint in str(failed.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReadingFailed, match=r"absent\.json cannot be read: No such file"):
-        Simulation(str(tmp_path / "absent.json"), "n").read(())
+        SimulatedReader(str(tmp_path / "absent.json"), "n").read(())
 
 
 def test_a_real_process_counts_on_the_gpus_of_its_lease_until_it_ends(tmp_path: Path) -> None:
-    simulation = Simulation(written(tmp_path / "m.json", {"gpus": [{"uuid": uuid} for uuid in GPUS]}), "n")
+    simulation = SimulatedReader(written(tmp_path / "m.json", {"gpus": [{"uuid": uuid} for uuid in GPUS]}), "n")
     mine, other = f"lease-{os.urandom(4).hex()}", f"lease-{os.urandom(4).hex()}"
     leases = (lease(mine, GPUS[1]), lease(other, GPUS[0]))
     with under(mine) as process:
@@ -167,7 +173,7 @@ def test_a_listed_real_process_is_filled_in_and_belongs_to_its_ancestors_lease(t
             child = int(note.read_text())
             until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n", "it has begun")
             machine = {"gpus": [{"uuid": GPUS[0], "processes": [{"pid": child, "memory_bytes": 5}]}]}
-            (gpu,) = Simulation(written(tmp_path / "m.json", machine), "n").read(()).gpus
+            (gpu,) = SimulatedReader(written(tmp_path / "m.json", machine), "n").read(()).gpus
             (seen,) = gpu.processes
             assert (seen.lease_id, seen.command, seen.memory_bytes) == (mine, "sleep 60", 5)
             os.kill(child, 9)

@@ -1,4 +1,4 @@
-"""Jobs with real supervisors and real processes: how they end, and that nothing of them is left."""
+"""Jobs with real supervisors and real processes: how they end, and that no process is left."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from gpulease.exchange import JobOrder, JobReport, RunState
-from gpulease.model import Launcher
-from gpulease_worker import jobs, processes, records
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.model import Launcher
+from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
+from gpulease_worker.jobs import job_records, reconciler
 from tests.worker.build import free_port, kill, living, number_in, order, python, spec, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
@@ -29,9 +30,10 @@ names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVIC
 print(json.dumps({name: os.environ[name] for name in names} | {"sum": kept.item()}), flush=True)
 dist.destroy_process_group()
 sys.stdout.flush()
-os._exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
+os._exit(0)
 """
 """Leaves by os._exit because a process that did a gloo collective may abort when the interpreter ends."""
+SECOND_RANK_FAILS = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
 
 
 def end_of(data_dir: Path, job: JobOrder) -> JobReport:
@@ -58,7 +60,7 @@ def log_of(report: JobReport, name: str) -> str:
             "echo 'RuntimeError: Unexpected error. Error 802: system not yet initialized' >&2; exit 1",
             1,
             "The command exited with code 1. CUDA did not start (error 802): the node's fabric manager is not running, "
-            "or was not done.",
+            "or has not finished starting.",
         ),
         ("exit 3", 3, "The command exited with code 3."),
         ("exit 200", 200, "The command exited with code 200."),
@@ -75,7 +77,7 @@ def test_a_plain_command_reports_its_exit_code(tmp_path: Path, script: str, code
         assert log_of(report, "launcher.log") == log_of(report, "rank-0.log") == "out\nerr\n"
 
 
-def test_a_program_that_is_no_program_fails_with_that_reason(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_program_fails_with_that_reason(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_bytes(b"\x7fELF and nothing more")
     program.chmod(0o755)
@@ -90,16 +92,16 @@ def test_a_job_that_cannot_start_ends_with_the_reason_and_never_starts(tmp_path:
     assert report.exit_code is None
     assert report.reason is not None
     assert "'no-such-program' was not found on PATH" in report.reason
-    start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+    start = job_records.read(tmp_path / "jobs" / "j", job_records.START, job_records.StartRecord)
     assert start is not None
     assert start.launcher is None
 
 
-def test_torchrun_ranks_see_the_leased_address_and_have_a_file_each(tmp_path: Path) -> None:
+def test_torchrun_ranks_get_the_leased_address_and_one_log_file_each(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     port = free_port()
-    report = end_of(tmp_path / "d", order("j", spec(str(script), "0", launcher=Launcher.TORCHRUN), port=port))
+    report = end_of(tmp_path / "d", order("j", spec(str(script), launcher=Launcher.TORCHRUN), port=port))
     assert (report.exit_code, report.reason) == (0, None), log_of(report, "launcher.log")
     for rank in range(2):
         first, second = log_of(report, f"rank-{rank}.log").splitlines()
@@ -117,15 +119,15 @@ def test_torchrun_ranks_see_the_leased_address_and_have_a_file_each(tmp_path: Pa
         assert f"[default{rank}]:a line on stderr" in log_of(report, "launcher.log")
 
 
-def test_torchrun_says_which_rank_failed_first(tmp_path: Path) -> None:
+def test_the_torchrun_rank_that_failed_first_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    job = order("j", spec(str(script), "7", launcher=Launcher.TORCHRUN), port=free_port())
+    script.write_text(SECOND_RANK_FAILS)
+    job = order("j", spec(str(script), launcher=Launcher.TORCHRUN), port=free_port())
     report = end_of(tmp_path / "d", job)
     assert (report.exit_code, report.reason) == (7, "Rank 1 failed first: it exited with code 7.")
 
 
-def test_what_a_job_leaves_behind_is_dead_before_its_end_is_reported(tmp_path: Path) -> None:
+def test_leftovers_of_a_job_are_dead_before_its_end_is_reported(tmp_path: Path) -> None:
     notes = [tmp_path / "marked", tmp_path / "bare"]
     # Both leave the session; one also ignores SIGTERM, the other also takes the marker off.
     script = (
@@ -136,17 +138,17 @@ def test_what_a_job_leaves_behind_is_dead_before_its_end_is_reported(tmp_path: P
     job = order("j", spec("sh", "-c", script))
     report = end_of(tmp_path / "d", job)
     assert report.exit_code == 5
-    assert all(processes.Identity.of(number_in(note)) is None for note in notes)
+    assert all(ProcessId.of(number_in(note)) is None for note in notes)
     assert not living(job.lease_id)
 
 
-def test_a_job_that_runs_out_of_time_is_stopped_and_says_so(tmp_path: Path) -> None:
+def test_a_job_that_exceeds_its_timeout_is_stopped_with_that_reason(tmp_path: Path) -> None:
     report = end_of(tmp_path, order("j", spec("sleep", "60", timeout_s=0.3)))
     assert report.timed_out
     assert (report.exit_code, report.reason) == (143, "It ran longer than its timeout_s of 0.3 s.")
 
 
-def test_a_stopped_job_may_end_in_its_own_way_within_its_grace(tmp_path: Path) -> None:
+def test_a_stopped_job_may_exit_by_itself_within_the_grace_period(tmp_path: Path) -> None:
     script = "trap 'echo saved; exit 9' TERM; echo up; while :; do sleep 0.02; done"
     job = order("j", spec("sh", "-c", script))
 
@@ -161,7 +163,7 @@ def test_a_stopped_job_may_end_in_its_own_way_within_its_grace(tmp_path: Path) -
     play(tmp_path, story)
 
 
-def test_a_job_that_ignores_the_stop_is_killed_after_the_grace_and_a_second_stop_shortens_it(tmp_path: Path) -> None:
+def test_a_job_that_ignores_sigterm_is_killed_and_a_second_stop_shortens_the_grace(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.1; done"))
 
     async def story(worker: Worker) -> None:
@@ -179,7 +181,7 @@ def test_a_job_that_ignores_the_stop_is_killed_after_the_grace_and_a_second_stop
     play(tmp_path, story)
 
 
-def test_a_job_that_is_stopped_before_it_started_never_starts(tmp_path: Path) -> None:
+def test_a_job_stopped_before_its_start_never_starts(tmp_path: Path) -> None:
     report = end_of(tmp_path, order("j", spec("true"), stop=True))
     assert (report.exit_code, report.reason) == (None, "It was stopped before it started.")
 
@@ -196,7 +198,7 @@ def test_a_stop_right_after_the_start_is_not_lost(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_job_that_is_no_longer_ordered_is_stopped_then_forgotten_and_its_logs_stay(tmp_path: Path) -> None:
+def test_a_job_no_longer_ordered_is_stopped_and_forgotten_with_its_logs_kept(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", "echo up; exec sleep 60"))
 
     async def story(worker: Worker) -> None:
@@ -218,7 +220,7 @@ def test_a_job_that_is_no_longer_ordered_is_stopped_then_forgotten_and_its_logs_
     play(tmp_path, story)
 
 
-def test_only_so_many_forgotten_jobs_are_kept(tmp_path: Path) -> None:
+def test_the_number_of_forgotten_jobs_is_limited(tmp_path: Path) -> None:
     async def over(worker: Worker, name: str) -> None:
         await worker.end_of(order(name, spec("true")))
         worker.jobs.reconcile([])
@@ -241,7 +243,7 @@ def test_only_so_many_forgotten_jobs_are_kept(tmp_path: Path) -> None:
     play(tmp_path, story, keep=2)
 
 
-def test_a_job_that_is_asked_for_again_keeps_its_directory_though_the_one_before_was_removed_by_hand(
+def test_a_job_ordered_again_keeps_its_directory(
     tmp_path: Path,
 ) -> None:
     again = order("again", spec("true"))
@@ -255,17 +257,17 @@ def test_a_job_that_is_asked_for_again_keeps_its_directory_though_the_one_before
             await worker.until([again, order(f"j{number}", spec("true"))], RunState.EXITED)
             worker.jobs.reconcile([again])
         until(lambda: not (tmp_path / "jobs" / "j1").exists(), "what is too much is removed")
-        assert (tmp_path / "jobs" / "again" / records.ORDER).exists()
+        assert (tmp_path / "jobs" / "again" / job_records.ORDER).exists()
 
     play(tmp_path, story, keep=1)
 
 
-def test_a_worker_that_is_to_keep_less_than_the_one_before_removes_the_rest_bit_by_bit(tmp_path: Path) -> None:
-    for number in range(2 * jobs.THINNED + 5):
+def test_a_worker_that_keeps_fewer_jobs_removes_the_others_gradually(tmp_path: Path) -> None:
+    for number in range(2 * reconciler.REMOVED_AT_ONCE + 5):
         directory = tmp_path / "jobs" / f"j{number:03}"
         directory.mkdir(parents=True)
-        (directory / records.FORGOTTEN).touch()
-        os.utime(directory / records.FORGOTTEN, ns=(number, number))
+        (directory / job_records.FORGOTTEN).touch()
+        os.utime(directory / job_records.FORGOTTEN, ns=(number, number))
     stubborn = tmp_path / "jobs" / ".gone-j000"
     (stubborn / "x").mkdir(parents=True)
 
@@ -274,10 +276,12 @@ def test_a_worker_that_is_to_keep_less_than_the_one_before_removes_the_rest_bit_
 
     async def story(worker: Worker) -> None:
         worker.jobs.reconcile([])
-        assert len(left()) in {jobs.THINNED + 5, jobs.THINNED + 6}, "one may be in the way of its removal"
+        assert len(left()) in {reconciler.REMOVED_AT_ONCE + 5, reconciler.REMOVED_AT_ONCE + 6}, (
+            "one may be in the way of its removal"
+        )
         worker.jobs.reconcile([])
         worker.jobs.reconcile([])
-        assert [name for name in left() if name != "j000"] == [f"j{2 * jobs.THINNED + 4:03}"]
+        assert [name for name in left() if name != "j000"] == [f"j{2 * reconciler.REMOVED_AT_ONCE + 4:03}"]
 
     play(tmp_path, story, keep=1)
 
@@ -301,13 +305,13 @@ def test_jobs_are_found_again_and_not_started_twice(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_job_whose_end_no_worker_saw_is_reported_by_the_next(tmp_path: Path) -> None:
+def test_a_job_that_ended_without_a_worker_is_reported_by_the_next(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", "sleep 0.2; exit 6"))
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
         worker.jobs.close()
-        until((tmp_path / "jobs" / "j" / records.EXIT).exists, "the supervisor has recorded the end")
+        until((tmp_path / "jobs" / "j" / job_records.EXIT).exists, "the supervisor has recorded the end")
         again = Worker(tmp_path)
         (report,) = again.jobs.reports()
         assert (report.state, report.exit_code) == (RunState.EXITED, 6)
@@ -321,7 +325,7 @@ def test_the_processes_of_a_dead_supervisor_are_killed(tmp_path: Path, seen: boo
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
-        start = records.read(tmp_path / "jobs" / "j", records.START, records.Start)
+        start = job_records.read(tmp_path / "jobs" / "j", job_records.START, job_records.StartRecord)
         assert start is not None
         if not seen:
             worker.jobs.close()
@@ -342,13 +346,13 @@ def test_a_second_supervisor_of_a_job_does_nothing(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", f"echo x >> {note}"))
     end_of(tmp_path, job)
     directory = tmp_path / "jobs" / "j"
-    (directory / records.EXIT).unlink()
-    assert subprocess.run(python("-m", "gpulease_worker.supervisor", str(directory)), check=False).returncode == 0
+    (directory / job_records.EXIT).unlink()
+    assert subprocess.run(python("-m", "gpulease_worker.jobs.supervisor", str(directory)), check=False).returncode == 0
     assert note.read_text() == "x\n"
 
 
 @pytest.mark.parametrize("job_id", ["../j", ".hidden", "a/b", ""])
-def test_an_id_that_is_no_plain_name_is_refused(tmp_path: Path, job_id: str) -> None:
+def test_a_job_id_that_is_not_a_plain_name_is_refused(tmp_path: Path, job_id: str) -> None:
     report = end_of(tmp_path / "d", order(job_id, spec("true"), lease="L"))
     assert report.exit_code is None
     assert report.reason is not None
@@ -356,7 +360,7 @@ def test_an_id_that_is_no_plain_name_is_refused(tmp_path: Path, job_id: str) -> 
     assert list((tmp_path / "d" / "jobs").iterdir()) == []
 
 
-def test_the_directory_of_a_job_is_its_owners_alone(tmp_path: Path) -> None:
+def test_the_directory_of_a_job_is_private(tmp_path: Path) -> None:
     end_of(tmp_path, order("j", spec("true", environment={"SECRET": "x"})))
     assert (tmp_path / "jobs" / "j").stat().st_mode & 0o777 == 0o700
-    assert (tmp_path / "jobs" / "j" / records.ORDER).stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "jobs" / "j" / job_records.ORDER).stat().st_mode & 0o777 == 0o600

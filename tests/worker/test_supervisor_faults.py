@@ -1,4 +1,4 @@
-"""A supervisor in trouble: a full disk, a process that does not die, an order that it cannot read."""
+"""A supervisor facing faults: a full disk, an unkillable process, an unreadable order."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_worker import processes, records
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_worker.jobs import job_records
 from tests.worker.build import furnished, living, number_in, order, spec, supervising, until
 
 FULL_FOR = """
-real, failures = records.write, []
+real, failures = job_records.write, []
 def write(directory, name, record):
-    if name == {name!r} and (name != records.START or record.launcher) and len(failures) < {times}:
+    if name == {name!r} and (name != job_records.START or record.launcher) and len(failures) < {times}:
         failures.append(name)
         raise OSError(errno.ENOSPC, "No space left on device")
     real(directory, name, record)
-records.write = write
+job_records.write = write
 """
 """The disk is full when a record is written, so many times. Of the two of the start it is the one after the launch."""
 
@@ -29,62 +30,60 @@ def full(name: str, times: int) -> str:
     return FULL_FOR.format(name=name, times=times)
 
 
-def start_of(directory: Path) -> Callable[[], records.Start | None]:
+def start_of(directory: Path) -> Callable[[], job_records.StartRecord | None]:
     """The record of the start, once the launcher is in it."""
 
-    def look() -> records.Start | None:
-        start = records.read(directory, records.START, records.Start)
+    def look() -> job_records.StartRecord | None:
+        start = job_records.read(directory, job_records.START, job_records.StartRecord)
         return start if start and start.launcher else None
 
     return look
 
 
-def end_of(directory: Path) -> records.Exit:
-    end = records.read(directory, records.EXIT, records.Exit)
+def end_of(directory: Path) -> job_records.ExitRecord:
+    end = job_records.read(directory, job_records.EXIT, job_records.ExitRecord)
     assert end is not None, (directory / "supervisor.log").read_text()
     return end
 
 
-def test_a_job_whose_start_cannot_be_recorded_runs_on_and_is_recorded_later(tmp_path: Path) -> None:
+def test_a_start_that_cannot_be_recorded_at_once_is_recorded_later(tmp_path: Path) -> None:
     go = tmp_path / "go"
     job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done; exit 6"))
     directory = furnished(tmp_path / "j", job)
-    with supervising(directory, full(records.START, 2)) as supervisor:
+    with supervising(directory, full(job_records.START, 2)) as supervisor:
         start = until(start_of(directory), "the launcher is on record")
         assert start.launcher is not None
         assert start.launcher.alive()
-        assert not (directory / records.EXIT).exists()
+        assert not (directory / job_records.EXIT).exists()
         go.touch()
         assert supervisor.wait(60) == 0
     assert (end_of(directory).exit_code, end_of(directory).reason) == (6, "The command exited with code 6.")
 
 
-def test_what_is_not_yet_the_job_dies_with_the_supervisor_and_never_becomes_it(tmp_path: Path) -> None:
+def test_a_process_before_exec_dies_with_the_supervisor(tmp_path: Path) -> None:
     entering, go, ran = tmp_path / "entering", tmp_path / "go", tmp_path / "ran"
     fault = (
-        "from gpulease_worker import entry\n"
-        "def look(plan):\n"
+        "def check_paths(plan):\n"
         f"    pathlib.Path({str(entering)!r}).write_text(f'{{os.getpid()}}\\n')\n"
         f"    while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
-        "entry._look = look"
+        "spawn._check_paths = check_paths"
     )
     directory = furnished(tmp_path / "j", order("j", spec("touch", str(ran))))
     with supervising(directory, fault) as supervisor:
         child = until(lambda: number_in(entering), "its process is on the way to its program")
         supervisor.kill()
         supervisor.wait()
-        # It has no marker yet: whoever cleans up after the supervisor does not find it.
-        until(lambda: processes.Identity.of(child) is None, "it has died with the supervisor")
+        # It has no marker yet, so a cleanup after the supervisor does not find it.
+        until(lambda: ProcessId.of(child) is None, "it has died with the supervisor")
         go.touch()
     assert not ran.exists()
 
 
-def test_an_order_to_stop_reaches_a_job_that_does_not_get_to_its_program(tmp_path: Path) -> None:
+def test_a_stop_reaches_a_job_that_hangs_before_exec(tmp_path: Path) -> None:
     entering = tmp_path / "entering"
     fault = (
-        "from gpulease_worker import entry\n"
-        f"def look(plan):\n    pathlib.Path({str(entering)!r}).write_text('1\\n')\n    time.sleep(600)\n"
-        "entry._look = look"
+        f"def check_paths(plan):\n    pathlib.Path({str(entering)!r}).write_text('1\\n')\n    time.sleep(600)\n"
+        "spawn._check_paths = check_paths"
     )
     directory = furnished(tmp_path / "j", order("j", spec("true")))
     with supervising(directory, fault) as supervisor:
@@ -94,8 +93,8 @@ def test_an_order_to_stop_reaches_a_job_that_does_not_get_to_its_program(tmp_pat
     assert (end_of(directory).exit_code, end_of(directory).reason) == (None, "It was stopped before it started.")
 
 
-def test_a_job_that_does_not_get_to_its_program_in_time_fails(tmp_path: Path) -> None:
-    fault = "from gpulease_worker import entry\nentry.BEGIN_S = 0.3\nentry._look = lambda plan: time.sleep(600)"
+def test_a_job_that_does_not_reach_exec_in_time_fails(tmp_path: Path) -> None:
+    fault = "spawn.EXEC_S = 0.3\nspawn._check_paths = lambda plan: time.sleep(600)"
     directory = furnished(tmp_path / "j", order("j", spec("true")))
     with supervising(directory, fault) as supervisor:
         assert supervisor.wait(60) == 0
@@ -104,27 +103,25 @@ def test_a_job_that_does_not_get_to_its_program_in_time_fails(tmp_path: Path) ->
 
 def test_the_exit_status_is_not_lost_while_the_disk_is_full(tmp_path: Path) -> None:
     directory = furnished(tmp_path / "j", order("j", spec("sh", "-c", "exit 7")))
-    with supervising(directory, "supervisor.RECORD_LOOK_S = 0.01" + full(records.EXIT, 5)) as supervisor:
+    with supervising(directory, "supervisor.RECORD_RETRY_S = 0.01" + full(job_records.EXIT, 5)) as supervisor:
         assert supervisor.wait(60) == 0
     assert end_of(directory).exit_code == 7
 
 
-def test_a_record_is_written_into_the_room_that_was_reserved_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_is_written_into_its_reserved_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: str, flags: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    records.reserve(tmp_path, records.EXIT)
+    job_records.reserve(tmp_path, job_records.EXIT)
     (room,) = tmp_path.iterdir()
-    assert room.stat().st_blocks * 512 >= records.RESERVED_BYTES
-    monkeypatch.setattr(records, "_private", full)  # no new file can be made
-    end = records.Exit(exit_code=3, ended_at=records.now())
-    records.write(tmp_path, records.EXIT, end)
-    assert records.read(tmp_path, records.EXIT, records.Exit) == end
+    assert room.stat().st_blocks * 512 >= job_records.RESERVED_BYTES
+    monkeypatch.setattr(job_records, "_private", full)  # no new file can be made
+    end = job_records.ExitRecord(exit_code=3, ended_at=job_records.now())
+    job_records.write(tmp_path, job_records.EXIT, end)
+    assert job_records.read(tmp_path, job_records.EXIT, job_records.ExitRecord) == end
     with pytest.raises(OSError, match="No space"):
-        records.write(tmp_path, records.STOP, records.Stop(grace_s=1.0))
-    assert [path.name for path in tmp_path.iterdir()] == [records.EXIT]
+        job_records.write(tmp_path, job_records.STOP, job_records.StopRecord(grace_s=1.0))
+    assert [path.name for path in tmp_path.iterdir()] == [job_records.EXIT]
 
 
 def test_sigterm_without_an_order_on_disk_stops_the_job(tmp_path: Path) -> None:
@@ -136,11 +133,11 @@ def test_sigterm_without_an_order_on_disk_stops_the_job(tmp_path: Path) -> None:
     assert (end_of(directory).exit_code, end_of(directory).reason) == (143, "It was stopped on request.")
 
 
-def test_an_order_to_stop_that_cannot_be_read_still_stops_the_job_and_shortens_no_grace_later(tmp_path: Path) -> None:
+def test_an_unreadable_stop_record_still_stops_the_job(tmp_path: Path) -> None:
     note = tmp_path / "up"
     job = order("j", spec("sh", "-c", f"trap 'exit 9' TERM; echo 1 > {note}; while :; do sleep 0.02; done"))
     directory = furnished(tmp_path / "j", job)
-    (directory / records.STOP).write_text("{")
+    (directory / job_records.STOP).write_text("{")
     with supervising(directory) as supervisor:
         until(lambda: number_in(note), "the trap is set")
         assert supervisor.poll() is None
@@ -149,23 +146,23 @@ def test_an_order_to_stop_that_cannot_be_read_still_stops_the_job_and_shortens_n
     assert end_of(directory).exit_code == 9
 
 
-def test_a_launcher_that_may_not_be_told_to_end_does_not_end_the_supervision(tmp_path: Path) -> None:
+def test_a_launcher_that_cannot_be_signalled_does_not_end_the_supervision(tmp_path: Path) -> None:
     fault = "def refuse(pid, number): raise PermissionError(1, 'Operation not permitted')\nos.kill = refuse"
     job = order("j", spec("sleep", "60"))
     directory = furnished(tmp_path / "j", job)
     with supervising(directory, fault) as supervisor:
         until(start_of(directory), "the launcher is up")
-        records.write(directory, records.STOP, records.Stop(grace_s=0.1))
+        job_records.write(directory, job_records.STOP, job_records.StopRecord(grace_s=0.1))
         supervisor.terminate()
         assert supervisor.wait(60) == 0
     assert end_of(directory).exit_code == 137
     assert not living(job.lease_id)
 
 
-def test_a_launcher_that_does_not_die_is_named_and_waited_for(tmp_path: Path) -> None:
+def test_an_unkillable_launcher_is_reported_and_awaited(tmp_path: Path) -> None:
     fault = (
-        "supervisor.STUCK_AFTER_S = 0.2; processes.send_all = lambda *_: None\n"
-        "supervisor.cgroup.make = lambda name: None\n"
+        "supervisor.UNKILLABLE_AFTER_S = 0.2; process_tree.signal_all = lambda *_: None\n"
+        "supervisor.cgroup.create = lambda name: None\n"
         "def refuse(pid, number): raise PermissionError(1, 'Operation not permitted')\nos.kill = refuse"
     )
     directory = furnished(tmp_path / "j", order("j", spec("sleep", "60")))
@@ -173,14 +170,16 @@ def test_a_launcher_that_does_not_die_is_named_and_waited_for(tmp_path: Path) ->
         start = until(start_of(directory), "the launcher is up")
         assert start.launcher is not None
         try:
-            records.write(directory, records.STOP, records.Stop(grace_s=0.1))
+            job_records.write(directory, job_records.STOP, job_records.StopRecord(grace_s=0.1))
             supervisor.terminate()
-            stuck = until(lambda: records.read(directory, records.STUCK, records.Stuck), "it is noted")
+            unkillable = until(
+                lambda: job_records.read(directory, job_records.UNKILLABLE, job_records.UnkillableRecord), "it is noted"
+            )
             assert supervisor.poll() is None
-            assert not (directory / records.EXIT).exists()
+            assert not (directory / job_records.EXIT).exists()
         finally:
             os.kill(start.launcher.pid, signal.SIGKILL)
         assert supervisor.wait(60) == 0
-    assert stuck.pids == (start.launcher.pid,)
-    assert f"{start.launcher.pid} (runs on, perhaps as a user whom this worker may not signal)" in stuck.reason
+    assert unkillable.pids == (start.launcher.pid,)
+    assert f"{start.launcher.pid} (runs on, perhaps as a user whom this worker may not signal)" in unkillable.reason
     assert (end_of(directory).exit_code, end_of(directory).reason) == (137, "It was stopped on request.")

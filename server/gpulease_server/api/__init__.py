@@ -1,5 +1,5 @@
-"""The REST API: one router per noun. Bodies in, nouns out, every error as `application/problem+json`.
+"""The REST API: one router for each noun. Request bodies in, nouns out, every error as `application/problem+json`.
 
-The API never calls NVML and never waits on a node without a bound. It decides nothing: it makes ids, checks bodies,
-passes happenings to the writer and shows what is committed.
+The API never calls NVML and never waits on a node without a limit. It makes no decisions: it creates ids, checks
+bodies, submits happenings to the writer and shows what is committed.
 """

@@ -1,4 +1,4 @@
-"""The application: routers, errors, and what every request must pass."""
+"""The application: puts routers, middleware and error handlers together."""
 
 from __future__ import annotations
 
@@ -6,162 +6,111 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI
-from pydantic import TypeAdapter
-from starlette.datastructures import Headers
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gpulease.errors import NotAllowed
-from gpulease.explanation import Explanation
+from gpulease_server.api.auth.rate_limiter import RateLimiter
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.middleware.compression import CompressionMiddleware
+from gpulease_server.api.middleware.cors import AllowedOriginsCORSMiddleware
+from gpulease_server.api.middleware.etag import ETagMiddleware
+from gpulease_server.api.middleware.head import HeadMiddleware
+from gpulease_server.api.middleware.http_metrics import HttpMetrics, HttpMetricsMiddleware
+from gpulease_server.api.middleware.loopback_origin import LoopbackOriginMiddleware
+from gpulease_server.api.middleware.request_id import RequestIdMiddleware
+from gpulease_server.api.middleware.request_log import RequestLogMiddleware
+from gpulease_server.api.middleware.stale_reads import StaleReadMiddleware
+from gpulease_server.api.openapi import docs_page
+from gpulease_server.api.openapi.document import install_openapi
+from gpulease_server.api.problems import add_exception_handlers
+from gpulease_server.api.prometheus import metrics_endpoint
+from gpulease_server.api.prometheus.metrics_endpoint import MetricsRenderer
+from gpulease_server.api.routes import (
+    events,
+    front_page,
+    gpus,
+    health,
+    job_logs,
+    job_metrics,
+    jobs,
+    leases,
+    nodes,
+    tokens,
+)
 
-from . import administration, exposition, gpus, jobs, leases, links, logs, meanings, metrics, reference, service, tokens
-from .boundary import Boundary
-from .current import OnlyCurrent
-from .daemon import Daemon
-from .exposition import Exposition
-from .heads import Headed
-from .origins import ListedOrigins
-from .peer import Peer, Way
-from .problems import ANYWHERE, PROBLEM_SCHEMA, described, documented, install, problem_response
-from .query import VERSIONED
-from .request_log import RequestLog
-from .traffic import Measured, Traffic
-from .validators import Compressed, Tagged
-
-LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
-BODIES = (leases.ASK, leases.PROOF, jobs.SUBMIT, jobs.CANCEL, gpus.REPORT, administration.PAUSE, tokens.ASK)
+ROUTE_MODULES = (
+    gpus,
+    nodes,
+    leases,
+    jobs,
+    job_logs,
+    job_metrics,
+    tokens,
+    events,
+    health,
+    front_page,
+    metrics_endpoint,
+    docs_page,
+)
+REQUEST_BODIES = (
+    leases.REQUEST_BODY,
+    leases.PROOF_BODY,
+    jobs.SUBMIT_BODY,
+    jobs.CANCEL_BODY,
+    nodes.REPORT_BODY,
+    nodes.PAUSE_BODY,
+    tokens.CREATE_BODY,
+)
 
 
 def create_app(
-    daemon: Daemon,
+    daemon: DaemonState,
     lifespan: Any = None,
     origins: frozenset[str] = frozenset(),
-    constant: Sequence[BaseRoute] = (),
+    static_routes: Sequence[BaseRoute] = (),
 ) -> FastAPI:
     """The REST application of a daemon.
 
-    Pages of `origins` may read what they are answered. `constant` are routes that come before its own, and answer the
-    same always.
+    Args:
+        daemon: Its parts.
+        lifespan: ASGI lifespan; None for nothing.
+        origins: Origins whose pages may read answers (CORS).
+        static_routes: Routes that come before those of the API and whose answers never change: the dashboard.
     """
     app = FastAPI(
         title="gpulease",
         version=version("gpulease"),
         description="GPU leases on shared machines: the one place where the ledger and the hardware agree. Callers on"
-        " the daemon's host are known by their user; others send `Authorization: Bearer TOKEN`.",
-        lifespan=lifespan or _nothing,
+        " the daemon's host are identified by their user; others send `Authorization: Bearer TOKEN`.",
+        lifespan=lifespan or _no_lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
-    traffic = Traffic()
-    app.state.daemon, app.state.exposition = daemon, Exposition(traffic)
-    for part in (gpus, administration, leases, jobs, logs, metrics, tokens, service, exposition, reference):
-        app.router.routes.extend(part.router.routes)
-    app.router.routes[:0] = constant
-    install(app)
-    app.add_middleware(Tagged)
-    app.add_middleware(OnlyCurrent, standing=daemon.standing, constant=constant)
-    app.add_middleware(OnlyFromHere)
+    http_metrics = HttpMetrics()
+    app.state.daemon = daemon
+    app.state.rate_limiter = RateLimiter()
+    app.state.metrics_renderer = MetricsRenderer(http_metrics)
+    for module in ROUTE_MODULES:
+        app.router.routes.extend(module.router.routes)
+    app.router.routes[:0] = static_routes
+    add_exception_handlers(app)
+    # From the innermost to the outermost.
+    app.add_middleware(ETagMiddleware)
+    app.add_middleware(StaleReadMiddleware, leadership=daemon.leadership, static_routes=static_routes)
+    app.add_middleware(LoopbackOriginMiddleware)
     if origins:
-        app.add_middleware(ListedOrigins, origins=origins)
-    app.add_middleware(Compressed)
-    app.add_middleware(Headed)
-    app.add_middleware(Boundary)
-    app.add_middleware(RequestLog)
-    app.add_middleware(Measured, traffic=traffic)
-    _complete_openapi(app)
+        app.add_middleware(AllowedOriginsCORSMiddleware, origins=origins)
+    app.add_middleware(CompressionMiddleware)
+    app.add_middleware(HeadMiddleware)
+    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(RequestLogMiddleware)
+    app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
+    install_openapi(app, REQUEST_BODIES)
     return app
 
 
 @asynccontextmanager
-async def _nothing(_: FastAPI) -> AsyncIterator[None]:
+async def _no_lifespan(_: FastAPI) -> AsyncIterator[None]:
     yield
-
-
-class OnlyFromHere:
-    """Refuses what a web page in a local browser might send in the name of its user: any request over loopback that
-    names another host or comes from another origin. One with an Authorization header is not the browser's own doing,
-    and over the network the browser's user is nobody here."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers, daemon = Headers(scope=scope), scope["app"].state.daemon
-        peer: Peer = daemon.access.believed(scope.get("state", {}).get("peer") or Peer())
-        if peer.way is Way.LOOPBACK and peer.uid is not None and "authorization" not in headers:
-            host, origin = headers.get("host", ""), headers.get("origin")
-            if _name(f"//{host}") not in LOOPBACK_NAMES or (origin and not _is_of(origin, host)):
-                detail = f"Over loopback this daemon answers for this host alone, not for {origin or host}."
-                remedy = "Use http://127.0.0.1, or send a token."
-                await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
-
-
-def _is_of(origin: str, host: str) -> bool:
-    """True for the origin of this daemon's own pages: another port of this host is somebody else's."""
-    try:
-        return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:
-        return False
-
-
-def _name(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
-
-
-def _complete_openapi(app: FastAPI) -> None:
-    """Add the schemas that FastAPI does not find by itself: request bodies and problems."""
-    generated = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = generated()
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            for body in BODIES:
-                schemas |= {name: schema for name, schema in body.schemas().items() if name not in schemas}
-            explanation = TypeAdapter(Explanation).json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= explanation.pop("$defs", {})
-            schemas |= {"Explanation": explanation, "Problem": PROBLEM_SCHEMA}
-            meanings.describe(schemas)
-            _document_refusals(document)
-            links.add(document)
-            schemas.pop("HTTPValidationError", None)
-            schemas.pop("ValidationError", None)
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _document_refusals(document: dict[str, Any]) -> None:
-    """The errors that any route may answer, in place of those that FastAPI supposes."""
-    for path, methods in document["paths"].items():
-        for operation in methods.values():
-            operation["summary"] = operation["description"].split(". ")[0].split("\n")[0].rstrip(".")
-            answers = operation["responses"]
-            if "HTTPValidationError" in str(answers.get("422")) or (
-                path.startswith(VERSIONED) and "422" not in answers
-            ):
-                answers |= _refusals("invalid_request")
-            for status, answer in described(*ANYWHERE).items():
-                own = answers.get(str(status), {"description": ""})["description"]
-                shared = answer["description"] if answer["description"] not in own else ""
-                answers[str(status)] = answer | {"description": f"{own} {shared}".strip()}
-            if "requestBody" in operation:
-                answers["400"]["description"] += " Or the body is not JSON."
-
-
-def _refusals(*codes: str) -> dict[str, Any]:
-    return {str(status): answer for status, answer in documented(*codes).items()}

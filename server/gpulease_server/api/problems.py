@@ -16,8 +16,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from gpulease.errors import (
-    BY_CODE,
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.errors import (
+    ERRORS_BY_CODE,
     GpuleaseError,
     InvalidRequest,
     MethodNotAllowed,
@@ -28,16 +29,18 @@ from gpulease.errors import (
     TooLarge,
     TooSlow,
     Unavailable,
+    shortened,
 )
-from gpulease.wire import to_json
 
 SEE_OPENAPI = "/openapi.json describes every field."
-PERHAPS_PRUNED = "It may have ended long ago: what is old is pruned. gpulease {} shows those there are."
-"""What to say of an id that is not known; whether there ever was such a one, nobody knows any more."""
+MAYBE_PRUNED = "It may have ended long ago and been pruned. gpulease {} lists those that are kept."
+"""Remedy for an unknown id: whether it ever existed is no longer known."""
+MAX_TEXT = 8192
+"""Characters of a text in a problem document. Only the reasons of many GPUs are longer than a few hundred; what the
+request had in it is shortened where the message is made."""
 MEDIA_TYPE = "application/problem+json"
-REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Name of the request that is answered; `boundary` sets it."""
+"""Id of the current request; `RequestIdMiddleware` sets it."""
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
@@ -48,15 +51,15 @@ class NotJson(InvalidRequest):
 
 
 class NotHttp(InvalidRequest):
-    """What came is not a request of HTTP/1.1."""
+    """The input is not an HTTP/1.1 request."""
 
     status, title = 400, "Bad request"
 
 
 class UrlTooLong(TooLarge):
-    """The address is too long."""
+    """The URL is too long."""
 
-    status, title = 414, "Address too long"
+    status, title = 414, "URL too long"
 
 
 class HeadTooLarge(TooLarge):
@@ -65,7 +68,7 @@ class HeadTooLarge(TooLarge):
     status, title = 431, "Request head too large"
 
 
-ANYWHERE: tuple[type[GpuleaseError], ...] = (
+ERRORS_OF_EVERY_ROUTE: tuple[type[GpuleaseError], ...] = (
     NotHttp,
     NotAuthenticated,
     NotAllowed,
@@ -76,56 +79,59 @@ ANYWHERE: tuple[type[GpuleaseError], ...] = (
     GpuleaseError,
     Unavailable,
 )
-"""What any address may answer, whatever its route. OpenAPI lists these for each."""
+"""Errors that every route may answer. OpenAPI lists them for each."""
 
 
 def problem_response(error: GpuleaseError, headers: dict[str, str] | None = None) -> Response:
-    """The answer for an error."""
-    body = {key: to_json(value) if is_dataclass(value) else value for key, value in error.problem().items()}
+    """The response for an error."""
+    body = {
+        key: to_json(value) if is_dataclass(value) else shortened(value, MAX_TEXT) if isinstance(value, str) else value
+        for key, value in error.problem().items()
+    }
     body["request_id"] = REQUEST_ID.get()
     headers = dict(headers or {})
     if error.status in (429, 503):
-        wanted_s = error.retry_after_s if isinstance(error, (Unavailable, OverQuota)) else None
-        headers.setdefault("Retry-After", "1" if wanted_s is None else str(math.ceil(wanted_s)))
+        retry_after_s = error.retry_after_s if isinstance(error, (Unavailable, OverQuota)) else None
+        headers.setdefault("Retry-After", "1" if retry_after_s is None else str(math.ceil(retry_after_s)))
     if error.status == 401:
         headers.setdefault("WWW-Authenticate", 'Bearer realm="gpulease"')
     return Response(json.dumps(body), error.status, headers, MEDIA_TYPE)
 
 
-def install(app: FastAPI) -> None:
+def add_exception_handlers(app: FastAPI) -> None:
     """Make every error of the application a problem document."""
-    app.add_exception_handler(GpuleaseError, _known)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(GpuleaseError, _gpulease_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
     for kind in (OperationalError, InterfaceError, PoolTimeout):
-        app.add_exception_handler(kind, _no_database)
+        app.add_exception_handler(kind, _database_error)
 
 
-async def _known(_: Request, error: Exception) -> Response:
+async def _gpulease_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, GpuleaseError)
     return problem_response(error)
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _validation_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem_response(InvalidRequest(sentence(error.errors()), remedy=SEE_OPENAPI))
+    return problem_response(InvalidRequest(describe_validation_errors(error.errors()), remedy=SEE_OPENAPI))
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     if error.status_code == 404:
-        detail = f"There is nothing at {request.url.path}."
-        return problem_response(NotFound(detail, remedy="/openapi.json lists every address."), headers)
+        detail = f"There is no route {shortened(request.url.path)}."
+        return problem_response(NotFound(detail, remedy="/openapi.json lists every route."), headers)
     if error.status_code == 405:
-        allowed = ", ".join(_methods(request))
-        detail = f"{request.url.path} does not take {request.method}."
+        allowed = ", ".join(_allowed_methods(request))
+        detail = f"{shortened(request.url.path)} does not accept {request.method}."
         return problem_response(MethodNotAllowed(detail, remedy=f"Use {allowed}."), headers | {"allow": allowed})
     return problem_response(InvalidRequest(str(error.detail)), headers)
 
 
-def _methods(request: Request) -> list[str]:
-    """What this address takes; it may have a route for each method. HEAD is taken wherever GET is."""
+def _allowed_methods(request: Request) -> list[str]:
+    """Methods that the path accepts, of all its routes. HEAD is accepted wherever GET is."""
     routes = request.app.router.routes
     return [
         method
@@ -137,30 +143,30 @@ def _methods(request: Request) -> list[str]:
     ]
 
 
-async def _no_database(_: Request, error: Exception) -> Response:
-    """Somebody reads what is in the database alone, and it is away. The writer logs that, once."""
+async def _database_error(_: Request, error: Exception) -> Response:
+    """The request needs the database, which is unavailable. The writer logs that, once."""
     reason = getattr(error, "orig", None) or error
-    return problem_response(Unavailable(f"The database cannot be read now: {reason}.", remedy="Ask again."))
+    return problem_response(Unavailable(f"The database cannot be read: {reason}.", remedy="Try again later."))
 
 
-def sentence(errors: Any) -> str:
-    """What is wrong with a request, field by field."""
-    found = []
+def describe_validation_errors(errors: Any) -> str:
+    """What is wrong with a request, field by field; at most 5 of them."""
+    sentences = []
     for item in list(errors)[:5]:
-        place = ".".join(str(part) for part in item["loc"] if part not in ("body", "query", "path"))
-        text = str(item["msg"]).removeprefix("Value error, ")
+        field = ".".join(shortened(str(part)) for part in item["loc"] if part not in ("body", "query", "path"))
+        text = shortened(str(item["msg"]).removeprefix("Value error, "), 500)
         if item["type"] == "unexpected_keyword_argument":
             text = "is not a field of this request"
-        found.append(f"{place}: {text}" if place else text)
-    return "; ".join(found) + "."
+        sentences.append(f"{field}: {text}" if field else text)
+    return "; ".join(sentences) + "."
 
 
-def documented(*codes: str) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI entries for the errors that a route answers, by code."""
-    return described(*(BY_CODE.get(code, GpuleaseError) for code in codes))
+def error_responses(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries for the errors that a route may answer, by code."""
+    return responses_of(*(ERRORS_BY_CODE.get(code, GpuleaseError) for code in codes))
 
 
-def described(*kinds: type[GpuleaseError]) -> dict[int | str, dict[str, Any]]:
+def responses_of(*kinds: type[GpuleaseError]) -> dict[int | str, dict[str, Any]]:
     """The same, by class."""
     entries: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
@@ -178,20 +184,28 @@ PROBLEM_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["type", "title", "status", "code", "detail", "request_id"],
     "properties": {
-        "type": {"type": "string", "description": "Always `about:blank`; `code` tells errors apart."},
+        "type": {"type": "string", "description": "Always `about:blank`; use `code` to distinguish errors."},
         "title": {"type": "string", "description": "The kind of error in words."},
         "status": {"type": "integer", "description": "The HTTP status."},
-        "code": {"type": "string", "description": "Stable name of the error.", "enum": [*sorted(BY_CODE), "internal"]},
+        "code": {
+            "type": "string",
+            "description": "Stable name of the error.",
+            "enum": [*sorted(ERRORS_BY_CODE), "internal"],
+        },
         "detail": {"type": "string", "description": "What is wrong and why."},
         "remedy": {"type": "string", "description": "What to do."},
-        "request_id": {"type": "string", "description": "Name of the request, as in the header `X-Request-Id`."},
+        "request_id": {"type": "string", "description": "Id of the request, as in the header `X-Request-Id`."},
         "outcome": {
             "type": "string",
             "enum": ["unknown"],
-            "description": "With `unavailable`: what was asked may have been recorded. Without it, nothing was done.",
+            "description": "With `unavailable`: the request may have been carried out. If absent, it was not.",
         },
-        "pruned_seq": {"type": "integer", "description": "With `events_pruned`: the last `seq` that is gone."},
-        "writer": {"type": "string", "description": "With `unavailable`: this daemon stands by for that one."},
-        "explanation": {"$ref": "#/components/schemas/Explanation", "description": "Why there are no GPUs."},
+        "pruned_seq": {"type": "integer", "description": "With `events_pruned`: the last `seq` that was pruned."},
+        "writer": {"type": "string", "description": "With `unavailable`: this daemon is a standby of that one."},
+        "lease": {
+            "$ref": "#/components/schemas/Lease",
+            "description": "With `lease_lost` of a request: the lease that it had made, without `env`.",
+        },
+        "explanation": {"$ref": "#/components/schemas/Explanation", "description": "Why no GPUs were granted."},
     },
 }

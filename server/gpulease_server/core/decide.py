@@ -5,95 +5,105 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from gpulease.model import LeaseState
-
-from .administration import on_cordon_set, on_mode_set
-from .gpu import node_problem
-from .happenings import (
-    CordonSet,
+from gpulease_protocol.model import LeaseState
+from gpulease_server.core.gpu import node_problem
+from gpulease_server.core.happenings import (
+    BearerTokenChanged,
+    CancelRequested,
+    CordonRequested,
     Happening,
-    JobCancelled,
     JobSubmitted,
-    LeaseAsked,
-    LeaseReleased,
-    LeaseRenewed,
-    NodeModeSet,
+    LeaseRequested,
+    NodeForgetRequested,
+    NodeModeRequested,
     NodeReported,
+    ReleaseRequested,
+    RenewalRequested,
     Ticked,
-    TokenChanged,
-    WaiterSeen,
+    WaiterPolled,
 )
-from .job import on_cancelled, on_submitted
-from .lease import expire, on_asked, on_released, on_renewed, on_waiter_seen
-from .ledger import Deadline, KeyForgotten
-from .node import forget_nodes, on_reported
-from .turn import Turn
+from gpulease_server.core.job import on_cancel_requested, on_job_submitted
+from gpulease_server.core.lease import (
+    expire,
+    on_lease_requested,
+    on_release_requested,
+    on_renewal_requested,
+    on_waiter_polled,
+)
+from gpulease_server.core.maintenance import on_cordon_requested, on_node_mode_requested
+from gpulease_server.core.node import on_node_reported
+from gpulease_server.core.node_loss import forget_nodes, lose_silent_nodes, on_node_forget_requested
+from gpulease_server.core.records import Deadline, KeyRemoved
+from gpulease_server.core.turn import Turn
 
 
 def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901
     """Decide on one happening; its effects are in the turn. `settle` closes the turn."""
     turn.cause = happening.cause
     match happening:
-        case LeaseAsked():
-            on_asked(turn, happening)
-        case LeaseRenewed():
-            on_renewed(turn, happening)
-        case LeaseReleased():
-            on_released(turn, happening)
-        case WaiterSeen():
-            on_waiter_seen(turn, happening)
+        case LeaseRequested():
+            on_lease_requested(turn, happening)
+        case RenewalRequested():
+            on_renewal_requested(turn, happening)
+        case ReleaseRequested():
+            on_release_requested(turn, happening)
+        case WaiterPolled():
+            on_waiter_polled(turn, happening)
         case JobSubmitted():
-            on_submitted(turn, happening)
-        case JobCancelled():
-            on_cancelled(turn, happening)
+            on_job_submitted(turn, happening)
+        case CancelRequested():
+            on_cancel_requested(turn, happening)
         case NodeReported():
-            on_reported(turn, happening)
-        case NodeModeSet():
-            on_mode_set(turn, happening)
-        case CordonSet():
-            on_cordon_set(turn, happening)
-        case TokenChanged():
-            turn.event(happening.kind, reason=happening.reason)
+            on_node_reported(turn, happening)
+        case NodeModeRequested():
+            on_node_mode_requested(turn, happening)
+        case NodeForgetRequested():
+            on_node_forget_requested(turn, happening)
+        case CordonRequested():
+            on_cordon_requested(turn, happening)
+        case BearerTokenChanged():
+            turn.emit(happening.kind, reason=happening.reason)
             turn.answer(happening.cause, None)
         case Ticked():
             on_ticked(turn, happening)
 
 
 def on_ticked(turn: Turn, ticked: Ticked) -> None:
-    """End what is due. Time in which the daemon could hear nobody is given back to every holder first."""
-    if ticked.since_last_s > turn.policy.stall_s:
+    """End what is due. Time in which the daemon could hear no holder is added to every deadline first."""
+    if ticked.stalled_s > 0:
         for lease_id, at_s in list(turn.ledger.deadlines.items()):
-            turn.put(Deadline(lease_id, at_s + ticked.since_last_s))
+            turn.put(Deadline(lease_id, at_s + ticked.stalled_s))
     expire(turn)
     _notice_silence(turn)
+    lose_silent_nodes(turn, max(ticked.since_last_s - ticked.stalled_s, 0.0))
     forget_nodes(turn)
     _forget_keys(turn)
 
 
 def _notice_silence(turn: Turn) -> None:
-    for sighting in list(turn.ledger.sightings.values()):
-        if sighting.problem is None:
-            problem = node_problem(turn.ledger, sighting.node, turn.now, turn.policy)
+    for observation in list(turn.ledger.node_observations.values()):
+        if observation.problem is None:
+            problem = node_problem(turn.ledger, observation.node, turn.now, turn.policy)
             if problem is not None:
-                turn.put(replace(sighting, problem=problem, observed_at_s=None))
-                turn.event("node.unknown", node=sighting.node, reason=problem)
+                turn.put(replace(observation, problem=problem, observed_at_s=None))
+                turn.emit("node.unknown", node=observation.node, reason=problem)
 
 
 def _forget_keys(turn: Turn) -> None:
-    if len(turn.ledger.keys_since) < len(turn.ledger.keys):
-        # Those of an earlier process, whose age only the wall clock could tell. All are older than those of this one.
-        known = turn.ledger.keys_since
+    if len(turn.ledger.keys_known_since) < len(turn.ledger.keys):
+        # Keys of an earlier process: only the wall clock could tell their age. All are older than those of this one.
+        known = turn.ledger.keys_known_since
         earlier = dict.fromkeys((key for key in turn.ledger.keys if key not in known), turn.now.mono_s)
-        turn.ledger.keys_since = earlier | known
+        turn.ledger.keys_known_since = earlier | known
     oldest_s = turn.now.mono_s - turn.policy.key_lifetime_s
     surplus = len(turn.ledger.keys) - turn.policy.max_keys
-    for number, (key, since_s) in enumerate(list(itertools.islice(turn.ledger.keys_since.items(), 1000))):
+    for number, (key, since_s) in enumerate(list(itertools.islice(turn.ledger.keys_known_since.items(), 1000))):
         if since_s > oldest_s and number >= surplus:
             break
-        made = turn.ledger.leases.get(turn.ledger.keys[key].made)
+        made = turn.ledger.leases.get(turn.ledger.keys[key].result_id)
         if made is not None and made.lease.state is not LeaseState.ENDED:
-            # The ranks of a training that is started again after days ask by it for the lease that they still have.
-            del turn.ledger.keys_since[key]
-            turn.ledger.keys_since[key] = turn.now.mono_s
+            # The ranks of a training run that is started again after days ask by it for the lease that they still have.
+            del turn.ledger.keys_known_since[key]
+            turn.ledger.keys_known_since[key] = turn.now.mono_s
         else:
-            turn.put(KeyForgotten(key))
+            turn.put(KeyRemoved(key))

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpulease.exchange import PAUSED
-from gpulease.model import Activity, ComputeMode, GpuReading, GpuState, NodeMode, Process, ProcessType
-
-from .ledger import GpuRecord, Instant, Ledger, Sighting
-from .turn import MPS_SERVER, Policy
+from gpulease_protocol.model import Activity, ComputeMode, GpuReading, GpuState, NodeMode, Process, ProcessType
+from gpulease_protocol.node_protocol import PAUSED
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import MPS_SERVER, Policy
+from gpulease_server.core.records import GpuRecord, Instant, NodeObservation
 
 
 def node_problem(ledger: Ledger, node: str, now: Instant, policy: Policy) -> str | None:
     """Why nothing is known of a node's GPUs at this moment; None when its last reading counts."""
-    sighting = ledger.sightings.get(node)
-    if mode_of(ledger, node) is NodeMode.PAUSED:
-        closed = sighting is not None and sighting.problem == PAUSED
+    observation = ledger.node_observations.get(node)
+    if node_mode(ledger, node) is NodeMode.PAUSED:
+        closed = observation is not None and observation.problem == PAUSED
         return PAUSED if closed else f"{PAUSED}; its worker has not closed NVML yet"
-    if sighting is None:
+    if observation is None:
         return f"node {node} has not reported yet"
-    if is_silent(sighting, now, policy):
-        return f"node {node} has been silent for over {silence_of(sighting, policy):g} s"
-    return sighting.problem
+    if is_silent(observation, now, policy):
+        return f"node {node} has been silent for over {silence_limit_s(observation, policy):g} s"
+    return observation.problem
 
 
-def mode_of(ledger: Ledger, node: str) -> NodeMode:
+def node_mode(ledger: Ledger, node: str) -> NodeMode:
     """What an administrator has made of a node."""
     record = ledger.nodes.get(node)
     return NodeMode.ACTIVE if record is None else record.mode
@@ -32,13 +32,19 @@ def mode_of(ledger: Ledger, node: str) -> NodeMode:
 
 def is_cordoned(ledger: Ledger, gpu: GpuRecord) -> bool:
     """True when an administrator has taken the GPU, or its whole node, out of use."""
-    return gpu.cordoned or mode_of(ledger, gpu.device.node) is not NodeMode.ACTIVE
+    return gpu.cordoned or node_mode(ledger, gpu.device.node) is not NodeMode.ACTIVE
 
 
 def reading_of(ledger: Ledger, gpu: GpuRecord) -> GpuReading | None:
     """The last reading of a GPU, of whatever age."""
-    sighting = ledger.sightings.get(gpu.device.node)
-    return sighting.readings.get(gpu.device.uuid) if sighting else None
+    observation = ledger.node_observations.get(gpu.device.node)
+    return observation.readings.get(gpu.device.uuid) if observation else None
+
+
+def claimed_elsewhere(ledger: Ledger, gpu: GpuRecord) -> str | None:
+    """Why a GPU that its node has is in the ledger of another daemon; None when it is not."""
+    observation = ledger.node_observations.get(gpu.device.node)
+    return observation.claimed_elsewhere.get(gpu.device.uuid) if observation else None
 
 
 def occupants(reading: GpuReading) -> tuple[Process, ...]:
@@ -46,7 +52,7 @@ def occupants(reading: GpuReading) -> tuple[Process, ...]:
     return tuple(process for process in reading.processes if not process.bystander)
 
 
-def tell_apart(reading: GpuReading, policy: Policy) -> GpuReading:
+def mark_bystanders(reading: GpuReading, policy: Policy) -> GpuReading:
     """The reading with every bystander marked: a desktop's processes, an MPS server, and monitors that only have the
     device open."""
     processes = tuple(
@@ -89,25 +95,31 @@ def _programs(process: Process, words: int = 2) -> set[str]:
     return {"/".join(parts[at:]) for path in paths for parts in [path.split("/")] for at in range(len(parts))}
 
 
-def silence_of(sighting: Sighting | None, policy: Policy) -> float:
+def silence_limit_s(observation: NodeObservation | None, policy: Policy) -> float:
     """For how long a node may report nothing before nothing is known of it any more. Seconds."""
-    return policy.silence_s if sighting is None else max(policy.silence_s, sighting.silence_s)
+    return policy.silence_s if observation is None else max(policy.silence_s, observation.silence_s)
 
 
-def is_silent(sighting: Sighting, now: Instant, policy: Policy) -> bool:
+def is_silent(observation: NodeObservation, now: Instant, policy: Policy) -> bool:
     """True when a node has reported nothing for so long that nothing is known of it any more."""
-    return now.mono_s - sighting.reported_at_s > silence_of(sighting, policy)
+    return now.mono_s - observation.reported_at_s > silence_limit_s(observation, policy)
 
 
-def observed_at(sighting: Sighting | None, uuid: str) -> float | None:
+def is_unheard(ledger: Ledger, node: str, now: Instant, policy: Policy) -> bool:
+    """True while a node is silent, or has not reported since the daemon started."""
+    observation = ledger.node_observations.get(node)
+    return observation is None or is_silent(observation, now, policy)
+
+
+def observed_at(observation: NodeObservation | None, uuid: str) -> float | None:
     """When a GPU's processes and health were read, at the earliest; None where the daemon cannot vouch for any age."""
-    if sighting is None or sighting.observed_at_s is None:
+    if observation is None or observation.observed_at_s is None:
         return None
-    return max(sighting.observed_at_s, sighting.reread_at_s.get(uuid, float("-inf")))
+    return max(observation.observed_at_s, observation.reread_at_s.get(uuid, float("-inf")))
 
 
-def is_fresh(
-    sighting: Sighting | None, uuid: str, now: Instant, policy: Policy, since_s: float = float("-inf")
+def is_recent(
+    observation: NodeObservation | None, uuid: str, now: Instant, policy: Policy, since_s: float = float("-inf")
 ) -> bool:
     """True when a grant may rest on what the last report shows of a GPU.
 
@@ -116,14 +128,14 @@ def is_fresh(
     second a node whose readings take longer than that age, because it has many GPUs or a busy driver, would never be
     granted on.
     """
-    at_s = observed_at(sighting, uuid)
-    if sighting is None or sighting.problem is not None or at_s is None:
+    at_s = observed_at(observation, uuid)
+    if observation is None or observation.problem is not None or at_s is None:
         return False
     age_s = now.mono_s - at_s
     if age_s <= policy.max_observation_age_s:
         return True
-    arrives = sighting.answers and sighting.reported_at_s == now.mono_s
-    took_s = min(sighting.read_s or 0.0, sighting.reading_limit_s)
+    arrives = observation.answers_request and observation.reported_at_s == now.mono_s
+    took_s = min(observation.read_s or 0.0, observation.reading_limit_s)
     return arrives and at_s > since_s and age_s <= took_s + policy.max_observation_age_s
 
 
@@ -140,13 +152,21 @@ def state_of(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> Gp
         return GpuState.DRAINING if gpu.draining else GpuState.LEASED
     if is_cordoned(ledger, gpu):
         return GpuState.CORDONED
-    return GpuState.FOREIGN if occupants(reading) or reading.hidden_use else GpuState.FREE
+    used = occupants(reading) or reading.hidden_use or awaits_memory(ledger, gpu)
+    return GpuState.FOREIGN if used else GpuState.FREE
 
 
-def strangers(ledger: Ledger, gpu: GpuRecord) -> tuple[Process, ...]:
+def awaits_memory(ledger: Ledger, gpu: GpuRecord) -> bool:
+    """True when a process without a lease has left the GPU, and its memory is not back yet."""
+    observation = ledger.node_observations.get(gpu.device.node)
+    watch = observation.gpus.get(gpu.device.uuid) if observation else None
+    return watch is not None and watch.memory_awaited
+
+
+def conflicting_processes(ledger: Ledger, gpu: GpuRecord) -> tuple[Process, ...]:
     """Processes on a leased GPU that do not belong to its lease, by a reading that knew of the lease."""
-    sighting, reading = ledger.sightings.get(gpu.device.node), reading_of(ledger, gpu)
-    watch = sighting.watches.get(gpu.device.uuid) if sighting else None
+    observation, reading = ledger.node_observations.get(gpu.device.node), reading_of(ledger, gpu)
+    watch = observation.gpus.get(gpu.device.uuid) if observation else None
     if gpu.lease_id is None or gpu.draining or reading is None or watch is None or watch.lease_id != gpu.lease_id:
         return ()
     return tuple(process for process in occupants(reading) if process.pid in watch.strangers)
@@ -158,6 +178,6 @@ def activity_of(ledger: Ledger, gpu: GpuRecord, reading: GpuReading | None) -> A
         return None
     if not occupants(reading):
         return Activity.STARTING
-    if strangers(ledger, gpu):
+    if conflicting_processes(ledger, gpu):
         return Activity.CONFLICT
     return Activity.IDLE if reading.utilization_ratio == 0 else Activity.ACTIVE

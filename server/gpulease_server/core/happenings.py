@@ -1,17 +1,16 @@
-"""What the core can be told. Ids are made, and bodies checked, before a happening is made."""
+"""Happenings, the inputs of the core: requests, reports, ticks. Their ids are made and bodies checked before."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpulease.exchange import NodeReport
-from gpulease.model import Demand, Holder, JobSpec, NodeMode
-
-from .ledger import OwnerWatch
+from gpulease_protocol.model import Demand, Holder, JobSpec, NodeMode
+from gpulease_protocol.node_protocol import NodeReport
+from gpulease_server.core.records import WatchedOwner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class IdempotencyKey:
     """The caller's Idempotency-Key."""
 
     key: str
@@ -19,8 +18,8 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseAsked:
-    """Somebody asks for GPUs. Answered with the lease or why not, once fresh readings allow a verdict."""
+class LeaseRequested:
+    """A user asks for GPUs. Answered with the lease or a refusal, once recent readings allow a verdict."""
 
     cause: str
     lease_id: str
@@ -28,76 +27,76 @@ class LeaseAsked:
     holder: Holder
     ttl_s: float
     queue: bool
-    key: Key | None = None
-    watched: OwnerWatch | None = None
+    key: IdempotencyKey | None = None
+    watched_owner: WatchedOwner | None = None
     """Its owner, if that is confirmed and a worker can watch it."""
+    watch_owner: bool = True
+    """False: the lease must be renewed all the same, because its owner may outlive its use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrayMember:
-    """A further job of an array."""
+class SubmittedJob:
+    """One job of a submission."""
 
     job_id: str
     lease_id: str
-    index: int
     spec: JobSpec
+    index: int | None = None
+    """Its index in the array; None for a job that is in none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSubmitted:
-    """Somebody submits a job. Answered like a lease that queues."""
+    """A user submits a job, or an array of jobs. Answered with the first job, like a lease that may queue."""
 
     cause: str
-    job_id: str
-    lease_id: str
+    jobs: tuple[SubmittedJob, ...]
+    """The job; for an array all of its jobs, in order."""
     name: str
-    spec: JobSpec
     demand: Demand
+    """The GPUs that each of the jobs needs."""
     holder: Holder
     uid: int | None = None
-    """User who submits it, and as whom it will run; None where the connection does not show it."""
+    """User who submits it and as whom it will run; None where the connection does not show it."""
     gid: int | None = None
     """That user's group, where the connection shows it."""
     array_id: str | None = None
-    """The array whose first job it is."""
-    array_index: int | None = None
     array_at_most: int | None = None
-    further: tuple[ArrayMember, ...] = ()
-    """The others of that array."""
-    key: Key | None = None
+    """How many jobs of the array may run at once; None for no limit."""
+    key: IdempotencyKey | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRenewed:
+class RenewalRequested:
     """The holder lives."""
 
     cause: str
     lease_id: str
-    token: int | None
+    fencing_token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased:
+class ReleaseRequested:
     """The holder gives its GPUs back, or no longer waits; or an administrator takes them back."""
 
     cause: str
     lease_id: str
-    token: int | None
+    fencing_token: int | None
     revoked_by: str | None = None
-    """The administrator who revokes another user's lease; he needs no token, but a wrong one is refused."""
+    """The administrator who revokes another user's lease; no token is needed, but a wrong one is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WaiterSeen:
-    """Somebody waits for this queued lease at this moment. Not answered."""
+class WaiterPolled:
+    """The holder waits for this lease, or is told of its grant, at this moment. Not answered."""
 
     cause: str
     lease_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobCancelled:
-    """Somebody wants the job to end."""
+class CancelRequested:
+    """A user wants the job to end."""
 
     cause: str
     job_id: str
@@ -114,11 +113,11 @@ class NodeReported:
     observed_at_s: float | None
     """The reading is not older than this, on the daemon's monotonic clock; None: of unknown age."""
     begun_at_s: float | None = None
-    """When the reading was begun, at the earliest, of which `report.reread` are; None: at `observed_at_s`."""
+    """The GPUs in `report.reread` were read no earlier than this; None: than `observed_at_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeModeSet:
+class NodeModeRequested:
     """An administrator takes a node out of use, or puts it back. Answered with None, or with why not."""
 
     cause: str
@@ -131,7 +130,18 @@ class NodeModeSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CordonSet:
+class NodeForgetRequested:
+    """An administrator says that a node's host is off, and wants the node forgotten. Answered with None, or with why
+    not."""
+
+    cause: str
+    node: str
+    by: str | None = None
+    """Login name of who asked, where the connection shows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CordonRequested:
     """An administrator takes one GPU out of use, or puts it back. Answered with None, or with why not."""
 
     cause: str
@@ -142,14 +152,14 @@ class CordonSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChanged:
-    """A bearer token was made or revoked, which no decision rests on; it is for the history. Answered with None."""
+class BearerTokenChanged:
+    """A bearer token was made or revoked, which affects no decision; it is recorded as an event. Answered with None."""
 
     cause: str
     kind: str
     """The event: `token.created` or `token.revoked`."""
     reason: str
-    """Which token, whose, and who did it."""
+    """Which token, its user, and who did it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,19 +168,23 @@ class Ticked:
 
     cause: str
     since_last_s: float
-    """Seconds since the tick before; more than the period when the daemon could not run."""
+    """Seconds since the tick before."""
+    stalled_s: float = 0.0
+    """Of those, the seconds in which the daemon could not run, and so heard no holder. A slow commit does not count:
+    requests are taken meanwhile, and decided before the tick."""
 
 
 Happening = (
-    LeaseAsked
+    LeaseRequested
     | JobSubmitted
-    | LeaseRenewed
-    | LeaseReleased
-    | WaiterSeen
-    | JobCancelled
+    | RenewalRequested
+    | ReleaseRequested
+    | WaiterPolled
+    | CancelRequested
     | NodeReported
-    | NodeModeSet
-    | CordonSet
-    | TokenChanged
+    | NodeModeRequested
+    | NodeForgetRequested
+    | CordonRequested
+    | BearerTokenChanged
     | Ticked
 )

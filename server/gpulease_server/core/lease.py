@@ -2,320 +2,239 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
 
-from gpulease.errors import GpuleaseError, IdempotencyMismatch, LeaseLost, NotAllowed, NotFound, StaleToken
-from gpulease.exchange import LEASE_PORTS
-from gpulease.model import EndReason, GpuState, Lease, LeaseState, Liveness
+from gpulease_protocol.errors import GpuleaseError, IdempotencyMismatch, LeaseLost, NotAllowed, NotFound, StaleToken
+from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
+from gpulease_server.core.footprint import lease_bytes, records_bytes
+from gpulease_server.core.grant import can_revive, revive
+from gpulease_server.core.happenings import (
+    IdempotencyKey,
+    LeaseRequested,
+    ReleaseRequested,
+    RenewalRequested,
+    WaiterPolled,
+)
+from gpulease_server.core.lease_end import end_lease
+from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared
+from gpulease_server.core.pending import PendingRequest
+from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, Unclaimed, WatchedOwner
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import too_much_undecided
 
-from .gpu import state_of
-from .happenings import Key, LeaseAsked, LeaseReleased, LeaseRenewed, WaiterSeen
-from .ledger import Change, Deadline, GpuRecord, KeyRecord, LeaseRecord, Ledger, OwnerWatch
-from .quota import had
-from .signs import live_on, liveness_of
-from .turn import Pending, Turn
-from .view import lease_view
-from .watch import baseline_of
 
-AGAINST_ITS_HOLDER = (EndReason.EXPIRED, EndReason.HOLDER_DIED, EndReason.REVOKED, EndReason.NODE_LOST)
-"""Ends that the holder of an active lease did not ask for: `lease.lost` tells of them."""
+class MadeLongAgo(NotFound):
+    """What was made for an Idempotency-Key ended so long ago that only the database may still know it."""
+
+    def __init__(self, result_id: str) -> None:
+        super().__init__(f"What was made for this Idempotency-Key ({result_id}) ended long ago.")
+        self.result_id = result_id
 
 
-def on_asked(turn: Turn, asked: LeaseAsked) -> None:
+REVIVABLE_ENDS = (EndReason.EXPIRED, EndReason.NODE_LOST)
+"""Ends for want of a sign of life, which a late renewal gives."""
+
+
+def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
     """Take a request in; `settle` gives the verdict."""
-    if answered_before(turn, asked.cause, asked.key):
+    if answer_repeated(turn, request.cause, request.key):
         return
     lease = Lease(
-        id=asked.lease_id,
+        id=request.lease_id,
         state=LeaseState.QUEUED,
-        holder=asked.holder,
-        demand=asked.demand,
-        ttl_s=asked.ttl_s,
-        liveness=liveness_of(turn.ledger, asked.watched),
+        holder=request.holder,
+        demand=request.demand,
+        ttl_s=request.ttl_s,
+        liveness=initial_liveness(turn.ledger, request.watched_owner if request.watch_owner else None),
         created_at=turn.now.at,
     )
-    take_in(turn, lease, asked.cause, queue=asked.queue, key=asked.key, watched=asked.watched)
+    enqueue(turn, lease, request.cause, queue=request.queue, key=request.key, watched_owner=request.watched_owner)
 
 
-def take_in(
+def enqueue(
     turn: Turn,
     lease: Lease,
     cause: str,
     *,
     queue: bool,
-    key: Key | None,
+    key: IdempotencyKey | None,
     changes: tuple[Change, ...] = (),
-    watched: OwnerWatch | None = None,
+    watched_owner: WatchedOwner | None = None,
 ) -> None:
-    """Put a lease at the end of the queue, undecided. Nothing is recorded before the verdict."""
+    """Put a lease at the end of the queue, undecided. Nothing is recorded before the verdict.
+
+    A user of whom too much is undecided already is refused at once.
+    """
+    user, size_bytes = lease.holder.user, lease_bytes(lease) + records_bytes(changes)
+    refused = too_much_undecided(turn.pending, user, size_bytes, turn.policy.limits)
+    if refused is not None:
+        turn.answer(cause, refused)
+        return
+    result_id = lease.job_id or lease.id
+    key_record = None
     if key is not None:
-        made = lease.job_id or lease.id
-        changes += (KeyRecord(key=key.key, fingerprint=key.fingerprint, made=made, at=turn.now.at),)
+        key_record = KeyRecord(key=key.key, fingerprint=key.fingerprint, result_id=result_id, at=turn.now.at)
     number, now_s = turn.ledger.next_number, turn.now.mono_s
-    turn.ledger.apply(LeaseRecord(lease=lease, number=number, cause=cause, watched=watched, asked_at_s=now_s))
-    turn.pending[lease.id] = Pending([cause], queue, changes, turn.now.mono_s)
+    turn.ledger.apply(
+        LeaseRecord(lease=lease, number=number, cause=cause, watched_owner=watched_owner, requested_at_s=now_s)
+    )
+    turn.pending[lease.id] = PendingRequest(
+        causes=[cause],
+        queue=queue,
+        changes=changes,
+        key=key_record,
+        since_s=turn.now.mono_s,
+        user=user,
+        size_bytes=size_bytes,
+    )
 
 
-def answered_before(turn: Turn, call: str, key: Key | None) -> bool:
+def answer_repeated(turn: Turn, cause: str, key: IdempotencyKey | None) -> bool:
     """True when this key was seen before; the caller then gets what was made for it, or a refusal."""
     if key is None:
         return False
-    for lease_id, pending in turn.pending.items():
-        kept = next((item for item in pending.changes if isinstance(item, KeyRecord) and item.key == key.key), None)
-        if kept is not None:
-            if kept.fingerprint != key.fingerprint:
-                turn.answer(call, _mismatch(key, lease_id))
-            else:
-                pending.calls.append(call)
-            return True
+    if (undecided := turn.pending.with_key(key.key)) is not None:
+        lease_id, pending = undecided
+        if pending.key is not None and pending.key.fingerprint != key.fingerprint:
+            turn.answer(cause, _mismatch(key, lease_id))
+        else:
+            pending.causes.append(cause)
+        return True
     known = turn.ledger.keys.get(key.key)
     if known is None:
         return False
     if known.fingerprint != key.fingerprint:
-        turn.answer(call, _mismatch(key, known.made))
-    elif known.made in turn.ledger.jobs:
-        turn.answer(call, turn.ledger.jobs[known.made].job)
-    elif known.made in turn.ledger.leases:
-        turn.answer(call, lease_view(turn.ledger, turn.ledger.leases[known.made], turn.now, turn.policy))
+        turn.answer(cause, _mismatch(key, known.result_id))
+    elif known.result_id in turn.ledger.jobs:
+        turn.answer(cause, turn.ledger.jobs[known.result_id].job)
+    elif known.result_id in turn.ledger.leases:
+        turn.answer(cause, lease_view(turn.ledger, turn.ledger.leases[known.result_id], turn.now, turn.policy))
     else:
-        turn.answer(call, NotFound(f"What was made for this Idempotency-Key ({known.made}) ended long ago."))
+        turn.answer(cause, MadeLongAgo(known.result_id))
     return True
 
 
-def _mismatch(key: Key, made: str) -> IdempotencyMismatch:
+def _mismatch(key: IdempotencyKey, result_id: str) -> IdempotencyMismatch:
     return IdempotencyMismatch(
         f"Idempotency-Key {key.key!r} was used with another request.",
         remedy="Use a new key for a new request.",
-        extra={"made": made},
+        extra={"made": result_id},
     )
 
 
-def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
-    """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant."""
-    ledger, lease = turn.ledger, record.lease
-    token, node = ledger.next_token, gpus[0].device.node
-    port = _free_port(turn, node, lease.id)
-    env = {
-        "CUDA_VISIBLE_DEVICES": ",".join(gpu.device.uuid for gpu in gpus),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GPULEASE_LEASE_ID": lease.id,
-        "GPULEASE_LEASE_TOKEN": str(token),
-    }
-    granted = replace(
-        lease,
-        state=LeaseState.ACTIVE,
-        gpus=tuple(gpu.device for gpu in gpus),
-        env=env,
-        token=token,
-        granted_at=turn.now.at,
-    )
-    turn.put(replace(record, lease=granted, port=port, renewed_at=turn.now.at))
-    for gpu in gpus:
-        if gpu.lease_id is not None:
-            raise AssertionError(f"GPU {gpu.device.uuid} is still held by {gpu.lease_id}")
-        baseline = baseline_of(ledger.sightings.get(node), gpu)
-        turn.put(replace(gpu, lease_id=lease.id, draining=False, token=token, baseline_bytes=baseline))
-    if lease.liveness is Liveness.JOB:
-        turn.put(Deadline(lease.id, None))
-    else:
-        live_on(turn, lease)
-    turn.event(
-        "lease.granted",
-        lease_id=lease.id,
-        job_id=lease.job_id,
-        node=node,
-        gpus=tuple(gpu.device.uuid for gpu in gpus),
-        token=token,
-    )
-
-
-def _free_port(turn: Turn, node: str, lease_id: str) -> int:
-    """A port that no lease of the node's host holds and nothing there listens on.
-
-    The search begins at a place that follows from the lease's random id, so that two daemons on one host, which do not
-    know of each other, hardly ever choose the same port before somebody listens on it.
-    """
-    ledger = turn.ledger
-    here = _same_host(ledger, node) & ledger.sightings.keys()
-    busy = {port for name in here for port in ledger.sightings[name].ports_in_use}
-    busy |= {ledger.leases[holder].port or 0 for holder in _holders(ledger, node)}
-    begin = zlib.crc32(lease_id.encode())
-    order = (LEASE_PORTS[(begin + step) % len(LEASE_PORTS)] for step in range(len(LEASE_PORTS)))
-    return next((port for port in order if port not in busy), LEASE_PORTS[begin % len(LEASE_PORTS)])
-
-
-def _same_host(ledger: Ledger, node: str) -> set[str]:
-    """The nodes on a node's host: two simulated ones may share it."""
-    host = ledger.nodes[node].host
-    return {name for name, record in ledger.nodes.items() if record.host == host}
-
-
-def _holders(ledger: Ledger, node: str) -> set[str]:
-    """The leases that hold GPUs, or whose remains drain, on the host of a node."""
-    here = _same_host(ledger, node)
-    return {gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id and gpu.device.node in here}
-
-
-def end(turn: Turn, record: LeaseRecord, why: EndReason) -> None:
-    """End a lease. Its GPUs drain from this moment, and their node is asked at once whether they are clean."""
-    lease = record.lease
-    held = turn.ledger.held_by(lease)
-    turn.put(Deadline(lease.id, None))
-    for gpu in held:
-        turn.put(replace(gpu, draining=True))
-        turn.ledger.draining_since[gpu.device.uuid] = turn.now.mono_s
-        turn.want_reading(gpu.device.node)
-    turn.put(replace(record, lease=replace(lease, state=LeaseState.ENDED, end_reason=why, ended_at=turn.now.at)))
-    turn.event(
-        "lease.ended",
-        lease_id=lease.id,
-        job_id=lease.job_id,
-        node=lease.gpus[0].node if lease.gpus else None,
-        gpus=tuple(device.uuid for device in lease.gpus),
-        token=lease.token,
-        reason=why.value,
-    )
-    if lease.state is LeaseState.ACTIVE and why in AGAINST_ITS_HOLDER:
-        turn.event(
-            "lease.lost",
-            lease_id=lease.id,
-            node=lease.gpus[0].node,
-            gpus=tuple(device.uuid for device in lease.gpus),
-            token=lease.token,
-            reason=why.value,
-        )
-
-
-def on_renewed(turn: Turn, renewed: LeaseRenewed) -> None:
-    """The holder lives: a full `ttl_s` from now. A late renewal revives while none of the GPUs was granted again."""
-    record = turn.ledger.leases.get(renewed.lease_id)
-    refusal = _refusal(record, renewed.token, renewed.lease_id)
-    if refusal is not None or record is None:
-        turn.answer(renewed.cause, refusal)
+def on_renewal_requested(turn: Turn, renewal: RenewalRequested) -> None:
+    """Let a lease last a full `ttl_s` from now. A late renewal revives it while none of its GPUs was granted again."""
+    record = _find_as_holder(turn, renewal.lease_id, renewal.fencing_token)
+    if isinstance(record, GpuleaseError):
+        turn.answer(renewal.cause, record)
         return
-    lease = record.lease
-    if lease.state is LeaseState.ENDED:
-        if lease.end_reason is not EndReason.EXPIRED or not _can_revive(turn, lease):
-            turn.answer(renewed.cause, _lost(lease))
+    if record.lease.state is LeaseState.ENDED:
+        may_revive = record.lease.end_reason in REVIVABLE_ENDS and record.lease.job_id is None
+        if not may_revive or not can_revive(turn, record.lease):
+            turn.answer(renewal.cause, _lost(record.lease))
             return
-        record = _revive(turn, record)
-        lease = record.lease
+        record = revive(turn, record)
+    lease = record.lease
     if lease.liveness is not Liveness.JOB:
-        live_on(turn, lease)
+        _claim(turn, lease)
+        extend_deadline(turn, lease)
         turn.put(replace(record, renewed_at=turn.now.at))
-    turn.answer(renewed.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
+    turn.answer(renewal.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
 
 
-def _can_revive(turn: Turn, lease: Lease) -> bool:
-    """True while every GPU remembers this grant as its last, and either still drains of it or is free; and its user
-    has not taken what he may have meanwhile."""
-    ledger = turn.ledger
-    for device in lease.gpus:
-        gpu = ledger.gpus.get(device.uuid)
-        if gpu is None or gpu.token != lease.token:
-            return False
-        if gpu.lease_id is None and state_of(ledger, gpu, turn.now, turn.policy) is not GpuState.FREE:
-            return False
-    within = had(ledger, turn.policy.limits).limit_met(lease, len(lease.gpus)) is None
-    return within and _port_is_free(turn, lease)
-
-
-def _port_is_free(turn: Turn, lease: Lease) -> bool:
-    """True while no other lease of the host was given the port of this one."""
-    port = turn.ledger.leases[lease.id].port
-    others = _holders(turn.ledger, lease.gpus[0].node) - {lease.id}
-    return all(turn.ledger.leases[holder].port != port for holder in others)
-
-
-def _revive(turn: Turn, record: LeaseRecord) -> LeaseRecord:
-    lease = replace(record.lease, state=LeaseState.ACTIVE, end_reason=None, ended_at=None)
-    revived = replace(record, lease=lease)
-    turn.put(revived)
-    for device in lease.gpus:
-        turn.put(replace(turn.ledger.gpus[device.uuid], lease_id=lease.id, draining=False))
-    turn.event(
-        "lease.revived",
-        lease_id=lease.id,
-        node=lease.gpus[0].node,
-        gpus=tuple(device.uuid for device in lease.gpus),
-        token=lease.token,
-    )
-    return revived
-
-
-def long_ended(lease: Lease, happening: LeaseRenewed | LeaseReleased) -> Lease:
+def answer_for_old_lease(lease: Lease, happening: RenewalRequested | ReleaseRequested) -> Lease:
     """The answer about a lease that ended so long ago that it is no longer in memory. Raises LeaseLost, StaleToken."""
-    revoked = isinstance(happening, LeaseReleased) and happening.revoked_by is not None
-    if lease.token != happening.token and not (revoked and happening.token is None):
-        raise _stale(lease.id, happening.token)
-    if isinstance(happening, LeaseRenewed) or not _given_up(lease, revoked):
+    revoked = isinstance(happening, ReleaseRequested) and happening.revoked_by is not None
+    if lease.fencing_token != happening.fencing_token and not (revoked and happening.fencing_token is None):
+        raise _stale(lease.id, happening.fencing_token)
+    if isinstance(happening, RenewalRequested) or not _ended_as_requested(lease, revoked):
         raise _lost(lease)
     return lease
 
 
-def _given_up(lease: Lease, revoked: bool) -> bool:
-    """True when a lease has ended as the one who says so now would have ended it."""
+def _ended_as_requested(lease: Lease, revoked: bool) -> bool:
+    """True when a lease has already ended in the way that is asked for, so that asking twice gives the same answer."""
     ends = (EndReason.RELEASED, EndReason.CANCELLED)
     return lease.end_reason in ((*ends, EndReason.REVOKED) if revoked else ends)
 
 
-def on_released(turn: Turn, released: LeaseReleased) -> None:
-    """The holder gives back, or stops waiting. Saying it twice is answered the same twice."""
-    record = turn.ledger.leases.get(released.lease_id)
-    refusal = _refusal(record, released.token, released.lease_id)
-    revoked = released.revoked_by is not None
-    if record is None or (refusal is not None and not (revoked and released.token is None)):
-        turn.answer(released.cause, refusal)
+def on_release_requested(turn: Turn, release: ReleaseRequested) -> None:
+    """Take GPUs back from their holder or an administrator, or a request out of the queue. May be repeated."""
+    revoked = release.revoked_by is not None
+    record: LeaseRecord | NotFound | StaleToken
+    if revoked and release.fencing_token is None:
+        record = _find_lease(turn, release.lease_id)
+    else:
+        record = _find_as_holder(turn, release.lease_id, release.fencing_token)
+    if isinstance(record, GpuleaseError):
+        turn.answer(release.cause, record)
         return
     lease = record.lease
     if lease.job_id is not None and lease.state is not LeaseState.ENDED:
         detail = f"Lease {lease.id} belongs to job {lease.job_id}."
-        turn.answer(released.cause, NotAllowed(detail, remedy=f"Cancel the job: gpulease cancel {lease.job_id}"))
+        turn.answer(release.cause, NotAllowed(detail, remedy=f"Cancel the job: gpulease cancel {lease.job_id}"))
         return
-    if lease.state is LeaseState.ENDED and not _given_up(lease, revoked):
-        turn.answer(released.cause, _lost(lease))
+    if lease.state is LeaseState.ENDED and not _ended_as_requested(lease, revoked):
+        turn.answer(release.cause, _lost(lease))
         return
     if lease.state is not LeaseState.ENDED:
         by_holder = EndReason.RELEASED if lease.state is LeaseState.ACTIVE else EndReason.CANCELLED
         if revoked:
-            turn.event("lease.revoked", lease_id=lease.id, reason=f"by user {released.revoked_by}")
-        end(turn, record, EndReason.REVOKED if revoked else by_holder)
-    turn.answer(released.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
+            turn.emit("lease.revoked", lease_id=lease.id, reason=f"by user {release.revoked_by}")
+        end_lease(turn, record, EndReason.REVOKED if revoked else by_holder)
+    turn.answer(release.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
 
 
-def on_waiter_seen(turn: Turn, seen: WaiterSeen) -> None:
-    """Somebody waits for a queued lease, so its holder lives."""
-    record = turn.ledger.leases.get(seen.lease_id)
-    if record is not None and record.lease.state is LeaseState.QUEUED and seen.lease_id in turn.ledger.deadlines:
-        live_on(turn, record.lease)
+def on_waiter_polled(turn: Turn, polled: WaiterPolled) -> None:
+    """The holder waits for a queued lease, or has been told of its grant."""
+    record = turn.ledger.leases.get(polled.lease_id)
+    if record is None or polled.lease_id not in turn.ledger.deadlines:
+        return
+    if record.lease.state is LeaseState.QUEUED or polled.lease_id in turn.ledger.unclaimed:
+        _claim(turn, record.lease)
+        extend_deadline(turn, record.lease)
+
+
+def _claim(turn: Turn, lease: Lease) -> None:
+    if lease.id in turn.ledger.unclaimed:
+        turn.put(Unclaimed(lease.id, unclaimed=False))
 
 
 def expire(turn: Turn) -> None:
-    """End every lease whose deadline has passed."""
+    """End every lease whose deadline has passed, but for those that are spared."""
     due = [lease_id for lease_id, at_s in turn.ledger.deadlines.items() if at_s <= turn.now.mono_s]
     for lease_id in due:
         record = turn.ledger.leases[lease_id]
+        if is_spared(turn, record):
+            continue
         waited = record.lease.state is LeaseState.QUEUED
-        end(turn, record, EndReason.HOLDER_DIED if waited else EndReason.EXPIRED)
+        end_lease(turn, record, EndReason.HOLDER_DIED if waited else EndReason.EXPIRED)
 
 
-def _refusal(record: LeaseRecord | None, token: int | None, lease_id: str) -> GpuleaseError | None:
-    if record is None:
-        return NotFound(f"There is no lease {lease_id}.", remedy="gpulease leases shows those there are.")
-    return None if record.lease.token == token else _stale(lease_id, token)
+def _find_lease(turn: Turn, lease_id: str) -> LeaseRecord | NotFound:
+    record = turn.ledger.leases.get(lease_id)
+    return record or NotFound(f"There is no lease {lease_id}.", remedy="To list the leases: gpulease leases")
 
 
-def _stale(lease_id: str, token: int | None) -> StaleToken:
+def _find_as_holder(turn: Turn, lease_id: str, fencing_token: int | None) -> LeaseRecord | NotFound | StaleToken:
+    """The lease, or why the caller is refused: it is unknown, or was granted under another fencing token."""
+    record = _find_lease(turn, lease_id)
+    if isinstance(record, LeaseRecord) and record.lease.fencing_token != fencing_token:
+        return _stale(lease_id, fencing_token)
+    return record
+
+
+def _stale(lease_id: str, fencing_token: int | None) -> StaleToken:
     return StaleToken(
-        f"Token {token} is not the token of lease {lease_id}.", remedy="Send the token that the grant showed."
+        f"Token {fencing_token} is not the token of lease {lease_id}.", remedy="Send the token that the grant showed."
     )
 
 
 def _lost(lease: Lease) -> LeaseLost:
-    return LeaseLost(
-        f"Lease {lease.id} has ended ({lease.end_reason}) and its GPUs may be someone else's.",
-        remedy="Stop using them and ask for a new lease.",
-    )
+    return LeaseLost(ended_sentence(lease), remedy="Stop using them and ask for a new lease.")
+
+
+def ended_sentence(lease: Lease) -> str:
+    """What is wrong with acting on a lease that was granted and has ended."""
+    return f"Lease {lease.id} has ended ({lease.end_reason}) and its GPUs may be someone else's."

@@ -4,136 +4,151 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpulease.errors import NotAllowed
-from gpulease.exchange import JUST_STARTED, DesiredState, JobOrder, NodeLease
-from gpulease.model import Device, GpuReading, NodeMode
-
-from .administration import while_paused
-from .gpu import is_silent, mode_of, node_problem, tell_apart
-from .happenings import NodeReported
-from .job import on_job_reports
-from .ledger import GpuGone, GpuRecord, LeaseRecord, Ledger, NodeGone, NodeRecord, Sighting
-from .owners import on_owner_reports
-from .remains import free_clean
-from .turn import Turn
-from .watch import watch
+from gpulease_protocol.errors import NotAllowed
+from gpulease_protocol.model import Device, GpuReading, NodeMode
+from gpulease_protocol.node_protocol import (
+    JUST_STARTED,
+    LEASE_PORTS,
+    ClaimedGpu,
+    DesiredState,
+    JobOrder,
+    NodeLease,
+    NodeReport,
+)
+from gpulease_server.core.draining import free_clean_gpus
+from gpulease_server.core.gpu import is_silent, is_unheard, mark_bystanders, node_mode, node_problem
+from gpulease_server.core.gpu_observation import observe_gpus, remove_missing_gpus
+from gpulease_server.core.happenings import NodeReported
+from gpulease_server.core.job import on_job_reports
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.liveness import on_owner_reports, on_silence_over
+from gpulease_server.core.maintenance import discard_if_paused
+from gpulease_server.core.node_loss import SEEN_INTERVAL_S
+from gpulease_server.core.records import GpuRecord, LeaseRecord, NodeObservation, NodeRecord
+from gpulease_server.core.turn import Turn
 
 MAX_READING_S = 120.0
 """No worker may take longer for a reading, or hold its peace for longer because of one."""
-MARGIN_S = 0.5
+REPORT_MARGIN_S = 0.5
 """What a report may be late, beside its hold and its reading, before the node counts as silent."""
-SEEN_S = 24 * 3600.0
-"""How often it is recorded that a node is still there."""
 
 
-def on_reported(turn: Turn, reported: NodeReported) -> None:
-    """Take in a node's full view: its GPUs, its jobs. Frees draining GPUs that it shows clean."""
-    report, name = while_paused(turn.ledger, reported.node, reported.report), reported.node
-    before = turn.ledger.sightings.get(name)
-    silent = before is None or is_silent(before, turn.now, turn.policy)
-    if before is not None and before.worker_id != report.worker_id and not silent:
+def on_node_reported(turn: Turn, reported: NodeReported) -> None:
+    """Take in a node's full view, in this order, in which each step rests on those before it:
+
+    1. refuse a report of a second worker, and ignore one that a newer report has overtaken;
+    2. bring the node and its GPUs up to date, then the node's observation, with events for what has changed;
+    3. end leases of dead owners, take in jobs, free GPUs that are clean: before `settle` grants anything;
+    4. note which requested reading this report has answered.
+    """
+    report, name = discard_if_paused(turn.ledger, reported.node, reported.report), reported.node
+    before = turn.ledger.node_observations.get(name)
+    if before is not None and before.worker_id != report.worker_id and not is_silent(before, turn.now, turn.policy):
         detail = f"Another worker ({before.worker_id}) reports for node {name}."
         turn.answer(reported.cause, NotAllowed(detail, remedy="Stop one of them, or give this one another --node."))
         return
-    observed_at_s = reported.observed_at_s
-    begun_at_s = observed_at_s if reported.begun_at_s is None else reported.begun_at_s
-    newest_s = before.newest_s if before is not None else float("-inf")
-    if report.problem is None and begun_at_s is not None and begun_at_s < newest_s:
-        # It came late, after one that is newer; the next one says everything again.
-        turn.answer(reported.cause, None)
+    if _is_overtaken(before, report, reported):
+        turn.answer(reported.cause, None)  # the next report says everything again
         return
+    if is_unheard(turn.ledger, name, turn.now, turn.policy):
+        on_silence_over(turn, name)
     problem_before = node_problem(turn.ledger, name, turn.now, turn.policy)
     _put_node(turn, reported)
-    readings = {one.uuid: replace(tell_apart(one, turn.policy), node=name) for one in report.gpus}
-    if report.problem is None:
-        _put_gpus(turn, name, readings)
+    observation = _observe(turn, reported, report, before)
+    turn.put(observation)
+    first = before is None or before.problem == JUST_STARTED
+    if report.problem != JUST_STARTED and (first or (problem_before is None) != (report.problem is None)):
+        kind = "node.ready" if report.problem is None else "node.unknown"
+        turn.emit(kind, node=name, reason=report.problem)
+    on_owner_reports(turn, name, report)
+    on_job_reports(turn, name, report.jobs)
+    free_clean_gpus(turn, observation)
+    remove_missing_gpus(turn, observation)
+    _note_answered_request(turn, observation)
+    turn.answer(reported.cause, None)
+
+
+def _begun_at_s(reported: NodeReported) -> float | None:
+    return reported.observed_at_s if reported.begun_at_s is None else reported.begun_at_s
+
+
+def _is_overtaken(before: NodeObservation | None, report: NodeReport, reported: NodeReported) -> bool:
+    """True for a reading that was begun before one that has been taken in already."""
+    begun_at_s = _begun_at_s(reported)
+    return (
+        before is not None
+        and report.problem is None
+        and begun_at_s is not None
+        and begun_at_s < before.newest_begun_at_s
+    )
+
+
+def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: NodeObservation | None) -> NodeObservation:
+    """The node's observation after this report; brings the ledger's list of GPUs up to date first."""
+    name, begun_at_s, observed_at_s = reported.node, _begun_at_s(reported), reported.observed_at_s
     limit_s = min(max(report.reading_limit_s, 0.0), MAX_READING_S)
-    sighting = Sighting(
+    observation = NodeObservation(
         node=name,
         worker_id=report.worker_id,
         reported_at_s=turn.now.mono_s,
         observed_at_s=None,
         problem=report.problem,
+        claimed_elsewhere={one.device.uuid: one.reason for one in report.claimed_elsewhere},
         ports_in_use=frozenset(report.ports_in_use),
-        newest_s=newest_s,
+        ports_reserved=frozenset(report.ports_reserved) & frozenset(LEASE_PORTS),
+        newest_begun_at_s=before.newest_begun_at_s if before is not None else float("-inf"),
         read_s=report.read_s,
         reading_limit_s=limit_s,
-        silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + MARGIN_S,
-        watches=before.watches if before is not None else {},
+        silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + REPORT_MARGIN_S,
+        gpus=before.gpus if before is not None else {},
+        realm=report.realm,
     )
-    if report.problem is None:
-        sighting = replace(
-            sighting,
-            observed_at_s=observed_at_s,
-            reread_at_s={} if begun_at_s is None else dict.fromkeys(report.reread, begun_at_s),
-            readings=readings,
-            links=report.links,
-            newest_s=newest_s if begun_at_s is None else begun_at_s,
-            answers=observed_at_s is not None and observed_at_s > turn.wanted.get(name, float("inf")),
-        )
-        sighting = replace(sighting, watches=watch(turn, sighting))
-    turn.put(sighting)
-    first = before is None or before.problem == JUST_STARTED
-    if report.problem != JUST_STARTED and (first or (problem_before is None) != (report.problem is None)):
-        kind = "node.ready" if report.problem is None else "node.unknown"
-        turn.event(kind, node=name, reason=report.problem)
-    on_owner_reports(turn, name, report)
-    on_job_reports(turn, name, report.jobs)
-    free_clean(turn, sighting)
-    if sighting.answers:
-        del turn.wanted[name]  # one that took too long to count is asked for again by whom it lacks
-    elif report.problem is not None:
-        # It has answered that there is none to be had, and says by itself when there is: asked again at once for as
-        # long as it is paused, or its driver is away, it would do nothing but answer.
-        turn.wanted.pop(name, None)
-    turn.answer(reported.cause, None)
+    if report.problem is not None:
+        return observation
+    readings = {one.uuid: replace(mark_bystanders(one, turn.policy), node=name) for one in report.gpus}
+    _put_gpus(turn, name, readings, report.claimed_elsewhere)
+    observation = replace(
+        observation,
+        observed_at_s=observed_at_s,
+        reread_at_s={} if begun_at_s is None else dict.fromkeys(report.reread, begun_at_s),
+        readings=readings,
+        links=report.links,
+        newest_begun_at_s=observation.newest_begun_at_s if begun_at_s is None else begun_at_s,
+        answers_request=observed_at_s is not None and observed_at_s > turn.requested_readings.get(name, float("inf")),
+    )
+    return replace(observation, gpus=observe_gpus(turn, observation))
+
+
+def _note_answered_request(turn: Turn, observation: NodeObservation) -> None:
+    if observation.answers_request:
+        # A reading that took too long to count is requested again by the lease requests that lack it.
+        del turn.requested_readings[observation.node]
+    elif observation.problem is not None:
+        # The worker has no reading, and reports by itself when it has one. Asked again at once for as long as it is
+        # paused, or its driver is away, it would do nothing but answer.
+        turn.requested_readings.pop(observation.node, None)
 
 
 def _put_node(turn: Turn, reported: NodeReported) -> None:
     report, known = reported.report, turn.ledger.nodes.get(reported.node)
     seen_at = None if known is None else known.seen_at
-    if seen_at is None or abs((turn.now.at - seen_at).total_seconds()) > SEEN_S:
+    if seen_at is None or abs((turn.now.at - seen_at).total_seconds()) > SEEN_INTERVAL_S:
         seen_at = turn.now.at
     node = NodeRecord(
         name=reported.node,
         host=report.host,
         driver_version=report.driver_version,
         simulated=report.simulated,
-        mode=mode_of(turn.ledger, reported.node),
+        mode=node_mode(turn.ledger, reported.node),
         seen_at=seen_at,
     )
     if known != node:
         turn.put(node)
 
 
-def forget_nodes(turn: Turn) -> None:
-    """Forget nodes that have reported nothing for `node_lifetime_s`, with their GPUs: hosts whose names do not come
-    back, such as containers. One that an administrator has taken out of use stays, as does one that is referred to;
-    should a forgotten one come back, it is a new one."""
-    oldest_s, now = turn.policy.node_lifetime_s, turn.now
-    for node in list(turn.ledger.nodes.values()):
-        seen = turn.ledger.sightings.get(node.name)
-        if seen is not None and now.mono_s - seen.reported_at_s < oldest_s:
-            continue
-        if node.seen_at is None:
-            turn.put(replace(node, seen_at=now.at))  # of an earlier version: its time begins now
-        elif (now.at - node.seen_at).total_seconds() > oldest_s + SEEN_S and not _referred_to(turn.ledger, node):
-            for gpu in [gpu for gpu in turn.ledger.gpus.values() if gpu.device.node == node.name]:
-                turn.put(GpuGone(gpu.device.uuid))
-            turn.put(NodeGone(node.name))
-            turn.event("node.forgotten", node=node.name)
-
-
-def _referred_to(ledger: Ledger, node: NodeRecord) -> bool:
-    if node.mode is not NodeMode.ACTIVE or ledger.watched.get(node.name):
-        return True
-    gpus = (gpu for gpu in ledger.gpus.values() if gpu.device.node == node.name)
-    return any(gpu.lease_id is not None or gpu.cordoned for gpu in gpus)
-
-
-def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading]) -> None:
-    """Bring the ledger's list of the node's GPUs up to date. One that is held stays, whatever the node shows, and
-    so does one that is cordoned, lest it come back as one that is not."""
+def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading], claimed: tuple[ClaimedGpu, ...]) -> None:
+    """Bring the ledger's list of the node's GPUs up to date. One that is missing is forgotten only after a while, see
+    `remove_missing_gpus`. `claimed`: those of another daemon's ledger."""
     for reading in readings.values():
         device = Device(
             uuid=reading.uuid,
@@ -148,19 +163,19 @@ def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading]) -> None:
             turn.put(GpuRecord(device=device))
         elif known.device != device and (known.device.node == node or _is_abandoned(turn, known)):
             turn.put(replace(known, device=device))
-    gone = [
-        gpu.device.uuid
-        for gpu in turn.ledger.gpus.values()
-        if gpu.device.node == node and gpu.device.uuid not in readings and gpu.lease_id is None and not gpu.cordoned
-    ]
-    for uuid in gone:
-        turn.put(GpuGone(uuid))
+    for device in (replace(one.device, node=node) for one in claimed):
+        known = turn.ledger.gpus.get(device.uuid)
+        if known is None or (known.device.node == node and known.device != device):
+            turn.put(GpuRecord(device=device) if known is None else replace(known, device=device))
 
 
 def _is_abandoned(turn: Turn, gpu: GpuRecord) -> bool:
-    """True when a GPU may move to another node: nobody holds it, and the node that showed it is silent."""
-    unheld = gpu.lease_id is None or gpu.draining
-    return unheld and node_problem(turn.ledger, gpu.device.node, turn.now, turn.policy) is not None
+    """True when a GPU may move to another node: no lease holds it, and the node that showed it is silent, or says that
+    another worker has claimed it."""
+    unheld, node = gpu.lease_id is None or gpu.draining, gpu.device.node
+    observation = turn.ledger.node_observations.get(node)
+    claimed = observation is not None and gpu.device.uuid in observation.claimed_elsewhere
+    return unheld and (claimed or node_problem(turn.ledger, node, turn.now, turn.policy) is not None)
 
 
 def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
@@ -189,20 +204,26 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
         for record in ledger.live_jobs.values()
         if record.job.gpus and record.job.gpus[0].node == node
     )
-    paused = mode_of(ledger, node) is NodeMode.PAUSED
-    owners = tuple(ledger.watched.get(node, ()))
+    paused = node_mode(ledger, node) is NodeMode.PAUSED
+    owners = tuple(ledger.watched_owners.get(node, ()))
     return DesiredState(ticket=ticket, leases=leases, jobs=jobs, paused=paused, owners=owners)
 
 
 def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRecord]) -> NodeLease:
     lease, known = record.lease, ledger.nodes.get(node)
-    # Who submitted a job does not run on its GPUs, and a pid means nothing on another host.
-    here = lease.job_id is None and known is not None and lease.holder.host == known.host
+    # Who submitted a job does not run on its GPUs, and a pid means nothing in another realm or on another host.
+    watched, seen = record.watched_owner, ledger.node_observations.get(node)
+    if watched is not None and seen is not None and seen.realm is not None:
+        same_place = watched.realm == seen.realm
+    else:
+        same_place = known is not None and lease.holder.host == known.host
+    here = lease.job_id is None and same_place
     return NodeLease(
         id=lease.id,
         state=lease.state,
         gpus=tuple(gpu.device.uuid for gpu in gpus),
         owner_pid=lease.holder.owner_pid if here else None,
-        owner_start_ticks=record.watched.owner.start_ticks if here and record.watched else None,
+        owner_start_ticks=watched.owner.start_ticks if here and watched else None,
+        owner_user=watched.owner.user if here and watched else None,
         job_id=lease.job_id,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from gpulease.model import Demand, GpuState, Selection
-
-from .gpu import is_cordoned, is_fresh, reading_of, state_of
-from .ledger import GpuRecord, Instant, Ledger
-from .turn import Policy
+from gpulease_protocol.model import Demand, GpuState, Selection
+from gpulease_server.core.gpu import is_cordoned, is_recent, reading_of, state_of
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import GpuRecord, Instant
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class NeedsReading:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Not now. `candidates` are the GPUs that could serve the demand one day; empty means never."""
+    """Not now. `candidates` are the GPUs that could serve the demand later; empty means never."""
 
     candidates: tuple[GpuRecord, ...]
 
@@ -50,7 +50,7 @@ def mismatch(demand: Demand, gpu: GpuRecord) -> str | None:
 
 
 def lacks_memory(ledger: Ledger, demand: Demand, gpu: GpuRecord) -> bool:
-    """True when too little of the GPU's memory is free now, or when nobody knows how much is."""
+    """True when too little of the GPU's memory is free now, or when it is not known how much is."""
     if demand.min_free_memory_bytes is None:
         return False
     reading = reading_of(ledger, gpu)
@@ -59,8 +59,14 @@ def lacks_memory(ledger: Ledger, demand: Demand, gpu: GpuRecord) -> bool:
     return reading.memory_total_bytes - reading.memory_used_bytes < demand.min_free_memory_bytes
 
 
-def candidates(ledger: Ledger, demand: Demand) -> dict[str, list[GpuRecord]]:
-    """By node, the GPUs that could serve the demand one day, in PCI order; only nodes that have enough of them."""
+def gpus_needed(demand: Demand, gpus: Collection[GpuRecord]) -> int:
+    """The fewest GPUs that a grant takes on the node that has these GPUs for the demand."""
+    return len(gpus) if demand.selection is Selection.ALL else demand.count
+
+
+def candidates(ledger: Ledger, demand: Demand, most_gpus: int | None = None) -> dict[str, list[GpuRecord]]:
+    """By node, the GPUs that could serve the demand now or later, in PCI order; only nodes that have enough of them,
+    and where a grant takes at most `most_gpus`."""
     by_node: dict[str, list[GpuRecord]] = {}
     for gpu in ledger.gpus.values():
         if mismatch(demand, gpu) is None:
@@ -68,12 +74,12 @@ def candidates(ledger: Ledger, demand: Demand) -> dict[str, list[GpuRecord]]:
     return {
         node: sorted(gpus, key=lambda gpu: gpu.device.index)
         for node, gpus in by_node.items()
-        if len(gpus) >= demand.count
+        if len(gpus) >= demand.count and (most_gpus is None or gpus_needed(demand, gpus) <= most_gpus)
     }
 
 
-def least(ledger: Ledger, demand: Demand) -> int:
-    """How many GPUs a demand gets at least, when it is granted."""
+def min_gpus(ledger: Ledger, demand: Demand) -> int:
+    """The fewest GPUs that a grant of this demand has."""
     if demand.selection is not Selection.ALL:
         return demand.count
     return min((len(gpus) for gpus in candidates(ledger, demand).values()), default=demand.count)
@@ -82,68 +88,70 @@ def least(ledger: Ledger, demand: Demand) -> int:
 def place(
     ledger: Ledger,
     demand: Demand,
-    claimed: Collection[str],
+    reserved: Collection[str],
     now: Instant,
     policy: Policy,
-    overdue: Iterable[str] = (),
+    late_nodes: Iterable[str] = (),
     *,
-    since_s: float = float("-inf"),
-    hopeful: bool = False,
+    most_gpus: int | None = None,
+    requested_at_s: float = float("-inf"),
+    allow_reread: bool = False,
 ) -> Placed | NeedsReading | Blocked:
-    """Find GPUs for one demand. Of several nodes, one whose reading is fresh, and of those the one that is left with
-    the fewest free GPUs; there, in PCI order.
+    """Find GPUs for one demand. Nodes with a recent reading come first, then those that are left with the fewest free
+    GPUs; on a node, GPUs are taken in PCI order.
 
-    `claimed` are the UUIDs that elder requests wait for; `overdue` the nodes that owe a fresh reading for too long;
-    `since_s` when the request was made. With `hopeful` GPUs that only an old reading speaks against are looked at again
-    before the answer is no.
+    `reserved`: UUIDs that are kept for older requests. `late_nodes`: nodes that were asked for a reading too long ago.
+    `most_gpus`: what the user's limit leaves: a node where the demand takes more is passed over, and `auto` takes no
+    more. `requested_at_s`: when the request was made. With `allow_reread`, GPUs that only an old reading rules out are
+    read again before the answer is no.
     """
-    possible = candidates(ledger, demand)
+    possible = candidates(ledger, demand, most_gpus)
     best: tuple[tuple[bool, int, str], list[GpuRecord]] | None = None
-    perhaps: NeedsReading | None = None
+    after_reading: NeedsReading | None = None
     for node, gpus in possible.items():
-        if node in overdue:
+        if node in late_nodes:
             continue
         usable = [
             gpu
             for gpu in gpus
-            if gpu.device.uuid not in claimed
+            if gpu.device.uuid not in reserved
             and state_of(ledger, gpu, now, policy) is GpuState.FREE
             and not lacks_memory(ledger, demand, gpu)
         ]
-        needed = len(gpus) if demand.selection is Selection.ALL else demand.count
-        sighting = ledger.sightings.get(node)
+        needed = gpus_needed(demand, gpus)
+        observation = ledger.node_observations.get(node)
         if len(usable) < needed:
-            old = not all(is_fresh(sighting, gpu.device.uuid, now, policy, since_s) for gpu in gpus)
-            if hopeful and old and perhaps is None:
-                perhaps = _perhaps(ledger, node, gpus, claimed, needed, now, policy)
+            old = not all(is_recent(observation, gpu.device.uuid, now, policy, requested_at_s) for gpu in gpus)
+            if allow_reread and old and after_reading is None:
+                after_reading = _maybe_after_reading(ledger, node, gpus, reserved, needed, now, policy)
             continue
-        chosen = usable if demand.selection is Selection.AUTO else usable[:needed]
-        stale = not all(is_fresh(sighting, gpu.device.uuid, now, policy, since_s) for gpu in chosen)
+        chosen = usable[: most_gpus if demand.selection is Selection.AUTO else needed]
+        stale = not all(is_recent(observation, gpu.device.uuid, now, policy, requested_at_s) for gpu in chosen)
         left = -len(usable) if demand.selection is Selection.AUTO else len(usable) - needed
         if best is None or (stale, left, node) < best[0]:
             best = ((stale, left, node), chosen)
     if best is None:
-        return perhaps or Blocked(tuple(gpu for gpus in possible.values() for gpu in gpus))
+        return after_reading or Blocked(tuple(gpu for gpus in possible.values() for gpu in gpus))
     (stale, _, node), chosen = best
     return NeedsReading(node, tuple(chosen)) if stale else Placed(tuple(chosen))
 
 
-def _perhaps(
+def _maybe_after_reading(
     ledger: Ledger,
     node: str,
     gpus: list[GpuRecord],
-    claimed: Collection[str],
+    reserved: Collection[str],
     needed: int,
     now: Instant,
     policy: Policy,
 ) -> NeedsReading | None:
-    """Enough GPUs that are free, or that the hardware kept from being so when it was last looked at."""
-    seen = (GpuState.FREE, GpuState.FOREIGN, GpuState.UNHEALTHY, GpuState.PROHIBITED)
+    """Enough GPUs that are free, or that only the last reading of the hardware ruled out."""
+    possible = (GpuState.FREE, GpuState.FOREIGN, GpuState.UNHEALTHY, GpuState.PROHIBITED)
     found = [
         gpu
         for gpu in gpus
-        if gpu.device.uuid not in claimed
-        and state_of(ledger, gpu, now, policy) in seen
+        if gpu.device.uuid not in reserved
+        and state_of(ledger, gpu, now, policy) in possible
         and gpu.lease_id is None
         and not is_cordoned(ledger, gpu)
     ]

@@ -6,97 +6,108 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpulease.errors import NeverFits, NotNow, OverQuota
-from gpulease.model import JobState, Selection
-
-from .array import array_of, takes_part, under_way
-from .bypass import Claims, Elders, kept_out, recall
-from .explain import explain, is_never
-from .lease import grant
-from .ledger import GpuRecord, JobRecord, LeaseRecord
-from .placement import Blocked, NeedsReading, Placed, least, place
-from .quota import Had, had, never_within, queue_is_full
-from .signs import live_on
-from .turn import Pending, Turn
-from .view import lease_view
+from gpulease_protocol.errors import NeverFits, NotNow, OverQuota
+from gpulease_protocol.model import JobState
+from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
+from gpulease_server.core.eligibility import array_of, is_eligible, is_over_user_limit, running_per_array
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.explain.never_fits import is_never
+from gpulease_server.core.grant import grant
+from gpulease_server.core.liveness import extend_deadline
+from gpulease_server.core.pending import PendingRequest
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
+from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord, Unclaimed
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import (
+    never_within_limits,
+    too_many_bytes,
+    usage_by_user,
+    user_queue_is_full,
+)
+from gpulease_server.core.user_order import UserOrder
 
 
 def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
-    """Go through the queue once, eldest first. Closes every turn.
+    """Go through the queue once, oldest first. Closes every turn.
 
-    A request that fits may pass one that does not, within the bounds of `core.bypass`; what is held for an elder no
-    younger one gets. One that lacks only a fresh reading keeps the GPUs that it is about to get.
+    A request that fits may pass one that does not, within the bounds of `core.backfill`; no newer request
+    gets what is held for an older one. One that lacks only a recent reading keeps the GPUs that it is about to get.
     """
-    recall(turn)
+    recount_bypasses(turn)
     latest_s = turn.now.mono_s - turn.policy.reading_deadline_s
-    overdue = {node for node, since_s in turn.wanted.items() if since_s < latest_s}
-    claims = Claims(turn.ledger, turn.now, turn.policy, overdue)
-    elders = Elders(turn, claims)
+    late_nodes = {node for node, since_s in turn.requested_readings.items() if since_s < latest_s}
+    running, users = running_per_array(turn.ledger), usage_by_user(turn.ledger, turn.policy.limits)
+    reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
+    blocked, order = BlockedRequests(turn, reservations), UserOrder(reservations)
     undecided = len(turn.pending)
-    running, users = under_way(turn.ledger), had(turn.ledger, turn.policy.limits)
-    for record in _taking_part(turn, running):
-        pending, demand = turn.pending.get(record.lease.id), record.lease.demand
-        if pending is None and not claims.open:
+    for record in _eligible(turn, running):
+        pending = turn.pending.get(record.lease.id)
+        if pending is None and not reservations.unreserved:
             if not undecided:
                 break
             continue
-        if pending is None and elders.knows(demand):
-            if not kept_out(turn.ledger, users, record):
-                elders.add(record)
+        if is_over_user_limit(turn.ledger, users, record):
+            # It reserves no GPU. A new one gets its verdict.
+            undecided -= pending is not None
+            if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
+                order.add(record)
+            continue
+        if pending is None and blocked.has(record):
+            blocked.add(record)
+            order.add(record)
             continue
         undecided -= pending is not None
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
-        hopeful = pending is not None and pending.since_s >= latest_s
-        match _place(turn, record, users, claims, overdue, hopeful):
-            case None:
-                _keep_out(turn, record, claims)
+        allow_reread = pending is not None and pending.since_s >= latest_s
+        match _place(turn, record, reservations, allow_reread):
             case Placed(gpus):
-                _granted(turn, record, gpus, turn.pending.pop(record.lease.id, None))
-                users.granted(record.lease, len(gpus))
+                _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
+                users.add(record.lease, len(gpus))
                 running[array_of(turn.ledger, record) or ""] += 1
-                claims.granted(gpus)
-                elders.passed_by(gpus)
+                reservations.granted(gpus)
+                blocked.count_bypass(gpus)
+                order.count_bypass(turn, record)
             case NeedsReading(node, gpus):
-                turn.want_reading(node)
+                turn.request_reading(node)
                 waited_enough = pending is not None and pending.since_s < latest_s
-                if not waited_enough or _must_wait(turn, record, turn.pending.pop(record.lease.id), claims):
-                    claims.keep(record, gpus)
+                if not waited_enough or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
+                    reservations.reserve(record, gpus)
+                    users.keep(record.lease, len(gpus))
             case Blocked(candidates):
-                if pending is None or _must_wait(turn, record, turn.pending.pop(record.lease.id), claims):
-                    elders.add(record, candidates)
+                if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
+                    blocked.add(record, candidates)
+                    order.add(record)
 
 
-def _taking_part(turn: Turn, running: Counter[str]) -> Iterator[LeaseRecord]:
-    """Who waits and may begin, eldest first. `running` is looked at anew for each, as grants change it."""
-    return (record for record in list(turn.ledger.queued()) if takes_part(turn.ledger, record, turn.now, running))
+def _eligible(turn: Turn, running: Counter[str]) -> Iterator[LeaseRecord]:
+    """Requests that are eligible, oldest first. `running` is read again for each, because grants change it."""
+    return (record for record in list(turn.ledger.queued()) if is_eligible(turn.ledger, record, turn.now, running))
 
 
 def _place(
-    turn: Turn, record: LeaseRecord, users: Had, claims: Claims, overdue: set[str], hopeful: bool
-) -> Placed | NeedsReading | Blocked | None:
-    """GPUs for a request, no more than its user may have; None where that keeps it from any."""
-    demand = record.lease.demand
-    if kept_out(turn.ledger, users, record):
-        return None
-    taken, since_s = claims.by_uuid.keys(), record.asked_at_s
-    found = place(turn.ledger, demand, taken, turn.now, turn.policy, overdue, since_s=since_s, hopeful=hopeful)
-    room = users.room(record.lease)
-    if room is None or not isinstance(found, Placed) or len(found.gpus) <= room:
-        return found
-    return Placed(found.gpus[:room]) if demand.selection is Selection.AUTO else None
+    turn: Turn, record: LeaseRecord, reservations: Reservations, allow_reread: bool
+) -> Placed | NeedsReading | Blocked:
+    """GPUs for a request, no more than its user may have."""
+    return place(
+        turn.ledger,
+        record.lease.demand,
+        reservations.by_uuid.keys(),
+        turn.now,
+        turn.policy,
+        reservations.late_nodes,
+        most_gpus=reservations.users.gpus_left(record.lease),
+        requested_at_s=record.requested_at_s,
+        allow_reread=allow_reread,
+    )
 
 
-def _keep_out(turn: Turn, record: LeaseRecord, claims: Claims) -> None:
-    """Pass over a request whose user is at his limit; it claims nothing. If it is new it gets its verdict."""
-    pending = turn.pending.pop(record.lease.id, None)
-    if pending is not None:
-        _must_wait(turn, record, pending, claims)
-
-
-def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: Pending | None) -> None:
+def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: PendingRequest | None) -> None:
     if pending is not None:
         turn.cause = record.cause
-        _record_rest(turn, pending)
+        _record_pending(turn, pending)
+    elif record.lease.job_id is None:
+        turn.put(Unclaimed(record.lease.id, unclaimed=True))
     grant(turn, record, gpus)
     job = turn.ledger.jobs.get(record.lease.job_id or "")
     if job is not None:
@@ -104,65 +115,65 @@ def _granted(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pendi
         attempts = job.job.attempts + 1
         starting = replace(job.job, state=JobState.STARTING, gpus=lease.gpus, reason=None, attempts=attempts)
         turn.put(replace(job, job=starting))
-        turn.event("job.starting", job_id=job.job.id, lease_id=lease.id, node=lease.gpus[0].node)
+        turn.emit("job.starting", job_id=job.job.id, lease_id=lease.id, node=lease.gpus[0].node)
     if pending is not None:
-        _tell(turn, record, pending)
+        _answer(turn, record, pending)
 
 
-def _must_wait(turn: Turn, record: LeaseRecord, pending: Pending, claims: Claims) -> bool:
+def _answer_waiting(turn: Turn, record: LeaseRecord, pending: PendingRequest, reservations: Reservations) -> bool:
     """Give the verdict on a new request that cannot be granted. True when it stays in the queue."""
     never = is_never(turn.ledger, record.lease.demand)
     refused = None if never else _over_quota(turn, record, pending)
     if refused is not None:
         turn.ledger.withdraw(record)
-        for call in pending.calls:
-            turn.answer(call, refused)
+        for cause in pending.causes:
+            turn.answer(cause, refused)
         return False
     if never or not pending.queue:
-        explanation = explain(turn.ledger, record, turn.now, turn.policy, claims=claims, stays=False)
+        explanation = explain(turn.ledger, record, turn.now, turn.policy, reservations=reservations, stays_queued=False)
         turn.ledger.withdraw(record)
         kind, remedy = (
-            (NeverFits, "Ask for fewer or other GPUs; gpulease status shows those there are.")
+            (NeverFits, "Ask for fewer or other GPUs. To list the GPUs: gpulease status")
             if never
             else (NotNow, "Ask again later, or wait in the queue with queue=true.")
         )
-        for call in pending.calls:
-            turn.answer(call, kind(explanation.sentence, remedy=remedy, extra={"explanation": explanation}))
+        for cause in pending.causes:
+            turn.answer(cause, kind(explanation.sentence, remedy=remedy, extra={"explanation": explanation}))
         return False
     turn.cause = record.cause
     turn.put(replace(record, renewed_at=turn.now.at))
     if record.lease.job_id is None:
-        live_on(turn, record.lease)
-    _record_rest(turn, pending)
-    turn.event("lease.queued", lease_id=record.lease.id, job_id=record.lease.job_id)
-    _tell(turn, record, pending)
+        extend_deadline(turn, record.lease)
+    _record_pending(turn, pending)
+    turn.emit("lease.queued", lease_id=record.lease.id, job_id=record.lease.job_id)
+    _answer(turn, record, pending)
     return True
 
 
-def _over_quota(turn: Turn, record: LeaseRecord, pending: Pending) -> OverQuota | None:
+def _over_quota(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> OverQuota | None:
     """Why a request that cannot be granted now may not even wait; None where it may, or does not want to."""
     limits, lease = turn.policy.limits, record.lease
-    never = never_within(limits, lease, least(turn.ledger, lease.demand))
+    never = never_within_limits(limits, lease, min_gpus(turn.ledger, lease.demand))
     if never is not None or not pending.queue:
         return never
     if len(turn.ledger.queue) - len(turn.pending) > turn.policy.max_queued:
-        return OverQuota(f"{turn.policy.max_queued} requests wait already.", remedy="Ask again later.")
+        return OverQuota(f"The queue is full: it has {turn.policy.max_queued} requests.", remedy="Try again later.")
     # It is in the queue by now, and so counted as waiting.
-    if queue_is_full(turn.ledger, lease.holder.user, turn.pending, 0, limits):
-        detail = f"{limits.queued} requests of user {lease.holder.user} wait already, as many as one user may have."
-        return OverQuota(detail, remedy="Ask again when some of them are granted, or withdraw some.")
-    return None
+    if user_queue_is_full(turn.ledger, lease.holder.user, turn.pending, 0, limits):
+        detail = f"User {lease.holder.user} has {limits.queued} requests in the queue, the most that one user may have."
+        return OverQuota(detail, remedy="Try again when some of them are granted, or cancel some.")
+    return too_many_bytes(turn.ledger, lease.holder.user, pending, limits, turn.policy.max_queued_bytes)
 
 
-def _record_rest(turn: Turn, pending: Pending) -> None:
-    for change in pending.changes:
+def _record_pending(turn: Turn, pending: PendingRequest) -> None:
+    for change in (*pending.changes, *filter(None, [pending.key])):
         turn.put(change)
         if isinstance(change, JobRecord):
-            turn.event("job.submitted", job_id=change.job.id, lease_id=change.job.lease_id)
+            turn.emit("job.submitted", job_id=change.job.id, lease_id=change.job.lease_id)
 
 
-def _tell(turn: Turn, record: LeaseRecord, pending: Pending) -> None:
+def _answer(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> None:
     current = turn.ledger.leases[record.lease.id]
     job = turn.ledger.jobs.get(current.lease.job_id or "")
-    for call in pending.calls:
-        turn.answer(call, job.job if job else lease_view(turn.ledger, current, turn.now, turn.policy))
+    for cause in pending.causes:
+        turn.answer(cause, job.job if job else lease_view(turn.ledger, current, turn.now, turn.policy))

@@ -5,116 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpulease.errors import GpuleaseError
-from gpulease.model import Event, Job, Lease
-
-from .ledger import Change, Instant, KeyRecord, Ledger
-from .quota import Limits
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.model import Event, Job, Lease
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Change, Instant, KeyRecord
 
 Answer = Lease | Job | GpuleaseError | None
 """What a caller is told. An error is a value here: refusing is an expected outcome."""
-
-
-DESKTOP_NAMES = frozenset(
-    {
-        *("Xorg", "X", "Xwayland", "Xvnc", "Xtigervnc", "Xdcv", "nxagent", "xrdp-accel-assist"),
-        *("gnome-shell", "mutter", "kwin_x11", "kwin_wayland", "plasmashell", "cinnamon", "muffin", "gala", "xfwm4"),
-        *("sway", "weston", "Hyprland", "labwc", "wayfire", "river", "niri", "cosmic-comp", "budgie-wm", "picom"),
-        *("gnome-remote-desktop-daemon", "krdpserver", "krfb", "wayvnc", "sunshine", "dcvagent", "nxnode.bin"),
-    }
-)
-"""Display servers, compositors and shells, and what captures a screen: they hold GPU memory on every desktop."""
-MONITOR_NAMES = frozenset(
-    {
-        # NVIDIA's own services and tools
-        *("nvidia-persistenced", "nvidia-powerd", "nvidia-smi", "nv-fabricmanager", "nvlsm", "nvidia-imex", "nvsm"),
-        *("nvsm_core", "nvsm_api_gateway", "nv-hostengine", "dcgmi", "dcgm-exporter", "nvidia-dcgm"),
-        *(
-            "nvidia-device-plugin",
-            "gpu-feature-discovery",
-            "nvidia-validator",
-            "nvidia-mig-manager",
-            "mps-control-daemon",
-        ),
-        *("nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-container-cli", "nvidia-ctk", "nvidia-settings"),
-        # what watches a host or a training
-        *("nvtop", "nvitop", "nvitop-exporter", "gpustat", "btop", "glances", "netdata", "nvidia_gpu_exporter"),
-        *("nvidia_smi_exporter", "gpud", "telegraf", "datadog-agent/bin/agent/agent", "cadvisor"),
-        *("node_exporter", "zabbix_agent2", "otelcol", "otelcol-contrib", "collectd", "slurmd"),
-        *("wandb-core", "gpu_stats", "wandb-xpu"),
-    }
-)
-"""NVML clients: they have every device file open for as long as they run, and hold no memory. Name or end of a path."""
-MPS_SERVER = "nvidia-cuda-mps-server"
-"""It has a context on every GPU from its first client on until it is told to quit; clients are listed beside it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """The rules that an administrator may set."""
-
-    max_observation_age_s: float = 0.5
-    """No grant rests on a reading older than this, but on one that was asked for, and has just arrived, see
-    `gpu.is_fresh`."""
-    reading_deadline_s: float = 5.0
-    """How long a verdict waits for a fresh reading of GPUs that look free. Only a node under extreme load takes so
-    long: one that is silent or whose probe hangs is unknown sooner."""
-    silence_s: float = 3.0
-    """A node that reported nothing for so long is unknown; one whose readings may take long has as long as these."""
-    stall_s: float = 1.0
-    """A gap between two ticks longer than this is time in which nobody could be heard."""
-    memory_tolerance_bytes: int = 256 * 2**20
-    """A draining GPU's memory is back when it is at most this much over what it was while the GPU was free."""
-    retained_memory_s: float = 30.0
-    """Memory that stays in use with no process, no device file that the lease's own have open, and no change for so
-    long is the driver's own, as on coherent systems (GH200), and no longer keeps a GPU from being clean. So long a
-    stranger's open device file delays a GPU at most."""
-    gone_after_s: float = 600.0
-    """A draining GPU that its node has not shown for so long is forgotten; one that comes back sooner drains on."""
-    leftover_after_s: float = 1.0
-    """What is still on a draining GPU after so long was left behind; before, it is taken to be ending."""
-    desktop_names: frozenset[str] = DESKTOP_NAMES
-    """Programs of a desktop: their graphics processes do not make a GPU foreign, whatever memory they hold."""
-    desktop_memory_bytes: int = 512 * 2**20
-    """Any other graphics process, and a desktop program on the compute list, is let pass up to this much memory."""
-    mps_server_bytes: int = 256 * 2**20
-    """An MPS server is let pass up to this much memory on a GPU: more is that of clients (before Volta)."""
-    monitor_names: frozenset[str] = MONITOR_NAMES
-    """Programs that keep device files open only to watch."""
-    retry_pause_s: tuple[float, float] = (2.0, 300.0)
-    """Pause before the first retry of a job that has failed, and the longest; it doubles from one to the next."""
-    max_bypass: int = 10
-    """How often a waiting request may be passed by younger ones before GPUs are held for it; 0: never."""
-    max_bypass_s: float = 300.0
-    """For how long from the first time on it may be passed; 0: not at all."""
-    max_queued: int = 10_000
-    """Requests that may wait at once."""
-    limits: Limits = field(default_factory=Limits)
-    """What one user may have."""
-    show_commands: bool = True
-    """Whether sentences tell the command lines of processes."""
-    max_ttl_s: float = 30 * 24 * 3600.0
-    """The longest `ttl_s` that may be asked for."""
-    node_lifetime_s: float = 90 * 24 * 3600.0
-    """A node that has reported nothing for so long, and that nothing refers to, is forgotten."""
-    key_lifetime_s: float = 24 * 3600.0
-    """How long an Idempotency-Key is remembered."""
-    max_keys: int = 100_000
-    """Idempotency-Keys remembered at once; beyond that the oldest are forgotten sooner."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A request between its arrival and its verdict. Nothing of it is recorded yet."""
-
-    calls: list[str]
-    """Everyone who waits for the verdict; more than one when a key was sent again."""
-    queue: bool
-    """Whether it waits if it cannot be granted."""
-    changes: tuple[Change, ...]
-    """What to record with the verdict, beside the lease: its job, its key."""
-    since_s: float
-    """When it arrived."""
 
 
 @dataclass
@@ -124,9 +23,9 @@ class Turn:
     ledger: Ledger
     now: Instant
     policy: Policy
-    pending: dict[str, Pending] = field(default_factory=dict)
-    """Undecided requests by lease id; outlives the turn, unlike the rest."""
-    wanted: dict[str, float] = field(default_factory=dict)
+    pending: PendingRequests = field(default_factory=PendingRequests)
+    """Undecided requests; outlives the turn, unlike the rest."""
+    requested_readings: dict[str, float] = field(default_factory=dict)
     """Nodes asked for a fresh reading, and since when; outlives the turn."""
     cause: str = ""
     """Id of the happening now being decided."""
@@ -139,9 +38,9 @@ class Turn:
         self.ledger.apply(change)
         self.changes.append(change)
         if isinstance(change, KeyRecord):
-            self.ledger.keys_since[change.key] = self.now.mono_s
+            self.ledger.keys_known_since[change.key] = self.now.mono_s
 
-    def event(self, kind: str, *, cause: str | None = None, **what: Any) -> None:
+    def emit(self, kind: str, *, cause: str | None = None, **what: Any) -> None:
         """Record that something happened."""
         self.put(Event(seq=self.ledger.next_seq, at=self.now.at, kind=kind, cause=cause or self.cause, **what))
 
@@ -149,6 +48,6 @@ class Turn:
         """Tell a caller, once the turn is committed."""
         self.answers.append((call, answer))
 
-    def want_reading(self, node: str) -> None:
+    def request_reading(self, node: str) -> None:
         """Ask the node for a reading begun after now."""
-        self.wanted.setdefault(node, self.now.mono_s)
+        self.requested_readings.setdefault(node, self.now.mono_s)

@@ -1,40 +1,40 @@
-"""The page that a browser is given at `/`: who has which GPU, who waits, and what runs, kept up to date.
+"""The dashboard: the page that a browser gets at `/`, with who has which GPU, who waits, and which jobs run, live.
 
-It is constant bytes: one HTML file, one style sheet, and modules of JavaScript as they are written, without a build.
-All that it shows it asks of the REST API of its own origin, as any caller would, so the rules for callers are the API's
-and are written once. That is why the bytes need no identity: they tell nothing about anybody, and whoever comes from
-another host must have the page before he can give it his token. It changes nothing: it sends no request but GET.
+It is static files: one HTML file, one style sheet, and JavaScript modules as they are written, without a build step.
+The page requests all its data from the REST API of its own origin, as any caller would, so access rules exist only in
+the API. The files contain no data, so they need no authentication: a caller from another host must have the page before
+they can sign in with a token. The page is read-only: it sends only GET requests.
 
-`curl localhost:8750/` goes on printing the table in text: the page is for those who name `text/html` in `Accept` and
-prefer it, which browsers do and programs do not.
+`curl localhost:8750/` still prints the text table: the page is for clients whose `Accept` prefers `text/html`, as that
+of browsers does.
 
-| what | how it is kept |
+| property | mechanism |
 |---|---|
-| nothing runs in the page but its own modules | `POLICY` allows scripts and styles of this origin, none inline |
-| nothing is sent elsewhere | `POLICY` allows connections to this origin alone |
-| labels, commands and logs of users stay text | the modules set `textContent` and read no markup (a test looks) |
-| a token is forgotten with its tab | it is kept in `sessionStorage`, and sent as `Authorization` alone |
-| a new version is seen at once | `Cache-Control: no-cache` with an `ETag` |
+| only its own modules run in the page | `POLICY` allows scripts and styles of this origin, none inline |
+| nothing is sent elsewhere | `POLICY` allows connections to this origin only |
+| labels, commands and logs of users stay text | the modules set `textContent` and parse no markup (a test checks) |
+| a token is forgotten with its tab | it is kept in `sessionStorage`, and sent only as `Authorization` |
+| a new version appears at once | `Cache-Control: no-cache` with an `ETag` |
 
-**How the modules hang together.** `dashboard.js` begins it all. `follow.js` decides what is asked when: everything at
-the start, what an event concerns when it comes, and readings every few seconds; `api.js` sends it, `stream.js` reads
-the events. What came is kept in one object, and drawn by `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js`
-into rows that stay the same elements while they show the same thing (`rows.js`), so that focus and selection survive.
-`details.js` has the dialogs; `notice.js` says when what is shown is not current. `format.js` has the words of
-`gpulease.table`, `clock.js` the daemon's time, which need not be the browser's.
+**The modules.** `dashboard.js` is the entry point. `follow.js` decides when to fetch what: everything at the start,
+what an event concerns when it arrives, and readings every few seconds. `api.js` sends requests, `stream.js` reads
+events. All data are in one object. `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js` draw it into rows that
+stay the same elements while they show the same item (`rows.js`), so that focus and selection survive. `details.js` has
+the dialogs; `notice.js` says when the data are not current. `format.js` has the words of
+`gpulease_protocol.status_table`, `clock.js` the daemon's time, which may differ from the browser's.
 
 | what happens | what the page does |
 |---|---|
-| the daemon does not answer | says since when, greys what it shows, asks again after 1 s, 2 s, up to 15 s |
-| the stream of events ends | opens it again with Last-Event-ID; meanwhile asks for everything every few seconds |
-| no stream is to be had | reads the last events in pages, as often as it tries to open one |
-| something else answers, or the page fails | says so, and asks again as if nothing had come |
-| 401 | stops, and asks for a token; asks again when the page is seen again |
-| another token is given | forgets all that was seen under the former |
-| 429, 503 | waits as long as Retry-After says, shows what the daemon said, and goes on with the page it was at |
-| a standby answers | shows its copy, and says of whom and of when it is |
-| the page is hidden | ends its stream and what is under way, asks for nothing; goes on when it is seen again |
-| thousands of rows | draws a few hundred, and says how many more there are; of jobs it asks for a few hundred, too |
+| the daemon does not answer | says since when, greys the data, retries after 1 s, 2 s, up to 15 s |
+| the event stream ends | reconnects with Last-Event-ID; meanwhile fetches everything every few seconds |
+| no stream can be opened | reads the last events in pages, whenever it tries to open one |
+| another server answers, or the page fails | says so, and retries as if there had been no answer |
+| 401 | stops, and asks for a token; retries when the page is visible again |
+| the user signs in with another token | removes all data of the former one |
+| 429, 503 | waits as long as Retry-After says, shows the daemon's message, and continues with the page it was at |
+| a standby answers | shows its copy, and says whose it is and how old |
+| the page is hidden | ends its stream and all requests; continues when it is visible again |
+| thousands of rows | draws a few hundred, and says how many more there are; of jobs it fetches only a few hundred |
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
-from .accept import prefers_html
+from gpulease_server.dashboard.content_negotiation import prefers_html
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
@@ -73,59 +73,59 @@ TAG = re.compile(r'(?:W/)?("[^"]*")')
 
 
 class Asset:
-    """One file of the page, with all that is said of it."""
+    """One file of the page, with its headers."""
 
     def __init__(self, path: Path) -> None:
         self.body = path.read_bytes()
         self.media_type = MEDIA_TYPES[path.suffix]
         self.tag = f'"{hashlib.blake2b(self.body, digest_size=12).hexdigest()}"'
 
-    def answer(self, request: Request, **more: str) -> Response:
-        """The file; 304 for a caller who has it. The tag is weak, because the same file may come compressed."""
-        headers = HEADERS | more | {"ETag": f"W/{self.tag}"}
-        asked = request.headers.get("if-none-match", "")
-        if asked.strip() == "*" or self.tag in TAG.findall(asked):
+    def respond(self, request: Request, **extra_headers: str) -> Response:
+        """The file; 304 if the caller has it. The tag is weak, because the file may be compressed."""
+        headers = HEADERS | extra_headers | {"ETag": f"W/{self.tag}"}
+        if_none_match = request.headers.get("if-none-match", "")
+        if if_none_match.strip() == "*" or self.tag in TAG.findall(if_none_match):
             return Response(status_code=304, headers=headers)
         return Response(self.body, headers=headers, media_type=self.media_type)
 
 
 ASSETS = {path.name: Asset(path) for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in MEDIA_TYPES}
-"""By name. Read once: a file that is replaced while the daemon runs would not fit the others."""
+"""By name. Read once: a file that is replaced while the daemon runs would not match the others."""
 
 
-class OwnRoute(Route):
-    """A route that says which one it is, as FastAPI's own do: requests are counted by that."""
+class NamedRoute(Route):
+    """A route that adds itself to the scope, as FastAPI's do: HTTP metrics are counted by route."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         """As `Route`."""
-        match, found = super().matches(scope)
-        found["route"] = self
-        return match, found
+        match, child_scope = super().matches(scope)
+        child_scope["route"] = self
+        return match, child_scope
 
 
-class ForBrowsers(OwnRoute):
-    """Matches only who prefers HTML; everybody else comes to the next route of the same path."""
+class HtmlRoute(NamedRoute):
+    """Matches only callers who prefer HTML; all others get the next route of the same path."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """As `Route`, but for nobody else and for no other method."""
-        found = super().matches(scope)
-        if found[0] is not Match.FULL or not prefers_html(Request(scope).headers.getlist("accept")):
+        """As `Route`, but only for these callers and methods."""
+        result = super().matches(scope)
+        if result[0] is not Match.FULL or not prefers_html(Request(scope).headers.getlist("accept")):
             return Match.NONE, {}
-        return found
+        return result
 
 
-async def page(request: Request) -> Response:
+async def serve_page(request: Request) -> Response:
     """The page itself."""
-    return ASSETS[PAGE].answer(request, Vary="Accept")
+    return ASSETS[PAGE].respond(request, Vary="Accept")
 
 
-async def asset(request: Request) -> Response:
-    """A file that the page loads. Raises `HTTPException` where there is none of that name."""
+async def serve_asset(request: Request) -> Response:
+    """A file that the page loads. Raises `HTTPException` if there is none of that name."""
     name = request.path_params["name"]
     if name not in ASSETS or name == PAGE:
         raise HTTPException(404)
-    return ASSETS[name].answer(request)
+    return ASSETS[name].respond(request)
 
 
-routes: list[BaseRoute] = [ForBrowsers("/", page), OwnRoute("/dashboard/{name}", asset)]
-"""To be put before those of the API."""
+routes: list[BaseRoute] = [HtmlRoute("/", serve_page), NamedRoute("/dashboard/{name}", serve_asset)]
+"""These have to come before the routes of the API."""

@@ -1,38 +1,38 @@
-// What is asked of the daemon: GET alone, of this origin alone, each with a time limit and the token if there is one.
+// Requests to the daemon: only GET, only to this origin, each with a time limit and the token if there is one.
 
-import { heard, nowMs } from "./clock.js";
+import { learnFrom, nowMs } from "./clock.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
 const TOKEN = "gpulease-token";
 
-/** An answer that is none: what the daemon said, or that nothing came (status 0). */
+/** A failed request: the problem that the daemon answered, or that no answer arrived (status 0). */
 export class Problem extends Error {
-  constructor(status, said, retryAfterS = null) {
-    const { detail, remedy } = texts(said);
+  constructor(status, problem, retryAfterS = null) {
+    const { detail, remedy } = texts(problem);
     super(detail || (status ? `The daemon answered ${status}.` : "The daemon does not answer."));
     this.status = status;
-    this.said = { ...said, detail, remedy };
+    this.fields = { ...problem, detail, remedy };
     this.retryAfterS = retryAfterS;
   }
 
   /** Detail and remedy. */
   get sentence() {
-    return [this.message, this.said.remedy].filter(Boolean).join(" ");
+    return [this.message, this.fields.remedy].filter(Boolean).join(" ");
   }
 }
 
-/** What is text of a problem's detail and remedy; a proxy may answer with anything. */
-function texts(said) {
-  const text = (given) => (typeof given === "string" ? given : "");
-  return { detail: text(said?.detail), remedy: text(said?.remedy) };
+/** Detail and remedy of a problem if they are strings; a proxy may answer with anything. */
+function texts(problem) {
+  const text = (value) => (typeof value === "string" ? value : "");
+  return { detail: text(problem?.detail), remedy: text(problem?.remedy) };
 }
 
-/** An error as a Problem: one that the modules did not foresee, too, so that it is shown and asked again. */
+/** Any error as a Problem, so that it is shown and the request is sent again. */
 export function asProblem(error) {
   if (error instanceof Problem) return error;
   console.error(error);
-  return new Problem(0, { detail: `What came cannot be read: ${error?.message ?? error}.` });
+  return new Problem(0, { detail: `The answer cannot be read: ${error?.message ?? error}.` });
 }
 
 /** The token of this tab; "" without one. */
@@ -44,62 +44,62 @@ export function token() {
 export function setToken(text) {
   if (text) sessionStorage.setItem(TOKEN, text);
   else sessionStorage.removeItem(TOKEN);
-  known.clear();
+  cache.clear();
 }
 
-const known = new Map(); // path -> what came last, with its tag
+const cache = new Map(); // path -> last value and its ETag
 
-/** The answer of success at a path. Throws Problem. `signal` ends it early. */
+/** The successful response of a path. Throws Problem. `signal` aborts the request. */
 export async function answer(path, { headers = {}, signal } = {}) {
   const sent = token() ? { ...headers, Authorization: `Bearer ${token()}` } : headers;
-  const askedMs = Date.now();
-  let came;
+  const sentMs = Date.now();
+  let response;
   try {
-    came = await fetch(new URL(path, document.baseURI), {
+    response = await fetch(new URL(path, document.baseURI), {
       headers: sent, signal, cache: "no-store", credentials: "same-origin", redirect: "error",
     });
   } catch {
     throw new Problem(0);
   }
-  heard(came.headers.get("Date"), askedMs, Date.now());
-  if (came.ok || came.status === 304) return came;
-  const wait = Number.parseFloat(came.headers.get("Retry-After") ?? "");
-  throw new Problem(came.status, await came.json().catch(() => ({})), Number.isNaN(wait) ? null : wait);
+  learnFrom(response.headers.get("Date"), sentMs, Date.now());
+  if (response.ok || response.status === 304) return response;
+  const wait = Number.parseFloat(response.headers.get("Retry-After") ?? "");
+  throw new Problem(response.status, await response.json().catch(() => ({})), Number.isNaN(wait) ? null : wait);
 }
 
-/** A signal for what may not take longer than LIMIT_MS, and ends with another signal if one is given. */
+/** A signal that aborts after LIMIT_MS, or with another signal if one is given. */
 export function limited(signal) {
   const limit = AbortSignal.timeout(LIMIT_MS);
   return signal ? AbortSignal.any([signal, limit]) : limit;
 }
 
-/** The JSON at a path, with how current it is: `{ value, standby, asOfMs }`. What is unchanged is not sent again. */
+/** The JSON of a path, and how current it is: `{ value, standby, asOfMs }`. The daemon sends only what has changed. */
 export async function json(path, signal) {
-  const before = known.get(path);
+  const before = cache.get(path);
   const headers = before ? { "If-None-Match": before.tag } : {};
-  const came = await answer(path, { headers, signal: limited(signal) });
+  const response = await answer(path, { headers, signal: limited(signal) });
   let value;
   try {
-    value = came.status === 304 ? before.value : await came.json();
+    value = response.status === 304 ? before.value : await response.json();
   } catch {
-    throw new Problem(0); // it broke off, or the time was over
+    throw new Problem(0); // the connection was lost, or the request timed out
   }
-  known.delete(path); // the map is in the order of use
-  const tag = came.headers.get("ETag");
-  if (tag) known.set(path, { tag, value });
-  if (known.size > MAX_TAGS) known.delete(known.keys().next().value);
-  const asOf = Date.parse(came.headers.get("Gpulease-As-Of") ?? "");
-  return { value, standby: came.headers.get("Gpulease-Standby"), asOfMs: Number.isNaN(asOf) ? nowMs() : asOf };
+  cache.delete(path); // keeps the map in the order of use
+  const tag = response.headers.get("ETag");
+  if (tag) cache.set(path, { tag, value });
+  if (cache.size > MAX_TAGS) cache.delete(cache.keys().next().value);
+  const asOf = Date.parse(response.headers.get("Gpulease-As-Of") ?? "");
+  return { value, standby: response.headers.get("Gpulease-Standby"), asOfMs: Number.isNaN(asOf) ? nowMs() : asOf };
 }
 
-/** The items at a path, with what `json` says. Throws Problem where there are none, as from something else than the daemon. */
+/** The items of a path, with the rest of `json`. Throws Problem if there are none, as from another server. */
 export async function items(path, signal) {
-  const came = await json(path, signal);
-  if (!Array.isArray(came.value?.items)) throw new Problem(0, { detail: "Something else than the daemon answers." });
-  return { ...came, items: came.value.items };
+  const response = await json(path, signal);
+  if (!Array.isArray(response.value?.items)) throw new Problem(0, { detail: "Something other than the daemon answers." });
+  return { ...response, items: response.value.items };
 }
 
-/** A list in pages of `size`, at most `most` items. When a page is refused, those before it are kept. */
+/** A list in pages of `size`, at most `most` items. If a page is refused, the pages before it are kept. */
 export class Pages {
   constructor(path, most, size) {
     this.address = new URL(path, document.baseURI);
@@ -108,7 +108,7 @@ export class Pages {
     this.items = [];
   }
 
-  /** All that was asked for, with what `json` says; `more`: there are others. Called again, it goes on where it was. */
+  /** All items, with the rest of `json`; `more`: there are others. Called again, it continues where it was. */
   async rest(signal) {
     for (;;) {
       const page = await items(this.address.href, signal);

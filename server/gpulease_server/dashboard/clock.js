@@ -3,13 +3,13 @@
 const TOLERANCE_MS = 1000; // Date has whole seconds
 let aheadMs = null;
 
-/** Learn from an answer that was asked for and came at these moments of the browser's clock. */
-export function heard(date, askedMs, cameMs) {
-  const saidMs = Date.parse(date ?? "") + 500;
-  if (Number.isNaN(saidMs)) return;
-  const foundMs = saidMs - (askedMs + cameMs) / 2;
-  // Within the tolerance nothing new was learnt, and seconds that count down should not jump.
-  if (aheadMs === null || Math.abs(foundMs - aheadMs) > TOLERANCE_MS + (cameMs - askedMs) / 2) aheadMs = foundMs;
+/** Learn from the Date of a response, which was requested and arrived at these times of the browser's clock. */
+export function learnFrom(date, sentMs, arrivedMs) {
+  const serverMs = Date.parse(date ?? "") + 500;
+  if (Number.isNaN(serverMs)) return;
+  const offsetMs = serverMs - (sentMs + arrivedMs) / 2;
+  // Within the tolerance nothing changes, so that countdowns do not jump.
+  if (aheadMs === null || Math.abs(offsetMs - aheadMs) > TOLERANCE_MS + (arrivedMs - sentMs) / 2) aheadMs = offsetMs;
 }
 
 /** Now, in milliseconds since 1970. */
@@ -17,7 +17,7 @@ export function nowMs() {
   return Date.now() + (aheadMs ?? 0);
 }
 
-/** A moment as this browser's zone has it: the time, with the date where that is another day. */
+/** A time in this browser's zone, with the date if it is another day. */
 export function moment(atMs) {
   const at = new Date(atMs);
   const time = at.toLocaleTimeString("en-GB");

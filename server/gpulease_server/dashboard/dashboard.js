@@ -1,4 +1,4 @@
-// The page begins here: what was seen last, who draws it, and when.
+// The page begins here: its data, and when they are drawn.
 
 import { setToken, token } from "./api.js";
 import { prepareDetails, showLog, showWhy } from "./details.js";
@@ -13,53 +13,53 @@ import { tick } from "./rows.js";
 import { drawTotals } from "./totals.js";
 
 const byId = (id) => document.getElementById(id);
-const seen = { events: [] };
-let drawWaits = false;
+const data = { events: [] };
+let drawPending = false;
 
 const nodes = { place: byId("nodes"), more: byId("nodes-more") };
 const queue = { table: byId("queue"), none: byId("queue-none"), more: byId("queue-more") };
 const jobs = { table: byId("jobs"), none: byId("jobs-none"), more: byId("jobs-more") };
 const events = { list: byId("events"), none: byId("events-none") };
 
-/** Which GPU a UUID is, in words. */
+/** Index and node of a GPU, by UUID. */
 function nameOf(uuid) {
-  const gpu = seen.gpus.items.find((one) => one.uuid === uuid);
+  const gpu = data.gpus.items.find((one) => one.uuid === uuid);
   return gpu ? `GPU ${gpu.index} of ${plain(gpu.node)}` : uuid;
 }
 
 function draw() {
-  drawWaits = false;
-  if (!LISTS.every((name) => name in seen)) return; // the first round is under way
-  drawTotals(byId("totals"), seen);
-  drawNodes(nodes, seen);
-  drawQueue(queue, seen, (id) => showWhy(id, nameOf));
-  drawJobs(jobs, seen, showLog);
-  drawEvents(events, seen);
+  drawPending = false;
+  if (!LISTS.every((name) => name in data)) return; // the first round is under way
+  drawTotals(byId("totals"), data);
+  drawNodes(nodes, data);
+  drawQueue(queue, data, (id) => showWhy(id, nameOf));
+  drawJobs(jobs, data, showLog);
+  drawEvents(events, data);
   document.body.dataset.drawn = "yes";
   byId("shown").hidden = false;
 }
 
-/** Show nothing more of what was seen: who looks now may be somebody else. */
+/** Remove all data: the new token may belong to another user. */
 function clear() {
-  seen.events = [];
+  data.events = [];
   if (document.body.dataset.drawn) {
-    for (const name of LISTS) seen[name] = { items: [], more: false };
+    for (const name of LISTS) data[name] = { items: [], more: false };
     draw();
     byId("details-body").replaceChildren();
-    byId("shown").hidden = true; // it would say that there is nothing
+    byId("shown").hidden = true; // otherwise it would say that there are no GPUs
   }
-  for (const name of LISTS) delete seen[name];
+  for (const name of LISTS) delete data[name];
   cleared();
 }
 
-/** Draw once for all that came since the last picture. */
+/** Draw once for all data that arrived since the last frame. */
 function drawSoon() {
-  if (drawWaits) return;
-  drawWaits = true;
+  if (drawPending) return;
+  drawPending = true;
   requestAnimationFrame(draw);
 }
 
-const follow = new Follow(seen, {
+const follow = new Follow(data, {
   drawn: drawSoon,
   current(standby, asOfMs) {
     current(standby, asOfMs);
@@ -69,7 +69,7 @@ const follow = new Follow(seen, {
   failed: lost,
   refused(problem) {
     waiting();
-    byId("sign-in-problem").textContent = token() ? problem.sentence : "";
+    byId("sign-in-problem").textContent = token() ? problem.message : "";
     byId("sign-in").hidden = false;
     byId("token").focus();
   },
@@ -77,11 +77,11 @@ const follow = new Follow(seen, {
 
 byId("sign-in").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
-  follow.stop(); // no answer to the former token may come any more
+  follow.stop(); // no answer to the former token may arrive any more
   setToken(byId("token").value.trim());
   byId("token").value = "";
   clear();
-  follow.anew();
+  follow.restart();
 });
 
 byId("forget").addEventListener("click", () => {

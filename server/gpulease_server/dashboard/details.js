@@ -1,24 +1,24 @@
-// The dialog: why a lease waits, GPU by GPU, and the end of a job's log. Asked for when it is opened, not before.
+// The dialogs: why a lease waits, GPU by GPU, and the end of a job's log. Fetched when they are opened.
 
 import { answer, asProblem, json, limited, Problem } from "./api.js";
-import { duration, plain, printed } from "./format.js";
+import { duration, ordinal, plain, printed } from "./format.js";
 import { cell, element, setText } from "./rows.js";
 
 const MAX_OBSTACLES = 200;
 const LINES = 200;
 const LOG_LETTERS = 100_000; // shown at most; the end counts
 const LOG_READ = 8_000_000;
-const VERDICTS = { granted: "Granted.", not_now: "Not now.", never: "Never.", ended: "Ended." };
+const VERDICTS = { granted: "Granted.", not_now: "Waiting.", never: "Never.", ended: "Ended." };
 
-let again = null;
+let refresh = null;
 let turn = 0;
 
 const place = (name) => document.getElementById(`details${name}`);
 
-/** Make the buttons work. Escape closes, too, and the focus goes back to where it was. */
+/** Connect the buttons. Escape also closes the dialog, and the focus returns to where it was. */
 export function prepareDetails() {
   place("-close").addEventListener("click", () => place("").close());
-  place("-again").addEventListener("click", () => again?.());
+  place("-again").addEventListener("click", () => refresh?.());
 }
 
 /** Show why a lease waits. `nameOf(uuid)` says which GPU that is. */
@@ -33,9 +33,9 @@ export function showWhy(leaseId, nameOf) {
 export function showLog(job) {
   open(`Log of ${job.name ? plain(job.name) : job.id}`, async () => {
     const text = printed(await lastLines(`v1/jobs/${encodeURIComponent(job.id)}/logs?tail=${LINES}`));
-    if (text === "") return [element("p", { class: "none", text: "It has printed nothing yet." })];
+    if (text === "") return [element("p", { class: "none", text: "No output yet." })];
     return [
-      element("p", { class: "facts", text: `${job.id}, the last ${LINES} lines at most` }),
+      element("p", { class: "facts", text: `${job.id}, last ${LINES} lines` }),
       element("pre", { text: text.length > LOG_LETTERS ? `…${text.slice(-LOG_LETTERS)}` : text }),
     ];
   });
@@ -43,10 +43,10 @@ export function showLog(job) {
 
 function open(heading, fill) {
   setText(place("-heading"), heading);
-  place("-body").replaceChildren(element("p", { class: "none", text: "Asking the daemon." }));
-  again = () => show(fill);
+  place("-body").replaceChildren(element("p", { class: "none", text: "Loading..." }));
+  refresh = () => show(fill);
   if (!place("").open) place("").showModal();
-  again();
+  refresh();
 }
 
 async function show(fill) {
@@ -57,24 +57,32 @@ async function show(fill) {
   } catch (error) {
     parts = [element("p", { class: "problem", role: "alert", text: asProblem(error).sentence })];
   }
-  if (own !== turn) return; // another one was opened meanwhile
+  if (own !== turn) return; // another dialog was opened meanwhile
   place("-body").replaceChildren(...parts);
   place("-body").scrollTop = place("-body").scrollHeight * Number(parts.some((part) => part.tagName === "PRE"));
 }
 
 function explained(why, nameOf) {
   const facts = [];
-  if (why.position !== null) facts.push(`Number ${why.position} in the queue.`);
-  if (why.passed) facts.push(`Passed ${why.passed} times by younger requests, for ${duration(why.passed_s ?? 0)}.`);
-  if (why.held.length) facts.push(`Held for it: ${why.held.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.`);
+  if (why.passed) facts.push(`${newer(why.passed)} started first in the last ${duration(why.passed_s ?? 0)}.`);
+  if (why.held.length) facts.push(`Reserved for it: ${why.held.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.`);
   if (why.behind.length) facts.push(`Behind ${why.behind.slice(0, MAX_OBSTACLES).join(", ")}.`);
   if (why.verdict !== "not_now" || why.obstacles.length === 0) facts.push(plain(why.sentence, 2000));
-  const verdict = element("strong", { text: VERDICTS[why.verdict] ?? plain(why.verdict) });
+  const verdict = element("strong", { text: verdictOf(why) });
   const parts = [element("p", {}, verdict, ` ${facts.join(" ")}`)];
   if (why.obstacles.length) parts.push(obstacles(why.obstacles.slice(0, MAX_OBSTACLES)));
   const hidden = why.obstacles.length - MAX_OBSTACLES;
   if (hidden > 0) parts.push(element("p", { class: "more", text: `… and ${hidden} more` }));
   return parts;
+}
+
+function verdictOf({ verdict, position }) {
+  if (verdict === "not_now" && position !== null) return `Waiting, ${ordinal(position)} in the queue.`;
+  return VERDICTS[verdict] ?? plain(verdict);
+}
+
+function newer(count) {
+  return count === 1 ? "1 newer request" : `${count} newer requests`;
 }
 
 function obstacles(found) {
@@ -96,10 +104,10 @@ function withoutPlace({ sentence, index, node }) {
   return plain(rest.charAt(0).toUpperCase() + rest.slice(1), 400);
 }
 
-/** The end of a text, of which no more is kept than is shown. */
+/** The end of a text; the beginning is dropped as it arrives. */
 async function lastLines(path) {
-  const came = await answer(path, { signal: limited() });
-  const pieces = came.body.pipeThrough(new TextDecoderStream()).getReader();
+  const response = await answer(path, { signal: limited() });
+  const pieces = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   let read = 0;
   try {

@@ -1,17 +1,17 @@
-// What has happened last, a line each.
+// Recent events, one line each.
 
 import { moment } from "./clock.js";
 import { places, plain, who } from "./format.js";
 import { element, keep } from "./rows.js";
 
 /** Draw the events into a list, newest first. */
-export function drawEvents(place, seen) {
-  const devices = new Map(seen.gpus.items.map((gpu) => [gpu.uuid, gpu]));
+export function drawEvents(place, data) {
+  const devices = new Map(data.gpus.items.map((gpu) => [gpu.uuid, gpu]));
   const holders = new Map();
-  for (const lease of [...seen.ended.items, ...seen.queued.items, ...seen.active.items]) {
+  for (const lease of [...data.ended.items, ...data.queued.items, ...data.active.items]) {
     holders.set(lease.id, who(lease.holder));
   }
-  const views = seen.events.map((event) => ({
+  const views = data.events.map((event) => ({
     ...event, where: where(event, devices), who: holders.get(event.lease_id) ?? "",
   }));
   place.none.hidden = views.length > 0;

@@ -1,5 +1,5 @@
-// What is asked when: everything at the start, what an event concerns when it comes, readings every few seconds; and
-// when the daemon does not answer, again and again ever more slowly. Nothing while the page is hidden.
+// When to fetch what: everything at the start, what an event concerns when it arrives, readings every few seconds. With
+// back-off while the daemon does not answer; nothing while the page is hidden.
 
 import { asProblem, items, Pages } from "./api.js";
 import { readEvents } from "./stream.js";
@@ -7,7 +7,7 @@ import { readEvents } from "./stream.js";
 const READINGS_MS = 3000;
 const EVERYTHING_MS = 9000;
 const LEAST_MS = 1000; // between two rounds
-const IDLE_SHARE = 4; // rounds that take long come less often: at most a fifth of the time is spent in them
+const IDLE_SHARE = 4; // slow rounds come less often: they take at most a fifth of the time
 const BACK_OFF_MS = [1000, 2000, 4000, 8000, 15_000];
 export const MAX_EVENTS = 100;
 const MAX_JOBS = 200; // as many as are drawn
@@ -15,22 +15,22 @@ const JOBS = 50; // on a page: each has its whole command
 
 const ENDED = "state=succeeded&state=failed&state=cancelled&state=timed_out&state=lost";
 const WORKING = "state=starting&state=running&state=stopping";
-// Lists begin with what is newest. Of the leases all are asked for: the oldest is the first in the queue, and the GPUs
-// that are drawn may have any. Jobs that run are not asked with those that wait, which are newer and may be thousands.
-const QUESTIONS = {
+// Lists are newest first. All leases are fetched: the oldest is first in the queue, and any may hold a GPU that is
+// drawn. Running jobs are fetched separately from queued ones, which are newer and may be thousands.
+const QUERIES = {
   gpus: { path: "v1/gpus" },
   nodes: { path: "v1/nodes" },
   active: { path: "v1/leases?state=active", most: 4000, size: 1000 },
   queued: { path: "v1/leases?state=queued", most: 8000, size: 1000 },
-  ended: { path: "v1/leases?state=ended", most: 100, size: 100 }, // only for whose they were, beside their events
+  ended: { path: "v1/leases?state=ended", most: 100, size: 100 }, // only for the users of recent events
   waiting: { path: "v1/jobs?state=queued", most: MAX_JOBS, size: JOBS },
   working: { path: `v1/jobs?${WORKING}`, most: MAX_JOBS, size: JOBS },
   over: { path: `v1/jobs?${ENDED}`, most: 50, size: 50 },
 };
-export const LISTS = Object.keys(QUESTIONS);
+export const LISTS = Object.keys(QUERIES);
 const EVENTS = "events";
 const READINGS = ["gpus", "nodes"];
-const REFUSALS = [429, 503]; // nothing is wrong with what came before
+const REFUSALS = [429, 503]; // earlier answers are still valid
 const CONCERNED = {
   gpu: READINGS,
   node: READINGS,
@@ -38,24 +38,24 @@ const CONCERNED = {
   job: ["gpus", "active", "queued", "ended", "waiting", "working", "over"],
 };
 
-/** Keeps `seen` current. `told` has `drawn()`, `current(standby, asOfMs)`, `failed(problem)`, `refused(problem)`. */
+/** Keeps `data` current. Callbacks: `drawn()`, `current(standby, asOfMs)`, `failed(problem)`, `refused(problem)`. */
 export class Follow {
-  constructor(seen, told) {
-    this.seen = seen;
-    this.told = told;
+  constructor(data, callbacks) {
+    this.data = data;
+    this.callbacks = callbacks;
     this.wanted = new Set();
     this.failures = 0;
     this.nextMs = 0;
-    this.askedMs = { readings: 0, everything: 0 };
+    this.requestedMs = { readings: 0, everything: 0 };
     this.timer = null;
-    this.asking = false;
+    this.fetching = false;
     this.lastId = null;
-    this.recalled = false; // the events before the stream were asked for, and came
-    this.begun = new Map(); // what is asked -> what of it came before the rest was refused
-    this.over = null; // ends the stream; null while nothing is followed
+    this.recalled = false; // the events before the stream have been fetched
+    this.begun = new Map(); // name -> the pages that arrived before one was refused
+    this.over = null; // aborts the stream; null while stopped
   }
 
-  /** Begin, or go on after `stop`. */
+  /** Start, or continue after `stop`. */
   start() {
     if (this.over !== null) return;
     this.over = new AbortController();
@@ -66,7 +66,7 @@ export class Follow {
     this.listen(this.over.signal);
   }
 
-  /** Ask for nothing any more. */
+  /** Fetch nothing any more. */
   stop() {
     this.over?.abort();
     this.over = null;
@@ -74,22 +74,22 @@ export class Follow {
     this.timer = null;
   }
 
-  /** Begin as somebody else, who may be shown other events. */
-  anew() {
+  /** Start again as another user, who may see other events. */
+  restart() {
     this.stop();
     this.forgetPosition();
     this.start();
   }
 
-  /** Called every second: readings grow old, and not everything that changes is an event. */
+  /** Called every second: readings grow old, and not every change is an event. */
   look() {
     if (this.over === null || this.failures > 0) return;
     const now = Date.now();
-    if (now - this.askedMs.everything >= EVERYTHING_MS) this.want(...LISTS);
-    else if (now - this.askedMs.readings >= READINGS_MS) this.want(...READINGS);
+    if (now - this.requestedMs.everything >= EVERYTHING_MS) this.want(...LISTS);
+    else if (now - this.requestedMs.readings >= READINGS_MS) this.want(...READINGS);
   }
 
-  /** Ask at once, where the next attempt was put off. */
+  /** Fetch at once, even during back-off. */
   hurry() {
     this.nextMs = 0;
     clearTimeout(this.timer);
@@ -97,10 +97,10 @@ export class Follow {
     this.want(...LISTS);
   }
 
-  /** Have something asked in the next round. */
+  /** Fetch this in the next round. */
   want(...names) {
     for (const name of names) this.wanted.add(name);
-    if (this.over === null || this.asking || this.timer !== null) return;
+    if (this.over === null || this.fetching || this.timer !== null) return;
     this.timer = setTimeout(() => this.round(), Math.max(0, this.nextMs - Date.now()));
   }
 
@@ -109,41 +109,41 @@ export class Follow {
     const begunMs = Date.now();
     const names = [...LISTS, EVENTS].filter((name) => this.wanted.has(name));
     this.timer = null;
-    this.asking = true;
+    this.fetching = true;
     this.advanced = false;
     this.wanted.clear();
-    if (READINGS.every((name) => names.includes(name))) this.askedMs.readings = begunMs;
-    if (LISTS.every((name) => names.includes(name))) this.askedMs.everything = begunMs;
+    if (READINGS.every((name) => names.includes(name))) this.requestedMs.readings = begunMs;
+    if (LISTS.every((name) => names.includes(name))) this.requestedMs.everything = begunMs;
     try {
       let found;
       while (names.length) {
-        found = await this.ask(names[0], signal);
+        found = await this.fetch(names[0], signal);
         if (signal.aborted) return;
         names.shift();
       }
       this.failures = 0;
       this.nextMs = Date.now() + Math.max(LEAST_MS, IDLE_SHARE * (Date.now() - begunMs));
-      if (found) this.told.current(found.standby, found.asOfMs);
+      if (found) this.callbacks.current(found.standby, found.asOfMs);
     } catch (error) {
       if (!signal.aborted) this.failed(asProblem(error), names);
     } finally {
-      this.asking = false;
+      this.fetching = false;
       if (this.wanted.size) this.want();
-      this.told.drawn();
+      this.callbacks.drawn();
     }
   }
 
-  /** Ask for one thing and keep what came. It says how current that is. */
-  async ask(name, signal) {
+  /** Fetch one list and keep it. Returns it, with how current it is. */
+  async fetch(name, signal) {
     if (name === EVENTS) return this.recall(signal);
     const found = await this.pages(name, signal);
-    if (!signal.aborted) this.seen[name] = { items: found.items, more: found.more ?? false };
+    if (!signal.aborted) this.data[name] = { items: found.items, more: found.more ?? false };
     this.advanced = true;
     return found;
   }
 
   async pages(name, signal) {
-    const { path, most, size } = QUESTIONS[name];
+    const { path, most, size } = QUERIES[name];
     if (!size) return items(path, signal);
     const pages = this.begun.get(name) ?? new Pages(path, most, size);
     const before = pages.items.length;
@@ -160,21 +160,21 @@ export class Follow {
   failed(problem, unanswered) {
     if (problem.status === 401) {
       this.stop();
-      this.told.refused(problem);
+      this.callbacks.refused(problem);
       return;
     }
     const refused = REFUSALS.includes(problem.status);
-    if (refused && this.advanced) this.failures = 0; // who may ask seldom gets on with each attempt
+    if (refused && this.advanced) this.failures = 0; // a rate-limited page makes progress with each attempt
     const waitMs = BACK_OFF_MS[Math.min(this.failures, BACK_OFF_MS.length - 1)];
     this.failures += 1;
     this.nextMs = Date.now() + Math.max(waitMs, 1000 * (problem.retryAfterS ?? 0));
-    // Who is put off gets on by asking only for what is missing; else much may have changed meanwhile.
+    // After a refusal only what is missing is fetched; after an outage much may have changed.
     if (!refused) this.begun.clear();
     for (const name of refused ? unanswered : [...LISTS, ...unanswered]) this.wanted.add(name);
-    this.told.failed(problem);
+    this.callbacks.failed(problem);
   }
 
-  /** Follow the events, opening the stream again whenever it ends. Where there is none, pages are asked for. */
+  /** Follow the events, and open the stream again whenever it ends. While there is none, pages are fetched. */
   async listen(signal) {
     let failures = 0;
     while (!signal.aborted) {
@@ -194,25 +194,25 @@ export class Follow {
       }
       if (signal.aborted) return;
       if (problem?.status === 410) this.forgetPosition();
-      if (problem?.status !== 429) this.want(...LISTS); // whether the daemon is away shows there
+      if (problem?.status !== 429) this.want(...LISTS); // shows whether the daemon is away
       if (problem !== null) this.want(EVENTS);
       await new Promise((resolve) => setTimeout(resolve, waitMs));
     }
   }
 
-  /** The stream is at this event. Those before it are asked for once. */
+  /** The stream is at this event. Those before it are fetched once. */
   reached(id) {
     this.lastId = id;
     if (!this.recalled) this.want(EVENTS);
   }
 
-  /** The stream cannot go on where it was. */
+  /** The stream cannot continue where it was. */
   forgetPosition() {
     this.lastId = null;
     this.recalled = false;
   }
 
-  /** The last events, in a page. Where they begin is kept, too, when the page itself is refused. */
+  /** The last events, as a page. Where they begin is kept if the page itself is refused. */
   async recall(signal) {
     if (!this.begun.has(EVENTS)) {
       const { value: kept } = await items("v1/events?after=0&limit=1", signal);
@@ -238,8 +238,8 @@ export class Follow {
   }
 
   remember(events) {
-    const bySeq = new Map([...this.seen.events, ...events].map((event) => [event.seq, event]));
-    this.seen.events = [...bySeq.values()].sort((one, other) => other.seq - one.seq).slice(0, MAX_EVENTS);
-    this.told.drawn();
+    const bySeq = new Map([...this.data.events, ...events].map((event) => [event.seq, event]));
+    this.data.events = [...bySeq.values()].sort((one, other) => other.seq - one.seq).slice(0, MAX_EVENTS);
+    this.callbacks.drawn();
   }
 }

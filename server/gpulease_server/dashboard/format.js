@@ -1,4 +1,4 @@
-// How things are said: the words and forms of gpulease.table, so that page, terminal and curl say the same.
+// Words and formats of gpulease_protocol.status_table, so that page, terminal and curl say the same.
 // Pure: no time, no document. tests/dashboard/test_modules.py compares them with Python's.
 
 const GIB = 1024 ** 3;
@@ -15,22 +15,28 @@ export function duration(seconds) {
   return `${Math.trunc(whole / 86400)}d ${Math.trunc((whole % 86400) / 3600)}h`;
 }
 
-/** A size in GiB with one digit, ? where it is not known. */
+/** A size in GiB with one digit; ? if unknown. */
 export function gibibytes(sizeBytes) {
   return sizeBytes === null ? UNKNOWN : (sizeBytes / GIB).toFixed(1);
 }
 
-/** A ratio in per cent, ? where it is not known. */
+/** A ratio in percent; ? if unknown. */
 export function percent(ratio) {
   return ratio === null ? UNKNOWN : `${Math.round(ratio * 100)}%`;
 }
 
-/** A number with its unit and no digits, ? where it is not known. */
+/** A rounded number with its unit; ? if unknown. */
 export function amount(value, unit) {
   return value === null ? UNKNOWN : `${Math.round(value)} ${unit}`;
 }
 
-/** Text on one line of at most so many characters, every one printable. */
+/** A place in an order: 1st, 2nd, 3rd, 4th, 11th. */
+export function ordinal(number) {
+  const suffix = { one: "st", two: "nd", few: "rd", other: "th" };
+  return `${number}${suffix[new Intl.PluralRules("en", { type: "ordinal" }).select(number)]}`;
+}
+
+/** Text on one line of at most `limit` characters, all of them printable. */
 export function plain(text, limit = 60) {
   const letters = [...text.replace(UNPRINTABLE, "?")];
   return letters.length <= limit ? letters.join("") : `${letters.slice(0, limit - 3).join("")}...`;
@@ -51,30 +57,30 @@ export function askedFor(demand) {
   let what = {
     count: `${demand.count} GPU${demand.count === 1 ? "" : "s"}`,
     listed: `GPUs ${listed.join(", ")}`,
-    all: "every GPU of a node",
+    all: "a whole node",
     auto: "every free GPU",
   }[demand.selection];
-  if (demand.gpu_model) what += ` like ${demand.gpu_model}`;
   if (demand.min_free_memory_bytes) what += ` with ${gibibytes(demand.min_free_memory_bytes)} GiB free`;
-  return plain(what + (demand.node ? ` on ${demand.node}` : ""), 200);
+  if (demand.node) what += ` on ${demand.node}`;
+  return plain(what + (demand.gpu_model ? `, model contains ${demand.gpu_model}` : ""), 200);
 }
 
 /** GPUs by index, with their node where there are several nodes: "0, 1 of n1". */
 export function places(devices, severalNodes) {
   const byNode = new Map();
   for (const device of devices) byNode.set(device.node, [...(byNode.get(device.node) ?? []), device.index]);
-  const said = [...byNode].map(([node, indices]) => indices.join(", ") + (severalNodes ? ` of ${plain(node)}` : ""));
-  return said.join("; ") || "-";
+  const parts = [...byNode].map(([node, indices]) => indices.join(", ") + (severalNodes ? ` of ${plain(node)}` : ""));
+  return parts.join("; ") || "-";
 }
 
-/** What a user's program printed, for a block of text: lines stay, what steers a terminal goes. */
+/** Output of a user's program, for a block of text: line breaks stay, control sequences are removed. */
 export function printed(text) {
   const uncoloured = text.replace(/\u001b\[[0-9;:?]*[ -/]*[@-~]/g, "");
   return uncoloured.split("\n").map(overwritten).join("\n").replace(/(?![\n\t ])\p{C}/gu, "?");
 }
 
-/** What is left of a line: a carriage return overwrites it, as progress bars do. No regular expression, because one
-    takes the square of the time for a line without a return. */
+/** What remains of a line: a carriage return overwrites it, as progress bars do. No regular expression, because that
+    takes quadratic time for a line without a return. */
 function overwritten(line) {
   let end = line.length;
   while (line[end - 1] === "\r") end -= 1; // nothing came after it

@@ -1,4 +1,4 @@
-// GPUs by node: state, holder, time left, readings, and whose processes are on each.
+// GPUs by node: state, holder, time left, readings, and processes.
 
 import { amount, gibibytes, percent, plain, who } from "./format.js";
 import { cell, count, element, keep, sayMore, setText, stateMark } from "./rows.js";
@@ -8,24 +8,24 @@ const MAX_GPUS = 512; // rows of all nodes together
 const MAX_PROCESSES = 8; // of one GPU
 const HEADS = ["GPU", "State", "Holder", "Until", "Memory", "Utilization", "Temp.", "Power"];
 
-/** Draw all nodes into a place, and how many there are beside them. */
-export function drawNodes({ place, more }, seen) {
-  const leases = new Map(seen.active.items.map((lease) => [lease.id, lease]));
-  const views = nodeViews(seen, leases, namesOfJobs(seen));
+/** Draw the nodes, and say how many are not drawn. */
+export function drawNodes({ place, more }, data) {
+  const leases = new Map(data.active.items.map((lease) => [lease.id, lease]));
+  const views = nodeViews(data, leases, namesOfJobs(data));
   keep(place, views.slice(0, MAX_NODES), (view) => view.name, makeNode, drawNode);
   place.querySelector(":scope > .none")?.remove();
   if (!views.length) place.append(element("p", { class: "none", text: "No GPUs are known." }));
   setText(more, views.length > MAX_NODES ? `… and ${views.length - MAX_NODES} more nodes` : "");
 }
 
-/** What live jobs are called, by their lease; of the jobs that were asked for. */
-export function namesOfJobs(seen) {
-  return new Map([...seen.waiting.items, ...seen.working.items].map((job) => [job.lease_id, job.name || job.id]));
+/** Names of the fetched live jobs, by lease. */
+export function namesOfJobs(data) {
+  return new Map([...data.waiting.items, ...data.working.items].map((job) => [job.lease_id, job.name || job.id]));
 }
 
-function nodeViews(seen, leases, names) {
-  const nodes = new Map(seen.nodes.items.map((node) => [node.name, { ...about(node), gpus: [] }]));
-  for (const gpu of seen.gpus.items) {
+function nodeViews(data, leases, names) {
+  const nodes = new Map(data.nodes.items.map((node) => [node.name, { ...about(node), gpus: [] }]));
+  for (const gpu of data.gpus.items) {
     if (!nodes.has(gpu.node)) nodes.set(gpu.node, { name: gpu.node, state: "ready", mode: "active", gpus: [] });
     nodes.get(gpu.node).gpus.push(gpuView(gpu, leases.get(gpu.lease_id), names.get(gpu.lease_id)));
   }
@@ -108,15 +108,15 @@ function makeGpu({ uuid }) {
   return parts;
 }
 
-/** A figure with a bar under it; the bar says nothing that the figure does not. */
+/** A number with a bar under it, which repeats the number. */
 function reading() {
   const text = element("span", { class: "reading" });
   const bar = element("progress", { max: "1", "aria-hidden": "true" });
   return { text, bar, all: [text, bar] };
 }
 
-function drawReading({ text, bar }, said, ratio) {
-  setText(text, said);
+function drawReading({ text, bar }, words, ratio) {
+  setText(text, words);
   bar.hidden = ratio === null;
   if (ratio !== null) bar.value = Math.min(1, ratio);
 }
@@ -128,8 +128,8 @@ function drawGpu(parts, gpu) {
   const also = gpu.cordoned && gpu.state !== "cordoned";
   parts.cordoned.hidden = !also;
   setText(parts.cordoned, also ? "cordoned" : "");
-  const ills = [...(gpu.health === "ok" ? [] : [gpu.health]), ...(gpu.warnings ?? [])];
-  setText(parts.health, ills.map((word) => plain(word)).join(", "));
+  const problems = [...(gpu.health === "ok" ? [] : [gpu.health]), ...(gpu.warnings ?? [])];
+  setText(parts.health, problems.map((word) => plain(word)).join(", "));
   setText(parts.holder, who(gpu.holder, gpu.job));
   parts.holder.toggleAttribute("data-empty", gpu.holder === null);
   count(parts.until, "until", gpu.until);
@@ -143,15 +143,15 @@ function drawGpu(parts, gpu) {
   parts.notes.replaceChildren(...notes(gpu));
 }
 
-/** Why it is not free, what is wrong under a lease, and the processes. */
+/** Why the GPU is not free, problems of its lease, and its processes. */
 function notes(gpu) {
   const own = gpu.problems.filter((problem) => problem.includes(gpu.uuid) || gpu.problems.length === 1);
   const sentences = gpu.state === "leased" ? (gpu.activity === "conflict" ? [gpu.reason] : own) : [gpu.reason];
-  const said = sentences.filter(Boolean).map((text) => element("li", { class: "why", text: plain(text, 300) }));
+  const reasons = sentences.filter(Boolean).map((text) => element("li", { class: "why", text: plain(text, 300) }));
   const drawn = gpu.processes.slice(0, MAX_PROCESSES).map(processLine);
   const hidden = gpu.processes.length - drawn.length;
   if (hidden > 0) drawn.push(element("li", { text: `… and ${hidden} more` }));
-  return [...said, ...drawn];
+  return [...reasons, ...drawn];
 }
 
 function processLine(process) {
@@ -164,7 +164,7 @@ function processLine(process) {
   return line;
 }
 
-/** Show the whole UUID, and copy it where the browser lets a page do that (not over plain HTTP from elsewhere). */
+/** Show the whole UUID, and copy it if the browser allows that (not over plain HTTP from another host). */
 async function copy(button, uuid) {
   setText(button, plain(uuid));
   try {

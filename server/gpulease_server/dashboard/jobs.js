@@ -1,4 +1,4 @@
-// Jobs that live, and those that have ended lately, newest first.
+// Live jobs, and jobs that ended recently, newest first.
 
 import { duration, places, plain } from "./format.js";
 import { cell, count, element, keep, sayMore, setText, stateMark } from "./rows.js";
@@ -7,21 +7,21 @@ const MAX_ROWS = 200;
 const ORDER = ["running", "starting", "stopping", "queued"];
 
 /** Draw the jobs; `log(job)` is called by the button of a row. */
-export function drawJobs(place, seen, log) {
-  const severalNodes = seen.nodes.items.length > 1;
-  const jobs = known(seen);
+export function drawJobs(place, data, log) {
+  const severalNodes = data.nodes.items.length > 1;
+  const jobs = merged(data);
   const views = jobs.slice(0, MAX_ROWS).map(({ command, traceback, launcher, ...job }) => ({
     ...job, gpus: places(job.gpus, severalNodes),
   }));
   place.table.hidden = views.length === 0;
   place.none.hidden = views.length > 0;
   keep(place.table.tBodies[0], views, (view) => view.id, (view) => make(view, log), draw);
-  sayMore(place.more, jobs.length - views.length, seen.waiting.more || seen.working.more || seen.over.more);
+  sayMore(place.more, jobs.length - views.length, data.waiting.more || data.working.more || data.over.more);
 }
 
-/** Every job once: one that went on between two answers is in both, and the later one counts. */
-function known(seen) {
-  const all = [...seen.waiting.items, ...seen.working.items, ...seen.over.items];
+/** Every job once: one that changed its state between two answers is in both, and the later one counts. */
+function merged(data) {
+  const all = [...data.waiting.items, ...data.working.items, ...data.over.items];
   const place = ({ state }) => (ORDER.includes(state) ? ORDER.indexOf(state) : ORDER.length);
   return [...new Map(all.map((job) => [job.id, job])).values()].sort((one, other) => place(one) - place(other));
 }
@@ -59,7 +59,7 @@ function draw(parts, job) {
   drawTime(parts.time, job);
 }
 
-/** How long it has run, or ran; of one that waits, for how long. */
+/** How long a job has run or ran; how long a queued one has waited. */
 function drawTime(place, job) {
   if (job.ended_at === null) {
     count(place, "since", job.started_at ?? job.created_at);

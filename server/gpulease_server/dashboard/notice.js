@@ -1,36 +1,36 @@
-// The line that says when what is shown is not current, and of when it is.
+// The line that says that the page is not current, and how old its data are.
 
 import { moment, nowMs } from "./clock.js";
 import { plain } from "./format.js";
 import { element } from "./rows.js";
 
-let currentMs = null; // of when what is shown is
-let lostMs = null; // since when nothing came
-let said = "";
+let currentMs = null; // time of the data that are shown
+let lostMs = null; // time of the first failed request in a row
+let shown = "";
 
-/** Everything that was asked for came. */
+/** All requests of a round succeeded. */
 export function current(standby, asOfMs) {
   currentMs = asOfMs;
   lostMs = null;
-  const old = nowMs() - asOfMs > 10_000 ? ` What is shown is its copy of ${moment(asOfMs)}.` : "";
-  say(standby ? `This daemon stands by and only shows; the writer is ${plain(standby, 200)}.${old}` : "", false);
+  const old = nowMs() - asOfMs > 10_000 ? ` Data from ${moment(asOfMs)}.` : "";
+  say(standby ? `This daemon is a standby; the writer is ${plain(standby, 200)}.${old}` : "", false);
 }
 
-/** Something did not come. */
+/** A request failed. */
 export function lost(problem) {
   lostMs ??= nowMs();
-  const what = problem.status === 0 ? "Not connected" : "Not current";
-  const why = problem.status === 0 && !problem.said.detail ? "" : ` ${plain(problem.sentence, 400)}`;
-  const shown = currentMs === null ? "" : ` What is shown is of ${moment(currentMs)}.`;
-  say(`${what} since ${moment(lostMs)}.${why}${shown}`, true);
+  const what = problem.status === 0 ? `Disconnected at ${moment(lostMs)}, retrying.` : `Not current since ${moment(lostMs)}.`;
+  const why = problem.status === 0 && !problem.fields.detail ? "" : ` ${plain(problem.sentence, 400)}`;
+  const age = currentMs === null ? "" : ` Data from ${moment(currentMs)}.`;
+  say(`${what}${why}${age}`, true);
 }
 
-/** The daemon wants to know who asks. */
+/** The daemon asks for a token. */
 export function waiting() {
   say("", currentMs !== null);
 }
 
-/** Nothing is shown any more. */
+/** The page shows no data any more. */
 export function cleared() {
   currentMs = null;
   lostMs = null;
@@ -39,8 +39,8 @@ export function cleared() {
 
 function say(text, stale) {
   document.body.classList.toggle("stale", stale);
-  if (text === said) return; // it would be read out again
-  said = text;
+  if (text === shown) return; // a screen reader would read it out again
+  shown = text;
   const place = document.getElementById("notice");
   place.replaceChildren(...(text ? [element("p", { class: "notice", text })] : []));
 }

@@ -1,13 +1,13 @@
-// Elements that stay while they show the same thing, so that focus, selection and scrolling survive a new answer.
-// All text of users goes through `textContent`.
+// Keyed reconciliation: elements stay while they show the same item, so that focus, selection and scrolling survive an
+// update. All text of users goes through `textContent`.
 
 import { duration } from "./format.js";
 import { moment, nowMs } from "./clock.js";
 
-/** A new element. `given` are properties and attributes; `class`, `text` and what begins with `data-` or `aria-`, too. */
-export function element(tag, given = {}, ...children) {
+/** A new element with these attributes; `text` is its text. */
+export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(given)) {
+  for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") made.textContent = value;
     else if (value !== null) made.setAttribute(name, value);
   }
@@ -15,18 +15,18 @@ export function element(tag, given = {}, ...children) {
   return made;
 }
 
-/** A cell with its column's name, which narrow screens show. Roles say again what CSS takes away there. */
-export function cell(label, given = {}, ...children) {
-  return element("td", { role: "cell", "data-label": label, ...given }, ...children);
+/** A cell with the name of its column, which narrow screens show. Roles repeat what CSS removes there. */
+export function cell(label, attributes = {}, ...children) {
+  return element("td", { role: "cell", "data-label": label, ...attributes }, ...children);
 }
 
-/** A state: its word, and beside it its colour. `word` may be made of two, as `leased (idle)`. */
+/** A state: a word and a color; with its activity, as in `leased (idle)`. */
 export function stateMark(mark, state, activity = null) {
   setText(mark, activity ? `${state} (${activity})` : state);
   mark.className = `state state-${state}${activity ? ` activity-${activity}` : ""}`;
 }
 
-/** Change text only where it differs: an announcement or a selection is not to be disturbed. */
+/** Change text only if it differs, so that announcements and selections are not disturbed. */
 export function setText(place, text) {
   if (place.textContent !== text) place.textContent = text;
 }
@@ -41,15 +41,15 @@ export function keep(parent, items, keyOf, make, draw) {
   let place = parent.firstChild;
   for (const item of items) {
     const made = now.get(keyOf(item));
-    const spelled = JSON.stringify(item);
-    if (made.spelled !== spelled) draw(made, item);
-    made.spelled = spelled;
+    const serialized = JSON.stringify(item);
+    if (made.serialized !== serialized) draw(made, item);
+    made.serialized = serialized;
     if (made.node === place) place = place.nextSibling;
     else parent.insertBefore(made.node, place);
   }
 }
 
-/** Show how long it is to a moment (`until`) or has been since one (`since`), and go on counting. */
+/** Show the time until (`until`) or since (`since`) a moment, and keep counting. */
 export function count(place, direction, at) {
   delete place.dataset.until;
   delete place.dataset.since;
@@ -61,7 +61,7 @@ export function count(place, direction, at) {
   }
 }
 
-/** Let everything that counts show the time that it is now. Once a second. */
+/** Update everything that counts. Called once a second. */
 export function tick() {
   for (const place of document.querySelectorAll("[data-until], [data-since]")) tickOne(place);
 }
@@ -72,7 +72,7 @@ function tickOne(place) {
   else setText(place, duration((nowMs() - Date.parse(since)) / 1000));
 }
 
-/** Say how many are not drawn. `atLeast`: there are others of which the daemon was not asked. */
+/** Say how many items are not drawn. `atLeast`: there are others that were not fetched. */
 export function sayMore(place, hidden, atLeast) {
   setText(place, hidden > 0 || atLeast ? `… and ${atLeast ? "at least " : ""}${Math.max(1, hidden)} more` : "");
 }

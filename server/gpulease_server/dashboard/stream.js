@@ -1,11 +1,11 @@
-// The daemon's events as they happen. Read with fetch, because an EventSource sends no Authorization.
+// The daemon's event stream (SSE). Read with fetch, because an EventSource sends no Authorization.
 
 import { answer, Problem } from "./api.js";
 
 const OPEN_MS = 20_000;
-const SILENT_MS = 45_000; // the daemon says at least a comment every 15 s
+const SILENT_MS = 45_000; // the daemon sends a comment every 15 s
 
-/** Takes the text of a stream in any pieces; tells `position(id)` and `happened(kind, data)` what it says. */
+/** A parser that takes the text of a stream in any pieces, and calls `position(id)` and `happened(kind, data)`. */
 export function reader(position, happened) {
   let rest = "";
   let kind = "";
@@ -35,8 +35,8 @@ export async function readEvents(lastId, signal, position, happened) {
   let timer = setTimeout(() => silent.abort(), OPEN_MS);
   const headers = { Accept: "text/event-stream", ...(lastId === null ? {} : { "Last-Event-ID": lastId }) };
   try {
-    const came = await answer("v1/events", { headers, signal: AbortSignal.any([signal, silent.signal]) });
-    const pieces = came.body.pipeThrough(new TextDecoderStream()).getReader();
+    const response = await answer("v1/events", { headers, signal: AbortSignal.any([signal, silent.signal]) });
+    const pieces = response.body.pipeThrough(new TextDecoderStream()).getReader();
     const take = reader(position, happened);
     for (;;) {
       clearTimeout(timer);

@@ -1,22 +1,22 @@
-// The line at the top: GPUs by state, how many wait, how many jobs run.
+// The line at the top: GPUs by state, queued requests, running jobs.
 
 import { element, keep, setText } from "./rows.js";
 
 const STATES = ["free", "leased", "draining", "foreign", "cordoned", "prohibited", "unhealthy", "unknown"];
 
-/** Draw the totals into a list, and the shortest of them into the title of the tab. */
-export function drawTotals(place, seen) {
-  const gpus = seen.gpus.items;
+/** Draw the totals into a list, and the number of free GPUs into the title of the tab. */
+export function drawTotals(place, data) {
+  const gpus = data.gpus.items;
   const of = (state) => gpus.filter((gpu) => gpu.state === state).length;
-  const running = seen.working.items.filter((job) => job.state === "running").length;
+  const running = data.working.items.filter((job) => job.state === "running").length;
   const atLeast = (list) => (list.more ? "+" : "");
   const views = [
     { word: gpus.length === 1 ? "GPU" : "GPUs", number: String(gpus.length) },
     ...STATES.filter((state) => of(state) || state === "free").map((state) => ({
       word: state, number: String(of(state)), state,
     })),
-    { word: "in the queue", number: seen.queued.items.length + atLeast(seen.queued) },
-    { word: running === 1 ? "job runs" : "jobs run", number: running + atLeast(seen.working) },
+    { word: "queued", number: data.queued.items.length + atLeast(data.queued) },
+    { word: running === 1 ? "job running" : "jobs running", number: running + atLeast(data.working) },
   ];
   keep(place, views, ({ word, state }) => state ?? (word.startsWith("job") ? "jobs" : word), make, draw);
   document.title = `${of("free")} of ${gpus.length} free · gpulease`;

@@ -1,61 +1,64 @@
-"""The single writer: what arrives is decided in turns, committed, and only then answered.
+"""The single writer: happenings are decided in turns, committed, and only then answered.
 
-Authority: one `Writer` per database, kept so by the lock on the data directory. It owns the ledger; nobody else changes
-it. Readers use `Writer.committed`, a second ledger to which each turn is applied only after its commit, so that nobody
-is shown what a crash could undo.
+Authority: one `Writer` per database, enforced by a lock (`leadership.lock`) and by fencing (`store.fencing`). It owns
+the ledger; nothing else changes it. Readers use `Writer.committed`, a second ledger to which each turn is applied only
+after its commit, so that no reader sees what a crash could undo.
 
 A turn
 ------
 1. Take everything that has arrived (at most `MAX_TURN`), read the clock once.
-2. `decide` each, then `settle` the queue. All in memory, microseconds each.
-3. Write the whole turn in one transaction, in a thread. What arrives meanwhile joins the next turn: many requests share
-   one fsync, and the longer a commit takes, the more share the next. A turn without anything to store is not committed.
-4. Apply the turn to `committed`, answer the callers, wake whoever waits for a lease, a job or a node to change.
+2. `decide` each happening, then `settle` the queue. All in memory, microseconds each.
+3. Write the whole turn in one transaction, in a thread (group commit). What arrives meanwhile joins the next turn: many
+   requests share one fsync, and the longer a commit takes, the more share the next. A turn that has nothing to store is
+   not committed.
+4. Apply the turn to `committed`, answer the callers, wake everyone who waits for a lease, a job or a node to change.
 
-What must always hold: nobody is answered before the commit of what he is told; `committed` only ever moves from one
-committed state to the next; a waiter that looks at `committed`, finds no change and waits, cannot miss the change,
-because looking and waiting happen without an `await` between them.
+What must always hold: no caller is answered before the commit of the answer; `committed` moves only from one committed
+state to the next; a waiter that looks at `committed`, finds no change and waits cannot miss the change, because there
+is no `await` between looking and waiting.
 
 A commit that failed
 --------------------
-Whether a failed commit was recorded is not known: the database may have written it and lost the connection before it
-said so. So nothing is concluded from the failure; the ledger is read again, and what is there is there.
+The outcome of a failed commit is unknown: the database may have written it and lost the connection before it said so.
+So nothing is concluded from the failure; the ledger is loaded again, and what is in the database is what happened.
 
-    well --commit fails--> outage --read, and a commit succeeds--> well
-                             |  ^
-                             +--+  every 0.1 s, doubling to 2 s (and no more than a fifth of the time goes into reading)
+    normal --commit fails--> outage --load and a commit succeed--> normal
+                              |  ^
+                              +--+  every 0.1 s, doubling to 2 s (and at most a fifth of the time is spent loading)
 
-At once everybody is answered 503 with `Retry-After`: those whose answers were in that turn with `outcome: unknown`, so
-that they ask again under their Idempotency-Key, which finds what was recorded; all others with "nothing was done", and
-what they asked for is forgotten. The outage ends with a commit of its own, the event `ledger.recovered`: a disk that is
-full can still be read. After it every holder has a full `ttl_s`, and waiters look again.
+Every caller gets 503 with `Retry-After` at once: with `outcome: unknown` if its answer was in that turn, so that it
+asks again under its Idempotency-Key, which finds what was recorded; otherwise with "nothing was done", and its request
+is dropped. The outage ends with a commit of its own, the event `ledger.recovered`, because a full disk can still be
+read. After it every holder has a full `ttl_s`, and waiters look again.
 
-What works meanwhile: `/healthz`; everything that is read from memory; **renewals**. What a holder relies on is that
-its lease is recorded and will last `ttl_s` more; it is, and it will, because the outage ends nobody's lease and gives
-everybody a full `ttl_s` at its end, as a restart does. So a renewal is answered from memory, and recorded with that
-last commit. Not so for a lease that the failed turn may have granted, ended or revived, nor where another daemon may
-have taken over meanwhile: only the lock beside an SQLite file excludes that. What does not work: requests, releases,
-jobs, anything an administrator changes, and the nodes' exchange, whose workers try again every 2 s; their GPUs are
-`unknown` after `silence_s`, and jobs go on.
+What works during an outage: `/healthz`; everything that is read from memory; **renewals**. A holder relies on its lease
+being recorded and lasting `ttl_s` more; it is, and it will, because an outage ends no lease and every lease gets a full
+`ttl_s` at its end, as after a restart. So a renewal is answered from memory and recorded with that last commit. Two
+exceptions: a lease that the failed turn may have granted, ended or revived, and a database that another daemon may have
+taken over meanwhile, which only the lock beside an SQLite file excludes. What does not work: requests, releases, jobs,
+anything an administrator changes, and the exchange with the nodes. Workers retry every 2 s; their GPUs are `unknown`
+after `silence_s`, and jobs go on.
 
 What each failure does
 ----------------------
-| what happens | the callers hear | and then |
+| what happens | what callers get | what follows |
 |---|---|---|
-| full disk, I/O error, locked or read-only file | 503; renewals 200 | outage, until a commit succeeds |
-| a commit is recorded, its answer lost | 503 `outcome: unknown` | it is read; the key gets the same lease |
-| the file is moved, and commits go on to succeed | 503 `outcome: unknown` | its inode shows it; until it is back |
-| an older copy is put in its place | 503 | refused until the newer is back, or a restart |
-| the ledger cannot be read | 503 | tried again; logged once for each reason |
-| a decision breaks an invariant | 500 for the guilty one alone | read again; a turn for each happening |
-| the program stumbles at the commit | the truth | read again; `seq` tells if it was recorded |
-| it stumbles after the commit | their answers | read again; nothing is decided twice |
-| it is stopped during a commit | the truth; others 503 | the commit is finished first |
+| full disk | new requests 503, all else goes on | commits go on in the reserve (`store.disk_reserve`) |
+| reserve used up, I/O error, locked or read-only file | 503; renewals 200 | outage, until a commit succeeds |
+| a commit is recorded, its answer lost | 503 `outcome: unknown` | loaded again; the key gets the same lease |
+| the file is moved, and commits still succeed | 503 `outcome: unknown` | its inode shows it; outage until it is back |
+| an older copy is put in its place | 503 | refused until the newer one is back, or a restart |
+| the ledger cannot be loaded | 503 | retried; logged once for each reason |
+| a decision breaks an invariant | 500 for the request that caused it | loaded again; one turn per request |
+| a bug during the commit | the outcome as recorded | loaded again; `seq` tells whether it was recorded |
+| a bug after the commit | their answers | loaded again; nothing is decided twice |
+| stopped during a commit | the outcome of the commit; the others 503 | the commit is finished first |
 | SIGKILL in an outage | nothing; they ask again | a restart: a full `ttl_s`, renewed or not |
-| `MAX_WAITING` requests wait already | 503 | a waiter's sign of life is passed over |
-| stopped and continued; a commit takes long | late answers | the next tick gives everybody that time back |
-| the wall clock jumps | nothing | people read another time; nothing is measured by it |
+| `MAX_QUEUED` requests are queued | 503 | a waiter's sign of life is dropped |
+| SIGSTOP and SIGCONT | late answers | the next tick gives every holder that time back |
+| a slow commit | late answers | those who were heard in it have their time from the answer on, others none |
+| the wall clock jumps | nothing | displayed times jump; nothing is measured by them |
 
-An older copy is refused because tokens would come twice; who restarts the daemon accepts it. A tick comes after all
-that had arrived when it was due, so that a renewal which waited is decided before its lease expires.
+An older copy is refused because tokens would repeat; restarting the daemon accepts it. A tick is decided after
+everything that had arrived when it was due, so that a renewal in the backlog is decided before its lease expires.
 """

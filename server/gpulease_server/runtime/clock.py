@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime, timedelta
 
-from ..core.ledger import Instant
+from gpulease_server.core.records import Instant
 
 TOLERANCE_S = 0.05
-"""How far the two clocks may drift apart before the wall clock is read anew."""
+"""How far the two clocks may drift apart before the wall clock is read again."""
 
 
 class _Clocks:
-    """Ties the wall clock to the monotonic one, so that a deadline reads the same at every look."""
+    """Ties the wall clock to the monotonic one, so that a deadline is displayed as the same time every time."""
 
     def __init__(self) -> None:
         self._zero = datetime.now(UTC) - timedelta(seconds=time.monotonic())
@@ -26,4 +26,4 @@ class _Clocks:
 
 
 now = _Clocks().now
-"""This moment on both clocks. The wall clock is followed when it jumps; nothing is measured by it."""
+"""Now, on both clocks. Jumps of the wall clock are followed; nothing is measured by it."""

@@ -1,17 +1,17 @@
-"""Prunes what is too old or too much, beside the turns: in small batches, with pauses. `store.retention` says what.
+"""Prunes records that are too old or too many, beside the turns: in small batches, with pauses. See `store.retention`.
 
-Each batch is removed in the thread that commits, so that a turn waits for one at most; its transaction proves the term
-like any other. The pause after it is nine times as long as it took, so that pruning has a tenth of that thread. What is
-to go is looked for in another thread.
+Each batch is deleted in the thread that commits, so that a turn waits for at most one; its transaction is fenced like
+any other. The pause after a batch is nine times its duration, so that pruning takes a tenth of that thread. What is to
+be deleted is searched in another thread.
 
 What each failure does
 ----------------------
-- SIGKILL, a failed commit, an outage, another daemon that takes over: what was removed is removed, whole batches of
-  what belongs together; the next pass goes on from there.
-- The wall clock is wrong: an age counts only when the wall clock has agreed with the monotonic one for `STEADY_S`,
-  after the start, too. One that stays wrong for longer makes things look older, or younger, by as much; the newest
-  `STAYS` of each are kept in any case.
-- More arrives than a pass removes: the next pass has more to remove. 500 rows in 0.1 s are more than turns record.
+- SIGKILL, a failed commit, an outage, a takeover: deleted batches stay deleted, each with everything that belongs to
+  it; the next pass goes on from there.
+- The wall clock is wrong: an age counts only after the wall clock has agreed with the monotonic one for `STEADY_S`,
+  also after a start. A clock that stays wrong makes records look older or younger by as much; the newest
+  `ALWAYS_KEPT` of each kind are kept in any case.
+- More arrives than a pass deletes: the next pass deletes more. 500 rows in 0.1 s are more than turns record.
 """
 
 from __future__ import annotations
@@ -23,95 +23,97 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from ..core.ledger import Instant
-from ..store.dialects import why
-from ..store.retention import Keep, Pass, bounds, remove
-from ..store.store import Store, StoreFailed
-from . import clock
-from .writer import Writer
+from gpulease_server.core.records import Instant
+from gpulease_server.runtime import clock
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.dialects import error_message
+from gpulease_server.store.ledger_store import Store, StoreFailed
+from gpulease_server.store.retention import PruneScan, RetentionLimits, delete_batch, prune_bounds
 
 log = logging.getLogger("gpulease.retention")
 
-LOOK_S = 60.0
+PASS_S = 60.0
 """Time between two passes."""
 RETRY_S = 1.0
-"""Time until the next look at a writer that cannot record anything."""
+"""Time until the next check of a writer that cannot record anything."""
 PAUSE_S = 0.1
-"""Pause after a batch, at least."""
-SHARE = 9
-"""The pause, in times of what the batch took."""
+"""Minimum pause after a batch."""
+PAUSE_FACTOR = 9
+"""The pause, as a multiple of the duration of the batch."""
 STEADY_S = 3600.0
-"""How long the wall clock must not have jumped before it says how old things are."""
+"""How long the wall clock must not have jumped before ages count."""
 JUMP_S = 60.0
-"""A difference of the clocks that is a jump."""
-ORPHANS_S = 24 * 3600.0
-"""Time between two looks for metrics of leases that are gone."""
+"""A change of the difference of the clocks that counts as a jump."""
+ORPHAN_SCAN_S = 24 * 3600.0
+"""Time between two scans for metrics of leases that no longer exist."""
 
 
 class Pruner:
-    """Keeps the database to its bounds. Used from the event loop alone.
+    """Keeps the database within its retention limits. Used from the event loop only.
 
     Args:
         store: The ledger's database.
-        writer: Whose turns come first.
+        writer: Its turns take precedence.
         keep: How much is kept.
     """
 
-    def __init__(self, store: Store, writer: Writer, keep: Keep, *, pause_s: float = PAUSE_S) -> None:
+    def __init__(self, store: Store, writer: Writer, keep: RetentionLimits, *, pause_s: float = PAUSE_S) -> None:
         self._store = store
         self._writer = writer
         self._keep = keep
         self._pause_s = pause_s
-        self._zero: tuple[datetime, float] | None = None
-        """What the wall clock said when the monotonic one was 0, and since when it does."""
-        self._orphans_s = float("-inf")
+        self._wall_at_zero: tuple[datetime, float] | None = None
+        """The wall clock when the monotonic clock was 0, and since when this has held."""
+        self._orphan_scan_s = float("-inf")
         self._problem = ""
 
     async def run(self) -> None:
-        """Prune what is due until cancelled."""
+        """Prune what is due, until cancelled."""
         while True:
             well = self._writer.problem is None
             if well:
                 try:
                     await self.prune(clock.now())
-                    self._say("")
+                    self._log_problem("")
                 except (StoreFailed, SQLAlchemyError) as error:
-                    self._say(error.detail if isinstance(error, StoreFailed) else why(error))
+                    self._log_problem(error.detail if isinstance(error, StoreFailed) else error_message(error))
                 except Exception:
-                    log.exception("pruning stumbled; trying again")
-            await asyncio.sleep(LOOK_S if well else RETRY_S)
+                    log.exception("pruning failed; trying again")
+            await asyncio.sleep(PASS_S if well else RETRY_S)
 
     async def prune(self, now: Instant) -> Counter[str]:
-        """Remove all that is due at this moment; how many of each kind. Raises StoreFailed or SQLAlchemyError."""
+        """Delete everything that is due now; returns the number of each kind. Raises StoreFailed or SQLAlchemyError."""
         removed: Counter[str] = Counter()
-        limits = await asyncio.to_thread(bounds, self._store.engine, self._keep, self._too_old(now))
-        orphans = now.mono_s - self._orphans_s >= ORPHANS_S
-        walk = Pass(self._store.engine, limits, orphans=orphans)
+        limits = await asyncio.to_thread(prune_bounds, self._store.engine, self._keep, self._cutoff(now))
+        orphans = now.mono_s - self._orphan_scan_s >= ORPHAN_SCAN_S
+        walk = PruneScan(self._store.engine, limits, orphans=orphans)
         while self._writer.problem is None:
             batch = await asyncio.to_thread(walk.next)
             if batch is None:
-                self._orphans_s = now.mono_s if orphans else self._orphans_s
+                self._orphan_scan_s = now.mono_s if orphans else self._orphan_scan_s
                 break
             begun_s = clock.now().mono_s
-            await self._writer.between_turns(remove, self._store, batch)
+            await self._writer.between_turns(delete_batch, self._store, batch)
             removed[batch.kind] += batch.rows
-            await asyncio.sleep(max(self._pause_s, SHARE * (clock.now().mono_s - begun_s) if self._pause_s else 0.0))
+            await asyncio.sleep(
+                max(self._pause_s, PAUSE_FACTOR * (clock.now().mono_s - begun_s) if self._pause_s else 0.0)
+            )
         if removed:
             log.info("pruned %s", ", ".join(f"{count} {kind}s" for kind, count in sorted(removed.items())))
         return removed
 
-    def _too_old(self, now: Instant) -> datetime | None:
-        """What was before this is too old; None while the wall clock has not been steady for long enough."""
-        zero = now.at - timedelta(seconds=now.mono_s)
-        if self._zero is None or abs((zero - self._zero[0]).total_seconds()) > JUMP_S:
-            self._zero = (zero, now.mono_s)
-        if now.mono_s - self._zero[1] < STEADY_S:
+    def _cutoff(self, now: Instant) -> datetime | None:
+        """Records before this time are too old; None while the wall clock has not been steady for long enough."""
+        wall_at_zero = now.at - timedelta(seconds=now.mono_s)
+        if self._wall_at_zero is None or abs((wall_at_zero - self._wall_at_zero[0]).total_seconds()) > JUMP_S:
+            self._wall_at_zero = (wall_at_zero, now.mono_s)
+        if now.mono_s - self._wall_at_zero[1] < STEADY_S:
             return None
-        self._zero = (zero, self._zero[1])  # a clock that is slewed drifts; that is no jump
+        self._wall_at_zero = (wall_at_zero, self._wall_at_zero[1])  # a slewed clock drifts, which is not a jump
         return now.at - timedelta(seconds=self._keep.age_s)
 
-    def _say(self, problem: str) -> None:
-        """Log what is wrong once, and once that it is over."""
+    def _log_problem(self, problem: str) -> None:
+        """Log a problem once, and its end once."""
         if problem and not self._problem:
             log.error("cannot prune: %s", problem)
         elif self._problem and not problem:

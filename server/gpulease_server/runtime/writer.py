@@ -1,4 +1,4 @@
-"""The writer: turns, commits, answers. The package's essay says what each failure does."""
+"""The writer: turns, commits, answers. The package docstring says what each failure does."""
 
 from __future__ import annotations
 
@@ -10,21 +10,31 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gpulease.errors import GpuleaseError, Unavailable
-from gpulease.model import Event
-
-from ..core.decide import decide
-from ..core.happenings import Happening, LeaseRenewed, Ticked
-from ..core.ledger import Change, GpuRecord, JobRecord, LeaseRecord, Ledger, NodeRecord
-from ..core.queue import settle
-from ..core.turn import Answer, Pending, Policy, Turn
-from ..store.place import Place
-from ..store.store import Store, StoreFailed, is_stored
-from . import clock, decisions
-from .meters import Meters
-from .outage import FIRST_PAUSE_S, MAX_PAUSE_S, Outage, refuse_older, start_anew, twin
-from .recent import EVENTS, RecentEvents
-from .topics import Topics
+from gpulease_protocol.errors import GpuleaseError, Unavailable
+from gpulease_protocol.model import Event
+from gpulease_server.core.decide import decide
+from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, RenewalRequested, Ticked
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.queue import settle
+from gpulease_server.core.records import Change, Deadline, GpuRecord, JobRecord, LeaseRecord, NodeRecord
+from gpulease_server.core.turn import Answer, Turn
+from gpulease_server.runtime import clock, event_log
+from gpulease_server.runtime.daemon_metrics import DaemonMetrics
+from gpulease_server.runtime.outage import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    Outage,
+    copy_ledger,
+    refuse_older_copy,
+    reset_deadlines,
+)
+from gpulease_server.runtime.recent_events import EVENTS_KEY, RecentEvents
+from gpulease_server.runtime.wakeups import Wakeups
+from gpulease_server.store.disk_reserve import DiskReserve
+from gpulease_server.store.file_guard import FileGuard
+from gpulease_server.store.ledger_store import Store, StoreFailed, is_stored
 
 log = logging.getLogger("gpulease.writer")
 
@@ -32,305 +42,341 @@ Result = TypeVar("Result")
 
 MAX_TURN = 1000
 """Happenings in one turn, at most."""
-MAX_WAITING = 20_000
-"""Happenings that may wait for their turn; beyond that callers get 503."""
+MAX_QUEUED = 20_000
+"""Happenings that may be queued; beyond that callers get 503."""
 TICK_S = 0.25
-"""Time between two looks at what is due."""
+"""Time between two ticks."""
+RESERVE_CHECK_S = 1.0
+"""Time between two checks of the ledger's reserve of disk."""
 SHUTTING_DOWN = "the daemon is shutting down"
-FAULT = "The daemon has a fault and could not decide on this."
+FAULT = "An internal error of the daemon: it could not decide this request."
 NOTHING_DONE = "Nothing was done. Ask again."
-MAY_BE_DONE = "It may have been recorded all the same: ask again under the same Idempotency-Key, or look first."
+MAY_BE_DONE = "It may have been recorded anyway: ask again with the same Idempotency-Key, or check first."
 
 
 @dataclass(slots=True)
-class Call:
-    """A happening, and who waits for its answer."""
+class Submission:
+    """A happening in the writer's queue, and the future of its answer; None for one that needs no answer."""
 
     happening: Happening
     future: asyncio.Future[Answer] | None
 
     @property
     def refused(self) -> bool:
-        """True when its caller has had an answer; one that is gone has had none."""
+        """True if its caller was answered already; a caller that went away was not."""
         return self.future is not None and self.future.done() and not self.future.cancelled()
 
 
 class Writer:
-    """Decides on everything that happens, one turn after the other. See the package."""
+    """Decides everything that happens, one turn after the other. See the package docstring."""
 
     def __init__(self, store: Store, policy: Policy) -> None:
         self.store = store
         self.policy = policy
-        self.topics = Topics()
+        self.wakeups = Wakeups()
         self.committed = Ledger()
         """What readers see."""
-        self.has_read = False
-        """True once that is what the database had. Before, nothing is known: there may be GPUs, leases and jobs."""
-        self.recent = RecentEvents()
-        """The last events of what they see."""
+        self.has_loaded = False
+        """True once `committed` was loaded. Before that it is empty, which says nothing about the database."""
+        self.recent_events = RecentEvents()
+        """The last events of `committed`."""
         self.problem: str | None = "the ledger is being read"
-        """Why nothing can be recorded now; None while all is well."""
-        self.wanted: dict[str, float] = {}
-        """Nodes of which a fresh reading is wanted."""
-        self.meters = Meters()
-        self._place = Place(store.engine)
+        """Why nothing can be recorded now; None while commits succeed."""
+        self.reading_requests: dict[str, float] = {}
+        """Nodes that are asked for a new reading, and since when."""
+        self.metrics = DaemonMetrics()
+        self._file_guard = FileGuard(store.engine)
+        self.disk_reserve = DiskReserve(store.engine)
         self._ledger = Ledger()
-        self._pending: dict[str, Pending] = {}
-        self._callers: dict[str, asyncio.Future[Answer]] = {}
-        self._open: set[asyncio.Future[Answer]] = set()
-        self._arrived: asyncio.Queue[Call] = asyncio.Queue(MAX_WAITING)
+        self._pending = PendingRequests()
+        self._futures: dict[str, asyncio.Future[Answer]] = {}
+        self._unanswered: set[asyncio.Future[Answer]] = set()
+        self._queue: asyncio.Queue[Submission] = asyncio.Queue(MAX_QUEUED)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
-        self._last_tick_s = clock.now().mono_s
-        self._ahead: int | None = None
-        """What has still to be decided of all that had arrived when the next tick was due."""
+        self._last_tick_s = self._ran_at_s = clock.now().mono_s
+        self._stalled_s = 0.0
+        """Since the last tick, the time in which the event loop did not run, and so took no request."""
+        self._backlog: int | None = None
+        """Submissions that arrived before the next tick was due and are still undecided; None while no tick is due."""
         self._outage: Outage | None = None
         self._pause_s = FIRST_PAUSE_S
-        self._told_to_end = False
+        self._stopping = False
 
     async def submit(self, happening: Happening) -> Answer:
-        """The answer to a happening, after its commit. Raises an error that the core answered, or `Unavailable`.
+        """The answer to a happening, after its commit. Raises the error that the core answered, or `Unavailable`.
 
-        While nothing can be recorded a renewal is answered all the same, see `Outage.renewed`.
+        During an outage renewals are still answered, see `Outage.answer_renewal`.
         """
-        if self._outage is not None and isinstance(happening, LeaseRenewed):
-            answer = self._outage.renewed(self.committed, happening, clock.now(), self.policy)
+        if self._outage is not None and isinstance(happening, RenewalRequested):
+            answer = self._outage.answer_renewal(self.committed, happening, clock.now(), self.policy)
             if answer is not None:
-                return _unless_error(answer)
+                return _raise_if_error(answer)
         if self.problem is not None:
             raise Unavailable(f"The daemon cannot record anything now: {self.problem}", remedy=NOTHING_DONE)
+        if self.disk_reserve.is_short and isinstance(happening, (LeaseRequested, JobSubmitted)):
+            detail = "The disk of the ledger is full; what is left is kept for releases and cancellations."
+            raise Unavailable(detail, remedy=f"{NOTHING_DONE} Free some space on the daemon's disk first.")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         begun_s = clock.now().mono_s
-        self._put(Call(happening, future))
-        self._open.add(future)
+        self._add(Submission(happening, future))
+        self._unanswered.add(future)
         try:
-            answer = _unless_error(await future)
-            self.meters.answered(happening, answer, begun_s)
+            answer = _raise_if_error(await future)
+            self.metrics.observe_answer(happening, answer, begun_s)
             return answer
         finally:
-            self._open.discard(future)
+            self._unanswered.discard(future)
 
-    def tell(self, happening: Happening) -> None:
-        """Say that something happened that needs no answer. It is passed over when it cannot be decided now."""
+    def enqueue(self, happening: Happening) -> None:
+        """Queue a happening that needs no answer. It is dropped if nothing can be recorded now or the queue is full."""
         if self.problem is None:
             with contextlib.suppress(Unavailable):
-                self._put(Call(happening, None))
+                self._add(Submission(happening, None))
+
+    async def keep_reserve(self) -> None:
+        """Keep the ledger's reserve of disk allocated, until cancelled."""
+        while True:
+            if self.problem is None:
+                await self.between_turns(self.disk_reserve.top_up)
+            await asyncio.sleep(RESERVE_CHECK_S if self.problem is None else MAX_PAUSE_S)
 
     async def between_turns(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """What `work` returns, done in the thread that commits, while no turn is. It has to be short: a turn waits."""
+        """Run `work` in the thread that commits, between two turns. It must be short: turns wait for it."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
-    def _put(self, call: Call) -> None:
+    def _add(self, submission: Submission) -> None:
         try:
-            self._arrived.put_nowait(call)
+            self._queue.put_nowait(submission)
         except asyncio.QueueFull:
-            raise Unavailable(f"{MAX_WAITING} requests wait for an answer already.", remedy=NOTHING_DONE) from None
+            raise Unavailable(
+                f"{MAX_QUEUED} requests are waiting for an answer already.", remedy=NOTHING_DONE
+            ) from None
 
     async def run(self) -> None:
-        """Take turns until cancelled. A commit under way then is finished first, and its callers hear of it."""
+        """Take turns until cancelled. A commit under way is finished first, and its callers are answered."""
         try:
-            await self._come_back(Outage("the ledger is being read", try_writing=False))
-            while not self._told_to_end:
-                calls = await self._gather()
-                if await self._take_turn(calls) or len(calls) == 1:
+            await self._recover(Outage("the ledger is being read", try_writing=False))
+            while not self._stopping:
+                submissions = await self._gather()
+                if await self._take_turn(submissions) or len(submissions) == 1:
                     continue
-                for call in calls:
-                    # One that has been refused meanwhile was told that nothing is done.
-                    if not call.refused and not self._told_to_end:
-                        await self._take_turn([call])
+                for submission in submissions:
+                    # One that was refused meanwhile has been told that nothing was done.
+                    if not submission.refused and not self._stopping:
+                        await self._take_turn([submission])
             raise asyncio.CancelledError
         except Exception:
-            log.critical("the writer has ended; nothing is decided until the daemon is restarted", exc_info=True)
-            self.problem = "the writer has ended because of a fault; restart the daemon"
+            log.critical("the writer has stopped; nothing is decided until the daemon is restarted", exc_info=True)
+            self.problem = "the writer has stopped after an internal error; restart the daemon"
         finally:
             self.problem, self._outage = self.problem or SHUTTING_DOWN, None
-            self._refuse(self._open, Unavailable(f"No verdict: {self.problem}.", remedy=NOTHING_DONE))
+            self._refuse(self._unanswered, Unavailable(f"Not decided: {self.problem}.", remedy=NOTHING_DONE))
 
     def close(self) -> None:
-        """Refuse what comes, wake every waiter, finish the commit under way."""
+        """Refuse new happenings, wake every waiter, finish the commit under way."""
         self.problem = SHUTTING_DOWN
-        self.topics.wake_all()
+        self.wakeups.wake_all()
         self._thread.shutdown(wait=True)
 
-    async def _gather(self) -> list[Call]:
-        """Everything that has arrived, and a tick when one is due."""
-        calls: list[Call] = []
+    async def _gather(self) -> list[Submission]:
+        """Everything that has arrived, and a tick if one is due."""
+        self._note_running()
+        submissions: list[Submission] = []
         due_s = self._last_tick_s + TICK_S - clock.now().mono_s
         if due_s > 0:
             with contextlib.suppress(TimeoutError):
-                calls.append(await asyncio.wait_for(self._arrived.get(), due_s))
-        while len(calls) < MAX_TURN and not self._arrived.empty():
-            calls.append(self._arrived.get_nowait())
+                submissions.append(await asyncio.wait_for(self._queue.get(), due_s))
+        while len(submissions) < MAX_TURN and not self._queue.empty():
+            submissions.append(self._queue.get_nowait())
+        self._note_running()
         since_s = clock.now().mono_s - self._last_tick_s
         if since_s < TICK_S:
-            return calls
-        # A renewal that has arrived is decided before what would expire without it.
-        self._ahead = self._arrived.qsize() if self._ahead is None else self._ahead - len(calls)
-        if self._ahead <= 0:
-            calls.append(Call(Ticked(cause="tick", since_last_s=since_s), None))
-            self._last_tick_s, self._ahead = self._last_tick_s + since_s, None
-        return calls
+            return submissions
+        # A renewal that has arrived is decided before its lease can expire.
+        self._backlog = self._queue.qsize() if self._backlog is None else self._backlog - len(submissions)
+        if self._backlog <= 0:
+            ticked = Ticked(cause="tick", since_last_s=since_s, stalled_s=self._stalled_s)
+            submissions.append(Submission(ticked, None))
+            self._last_tick_s, self._backlog, self._stalled_s = self._last_tick_s + since_s, None, 0.0
+        return submissions
 
-    async def _take_turn(self, calls: list[Call]) -> bool:
-        """Decide, commit, tell. False when a fault of the program kept that from happening: then nothing of it is
-        recorded, the ledger has been read again, and each call deserves a turn of its own."""
-        turn, recorded = None, self.committed.next_seq
+    def _note_running(self) -> None:
+        """The event loop runs at this moment. If it did not for long, no holder could be heard for so long."""
+        before_s, self._ran_at_s = self._ran_at_s, clock.now().mono_s
+        if self._ran_at_s - before_s > self.policy.stall_s:
+            self._stalled_s += self._ran_at_s - before_s
+
+    async def _take_turn(self, submissions: list[Submission]) -> bool:
+        """Decide, commit, publish.
+
+        False after a bug in the program: nothing of the turn is recorded, the ledger has been loaded again, and each
+        submission is to be tried in a turn of its own.
+        """
+        turn, recorded, commit_s = None, self.committed.next_seq, 0.0
         try:
-            turn = self._decided(calls)
+            turn = self._decide(submissions)
             stored = [change for change in turn.changes if is_stored(change)]
             if stored:
-                with self.meters.committing(len(calls)):
+                begun_s = clock.now().mono_s
+                with self.metrics.time_commit(len(submissions)):
                     await self._in_thread(self._commit, stored, turn.ledger)
+                commit_s = clock.now().mono_s - begun_s
                 self._pause_s = FIRST_PAUSE_S
         except StoreFailed as error:
             assert turn is not None
-            await self._sit_out(error, turn)
+            await self._start_outage(error, turn)
         except Exception:
-            log.exception("a turn of %d could not be decided or written", len(calls))
-            told = self._callers_told(turn, calls)
-            await self._start_over()
+            log.exception("a turn of %d happenings could not be decided or written", len(submissions))
+            replies = self._pop_answers(turn, submissions)
+            await self._reload()
             if turn is None or not self.committed.next_seq >= turn.ledger.next_seq > recorded:
-                self._give_up(calls, told)
+                self._fail(submissions, replies)
                 return False
-            for future, answer in told:
-                _answer(future, answer)  # it was recorded before the fault
+            for future, answer in replies:
+                _answer(future, answer)  # it was recorded before the error
         else:
-            await self._tell(turn)
+            _count_from_answer(turn, commit_s)
+            await self._publish(turn)
         return True
 
-    def _decided(self, calls: list[Call]) -> Turn:
-        asked_before = dict(self.wanted)
-        turn = Turn(ledger=self._ledger, now=clock.now(), policy=self.policy, pending=self._pending, wanted=self.wanted)
-        for call in calls:
-            if call.future is not None:
-                self._callers[call.happening.cause] = call.future
-            decide(turn, call.happening)
+    def _decide(self, submissions: list[Submission]) -> Turn:
+        requests_before = dict(self.reading_requests)
+        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self.reading_requests)
+        for submission in submissions:
+            if submission.future is not None:
+                self._futures[submission.happening.cause] = submission.future
+            decide(turn, submission.happening)
         settle(turn)
-        if self.wanted != asked_before:
-            self.topics.changed(f"node:{node}" for node in self.wanted)
+        if self.reading_requests != requests_before:
+            self.wakeups.wake(f"node:{node}" for node in self.reading_requests)
         return turn
 
     def _commit(self, changes: list[Change], ledger: Ledger) -> None:
-        """Write, and see that it was written where a restart will read it. Blocks. Raises `StoreFailed`."""
+        """Write, and check that it went where a restart will read it. Blocks. Raises `StoreFailed`."""
         self.store.write(changes, ledger)
-        self._place.check()
+        self._file_guard.check()
 
     async def _in_thread(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """What `work` returns. Waits for its end although the writer is told to end meanwhile: what is committed is to
-        be told."""
+        """Run `work` in the store's thread. Waits for its end even if the writer is cancelled meanwhile: callers of a
+        commit must be answered."""
         doing = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         while not doing.done():
             try:
-                await asyncio.wait({doing})
+                await asyncio.wait({doing}, timeout=TICK_S)
             except asyncio.CancelledError:
-                self._told_to_end = True
+                self._stopping = True
+            self._note_running()
         return doing.result()
 
-    async def _tell(self, turn: Turn) -> None:
-        """Show a committed turn, answer its callers, wake the waiters. Whatever fails here, it is not decided again."""
-        told = self._callers_told(turn, [])
+    async def _publish(self, turn: Turn) -> None:
+        """Publish a committed turn: apply it to `committed`, answer its callers, wake the waiters. Never undone."""
+        replies = self._pop_answers(turn, [])
         try:
             for change in turn.changes:
                 self.committed.apply(change)
                 if isinstance(change, Event):
-                    self.recent.add(change)
-            topics = _topics(turn.changes)
+                    self.recent_events.add(change)
+            keys = _wakeup_keys(turn.changes)
         except Exception:
-            log.exception("a turn was recorded but cannot be shown; the ledger is read again")
-            topics = set()
-            await self._start_over()
-        for future, answer in told:
+            log.exception("a turn was recorded but cannot be published; the ledger is loaded again")
+            keys = set()
+            await self._reload()
+        for future, answer in replies:
             _answer(future, answer)
-        self.topics.changed(topics)
-        self.meters.take(turn.changes, self.committed, turn.now)
-        decisions.say(turn.changes, turn.answers)
+        self.wakeups.wake(keys)
+        self.metrics.count_turn(turn.changes, self.committed, turn.now)
+        event_log.log_turn(turn.changes, turn.answers)
 
-    def _callers_told(self, turn: Turn | None, calls: list[Call]) -> list[tuple[asyncio.Future[Answer], Answer]]:
-        """Who is to be told what by this turn. They, and those of `calls`, are nobody's callers any more."""
+    def _pop_answers(
+        self, turn: Turn | None, submissions: list[Submission]
+    ) -> list[tuple[asyncio.Future[Answer], Answer]]:
+        """The futures that this turn answers, with their answers; these and those of `submissions` are forgotten."""
         answers = turn.answers if turn is not None else []
-        found = [(self._callers.pop(cause, None), answer) for cause, answer in answers]
-        for call in calls:
-            self._callers.pop(call.happening.cause, None)
-        return [(future, answer) for future, answer in found if future is not None]
+        replies = [(self._futures.pop(cause, None), answer) for cause, answer in answers]
+        for submission in submissions:
+            self._futures.pop(submission.happening.cause, None)
+        return [(future, answer) for future, answer in replies if future is not None]
 
-    def _give_up(self, calls: list[Call], told: list[tuple[asyncio.Future[Answer], Answer]]) -> None:
-        """After a fault in a turn: one call alone is the one that the program stumbles over; others get another turn,
-        but for those of an earlier turn on which a verdict fell in this one."""
-        fault = GpuleaseError(FAULT, remedy="Please report its log.")
-        if len(calls) == 1 and calls[0].future is not None:
-            _answer(calls[0].future, fault)
-        own = {call.future for call in calls}
-        earlier = [future for future, _ in told if future not in own]
-        self._refuse(earlier, Unavailable("The daemon had a fault in this turn.", remedy=NOTHING_DONE))
+    def _fail(self, submissions: list[Submission], replies: list[tuple[asyncio.Future[Answer], Answer]]) -> None:
+        """After a bug in a turn: a lone submission is the one that caused it and gets a 500; several get a turn each.
+        A request of an earlier turn that was answered in this one gets a 503."""
+        fault = GpuleaseError(FAULT, remedy="Please report it with the daemon's log.")
+        if len(submissions) == 1 and submissions[0].future is not None:
+            _answer(submissions[0].future, fault)
+        own = {submission.future for submission in submissions}
+        earlier = [future for future, _ in replies if future not in own]
+        self._refuse(earlier, Unavailable("An internal error of the daemon.", remedy=NOTHING_DONE))
 
-    async def _start_over(self) -> None:
-        """After a fault: refuse whoever waits for a verdict, and read the ledger again."""
-        why = "the ledger is read again after a fault of the daemon"
-        self._refuse(self._callers.values(), Unavailable(f"No verdict: {why}.", remedy=NOTHING_DONE))
-        await self._come_back(Outage(why, try_writing=False))
+    async def _reload(self) -> None:
+        """After a bug: refuse every undecided request, and load the ledger again."""
+        why = "the ledger is being read again after an internal error"
+        self._refuse(self._futures.values(), Unavailable(f"Not decided: {why}.", remedy=NOTHING_DONE))
+        await self._recover(Outage(why, try_writing=False))
 
-    async def _sit_out(self, error: StoreFailed, turn: Turn) -> None:
-        """A commit failed. Refuse everyone, and come back when one succeeds."""
+    async def _start_outage(self, error: StoreFailed, turn: Turn) -> None:
+        """A commit failed. Refuse every request, and recover once a commit succeeds."""
         unknown = Unavailable(error.detail, remedy=MAY_BE_DONE, extra={"outcome": "unknown"})
         nothing = Unavailable(error.detail, remedy=NOTHING_DONE)
-        for future, answer in self._callers_told(turn, []):
+        for future, answer in self._pop_answers(turn, []):
             _answer(future, nothing if isinstance(answer, GpuleaseError) else unknown)
-        while not self._arrived.empty():
-            self._arrived.get_nowait()
-        self._refuse(self._open, nothing)
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._refuse(self._unanswered, nothing)
         log.error("nothing can be recorded: %s", error.detail)
         outage = Outage(
-            error.detail, failed=turn.changes, committed=self.committed, answers_renewals=self._place.guarded
+            error.detail, failed=turn.changes, committed=self.committed, answers_renewals=self._file_guard.locked
         )
-        await self._come_back(outage)
+        await self._recover(outage)
 
-    async def _come_back(self, outage: Outage) -> None:
-        """Read the ledger from the database, however often it takes. Every holder gets a full `ttl_s`.
+    async def _recover(self, outage: Outage) -> None:
+        """Load the ledger from the database, retrying until that succeeds. Every holder gets a full `ttl_s`.
 
-        After a failed commit the end of the outage is an event, whose commit shows that there can be others.
+        After a failed commit it takes a commit too, that of the event which ends the outage: reading proves nothing.
         """
         self._pending.clear()
-        self._callers.clear()
-        self.wanted.clear()
+        self._futures.clear()
+        self.reading_requests.clear()
         self.problem, self._outage = outage.reason, outage
-        read_s, failed = 0.0, outage.try_writing
+        load_s, failed = 0.0, outage.try_writing
         while True:
             if failed:
-                # Reading a great ledger takes its time, and others need the processor too.
-                await asyncio.sleep(max(self._pause_s, 4 * read_s))
+                # Loading a large ledger is expensive; other processes need the CPU too.
+                await asyncio.sleep(max(self._pause_s, 4 * load_s))
                 self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             begun_s = clock.now().mono_s
             try:
-                ledger = await self._in_thread(self._read)
-                read_s = clock.now().mono_s - begun_s
+                ledger = await self._in_thread(self._load)
+                load_s = clock.now().mono_s - begun_s
                 if outage.try_writing:
-                    changes = outage.closing(ledger, clock.now())
+                    changes = outage.closing_changes(ledger, clock.now())
                     await self._in_thread(self._commit, changes, ledger)
                 break
             except Exception as error:
-                outage.say(error)
+                outage.update(error)
                 self.problem, failed = outage.reason, True
-            if self._told_to_end:
+            if self._stopping:
                 raise asyncio.CancelledError
-        outage.over()
-        self._show(ledger)
+        outage.log_end()
+        self._publish_loaded(ledger)
 
-    def _read(self) -> Ledger:
-        """The ledger as the database has it. Blocks. Raises `StoreFailed`, or what the database raises."""
-        self._place.open()
+    def _load(self) -> Ledger:
+        """The ledger as the database has it. Blocks. Raises `StoreFailed` or SQLAlchemyError."""
+        self._file_guard.open()
         ledger = self.store.load()
-        refuse_older(ledger, self.committed)
+        refuse_older_copy(ledger, self.committed)
         return ledger
 
-    def _show(self, ledger: Ledger) -> None:
-        """Go on with a ledger that was read, and let everybody look again."""
+    def _publish_loaded(self, ledger: Ledger) -> None:
+        """Go on with a ledger that was loaded, and wake every waiter."""
         moment = clock.now()
-        start_anew(ledger, moment)
-        self._ledger, self.committed, self.has_read = ledger, twin(ledger), True
-        self.meters.take_up(ledger, moment)
-        self.recent.begin_after(ledger.next_seq - 1)
+        reset_deadlines(ledger, moment)
+        self._ledger, self.committed, self.has_loaded = ledger, copy_ledger(ledger), True
+        self.metrics.reset_usage(ledger, moment)
+        self.recent_events.reset(ledger.next_seq - 1)
         self.problem = self._outage = None
-        self._last_tick_s = moment.mono_s
-        self.topics.wake_all()
+        self._last_tick_s = self._ran_at_s = moment.mono_s
+        self._stalled_s = 0.0
+        self.wakeups.wake_all()
 
     def _refuse(self, futures: Iterable[asyncio.Future[Answer]], error: GpuleaseError) -> None:
         for future in list(futures):
@@ -342,26 +388,37 @@ def _answer(future: asyncio.Future[Answer], answer: Answer) -> None:
         future.set_result(answer)
 
 
-def _unless_error(answer: Answer) -> Answer:
+def _count_from_answer(turn: Turn, commit_s: float) -> None:
+    """Where a commit took long: a holder that was heard in it has its time from the answer on, because it could say
+    nothing while it waited for that. Others could, and have no more time than they had."""
+    if commit_s > TICK_S:
+        for place, change in enumerate(turn.changes):
+            # One that a later change of the turn has taken away stays away: its lease has ended.
+            if isinstance(change, Deadline) and change.at_s is not None and change.lease_id in turn.ledger.deadlines:
+                turn.changes[place] = later = Deadline(change.lease_id, change.at_s + commit_s)
+                turn.ledger.apply(later)
+
+
+def _raise_if_error(answer: Answer) -> Answer:
     if isinstance(answer, GpuleaseError):
         raise answer.with_traceback(None)  # the same one may refuse thousands
     return answer
 
 
-def _topics(changes: list[Change]) -> set[str]:
-    topics: set[str] = set()
+def _wakeup_keys(changes: list[Change]) -> set[str]:
+    keys: set[str] = set()
     for change in changes:
         match change:
             case LeaseRecord(lease=lease):
-                topics.add(f"lease:{lease.id}")
-                topics.update(f"node:{device.node}" for device in lease.gpus)
+                keys.add(f"lease:{lease.id}")
+                keys.update(f"node:{device.node}" for device in lease.gpus)
             case JobRecord(job=job):
-                topics.add(f"job:{job.id}")
-                topics.update(f"node:{device.node}" for device in job.gpus)
+                keys.add(f"job:{job.id}")
+                keys.update(f"node:{device.node}" for device in job.gpus)
             case GpuRecord(device=device):
-                topics.add(f"node:{device.node}")
+                keys.add(f"node:{device.node}")
             case NodeRecord(name=name):
-                topics.add(f"node:{name}")
+                keys.add(f"node:{name}")
             case Event():
-                topics.add(EVENTS)
-    return topics
+                keys.add(EVENTS_KEY)
+    return keys

@@ -1,11 +1,10 @@
-"""A copy of an SQLite database, taken while a daemon writes to it: complete and on the disk, or not there at all.
+"""Online backup of an SQLite database: a complete and synced copy, or none.
 
-`VACUUM INTO` reads in one transaction, for which WAL makes no writer wait. The copy is made beside the file under
-another name, synced, looked through, and only then linked to its own name, which fails if that is taken.
+`VACUUM INTO` reads in one transaction, which blocks no writer in WAL mode. The copy is made under a temporary name,
+checked, synced, and only then linked to its final name, which fails if that exists.
 
-A daemon on the copy must not give out again what was given out after the copy was made: a token that fences off
-somebody else, a number, a `seq` below which a reader of events has seen everything. So in the copy the next of each
-is `AHEAD` further on.
+A daemon on the copy must not reuse what was given out after the backup: a token that fences off another holder, a
+number, a `seq` that a reader of events has passed. So in the copy each counter is raised by `COUNTER_SKIP`.
 """
 
 from __future__ import annotations
@@ -17,46 +16,48 @@ from pathlib import Path
 from sqlalchemy import update
 from sqlalchemy.exc import SQLAlchemyError
 
-from . import tables
-from .database import DatabaseUnusable, connect, database_file, shown, unusable
-from .dialects import file_of
-from .examine import examine, require_there
+from gpulease_server.store import tables
+from gpulease_server.store.database import DatabaseUnusable, connect, database_file, redacted, unusable_error
+from gpulease_server.store.dialects import sqlite_connection
+from gpulease_server.store.integrity_check import check_database, require_file
 
-AHEAD = 1_000_000_000
-"""Over all that a daemon can give out between two backups."""
+COUNTER_SKIP = 1_000_000_000
+"""More than a daemon can give out between two backups."""
 
 
 class BackupFailed(DatabaseUnusable):
-    """The backup was not made; nothing is left of it."""
+    """The backup was not made; no file is left."""
 
     code, title = "backup_failed", "Backup failed"
 
 
 def backup(url: str, file: Path) -> None:
-    """Copy the database of this URL to a new file. Raises `DatabaseUnusable`, and leaves no file then."""
+    """Copy the database of this URL to a new file. Raises `DatabaseUnusable`, and then leaves no file."""
     if database_file(url) is None:
         raise BackupFailed(
-            "PostgreSQL has programs of its own for this, which have to be of the server's version.",
+            "PostgreSQL is backed up with its own programs, of the server's version.",
             remedy=f"pg_dump --format=custom --file={file} '{_for_libpq(url)}', and pg_restore into an empty database.",
         )
-    require_there(url)
+    require_file(url)
     if file.exists():
-        raise BackupFailed(f"{file} is there already.", remedy="Give a name that is free.")
+        raise BackupFailed(f"{file} exists already.", remedy="Give another name.")
     partial = file.with_name(f".{file.name}.{os.getpid()}.partial")
     try:
         partial.touch(mode=0o600, exist_ok=False)
         _copy(url, partial)
-        wrong = examine(f"sqlite:///{partial.absolute()}")
-        if wrong:  # besides, the last connection to close has left one file, with no log beside it
-            raise BackupFailed(f"The copy is wrong: {wrong[0]}.", remedy="Ask `gpulease db check` about the original.")
-        _move_ahead(partial)
+        wrong = check_database(f"sqlite:///{partial.absolute()}")
+        if wrong:  # this also merges the WAL into the file
+            raise BackupFailed(f"The copy is damaged: {wrong[0]}.", remedy="Run gpulease db check on the original.")
+        _skip_counters(partial)
         _sync(partial)
         os.link(partial, file)
         _sync(file.absolute().parent)
     except OSError as error:
-        raise BackupFailed(f"{file}: {error.strerror or error}.", remedy="Look at the place for the backup.") from error
+        raise BackupFailed(
+            f"{file}: {error.strerror or error}.", remedy="Check the directory of the backup."
+        ) from error
     except SQLAlchemyError as error:
-        raise unusable(url, error) from error
+        raise unusable_error(url, error) from error
     finally:
         for name in (partial, partial.with_name(f"{partial.name}-wal"), partial.with_name(f"{partial.name}-shm")):
             with contextlib.suppress(OSError):
@@ -67,16 +68,16 @@ def _copy(url: str, partial: Path) -> None:
     engine = connect(url)
     try:
         with engine.connect() as connection:
-            file_of(connection).execute("VACUUM INTO ?", (str(partial.absolute()),))
+            sqlite_connection(connection).execute("VACUUM INTO ?", (str(partial.absolute()),))
     finally:
         engine.dispose()
 
 
-def _move_ahead(partial: Path) -> None:
+def _skip_counters(partial: Path) -> None:
     made = connect(f"sqlite:///{partial.absolute()}")
     try:
         with made.begin() as connection:
-            connection.execute(update(tables.counter).values(value=tables.counter.c.value + AHEAD))
+            connection.execute(update(tables.counter).values(value=tables.counter.c.value + COUNTER_SKIP))
     finally:
         made.dispose()
 
@@ -90,4 +91,4 @@ def _sync(path: Path) -> None:
 
 
 def _for_libpq(url: str) -> str:
-    return shown(url).replace(":***@", "@")
+    return redacted(url).replace(":***@", "@")

@@ -1,6 +1,6 @@
-"""Which database is meant, and its schema: what it is, and bringing it up to date.
+"""The database of a URL, and its schema: revisions and migrations.
 
-A URL may carry a password, so it is only ever printed by `shown`.
+A URL may contain a password, so it is only printed by `redacted`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,19 @@ from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from gpulease.errors import GpuleaseError
-
-from . import dialects, tables
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_server.store import dialects, tables
 
 EXAMPLE = "Use sqlite:////absolute/path/gpulease.db or postgresql://user@host/database"
 MIGRATION_LOCK = 0x67707565_61736501
-"""Key of the advisory lock that a migration takes."""
+"""Key of the advisory lock of a migration."""
 MIGRATION_S = 600
 """How long a migration may take on PostgreSQL."""
 _NAMES = {"postgres", "postgresql", "postgresql+psycopg"}
 
 
 class DatabaseUnusable(GpuleaseError):
-    """The database cannot be opened, or is of a newer version of gpulease."""
+    """The database cannot be opened, or was written by a newer version of gpulease."""
 
     code, title = "database_unusable", "Database unusable"
 
@@ -40,55 +39,55 @@ class SchemaNewer(DatabaseUnusable):
     """A newer version of gpulease wrote this database."""
 
 
-def parsed(url: str) -> URL:
-    """The URL of a database that can be used. Raises `DatabaseUnusable`, without telling a password."""
+def parse_url(url: str) -> URL:
+    """The URL of a supported database. Raises `DatabaseUnusable`, without revealing a password."""
     try:
         made = make_url(url)
     except (ArgumentError, ValueError) as error:
         scheme, separator, _ = url.partition("://")
         shape = f"{scheme}://..." if separator else "it"
-        raise DatabaseUnusable(f"{shape} is not the URL of a database.", remedy=EXAMPLE) from error
+        raise DatabaseUnusable(f"{shape} is not a database URL.", remedy=EXAMPLE) from error
     if made.drivername in _NAMES:
         return made.set(drivername="postgresql+psycopg")
     if made.get_backend_name() != dialects.SQLITE:
         raise DatabaseUnusable(f"{made.drivername} is not supported.", remedy=EXAMPLE)
     if not made.database or made.database == ":memory:":
-        raise DatabaseUnusable(f"{url!r} names no file, so nothing would be kept.", remedy=EXAMPLE)
+        raise DatabaseUnusable(f"{url!r} names no file, so nothing would be stored.", remedy=EXAMPLE)
     return made
 
 
-def shown(url: str) -> str:
-    """The URL as it may be printed: without a password."""
-    text = parsed(url).render_as_string(hide_password=True).replace("postgresql+psycopg:", "postgresql:")
+def redacted(url: str) -> str:
+    """The URL without its password, for messages."""
+    text = parse_url(url).render_as_string(hide_password=True).replace("postgresql+psycopg:", "postgresql:")
     return re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", text)
 
 
 def database_file(url: str) -> Path | None:
     """The file of an SQLite database; None for PostgreSQL. Raises `DatabaseUnusable`."""
-    made = parsed(url)
+    made = parse_url(url)
     return Path(made.database).absolute() if made.get_backend_name() == dialects.SQLITE and made.database else None
 
 
 def connect(url: str) -> Engine:
-    """An engine for this database; connects to nothing yet. Raises `DatabaseUnusable`."""
+    """An engine for this database. Connects to nothing yet. Raises `DatabaseUnusable`."""
     try:
-        return dialects.engine(parsed(url))
+        return dialects.engine(parse_url(url))
     except ModuleNotFoundError as error:
         raise DatabaseUnusable(
             f"PostgreSQL needs the package {error.name}.", remedy="pip install 'gpulease[server]'"
         ) from error
 
 
-def unusable(url: str, error: BaseException) -> DatabaseUnusable:
-    """The error for a database that does not answer as it should."""
+def unusable_error(url: str, error: BaseException) -> DatabaseUnusable:
+    """The error for a database that does not work."""
     remedy = "Check the path and its permissions."
     if database_file(url) is None:
-        remedy = "Check that the server runs, and the user, password and database of --database-url."
-    return DatabaseUnusable(f"{shown(url)} cannot be used: {dialects.why(error)}.", remedy=remedy)
+        remedy = "Check that the server runs, and check --database-url."
+    return DatabaseUnusable(f"{redacted(url)} cannot be used: {dialects.error_message(error)}.", remedy=remedy)
 
 
 def migrations_directory() -> Path:
-    """Where the migrations are: inside the installed package, or beside the server in a checkout."""
+    """The directory of the migrations: in the installed package, or beside the server in a checkout."""
     installed = Path(str(resources.files("gpulease_server"))) / "migrations"
     return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "migrations"
 
@@ -102,15 +101,15 @@ def migration_config(url: str) -> Config:
 
 
 def upgrade(url: str) -> None:
-    """Bring the schema up to date, wholly or not at all; two at once take turns.
+    """Bring the schema up to date, all or nothing; concurrent calls take turns.
 
-    Raises `DatabaseUnusable` when it is newer than this program knows.
+    Raises `DatabaseUnusable` if the schema is newer than this program.
     """
     migrate(url, "head")
 
 
 def migrate(url: str, revision: str) -> None:
-    """Bring the schema to a revision: `head`, or an older one, or `base` for none. Raises `DatabaseUnusable`."""
+    """Migrate the schema to `head`, to an older revision, or to `base` for none. Raises `DatabaseUnusable`."""
     config = migration_config(url)
     engine = connect(url)
     try:
@@ -123,13 +122,13 @@ def migrate(url: str, revision: str) -> None:
             move = command.downgrade if revision == "base" or revision in older else command.upgrade
             move(config, revision)
     except (OSError, SQLAlchemyError) as error:
-        raise unusable(url, error) from error
+        raise unusable_error(url, error) from error
     finally:
         engine.dispose()
 
 
 def revision_of(connection: Connection) -> str | None:
-    """The revision of the schema; None where there is none yet."""
+    """The revision of the schema; None if there is no schema yet."""
     return MigrationContext.configure(connection).get_current_revision()
 
 
@@ -139,15 +138,15 @@ def newest_revision() -> str:
 
 
 def differences(connection: Connection) -> list[str]:
-    """Where the schema is not the one that this program works with, each in a line."""
+    """The differences between the schema and the one that this program works with, one line each."""
     found = compare_metadata(MigrationContext.configure(connection), tables.metadata)
-    return [_told(item) for item in found]
+    return [_describe(item) for item in found]
 
 
-def _told(difference: object) -> str:
-    """A difference as Alembic has it: a tuple of what would have to be done, or a list of those."""
+def _describe(difference: object) -> str:
+    """One line for a difference of Alembic: a tuple that describes a change, or a list of those."""
     if isinstance(difference, (list, tuple)):
-        return " ".join(_told(part) for part in difference if part is not None and not isinstance(part, dict))
+        return " ".join(_describe(part) for part in difference if part is not None and not isinstance(part, dict))
     return str(getattr(difference, "name", difference))
 
 

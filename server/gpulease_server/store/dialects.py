@@ -1,8 +1,8 @@
-"""What SQLite and PostgreSQL must be told differently; all else is the same SQLAlchemy Core for both.
+"""The differences between SQLite and PostgreSQL; everything else is the same SQLAlchemy Core for both.
 
-PostgreSQL: every connection has a bound on each wait. `connect_timeout` for the first answer; `lock_timeout` and
+PostgreSQL: every wait of a connection is bounded. `connect_timeout` for the first answer; `lock_timeout` and
 `statement_timeout` at the server; `idle_in_transaction_session_timeout`, so that a client that was stopped in the
-middle of a transaction does not keep its row locks; `patience` at the client, for a server that says nothing at all.
+middle of a transaction does not keep its row locks; `psycopg_timeout` at the client, for a silent server.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CONNECT_S = 5
 LOCK_MS, STATEMENT_MS, IDLE_IN_TRANSACTION_MS = 5_000, 10_000, 5_000
 """How long PostgreSQL lets a statement wait for a lock and run, and a transaction wait for its next statement."""
 POOL = {"pool_size": 10, "max_overflow": 10, "pool_timeout": 10, "pool_recycle": 1800, "pool_pre_ping": True}
-"""Connections are tried before use: after a restart of the server nobody is handed one that is dead."""
+"""Connections are tested before use, so that a restart of the server leaves no dead ones in the pool."""
 KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
-"""What libpq sets on TCP, so that a peer that is gone is noticed within about ten seconds."""
+"""TCP options of libpq: a dead peer is noticed within about ten seconds."""
 
-# Only `off` makes a commit less than durable here; what is stronger, such as remote_apply, is the administrator's.
+# `off` is not durable, so it becomes `on`; stronger settings of the administrator, such as remote_apply, stay.
 _SESSION = f"""
 SET lock_timeout = {LOCK_MS};
 SET statement_timeout = {STATEMENT_MS};
@@ -38,10 +38,9 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 
 
 def engine(url: URL, **options: Any) -> Engine:
-    """An engine for either database, whose connections are prepared. Connects to nothing yet.
+    """An engine for either database, with connections set up as below. Connects to nothing yet.
 
-    `options` go to `create_engine`. What it raises does not say with which values: the environments of jobs are among
-    them.
+    `options` go to `create_engine`. Its errors hide the values of statements, which include the environments of jobs.
     """
     options["hide_parameters"] = True
     if url.get_backend_name() == SQLITE:
@@ -57,7 +56,7 @@ def engine(url: URL, **options: Any) -> Engine:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    """WAL lets readers read while the writer commits; FULL makes a commit mean that it is on the disk."""
+    """WAL: readers do not wait for the writer. FULL: a commit is on the disk when it returns."""
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
@@ -66,9 +65,9 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
 
 
 def _connect_postgresql(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
-    from .patience import PatientConnection  # noqa: PLC0415 - needs psycopg, which SQLite does without
+    from gpulease_server.store.psycopg_timeout import TimeoutConnection  # noqa: PLC0415 - needs psycopg, which SQLite does without
 
-    return PatientConnection.connect(*arguments, **options)
+    return TimeoutConnection.connect(*arguments, **options)
 
 
 def _prepare_postgresql(connection: Any, _record: Any) -> None:
@@ -79,10 +78,10 @@ def _prepare_postgresql(connection: Any, _record: Any) -> None:
 
 @contextmanager
 def snapshot(engine: Engine) -> Iterator[Connection]:
-    """A connection all of whose reads show one moment, whatever is committed meanwhile."""
+    """A connection with snapshot isolation: all its reads show the same moment."""
     with engine.connect() as connection:
         if engine.dialect.name == SQLITE:
-            connection.exec_driver_sql("BEGIN")  # sqlite3 begins none for a SELECT
+            connection.exec_driver_sql("BEGIN")  # sqlite3 begins no transaction for a SELECT
         else:
             connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         yield connection
@@ -90,40 +89,40 @@ def snapshot(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def schema_change(engine: Engine, lock: int, most_s: int) -> Iterator[Connection]:
-    """A transaction that changes the schema, whole or not at all, and one at a time.
+    """A transaction that changes the schema, all or nothing, one at a time.
 
-    It may take `most_s`, but waits no longer than others for a lock, so that it does not hold up readers for long.
+    It may take `most_s`, but waits for locks no longer than others, so that it does not block readers for long.
     """
     with engine.begin() as connection:
         if engine.dialect.name == SQLITE:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 begins none for DDL
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # sqlite3 begins no transaction for DDL
         else:
-            connection.connection.driver_connection.patience_s = most_s + 10.0  # type: ignore[union-attr]
+            connection.connection.driver_connection.wait_timeout_s = most_s + 10.0  # type: ignore[union-attr]
             connection.exec_driver_sql(f"SET LOCAL statement_timeout = {most_s * 1000}")
             connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({lock})")
         try:
             yield connection
         finally:
             if engine.dialect.name == POSTGRESQL:
-                connection.detach()  # with its patience
+                connection.detach()  # its longer time-out must not return to the pool
 
 
 def upsert(connection: Connection, table: Table, key: str) -> Any:
-    """An insert that writes over the row with the same key."""
+    """An insert that overwrites the row with the same key."""
     insert = sqlite.insert if connection.dialect.name == SQLITE else postgresql.insert
     statement = insert(table)
     changed = {column.name: statement.excluded[column.name] for column in table.columns if not column.primary_key}
     return statement.on_conflict_do_update(index_elements=[key], set_=changed)
 
 
-def why(error: BaseException) -> str:
-    """What the database says in one line. Not PostgreSQL's DETAIL, which may quote a whole row."""
+def error_message(error: BaseException) -> str:
+    """The error of the database in one line. Without PostgreSQL's DETAIL, which may quote a whole row."""
     cause = getattr(error, "orig", None) or error
     primary = getattr(getattr(cause, "diag", None), "message_primary", None)
     return str(primary or cause or type(cause).__name__).strip().splitlines()[0]
 
 
-def file_of(connection: Connection) -> sqlite3.Connection:
-    """The driver's own connection of an SQLite database."""
+def sqlite_connection(connection: Connection) -> sqlite3.Connection:
+    """The driver's connection to an SQLite database."""
     own: sqlite3.Connection = connection.connection.driver_connection  # type: ignore[assignment]
     return own

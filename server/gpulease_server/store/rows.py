@@ -1,4 +1,4 @@
-"""Rows to nouns and back: the one place that knows both."""
+"""Converts records to rows and back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import Row, Table
 
-from gpulease.exchange import LeaseOwner
-from gpulease.model import (
+from gpulease_protocol.codec import field_name, from_json, to_json, wire_name
+from gpulease_protocol.model import (
     Demand,
     Device,
     EndReason,
@@ -22,16 +22,15 @@ from gpulease.model import (
     Liveness,
     NodeMode,
 )
-from gpulease.wire import from_json, to_json
+from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.records import GpuRecord, JobRecord, KeyRecord, LeaseRecord, NodeRecord, WatchedOwner
+from gpulease_server.store import tables
 
-from ..core.ledger import GpuRecord, JobRecord, KeyRecord, LeaseRecord, NodeRecord, OwnerWatch
-from . import tables
-
-Stored = LeaseRecord | JobRecord | GpuRecord | NodeRecord | KeyRecord | Event
-WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks")
+StoredChange = LeaseRecord | JobRecord | GpuRecord | NodeRecord | KeyRecord | Event
+WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
 
 
-def to_row(change: Stored) -> tuple[Table, dict[str, Any]]:
+def to_row(change: StoredChange) -> tuple[Table, dict[str, Any]]:
     """The table and the row of a change."""
     match change:
         case LeaseRecord():
@@ -57,13 +56,13 @@ def _lease_row(record: LeaseRecord) -> dict[str, Any]:
         "holder": to_json(record.lease.holder),
         "demand": to_json(record.lease.demand),
         "gpus": [to_json(device) for device in record.lease.gpus],
-        **_watch_columns(record.watched),
+        **_watch_columns(record.watched_owner),
     }
     del row["expires_at"], row["position"], row["problems"]
     return row
 
 
-def _watch_columns(watched: OwnerWatch | None) -> dict[str, Any]:
+def _watch_columns(watched: WatchedOwner | None) -> dict[str, Any]:
     if watched is None:
         return dict.fromkeys(WATCH_COLUMNS)
     return {
@@ -71,14 +70,15 @@ def _watch_columns(watched: OwnerWatch | None) -> dict[str, Any]:
         "owner_realm": watched.realm,
         "owner_pid": watched.owner.pid,
         "owner_start_ticks": watched.owner.start_ticks,
+        "owner_user": watched.owner.user,
     }
 
 
-def _watch(columns: dict[str, Any]) -> OwnerWatch | None:
+def _watch(columns: dict[str, Any]) -> WatchedOwner | None:
     if columns["watched_by"] is None:
         return None
-    owner = LeaseOwner(pid=columns["owner_pid"], start_ticks=columns["owner_start_ticks"])
-    return OwnerWatch(node=columns["watched_by"], realm=columns["owner_realm"], owner=owner)
+    owner = LeaseOwner(pid=columns["owner_pid"], start_ticks=columns["owner_start_ticks"], user=columns["owner_user"])
+    return WatchedOwner(node=columns["watched_by"], realm=columns["owner_realm"], owner=owner)
 
 
 def _job_row(record: JobRecord) -> dict[str, Any]:
@@ -99,9 +99,9 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
 
 def lease_record(row: Row[Any]) -> LeaseRecord:
     """A lease as it was stored."""
-    values = dict(row._mapping)
+    values = _values(row)
     own = {name: values.pop(name) for name in ("number", "cause", "port", "renewed_at")}
-    own["watched"] = _watch({name: values.pop(name) for name in WATCH_COLUMNS})
+    own["watched_owner"] = _watch({name: values.pop(name) for name in WATCH_COLUMNS})
     values["state"] = LeaseState(values["state"])
     values["liveness"] = Liveness(values["liveness"])
     values["end_reason"] = None if values["end_reason"] is None else EndReason(values["end_reason"])
@@ -113,7 +113,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
 
 def job_record(row: Row[Any]) -> JobRecord:
     """A job as it was stored."""
-    values = dict(row._mapping)
+    values = _values(row)
     own = {name: values.pop(name) for name in ("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid")}
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
@@ -124,25 +124,31 @@ def job_record(row: Row[Any]) -> JobRecord:
 
 def gpu_record(row: Row[Any]) -> GpuRecord:
     """A GPU as it was stored."""
-    values = dict(row._mapping)
+    values = _values(row)
     del values["uuid"]
     return GpuRecord(**values | {"device": from_json(Device, values["device"])})
 
 
 def node_record(row: Row[Any]) -> NodeRecord:
     """A node as it was stored."""
-    return NodeRecord(**{**row._mapping, "mode": NodeMode(row._mapping["mode"])})
+    values = _values(row)
+    return NodeRecord(**values | {"mode": NodeMode(values["mode"])})
 
 
 def key_record(row: Row[Any]) -> KeyRecord:
     """An Idempotency-Key as it was stored."""
-    return KeyRecord(**row._mapping)
+    return KeyRecord(**_values(row))
 
 
-def event_noun(row: Row[Any]) -> Event:
+def event(row: Row[Any]) -> Event:
     """An event as it was stored."""
-    return Event(**{**row._mapping, "gpus": tuple(row._mapping["gpus"])})
+    values = _values(row)
+    return Event(**values | {"gpus": tuple(values["gpus"])})
 
 
 def _fields(noun: Any) -> dict[str, Any]:
-    return {item.name: getattr(noun, item.name) for item in fields(noun)}
+    return {wire_name(item.name): getattr(noun, item.name) for item in fields(noun)}
+
+
+def _values(row: Row[Any]) -> dict[str, Any]:
+    return {field_name(column): value for column, value in row._mapping.items()}

@@ -1,4 +1,4 @@
-"""The tables. `migrations/` builds the same; a test compares them."""
+"""The tables. `migrations/` creates the same schema; a test compares the two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ metadata = MetaData(
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An aware UTC time. SQLite keeps no offset, so it is put back when read."""
+    """An aware UTC time. SQLite stores no offset, so UTC is added when reading."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -69,6 +69,7 @@ lease = Table(
     Column("owner_realm", String(128)),
     Column("owner_pid", Integer),
     Column("owner_start_ticks", BigInteger),
+    Column("owner_user", String(255)),
     Column("job_id", String(64), index=True),
     Column("cause", String(128), nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
@@ -161,7 +162,7 @@ pruned = Table(
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("seq", BigInteger, nullable=False),
 )
-"""One row, of id 1: no event up to this `seq` is kept any more. See `store.retention`."""
+"""One row, of id 1: events up to this `seq` are pruned. See `store.retention`."""
 
 idempotency_key = Table(
     "idempotency_key",
@@ -181,6 +182,7 @@ bearer_token = Table(
     Column("uid", BigInteger),
     Column("gid", BigInteger),
     Column("role", String(16), nullable=False),
+    Column("node", String(255)),
     Column("note", String(255), nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
     Column("created_by", String(255)),
@@ -188,7 +190,7 @@ bearer_token = Table(
     Column("last_used_on", Date),
 )
 """One row for each token that was not revoked. `hash` is SHA-256 of the whole token, which has 256 random bits: nothing
-slower would make it harder to guess. See `store.bearers`."""
+slower would make it harder to guess. See `store.bearer_tokens`."""
 
 counter = Table(
     "counter",
@@ -206,4 +208,4 @@ writer = Table(
     Column("name", String(255), nullable=False),
     Column("since", UtcDateTime, nullable=False),
 )
-"""One row, of id 1: who may write. `first_term` is the term with which he took over. See `store.term`."""
+"""One row, of id 1: the daemon that may write. `first_term` is its term at the takeover. See `store.fencing`."""

@@ -1,0 +1,131 @@
+"""Reuse of devices within a process: the same call of `find_usable_cuda_devices` returns the same GPUs.
+
+A lock serializes the calls that may reuse: if two threads call at once, the second one gets what the first one found. A
+forked child inherits the registry, but holds none of the leases in it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from gpulease.cuda.ordinals import MaskSettings, VisibleDevices, initialized_since, mask_settings, visible_gpus
+from gpulease.lease import HeldLease
+from gpulease_protocol.errors import InUse, NotNow
+
+LOCK_TIMEOUT_S = 30.0
+"""How much longer than its own `wait_s` a call waits for another thread's: about as long as a call without waiting in
+the queue takes when the daemon hardly responds."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequirements:
+    """What a call requires apart from the number of GPUs."""
+
+    min_free_memory_bytes: int | None = None
+    gpu_model: str | None = None
+    set_visible: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoundDevices:
+    """The devices that one call found, and their lease."""
+
+    lease: HeldLease
+    ordinals: tuple[int, ...]
+    """CUDA ordinals when the lease was taken."""
+    requirements: DeviceRequirements
+    visible: VisibleDevices
+    """What CUDA showed then, or would have shown."""
+    mask_settings: MaskSettings
+    """The variables that decide what CUDA shows, as the call left them."""
+
+    def current_ordinals(self) -> tuple[int, ...]:
+        """The ordinals now, even if CUDA has been initialized or the mask has changed since.
+
+        Raises UnknownOrdinals if CUDA no longer shows the GPUs.
+        """
+        if self.mask_settings == mask_settings() and not initialized_since(self.visible):
+            return self.ordinals
+        visible = visible_gpus(self.visible.host, simulated=self.visible.simulated)
+        return tuple(visible.ordinals(gpu.uuid for gpu in self.lease.gpus))
+
+
+class DeviceRegistry:
+    """The devices that this process has found, oldest first."""
+
+    def __init__(self) -> None:
+        self.ever_used = False
+        """True once this process, or one that it was forked from, has found any."""
+        self._entries: list[FoundDevices] = []
+        self._lock = threading.Lock()
+        self._caller: int | None = None
+        """Id of the thread that holds the lock."""
+        os.register_at_fork(after_in_child=self._unlock)
+
+    @contextmanager
+    def exclusive(self, wait_s: float) -> Iterator[None]:
+        """Let one call at a time look for devices to reuse, and take a lease if there are none.
+
+        Raises NotNow if another thread's call takes longer than `wait_s` and `LOCK_TIMEOUT_S`; InUse in a signal
+        handler that interrupted such a call, because that call cannot continue before the handler returns.
+        """
+        lock, me = self._lock, threading.get_ident()
+        if self._caller == me:
+            raise InUse(
+                "A signal handler called this while its thread was looking for GPUs.",
+                remedy="Set a flag in the handler, and look for GPUs where the flag is read.",
+            )
+        if not lock.acquire(timeout=min(wait_s + LOCK_TIMEOUT_S, threading.TIMEOUT_MAX)):
+            raise NotNow(
+                "Another thread of this process is still waiting for GPUs.", remedy="Wait for it, or wait longer."
+            )
+        try:
+            self._caller = me
+            yield
+        finally:
+            self._caller = None
+            lock.release()
+
+    def add(self, devices: FoundDevices) -> None:
+        """Add what a call has found."""
+        self.ever_used = True
+        self._entries.append(devices)
+
+    def active(self) -> list[FoundDevices]:
+        """Those with a lease that this process, or the one it was forked from, has neither released nor lost."""
+        # Remove one by one, instead of replacing the list, because another thread may be adding to it.
+        for devices in [devices for devices in self._entries if not devices.lease.active]:
+            with suppress(ValueError):
+                self._entries.remove(devices)
+        return list(self._entries)
+
+    def _unlock(self) -> None:
+        # A thread of the parent that does not exist here may have held it.
+        self._lock = threading.Lock()
+        self._caller = None
+
+
+def reuse_devices(num_devices: int, requirements: DeviceRequirements, found: list[FoundDevices]) -> list[int]:
+    """The ordinals that an earlier call like this one found.
+
+    All of them for -1, else those of a call that found exactly `num_devices`, else a part of those of a larger one.
+    Raises InUse if earlier calls found fewer, or with other requirements.
+    """
+    alike = [
+        devices.current_ordinals() for devices in found if requirements in (DeviceRequirements(), devices.requirements)
+    ]
+    if alike and num_devices == -1:
+        return sorted({ordinal for ordinals in alike for ordinal in ordinals})
+    enough = [ordinals for ordinals in alike if len(ordinals) >= num_devices > 0]
+    if not enough:
+        before = ", ".join(str(list(devices.current_ordinals())) for devices in found)
+        raise InUse(
+            f"This process has reserved the devices {before} in an earlier call, and this call asks for others.",
+            remedy="Ask once for all devices, or pass reuse=False to reserve more.",
+        )
+    exact = [ordinals for ordinals in enough if len(ordinals) == num_devices]
+    return list((exact or enough)[0][:num_devices])

@@ -1,0 +1,1 @@
+"""`GPUExecutor`: a `concurrent.futures.Executor` that runs its tasks on leased GPUs."""

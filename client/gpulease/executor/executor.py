@@ -1,0 +1,226 @@
+"""`GPUExecutor`: a `concurrent.futures.Executor` that runs each task on leased GPUs, in a process of its own.
+
+Each task has its own lease and its own process. A process that has used CUDA stays bound to its GPUs, and other users
+in the daemon's queue must get their turn, so neither process nor lease outlives its task. The price is one start of
+Python for each task (0.1 s, and the task's imports), which is little compared with a training.
+
+- The process is new (`spawn`). Its environment has the lease's variables (`CUDA_VISIBLE_DEVICES` and others) before it
+  imports anything of the caller. Function, arguments and result are pickled; the arguments when `submit` is called.
+- A task waits in the daemon's queue like any other request, at most `max_workers` tasks at a time. Cancelling its
+  future withdraws the request. A running task cannot be cancelled.
+- A task fails alone. Its exception has the remote traceback as its cause; if the process dies, only its own future
+  raises `ProcessDied`. If the lease is lost, the process is ended and the future raises `LeaseLost`.
+- The GPUs are released after the process has exited and before the future has its result.
+- Ctrl-C in the block, or while the block waits at its end, ends the running tasks. So does the exit of the program:
+  without `shutdown`, nothing is left to read the results. If this process is killed, the kernel kills those of the
+  tasks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import pickle
+import socket
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from multiprocessing import spawn
+from multiprocessing.context import BaseContext
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from gpulease.client import Client
+from gpulease.executor.task_loop import Task, TaskLoop
+from gpulease.executor.task_process import GRACE_S, ProcessDied, TaskTraceback
+from gpulease_protocol.errors import InvalidRequest
+
+__all__ = ["GPUExecutor", "ProcessDied", "TaskTraceback"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_WORKERS = 1024
+"""Most tasks of one executor that wait in the daemon's queue or run at a time."""
+
+TTL_S = 60.0
+"""How soon the GPUs are free again if this process dies unseen by the daemon."""
+
+_loops: weakref.WeakSet[TaskLoop] = weakref.WeakSet()
+
+
+class GPUExecutor(Executor):
+    """Runs each task in a process of its own, bound to its own GPUs.
+
+        with gpulease.GPUExecutor(gpus_per_task=2) as executor:
+            losses = list(executor.map(train, learning_rates))
+
+    `max_workers`: how many tasks at a time; by default as many as this node has GPUs for. `wait_s`: how long each task
+    waits in the queue before its future raises NotNow; None waits forever. `label` is shown to others who wait.
+    `progress` draws a bar on stderr (requires rich). `mp_context` exists for compatibility with ProcessPoolExecutor,
+    and can only be "spawn".
+
+    Raises DaemonUnavailable if no daemon responds, InvalidRequest for invalid arguments, ImportError for `progress`
+    without rich.
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        gpus_per_task: int = 1,
+        *,
+        client: Client | None = None,
+        wait_s: float | None = None,
+        label: str = "",
+        progress: bool = False,
+        mp_context: str | BaseContext | None = None,
+    ) -> None:
+        _check(max_workers, gpus_per_task, mp_context)
+        bar = _progress_bar(label) if progress else None
+        lease_client = client or Client()
+        try:
+            node, gpus = _local_node(lease_client)
+        finally:
+            if client is None:
+                lease_client.close()
+        lease_arguments = {
+            "count": gpus_per_task,
+            "ttl_s": TTL_S,
+            "wait_s": math.inf if wait_s is None else wait_s,
+            "label": label,
+            "node": node,
+        }
+        self._bar = bar
+        self._tasks = TaskLoop(
+            lease_client.destination,
+            max_workers or max(1, gpus // gpus_per_task),
+            lease_arguments,
+            bar or _no_progress,
+        )
+        _loops.add(self._tasks)
+        # An executor that is garbage collected finishes its tasks.
+        weakref.finalize(self, self._tasks.close).atexit = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """The future of `fn(*args, **kwargs)`, which raises TypeError if these cannot be pickled.
+
+            future = executor.submit(train, learning_rate=0.1)
+            loss = future.result()
+
+        Raises RuntimeError after `shutdown`, and if a main module submits while a task imports it.
+        """
+        name = getattr(fn, "__qualname__", repr(fn))
+        preparation = spawn.get_preparation_data(name)
+        preparation["authkey"] = bytes(preparation["authkey"])
+        try:
+            content = pickle.dumps((fn, args, kwargs))
+        except Exception as error:
+            failed: Future[T] = Future()
+            failed.set_exception(_pickling_error(name, error))
+            return failed
+        task = Task(pickle.dumps((preparation, content)), name)
+        self._tasks.submit(task)
+        return task.future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Accept no more tasks; Ctrl-C ends the running ones.
+
+        `wait` until all tasks are done; `cancel_futures` of tasks that do not run yet.
+        """
+        try:
+            self._tasks.close(cancel_futures)
+            if not wait:
+                return
+            self._tasks.join()
+        except BaseException:
+            self._abort()
+            raise
+        self._close_bar()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._abort()
+        else:
+            self.shutdown()
+
+    def _abort(self) -> None:
+        self._tasks.abort()
+        self._tasks.join(GRACE_S * 3)
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _no_progress(total: int, done: int) -> None:
+    """Progress is not shown."""
+
+
+class _ProgressBar:
+    """A progress bar on stderr, drawn by rich."""
+
+    def __init__(self, progress: Any, label: str) -> None:
+        self._progress = progress
+        self._task = progress.add_task(label or "tasks", total=0)
+        progress.start()
+
+    def __call__(self, total: int, done: int) -> None:
+        self._progress.update(self._task, total=total, completed=done)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _progress_bar(label: str) -> _ProgressBar:
+    try:
+        from rich.console import Console  # noqa: PLC0415 - only a progress bar needs rich
+        from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError("progress=True needs rich. Install it with: pip install rich") from error
+    console = Console(stderr=True)
+    return _ProgressBar(
+        Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), console=console), label
+    )
+
+
+def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseContext | None) -> None:
+    if max_workers is not None and not 1 <= max_workers <= MAX_WORKERS:
+        raise InvalidRequest(f"max_workers: must be 1 to {MAX_WORKERS}, not {max_workers}.")
+    if isinstance(gpus_per_task, bool) or not isinstance(gpus_per_task, int) or gpus_per_task < 1:
+        raise InvalidRequest(f"gpus_per_task: must be a whole number over 0, not {gpus_per_task!r}.")
+    method = mp_context.get_start_method() if isinstance(mp_context, BaseContext) else mp_context
+    if method not in (None, "spawn"):
+        raise InvalidRequest(
+            f"mp_context: with {method!r} tasks would inherit the parent's CUDA state.", remedy='Use "spawn", or none.'
+        )
+
+
+def _local_node(client: Client) -> tuple[str | None, int]:
+    """Name of this host's node and its number of GPUs; None and 0 if the daemon has no such node."""
+    host = socket.gethostname()
+    gpus = client.gpus()
+    names = sorted({gpu.node for gpu in gpus} & {node.name for node in client.nodes() if node.host == host})
+    name = host if host in names else names[0] if names else None
+    return name, sum(gpu.node == name for gpu in gpus)
+
+
+def _pickling_error(name: str, error: Exception) -> TypeError:
+    failure = TypeError(
+        f"{name} or its arguments cannot be sent to another process: {error}. The function must be defined at the top"
+        " level of a module, not a lambda or a nested one; open files, locks and CUDA tensors cannot be sent."
+    )
+    failure.__cause__ = error
+    return failure
+
+
+@atexit.register
+def _abort_all() -> None:
+    """End the running tasks when the program exits."""
+    loops = list(_loops)
+    for tasks in loops:
+        tasks.abort()
+    for tasks in loops:
+        tasks.join(GRACE_S * 3)

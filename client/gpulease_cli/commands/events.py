@@ -1,0 +1,98 @@
+"""`gpulease events`: the event history, and new events as they come."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Annotated
+
+import typer
+
+from gpulease.client import Client
+from gpulease_cli import output
+from gpulease_cli.options import Json
+from gpulease_protocol import endpoints
+from gpulease_protocol.model import Event
+from gpulease_protocol.status_table import printable
+
+NEWEST = 50
+"""How many are shown by default."""
+PAGE = 1000
+"""Maximum number of events in one answer."""
+CAUSES = {
+    "request": "by {}",
+    "report": "observed in {}",
+    "tick": "by timer",
+    "recovery": "after a database outage",
+}
+"""Descriptions of causes, by the prefix of the cause."""
+
+
+def list_events(
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Show new events, or all after --after, until Ctrl-C.")
+    ] = False,
+    after: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SEQ", min=0, max=2**63 - 1, help="Only events after this number; 0 means all that are kept."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1_000_000_000,
+            show_default=f"the newest {NEWEST}; all with --after or --follow",
+            help="Show at most N events.",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show events, oldest first: number, kind, subject, reason, and cause."""
+    with Client() as client:
+        events = client.watch_events(after) if follow else _recorded(client, after, limit)
+        for event in islice(events, limit):
+            if json:
+                output.print_json_line(event)
+            else:
+                output.print_table(format_event(event) + "\n")
+            if follow:
+                sys.stdout.flush()
+        output.warn_if_stale(client.as_of)
+
+
+def _recorded(client: Client, after: int | None, limit: int | None) -> Iterator[Event]:
+    """Recorded events after a number, or the newest."""
+    if after is None:
+        return iter(_newest(client, NEWEST if limit is None else limit))
+    return client.events(after, PAGE if limit is None else min(limit, PAGE))
+
+
+def _newest(client: Client, count: int) -> Collection[Event]:
+    """The newest events that this caller may see; events of others may lie between them."""
+    page, window = client.send(endpoints.events(0, 1)), count
+    while True:
+        after = max(page.pruned_seq, page.last_seq - window)
+        newest = deque(client.events(after, min(window, PAGE)), maxlen=count)
+        if len(newest) == count or after == page.pruned_seq:
+            return newest
+        window *= 4
+
+
+def format_event(event: Event) -> str:
+    """An event on one line: time, number, kind, subject, reason, and cause."""
+    about = [event.lease_id, event.job_id, event.node and f"on {event.node}", _gpus(event.gpus)]
+    parts = [" ".join(printable(word, 255) for word in about if word), printable(event.reason or "", 300)]
+    what = ": ".join(part for part in parts if part)
+    kind, _, _ = event.cause.partition("-")
+    cause = printable(CAUSES.get(kind, "{}").format(event.cause), 100)
+    moment, kind = f"{event.at:%Y-%m-%d %H:%M:%S}", printable(event.kind)
+    return f"{moment}  {event.seq:>6}  {kind:<16}  {f'{what} ' if what else ''}({cause})"
+
+
+def _gpus(uuids: tuple[str, ...]) -> str:
+    """Prefixes of UUIDs, as `gpulease gpu cordon` accepts them."""
+    return ", ".join(uuid[:12] for uuid in uuids)

@@ -1,0 +1,255 @@
+"""`gpulease run`: a command in the foreground, bound to leased GPUs.
+
+When the lease is lost, the command and all its descendants are terminated, because someone else may have the GPUs by
+then. When the command ends by itself, processes that it left behind stay: that may be intended, and the daemon names
+them while the GPUs drain. A guard between this program and the command ends it when this program is killed
+(`gpulease_protocol.host.command_guard`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from gpulease.client import Client
+from gpulease.lease import HeldLease
+from gpulease_cli import output, wait_progress
+from gpulease_cli.options import Gpus, Label, MaskOption, Model, Node, Wait, duration
+from gpulease_protocol.errors import UnknownOrdinals
+from gpulease_protocol.host import command_guard, process_tree
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.launchers import choose_mask
+from gpulease_protocol.model import Launcher, Mask
+
+GRACE_S = 10.0
+"""Time between SIGTERM and SIGKILL for a command after its lease is lost."""
+BY_UUID = "Check CUDA on this host, or use --mask uuids if the program reads UUIDs. The command was not started."
+KILL_S = 5.0
+"""How long SIGKILL is repeated; a process that survives hangs in the kernel or belongs to another user."""
+ALWAYS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="Command to run, with its arguments, after `--`.")
+    ],
+    gpus: Gpus = 1,
+    wait: Wait = 0.0,
+    label: Label = "",
+    ttl: Annotated[
+        float,
+        typer.Option(
+            parser=duration,
+            metavar="DURATION",
+            show_default="60s",
+            help="How soon the GPUs are free again if this program dies.",
+        ),
+    ] = 60.0,
+    model: Model = None,
+    node: Node = None,
+    mask: MaskOption = None,
+) -> int:
+    """Lease GPUs, run a command on them, release them. Exits with the command's code, or 4 if the lease was lost."""
+    program = shutil.which(command[0])
+    if program is None:
+        output.print_error(
+            "the command was not started",
+            *_not_found(command[0]),
+        )
+        return 127
+    process = _ForegroundProcess(command)
+    with (
+        Client() as client,
+        wait_progress.QueueProgress(client) as progress,
+        client.lease(
+            count=gpus,
+            wait_s=wait,
+            ttl_s=ttl,
+            label=label,
+            gpu_model=model,
+            node=node,
+            on_lost=process.terminate,
+            on_queued=progress.start,
+        ) as lease,
+    ):
+        progress.close()
+        environ = _environ(lease, mask or choose_mask(Launcher.PLAIN, command))
+        with _forward_signals(process.signal):
+            code = process.run(lease, environ)
+    if lease.lost.is_set():
+        _print_lease_lost(lease.id, process.await_termination())
+        return output.LOST
+    return code
+
+
+def _environ(lease: HeldLease, mask: Mask) -> dict[str, str]:
+    """The command's environment. Raises UnknownOrdinals with a remedy for the command line."""
+    try:
+        return lease.environ(mask)
+    except UnknownOrdinals as error:
+        raise UnknownOrdinals(error.detail, remedy=BY_UUID) from error
+
+
+def _not_found(name: str) -> tuple[str, str]:
+    """Why a program that is not on PATH cannot run, and what to do."""
+    remedy = "check its name; no GPU was leased"
+    if " " in name:
+        remedy = "leave out the quotes, or write sh -c '...'; no GPU was leased"
+    elif "/" in name and os.path.isfile(name):
+        return f"{name!r} is not executable", f"chmod +x {name}; no GPU was leased"
+    return f"there is no program {name!r} on PATH", remedy
+
+
+def _print_lease_lost(lease_id: str, survivors: tuple[int, ...]) -> None:
+    why, remedy = f"{lease_id} ended before the command did", "run the command again"
+    if survivors:
+        why += f"; these of its processes could not be killed: {', '.join(map(str, survivors))}"
+        remedy = "end them by hand, they may be on someone else's GPUs; then run the command again"
+    output.print_error("lease lost", why, remedy)
+
+
+class _ForegroundProcess:
+    """The command and its guard, which can be signaled from the moment at which they exist."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._control_fd = -1
+        """Write end of the pipe to the guard."""
+        self._pending_signals: list[int] = []
+        # Reentrant, because a signal handler may run within any block that holds it.
+        self._lock = threading.RLock()
+        self._ended = threading.Event()
+        self._terminating = False
+        self._terminated = threading.Event()
+        self._survivors: tuple[int, ...] = ()
+
+    def run(self, lease: HeldLease, environ: dict[str, str]) -> int:
+        """Exit code of the command, 128 + N when signal N ended it."""
+        process_tree.adopt_orphans()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the kernel would discard the exit code
+        with self._lock:
+            if self._terminating:
+                return output.LOST
+            guard, error = self._start_guard(environ)
+            if error:
+                output.print_error("the command was not started", error, "check that it is a program for this machine")
+                return guard.wait()
+            self._guard = guard
+            for number in self._pending_signals:
+                self.signal(number)
+        _reap_until_ended(guard.pid)
+        with self._lock:
+            self._ended.set()
+        code = guard.wait()
+        if lease.lost.is_set():
+            self.await_termination()
+        elif code < 0:  # the guard was killed, which may have left the command alive
+            _end_descendants(GRACE_S)
+        return code if code >= 0 else 128 - code
+
+    def _start_guard(self, environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], str]:
+        """The guard, once the command runs, and "", or why it does not."""
+        control_fd, self._control_fd = os.pipe()
+        report_reader, report_fd = os.pipe()
+        command = command_guard.guarded(self._command, control_fd, report_fd, GRACE_S, KILL_S)
+        # Until the guard can handle signals. Those of the terminal then wait for it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, command_guard.SIGNALS)
+        try:
+            guard = subprocess.Popen(command, env=environ, pass_fds=(control_fd, report_fd))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(control_fd)
+            os.close(report_fd)
+        with open(report_reader, "rb") as report:
+            return guard, report.read().decode(errors="replace")
+
+    def signal(self, number: int) -> None:
+        """Send a signal, at once or as soon as there is a process."""
+        with self._lock:
+            if self._guard is None:
+                self._pending_signals.append(number)
+            else:
+                with suppress(BrokenPipeError):  # it has ended
+                    os.write(self._control_fd, bytes([number]))
+
+    def terminate(self, lease: HeldLease) -> None:
+        """End the command and its descendants, which may no longer use the GPUs; called in the thread that renews."""
+        try:
+            with self._lock:
+                self._terminating = True
+                if self._guard is None:
+                    return
+                self.signal(signal.SIGTERM)
+            end = time.monotonic() + GRACE_S
+            # First the command alone: a launcher such as torchrun ends its ranks in its own order.
+            if self._ended.wait(GRACE_S):
+                process_tree.signal_all(_descendants(), signal.SIGTERM)
+                process_tree.await_end(_descendants, end - time.monotonic())
+            self._survivors = tuple(process.pid for process in process_tree.kill_all(_descendants, KILL_S))
+        finally:
+            self._terminated.set()
+
+    def await_termination(self) -> tuple[int, ...]:
+        """Wait for `terminate`, which another thread may be about to call, and return the pids that survived it."""
+        self._terminated.wait(2 * (GRACE_S + KILL_S))
+        return self._survivors
+
+
+def _end_descendants(grace_s: float) -> None:
+    process_tree.signal_all(_descendants(), signal.SIGTERM)
+    process_tree.await_end(_descendants, grace_s)
+    process_tree.kill_all(_descendants, KILL_S)
+
+
+def _descendants() -> set[ProcessId]:
+    """Every living process below this one."""
+    return process_tree.descendants(os.getpid())
+
+
+def _reap_until_ended(pid: int) -> None:
+    """Return when this child has ended, before its pid can be reused; meanwhile reap adopted orphans."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and ended.si_pid != pid:
+        os.waitpid(ended.si_pid, 0)
+
+
+@contextmanager
+def _forward_signals(send: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, signals go to the command instead of to this process.
+
+    Signals from the terminal (Ctrl-C) already reach the command, which is in the same foreground process group. Signals
+    that were ignored when this process started stay ignored, as under nohup.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number not in FROM_TERMINAL or not _in_foreground():
+            send(number)
+
+    before = {number: signal.getsignal(number) for number in (*ALWAYS, *FROM_TERMINAL)}
+    taken = [number for number, action in before.items() if action is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, forward)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
+def _in_foreground() -> bool:
+    try:
+        with open("/dev/tty", "rb") as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
+        return False

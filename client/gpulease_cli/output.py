@@ -1,0 +1,109 @@
+"""Output of the commands: JSON, tables on stdout, and errors in three lines on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.errors import GpuleaseError, InvalidRequest
+from gpulease_protocol.model import GpuState, Page
+from gpulease_protocol.status_table import printable
+
+DONE, REFUSED, USAGE, UNREACHABLE, LOST = range(5)
+"""Exit codes."""
+
+STATE_COLORS = {
+    GpuState.FREE.value: "green",
+    GpuState.LEASED.value: "cyan",
+    GpuState.DRAINING.value: "yellow",
+    GpuState.FOREIGN.value: "magenta",
+    GpuState.UNHEALTHY.value: "red",
+    GpuState.UNKNOWN.value: "red",
+    GpuState.PROHIBITED.value: "red",
+    GpuState.CORDONED.value: "yellow",
+}
+
+
+def print_json(value: Any) -> None:
+    """Print one REST noun as JSON."""
+    _json(to_json(value))
+
+
+def print_json_line(value: Any) -> None:
+    """Print one REST noun as one line of JSON, for programs that read a stream."""
+    sys.stdout.write(json.dumps(to_json(value), ensure_ascii=False) + "\n")
+
+
+def print_json_list(values: Sequence[Any]) -> None:
+    """Print a list as the REST API does: one page, with all items in it."""
+    _json(to_json(Page(items=tuple(values))))
+
+
+def print_table(table: str) -> None:
+    """Print a table; on a terminal, states are colored."""
+    sys.stdout.write(colored(table) if sys.stdout.isatty() else table)
+
+
+def colored(table: str) -> str:
+    """A table with its states in color, if the terminal has any."""
+    from rich.console import Console  # noqa: PLC0415 - 50 ms that a pipe need not pay
+    from rich.text import Text  # noqa: PLC0415
+
+    text = Text(table)
+    for word, color in STATE_COLORS.items():
+        text.highlight_regex(rf"(?<=  ){word}\b", color)
+    console = Console(highlight=False, soft_wrap=True)
+    with console.capture() as capture:
+        console.print(text, end="")
+    return capture.get()
+
+
+def warn_if_stale(as_of: str | None) -> None:
+    """Warn on stderr that the data shown is a copy as of `as_of`; None means that it is current."""
+    if as_of is not None:
+        print(
+            f"gpulease: this is a copy as of {as_of}, without GPU readings: the daemon is on standby or cannot reach"
+            " its database. Run gpulease doctor.",
+            file=sys.stderr,
+        )
+
+
+def print_error(what: str, why: str, remedy: str) -> None:
+    """Print an error: one line each of what, why and what to do."""
+    lines = (f"gpulease: {what}", f"  why: {why}", f"  do:  {remedy}")
+    sys.stderr.write("".join(printable(line, 2000) + "\n" for line in lines if not line.endswith(":  ")))
+
+
+def print_gpulease_error(error: GpuleaseError) -> None:
+    """Print an error of the library. Its title is not repeated where its detail begins with it."""
+    title = f"{error.title}: "
+    rest = error.detail.removeprefix(title)
+    why = rest[:1].upper() + rest[1:] if error.detail.startswith(title) else error.detail
+    print_error(error.title.lower(), why, error.remedy or _default_remedy(error))
+
+
+def fail_in_shell(code: int) -> None:
+    """Make `eval "$(...)"` fail with this program's exit code: eval of nothing would succeed and hide the error.
+
+    Not on a terminal, where nothing evaluates it.
+    """
+    if not sys.stdout.isatty():
+        with suppress(OSError):  # the reader has gone
+            sys.stdout.write(f"(exit {code})\n")
+            sys.stdout.flush()
+
+
+def _default_remedy(error: GpuleaseError) -> str:
+    """The last sentence of the error's docstring: what to do about errors of this kind."""
+    if isinstance(error, InvalidRequest):
+        return "Correct it and try again."
+    sentences = " ".join((type(error).__doc__ or "").split()).rstrip(".").split(". ")
+    return f"{sentences[-1]}." if len(sentences) > 1 else "Look at the daemon's log."
+
+
+def _json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")

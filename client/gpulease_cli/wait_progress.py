@@ -1,0 +1,161 @@
+"""Progress of a wait on stderr: on a terminal one line, redrawn every second, with the place in the queue; elsewhere a
+line whenever the reason changes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from gpulease.client import Client
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import Job, JobState, Lease
+from gpulease_protocol.status_table import format_duration, printable
+
+QUIET_S = 0.3
+"""No progress is shown for a request that is granted within this time."""
+CLEAR_LINE = "\x1b[K"
+"""Clears a terminal's line from the cursor on."""
+POLL_S = 1.0
+"""Time between two queries for the reason of a wait."""
+
+
+def wait_for_job(client: Client, job_id: str, until: Callable[[Job], bool]) -> Job:
+    """The job once `until` is true of it; meanwhile shows its progress."""
+    job = client.wait_job(job_id, QUIET_S, until=lambda job: until(job) or job.state is not JobState.QUEUED)
+    progress = _Progress(client, job_id, job.created_at)
+    try:
+        while not until(job):
+            if job.state is JobState.QUEUED:
+                progress.show_reason(job.lease_id, job.reason)
+            else:
+                places = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in job.gpus)
+                gpus = f" on GPU{'s' if len(job.gpus) > 1 else ''} {places}" if places else ""
+                progress.show_once(f"is {job.state}{gpus}.")
+            job = _next_state(client, job, until)
+    finally:
+        progress.close()
+    return job
+
+
+class QueueProgress:
+    """Shows from a thread why a request waits, until it no longer waits or the block ends.
+
+    `start` is for `on_queued` of the request. After `close` nothing more is written to stderr.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._closed = threading.Event()
+        self._progress: _Progress | None = None
+
+    def __enter__(self) -> QueueProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, lease: Lease) -> None:
+        """Begin to show why this request waits."""
+        self._progress = progress = _Progress(self._client, lease.id, lease.created_at)
+        threading.Thread(target=self._watch, args=(progress, lease.id), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop, and remove the line from the terminal."""
+        self._closed.set()
+        if self._progress is not None:
+            self._progress.close()
+
+    def _watch(self, progress: _Progress, lease_id: str) -> None:
+        self._closed.wait(QUIET_S)
+        while not self._closed.is_set() and progress.show_reason(lease_id):
+            self._closed.wait(POLL_S)
+
+
+@contextmanager
+def hint_on_interrupt(job_id: str, command: str) -> Iterator[None]:
+    """When Ctrl-C ends the block, says that the job continues, and how to come back to it or end it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\n{job_id} continues; `gpulease {command} {job_id}` returns to it,")
+        sys.stderr.write(f" `gpulease cancel {job_id}` ends it\n")
+        raise
+
+
+class _Progress:
+    """Lines on stderr about one wait; remembers what was printed last."""
+
+    def __init__(self, client: Client, subject: str, since: datetime) -> None:
+        self._client = client
+        self._subject = subject
+        self._since = since
+        self._last: object = None
+        self._drawn = False
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def show_once(self, sentence: str, key: object = None) -> None:
+        """Print a sentence, unless it (or its `key`) was the last one."""
+        key = sentence if key is None else key
+        with self._lock:
+            if key != self._last and not self._closed:
+                self._last = key
+                self._wipe()
+                sys.stderr.write(printable(f"{self._subject} {sentence}", 2000) + "\n")
+                sys.stderr.flush()
+
+    def close(self) -> None:
+        """Stop. Printed lines stay; the redrawn line is removed."""
+        with self._lock:
+            self._closed = True
+            self._wipe()
+            sys.stderr.flush()
+
+    def _draw(self, explanation: Explanation) -> None:
+        """Redraw the terminal's last line."""
+        waited = format_duration((datetime.now(UTC) - self._since).total_seconds())
+        place = f", place {explanation.position} in the queue" if explanation.position else ""
+        # The reason first: a narrow terminal cuts off the end.
+        why = " ".join(obstacle.sentence for obstacle in explanation.obstacles)
+        why = why or explanation.sentence.removeprefix("Not now: ")
+        columns = shutil.get_terminal_size().columns
+        with self._lock:
+            if not self._closed:
+                line = printable(f"waiting {waited}{place}: {why}", max(columns - 1, 20))
+                sys.stderr.write(f"\r{line}{CLEAR_LINE}")
+                sys.stderr.flush()
+                self._drawn, self._last = True, None
+
+    def _wipe(self) -> None:
+        if self._drawn:
+            sys.stderr.write(f"\r{CLEAR_LINE}")
+            self._drawn = False
+
+    def show_reason(self, lease_id: str, fallback: str | None = None) -> bool:
+        """Show why a request waits; False if it does not wait. A failed query is repeated at the next call."""
+        try:
+            explanation = self._client.explain(lease_id)
+        except GpuleaseError:
+            if fallback is not None:  # between two attempts a job has no request
+                self.show_once(f"waits. {fallback}")
+            return fallback is not None
+        if explanation.verdict not in ("not_now", "never"):
+            return False
+        if sys.stderr.isatty():
+            self._draw(explanation)
+            return True
+        # Not the sentence: it says until when a lease lasts, which every renewal changes.
+        obstacles = tuple((obstacle.code, obstacle.uuid, obstacle.lease_id) for obstacle in explanation.obstacles)
+        self.show_once(f"waits. {explanation.sentence}", (explanation.position, obstacles))
+        return True
+
+
+def _next_state(client: Client, job: Job, until: Callable[[Job], bool]) -> Job:
+    """The job when its state changes or, while it is queued, after `POLL_S`."""
+    wait_s = POLL_S if job.state is JobState.QUEUED else None
+    return client.wait_job(job.id, wait_s, until=lambda now: until(now) or now.state is not job.state)

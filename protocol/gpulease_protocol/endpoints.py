@@ -1,0 +1,319 @@
+"""The endpoint table: each endpoint as an `ApiCall`, which says what to send and how to decode the response.
+
+Pure, so that any transport can send it. Every call except those that create or revoke a bearer token may be sent again
+after a lost response (`ApiCall.is_repeatable`): reading changes nothing, a request for a lease or a job carries an
+idempotency key, the fencing token guards renew and release, and cancelling twice is the same as cancelling once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar, cast
+from urllib.parse import quote
+
+from gpulease_protocol.codec import from_json, to_body
+from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.job_metrics import JobMetrics
+from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
+from gpulease_protocol.requests import OWNER_FIELDS, CancelRequest, JobRequest, LeaseRequest, PauseRequest
+from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
+
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiCall(Generic[Answer]):
+    """One request of the REST API."""
+
+    method: str
+    """HTTP method."""
+    path: str
+    """Path from the root, with every id percent-encoded."""
+    read: Callable[[Any], Answer]
+    """Makes the answer from the decoded JSON of a 2xx response. Raises ValueError if its shape is wrong."""
+    query: tuple[tuple[str, str], ...] = ()
+    """Query parameters, in order."""
+    body: Mapping[str, Any] | None = None
+    """JSON body; null sends none."""
+    idempotency_key: str | None = None
+    """Sent as `Idempotency-Key`, so that the daemon acts on the request only once."""
+    hold_s: float = 0.0
+    """How long the daemon may hold its response (long poll); added to the transport's own time limit."""
+    idempotent: bool = False
+    """True for a POST without a key that does the same when it is sent twice."""
+    text: bool = False
+    """True if `read` takes the text of the response, not its JSON."""
+    optional_fields: frozenset[str] = frozenset()
+    """Fields of the body that an older daemon can do without: one that refuses them is asked again without."""
+    accept: str = "application/json, text/plain"
+    """Media types that are accepted."""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """True if it is safe to send again although the daemon may have acted on it already."""
+        return self.method == "GET" or self.idempotency_key is not None or self.idempotent
+
+
+def without_refused_fields(call: ApiCall[Answer], refusal: str) -> ApiCall[Answer] | None:
+    """The call for a daemon that refused it with this text; None unless only optional fields were in its way."""
+    body = call.body or {}
+    refused = {name for name in call.optional_fields & body.keys() if f"{name}: is not a field" in refusal}
+    if not refused:
+        return None
+    return replace(call, body={name: value for name, value in body.items() if name not in refused})
+
+
+def gpus(cursor: str | None = None) -> ApiCall[Page[Gpu]]:
+    """`GET /v1/gpus`."""
+    return _list("/v1/gpus", Gpu, cursor)
+
+
+def gpu(uuid: str) -> ApiCall[Gpu]:
+    """`GET /v1/gpus/{uuid}`."""
+    return _get(f"/v1/gpus/{_encoded(uuid)}", Gpu)
+
+
+def nodes(cursor: str | None = None) -> ApiCall[Page[Node]]:
+    """`GET /v1/nodes`."""
+    return _list("/v1/nodes", Node, cursor)
+
+
+def node(name: str) -> ApiCall[Node]:
+    """`GET /v1/nodes/{name}`."""
+    return _get(f"/v1/nodes/{_encoded(name)}", Node)
+
+
+def drain_node(name: str) -> ApiCall[Node]:
+    """`POST /v1/nodes/{name}/drain`; idempotent."""
+    return _post(f"/v1/nodes/{_encoded(name)}/drain", None, Node)
+
+
+def pause_node(name: str, force: bool = False) -> ApiCall[Node]:
+    """`POST /v1/nodes/{name}/pause`; idempotent."""
+    return _post(f"/v1/nodes/{_encoded(name)}/pause", to_body(PauseRequest(force=force)), Node)
+
+
+def resume_node(name: str) -> ApiCall[Node]:
+    """`POST /v1/nodes/{name}/resume`; idempotent."""
+    return _post(f"/v1/nodes/{_encoded(name)}/resume", None, Node)
+
+
+def forget_node(name: str) -> ApiCall[Node]:
+    """`POST /v1/nodes/{name}/forget`."""
+    return _post(f"/v1/nodes/{_encoded(name)}/forget", None, Node)
+
+
+def cordon_gpu(uuid: str, cordoned: bool = True) -> ApiCall[Gpu]:
+    """`POST /v1/gpus/{uuid}/cordon`, or `/uncordon`; idempotent."""
+    return _post(f"/v1/gpus/{_encoded(uuid)}/{'cordon' if cordoned else 'uncordon'}", None, Gpu)
+
+
+def leases(states: Iterable[str] = (), cursor: str | None = None) -> ApiCall[Page[Lease]]:
+    """`GET /v1/leases`, in these states, or in any."""
+    return _list("/v1/leases", Lease, cursor, [("state", str(state)) for state in states])
+
+
+def lease(lease_id: str, wait_s: float = 0.0, wait_while: LeaseState | None = None) -> ApiCall[Lease]:
+    """`GET /v1/leases/{id}`, held for at most `wait_s` while the lease is in state `wait_while`."""
+    return _get(f"/v1/leases/{_encoded(lease_id)}", Lease, wait_s, wait_while)
+
+
+def request_lease(request: LeaseRequest, idempotency_key: str, wait_s: float = 0.0) -> ApiCall[Lease]:
+    """`POST /v1/leases`: the lease, active or queued."""
+    return ApiCall(
+        method="POST",
+        path="/v1/leases",
+        query=(("wait_s", _seconds(wait_s)),),
+        body=to_body(request),
+        optional_fields=OWNER_FIELDS,
+        idempotency_key=idempotency_key,
+        read=_reader(Lease),
+        hold_s=wait_s,
+    )
+
+
+def renew(lease_id: str, fencing_token: int | None) -> ApiCall[Lease]:
+    """`POST /v1/leases/{id}/renew`. The fencing token makes it safe to repeat."""
+    return _post(f"/v1/leases/{_encoded(lease_id)}/renew", {"token": fencing_token}, Lease)
+
+
+def keep(lease: Lease) -> ApiCall[Lease]:
+    """`renew` for its holder: the daemon that says 2xx about this lease has renewed it, whatever else it says.
+
+    The answer is the lease as it was where it is of a shape that this version cannot read. An answer that is not about
+    this lease is none: a proxy's page is no renewal.
+    """
+
+    def read(document: Any) -> Lease:
+        if not isinstance(document, dict) or document.get("id") != lease.id:
+            raise ValueError(f"not about lease {lease.id}")
+        try:
+            return from_json(Lease, document)
+        except ValueError:
+            return lease
+
+    return replace(renew(lease.id, lease.fencing_token), read=read)
+
+
+def release(lease_id: str, fencing_token: int | None) -> ApiCall[Lease]:
+    """`POST /v1/leases/{id}/release`; cancels a queued lease. The fencing token makes it safe to repeat."""
+    return _post(f"/v1/leases/{_encoded(lease_id)}/release", {"token": fencing_token}, Lease)
+
+
+def explain(lease_id: str) -> ApiCall[Explanation]:
+    """`GET /v1/leases/{id}/explain`."""
+    return _get(f"/v1/leases/{_encoded(lease_id)}/explain", Explanation)
+
+
+def submit(request: JobRequest, idempotency_key: str) -> ApiCall[Job]:
+    """`POST /v1/jobs`."""
+    return ApiCall(
+        method="POST",
+        path="/v1/jobs",
+        body=to_body(request),
+        idempotency_key=idempotency_key,
+        read=_reader(Job),
+    )
+
+
+def jobs(
+    states: Iterable[str] = (),
+    cursor: str | None = None,
+    limit: int | None = None,
+    *,
+    array: str | None = None,
+    user: str | None = None,
+) -> ApiCall[Page[Job]]:
+    """`GET /v1/jobs`, in these states or in any, of one array or user or of all; at most `limit`."""
+    query = [("state", str(state)) for state in states]
+    query += [] if array is None else [("array", array)]
+    query += [] if user is None else [("user", user)]
+    query += [] if limit is None else [("limit", str(limit))]
+    return _list("/v1/jobs", Job, cursor, query)
+
+
+def job(job_id: str, wait_s: float = 0.0, wait_while: str | None = None) -> ApiCall[Job]:
+    """`GET /v1/jobs/{id}`, held for at most `wait_s` while the job is in state `wait_while`."""
+    return _get(f"/v1/jobs/{_encoded(job_id)}", Job, wait_s, wait_while)
+
+
+def cancel_job(job_id: str, grace_s: float | None = None) -> ApiCall[Job]:
+    """`POST /v1/jobs/{id}/cancel`; idempotent."""
+    body = None if grace_s is None else to_body(CancelRequest(grace_s=grace_s))
+    return _post(f"/v1/jobs/{_encoded(job_id)}/cancel", body, Job)
+
+
+def job_logs(
+    job_id: str,
+    follow: bool = False,
+    rank: int | str | None = None,
+    tail: int | None = None,
+    offset: str | int | None = None,
+) -> ApiCall[str]:
+    """`GET /v1/jobs/{id}/logs`: the log as a stream of frames (`gpulease_protocol.log_frames`)."""
+    options = (("rank", rank), ("tail", tail), ("offset", offset))
+    query = [("frames", "1"), *([("follow", "1")] if follow else [])]
+    query += [(name, str(value)) for name, value in options if value is not None]
+    return ApiCall(method="GET", path=f"/v1/jobs/{_encoded(job_id)}/logs", query=tuple(query), read=str, text=True)
+
+
+def job_metrics(job_id: str, points: int | None = None) -> ApiCall[JobMetrics]:
+    """`GET /v1/jobs/{id}/metrics`, with at most `points` buckets for each GPU."""
+    query = () if points is None else (("points", str(points)),)
+    return ApiCall(method="GET", path=_metrics_path(job_id), query=query, read=_reader(JobMetrics))
+
+
+def job_metrics_csv(job_id: str, points: int | None = None) -> ApiCall[str]:
+    """`GET /v1/jobs/{id}/metrics` as CSV."""
+    query = (("format", "csv"), *(() if points is None else (("points", str(points)),)))
+    return ApiCall(method="GET", path=_metrics_path(job_id), query=query, read=str, text=True)
+
+
+def create_token(request: TokenRequest) -> ApiCall[NewBearerToken]:
+    """`POST /v1/tokens`. Not repeatable: only this response shows the token."""
+    return ApiCall(method="POST", path="/v1/tokens", body=to_body(request), read=_reader(NewBearerToken))
+
+
+def tokens(cursor: str | None = None) -> ApiCall[Page[BearerToken]]:
+    """`GET /v1/tokens`."""
+    return _list("/v1/tokens", BearerToken, cursor)
+
+
+def revoke_token(token_id: str) -> ApiCall[BearerToken]:
+    """`DELETE /v1/tokens/{id}`. Not repeatable: the second one raises NotFound."""
+    return ApiCall(method="DELETE", path=f"/v1/tokens/{_encoded(token_id)}", read=_reader(BearerToken))
+
+
+def events(after: int = 0, limit: int | None = None) -> ApiCall[EventPage]:
+    """`GET /v1/events`: events with a `seq` over `after`, oldest first; after 0, all that are kept."""
+    query = [("after", str(after))]
+    if limit is not None:
+        query.append(("limit", str(limit)))
+    return ApiCall(method="GET", path="/v1/events", query=tuple(query), read=_reader(EventPage))
+
+
+def event_stream(after: int | None = None) -> ApiCall[str]:
+    """`GET /v1/events` as server-sent events (`gpulease_protocol.sse`); with null, those from now on."""
+    query = () if after is None else (("after", str(after)),)
+    return ApiCall(method="GET", path="/v1/events", query=query, read=str, text=True, accept="text/event-stream")
+
+
+def ready() -> ApiCall[Mapping[str, Any]]:
+    """`GET /readyz`."""
+    return ApiCall(method="GET", path="/readyz", read=dict)
+
+
+def alive() -> ApiCall[Mapping[str, Any]]:
+    """`GET /healthz`."""
+    return ApiCall(method="GET", path="/healthz", read=dict)
+
+
+def front_page() -> ApiCall[str]:
+    """`GET /`: GPUs, holders and the queue as a text table."""
+    return ApiCall(method="GET", path="/", read=str, text=True)
+
+
+def _metrics_path(job_id: str) -> str:
+    return f"/v1/jobs/{_encoded(job_id)}/metrics"
+
+
+def _get(path: str, kind: type[Answer], wait_s: float = 0.0, wait_while: str | None = None) -> ApiCall[Answer]:
+    query = []
+    if wait_s > 0:
+        query.append(("wait_s", _seconds(wait_s)))
+        if wait_while is not None:
+            query.append(("wait_while", str(wait_while)))
+    return ApiCall(method="GET", path=path, query=tuple(query), read=_reader(kind), hold_s=max(wait_s, 0.0))
+
+
+def _list(
+    path: str, kind: type[Item], cursor: str | None, query: Iterable[tuple[str, str]] = ()
+) -> ApiCall[Page[Item]]:
+    parameters = (*query, ("cursor", cursor)) if cursor is not None else tuple(query)
+    page = cast(type[Page[Item]], Page[kind])  # type: ignore[valid-type]
+    return ApiCall(method="GET", path=path, query=parameters, read=_reader(page))
+
+
+def _post(path: str, body: Mapping[str, Any] | None, kind: type[Answer]) -> ApiCall[Answer]:
+    return ApiCall(method="POST", path=path, body=body, read=_reader(kind), idempotent=True)
+
+
+def _reader(kind: type[Answer]) -> Callable[[Any], Answer]:
+    return lambda document: from_json(kind, document)
+
+
+def _encoded(part: str) -> str:
+    """One path segment, percent-encoded. The transport would resolve a segment of dots only.
+
+    Raises InvalidRequest if it is no text in UTF-8, as an argument of a program may be.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in part):
+        raise InvalidRequest(f"{part!a} is no text in UTF-8, so there is nothing of this name.")
+    return quote(part, safe="") if part.strip(".") else "%2E" * len(part)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")

@@ -1,0 +1,217 @@
+"""Every error that gpulease raises or answers, each with a stable code.
+
+```
+GpuleaseError
+├── InvalidRequest (ValueError)    ├── LeaseLost            ├── OverQuota
+├── NeverFits (ValueError)         ├── StaleToken           ├── IdempotencyMismatch
+├── NotNow (RuntimeError)          ├── NotAuthenticated     ├── Unavailable
+├── NotFound                       ├── NotAllowed           ├── DaemonUnavailable (RuntimeError)
+├── InUse                          ├── TooLarge             ├── UnknownOrdinals (RuntimeError)
+├── MethodNotAllowed               ├── TooSlow              └── MaskLatched (RuntimeError)
+                                   └── EventsPruned
+```
+
+The server answers an error as `application/problem+json` with its `code`; the client raises the class of that code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+
+def shortened(text: str, limit: int = 80) -> str:
+    """`text` for a message: whole, or its beginning and how long it is. A message must not repeat what is long.
+
+    Example: `shortened("x" * 500, 3)` is `"xxx... (500 characters)"`.
+    """
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+class GpuleaseError(Exception):
+    """Something went wrong that has no narrower name. `detail` says what and why, `remedy` what to do."""
+
+    code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    title: ClassVar[str] = "Internal error"
+
+    def __init__(self, detail: str, *, remedy: str = "", extra: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"{detail} {remedy}".strip())
+        self.detail = detail
+        self.remedy = remedy
+        self.extra: dict[str, Any] = dict(extra or {})
+        """Further members of the problem document, such as `explanation`."""
+
+    def problem(self) -> dict[str, Any]:
+        """The RFC 9457 document for this error."""
+        body: dict[str, Any] = {
+            "type": "about:blank",
+            "title": self.title,
+            "status": self.status,
+            "code": self.code,
+            "detail": self.detail,
+        }
+        if self.remedy:
+            body["remedy"] = self.remedy
+        return body | self.extra
+
+
+class InvalidRequest(GpuleaseError, ValueError):
+    """The request is not well formed. Correct the field that `detail` names."""
+
+    code, status, title = "invalid_request", 422, "Invalid request"
+
+
+class TooLarge(InvalidRequest):
+    """The body is over 1 MiB. Send less."""
+
+    code, status, title = "too_large", 413, "Request too large"
+
+
+class TooSlow(InvalidRequest):
+    """The request did not arrive in time. Send it again, and faster."""
+
+    code, status, title = "too_slow", 408, "Request too slow"
+
+
+class NeverFits(GpuleaseError, ValueError):
+    """No node has such GPUs, so waiting does not help. Ask for fewer or other GPUs."""
+
+    code, status, title = "never_fits", 422, "Never fits"
+
+
+class NotNow(GpuleaseError, RuntimeError):
+    """The GPUs are in use and the request would not wait. Try again later, or let it queue."""
+
+    code, status, title = "not_now", 409, "Not now"
+
+
+class InUse(GpuleaseError, RuntimeError):
+    """A lease is active on what would be taken out of use: wait until it has ended, or say force. Or the node to be
+    forgotten reports: turn its host off first."""
+
+    code, status, title = "in_use", 409, "In use"
+
+
+class NotFound(GpuleaseError):
+    """There is no such thing. Check the id."""
+
+    code, status, title = "not_found", 404, "Not found"
+
+
+class MethodNotAllowed(GpuleaseError):
+    """This address does not take that method."""
+
+    code, status, title = "method_not_allowed", 405, "Method not allowed"
+
+
+class LeaseLost(GpuleaseError):
+    """The lease has ended and its GPUs may be someone else's. Stop using them."""
+
+    code, status, title = "lease_lost", 410, "Lease lost"
+
+
+class EventsPruned(GpuleaseError):
+    """Events after the `seq` that was asked for are no longer kept. Go on after `pruned_seq`, and know of the gap."""
+
+    code, status, title = "events_pruned", 410, "Events pruned"
+
+    @property
+    def pruned_seq(self) -> int:
+        """The last `seq` that is gone: `events(after=pruned_seq)` has all that is kept."""
+        return int(self.extra.get("pruned_seq", 0))
+
+
+class StaleToken(GpuleaseError):
+    """The token is not that of the lease's grant. Only its holder can act on a lease."""
+
+    code, status, title = "stale_token", 412, "Stale token"
+
+
+class NotAuthenticated(GpuleaseError):
+    """The daemon does not know who asks. Send a token."""
+
+    code, status, title = "not_authenticated", 401, "Not authenticated"
+
+
+class NotAllowed(GpuleaseError):
+    """Who asks may not do this."""
+
+    code, status, title = "not_allowed", 403, "Not allowed"
+
+
+class OverQuota(GpuleaseError):
+    """A bound is reached. End something, or ask again later."""
+
+    code, status, title = "over_quota", 429, "Over quota"
+    retry_after_s: float | None = None
+    """How long the daemon wants to be left alone, where it says that."""
+
+
+class IdempotencyMismatch(GpuleaseError):
+    """The Idempotency-Key was used before with another body. Use a new key for a new request."""
+
+    code, status, title = "idempotency_mismatch", 422, "Idempotency mismatch"
+
+
+class Unavailable(GpuleaseError):
+    """The daemon cannot record its answer now. Nothing was done, unless `outcome` is `unknown`. Ask again."""
+
+    code, status, title = "unavailable", 503, "Unavailable"
+    retry_after_s: float | None = None
+    """How long the server wants to be left alone, where it says that."""
+
+
+class DaemonUnavailable(GpuleaseError, RuntimeError):
+    """No daemon answers. Start one with `gpulease serve`, or set GPULEASE_URL."""
+
+    code, status, title = "daemon_unavailable", 503, "Daemon unavailable"
+
+
+class UnknownOrdinals(GpuleaseError, RuntimeError):
+    """Which GPUs CUDA's numbers mean in this process cannot be told, or they mean none that is leased. Nothing was
+    reserved. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name whole GPUs by UUID in CUDA_VISIBLE_DEVICES."""
+
+    code, title = "unknown_ordinals", "Unknown CUDA ordinals"
+
+
+class MaskLatched(GpuleaseError, RuntimeError):
+    """CUDA is initialised, so CUDA_VISIBLE_DEVICES does not count any more. Ask for GPUs before CUDA is used."""
+
+    code, title = "mask_latched", "Mask latched"
+
+
+ERRORS_BY_CODE: dict[str, type[GpuleaseError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidRequest,
+        TooLarge,
+        TooSlow,
+        NeverFits,
+        NotNow,
+        InUse,
+        NotFound,
+        MethodNotAllowed,
+        LeaseLost,
+        EventsPruned,
+        StaleToken,
+        NotAuthenticated,
+        NotAllowed,
+        OverQuota,
+        IdempotencyMismatch,
+        Unavailable,
+        DaemonUnavailable,
+    )
+}
+"""The class for each code that a daemon may answer."""
+
+
+def error_from_problem(problem: Mapping[str, Any]) -> GpuleaseError:
+    """The exception for a problem document, of the class of its `code`."""
+    known = {"type", "title", "status", "code", "detail", "remedy"}
+    kind = ERRORS_BY_CODE.get(str(problem.get("code")), GpuleaseError)
+    return kind(
+        str(problem.get("detail") or problem.get("title") or "the daemon answered with an error"),
+        remedy=str(problem.get("remedy") or ""),
+        extra={key: value for key, value in problem.items() if key not in known},
+    )

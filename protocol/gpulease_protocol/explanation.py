@@ -1,0 +1,58 @@
+"""The answer to "why does this wait": nouns, as those of `gpulease_protocol.model`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from gpulease_protocol.model import Holder, Noun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Obstacle(Noun):
+    """Why one GPU could not be granted."""
+
+    uuid: str
+    """The GPU in the way."""
+    node: str
+    """Its node."""
+    index: int
+    """Its index on the node."""
+    code: str
+    """The GPU's state, or `claimed` (held for an older request), `unread` (looked free, but no recent reading
+    came), `over_limit` (a grant on its node takes more than the user's limit leaves), `too_little_memory`,
+    `other_model`, `other_node`, `not_listed`."""
+    sentence: str
+    """The same for people, naming pid, user and lease where there are any."""
+    lease_id: str | None = None
+    """The lease in the way."""
+    holder: Holder | None = None
+    """Who holds that lease."""
+    pids: tuple[int, ...] = ()
+    """Processes in the way."""
+    until: datetime | None = None
+    """When the lease in the way ends unless it is renewed; null where no time limit runs, or no lease is in the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(Noun):
+    """Why a request has no GPUs: for now, or forever."""
+
+    verdict: str
+    """`granted`, `not_now`, `never` or `ended`."""
+    sentence: str
+    """The answer for people."""
+    position: int | None = None
+    """Place in the queue; null unless queued."""
+    passed: int | None = None
+    """How many times a newer request was granted a GPU that this one could use, or, while its user's limit keeps this
+    one out, one of the same user was granted what this one needs of the limit; null unless queued."""
+    passed_s: float | None = None
+    """Seconds since the first time; null if that never happened."""
+    held: tuple[str, ...] = ()
+    """UUIDs of free GPUs that are held for it: no newer request gets them."""
+    behind: tuple[str, ...] = ()
+    """Older requests for which free GPUs are held that this one could use, or for which GPUs of their common user's
+    limit are kept."""
+    obstacles: tuple[Obstacle, ...] = ()
+    """For each GPU of the daemon that cannot be granted to this request, why."""

@@ -1,0 +1,117 @@
+"""Where a daemon may be: what was asked for, else what the environment says, else what this machine has."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.host import config_file
+
+SOCKET_NAME = "gpulease.sock"
+"""Name of the Unix socket in a daemon's data directory."""
+DEFAULT_URL = "http://127.0.0.1:8750"
+"""Where `gpulease serve` listens unless it is told otherwise."""
+MAX_ADDRESSES = 16
+"""Addresses of one service, at most: they share the time in which a client finds out that none answers."""
+SYSTEM_DATA_DIR = Path("/var/lib/gpulease")
+"""Data directory of a daemon that runs as root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One place where a daemon may listen."""
+
+    url: str
+    """As a person writes it: `http://127.0.0.1:8750` or `unix:///run/gpulease.sock`."""
+    origin: str
+    """What requests are addressed to; for a Unix socket a name that nothing resolves."""
+    socket: Path | None = None
+    """The Unix socket to connect to; null for TCP."""
+
+    @property
+    def shown(self) -> str:
+        """`url` for people to read: a password in it is left out."""
+        return re.sub(r"(//[^/@]*?:)[^/@]*@", r"\1...@", self.url)
+
+    @property
+    def local(self) -> bool:
+        """True when a proxy can have no part in reaching it."""
+        return self.socket is not None or urlsplit(self.origin).hostname in ("127.0.0.1", "::1", "localhost")
+
+
+def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Data directory of a daemon that the current user starts: `/var/lib/gpulease` for root, else a user's own."""
+    if os.geteuid() == 0:
+        return SYSTEM_DATA_DIR
+    home = environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(home) / "gpulease"
+
+
+def parse(url: str, source: str = "url") -> Address:
+    """The address that `url` spells. Raises InvalidRequest, naming `source`, for anything but http, https and unix."""
+    try:
+        parts = urlsplit(url.strip())
+        _ = parts.port  # reading it is what checks it
+    except ValueError as error:
+        raise _not_an_address(url, source) from error
+    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
+        return unix(Path(unquote(parts.path)))
+    if parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment:
+        return Address(url=url, origin=url.strip().rstrip("/"))
+    raise _not_an_address(url, source)
+
+
+def unix(path: Path) -> Address:
+    """The address of a Unix socket."""
+    return Address(url=f"unix://{quote(str(path))}", origin="http://gpulease", socket=path)
+
+
+def candidates(url: str | Iterable[str] | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Address, ...]:
+    """Addresses to try, in order: `url`, else GPULEASE_URL, else the configuration file's, else every local socket that
+    exists and then loopback.
+
+    Several addresses of one service are a list, or one text with commas. Raises InvalidRequest for what is no address,
+    and for a configuration file that cannot be used.
+    """
+    if url:
+        return _several(url, "url")
+    if environ.get("GPULEASE_URL"):
+        return _several(environ["GPULEASE_URL"], "GPULEASE_URL")
+    configured = config_file.client(environ).get("url")
+    if configured:
+        return _several(configured, "url in the configuration file")
+    places = dict.fromkeys(place / SOCKET_NAME for place in (default_data_dir(environ), SYSTEM_DATA_DIR))
+    return (*(unix(path) for path in places if path.is_socket()), parse(DEFAULT_URL))
+
+
+def _several(urls: str | Iterable[str], source: str) -> tuple[Address, ...]:
+    words = urls.split(",") if isinstance(urls, str) else list(urls)
+    found = dict.fromkeys(parse(word.strip(), source) for word in words if word.strip())
+    if not found or len(found) > MAX_ADDRESSES:
+        raise InvalidRequest(
+            f"{source}: {len(found)} addresses were given.", remedy=f"Give 1 to {MAX_ADDRESSES}, with commas between."
+        )
+    return tuple(found)
+
+
+def _not_an_address(url: str, source: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{source}: {url!r} is not the address of a daemon.",
+        remedy=f"Write it like {DEFAULT_URL} or unix:///path/to/{SOCKET_NAME}.",
+    )
+
+
+def make_traversable(directory: Path) -> None:
+    """Let users reach the directories of their jobs below this one. It stays closed to listing.
+
+    Only a directory that is root's alone is changed: other permissions were given on purpose.
+    """
+    seen = directory.stat()
+    if seen.st_uid == os.geteuid() == 0 and stat.S_IMODE(seen.st_mode) == 0o700:
+        directory.chmod(0o711)

@@ -1,0 +1,143 @@
+"""Process identity. A pid alone identifies no process, because the kernel reuses pids; a pid with its start time does.
+
+`ProcessId` is used wherever a process is remembered for longer than one look at /proc: the owner of a lease, a job's
+supervisor, a process that is to be signalled. Signals go through a pidfd that was checked against the start time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """One process, for as long as the machine is up."""
+
+    pid: int
+    """Process id, as this process counts."""
+    start_ticks: int
+    """Start time in clock ticks since boot, field 22 of /proc/PID/stat; 0, as of no process, where it is unreadable."""
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """The process that has this pid now; None if it is gone or a zombie."""
+        status = stat(pid)
+        return None if status is None or status.dead else cls(pid, status.start_ticks)
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """The calling process."""
+        return cls.of(os.getpid()) or cls(os.getpid(), 0)
+
+    def alive(self) -> bool:
+        """True while it runs; false once it is gone, a zombie, or its pid has been reused."""
+        return ProcessId.of(self.pid) == self
+
+    def pidfd(self) -> int | None:
+        """A pidfd of exactly this process, for the caller to close; None if it is gone."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:
+            return None
+        # An open pidfd keeps the pid from being reused; only after that does the start time prove the identity.
+        status = stat(self.pid)
+        if status is not None and status.start_ticks == self.start_ticks:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def send_signal(self, number: int) -> bool:
+        """Send a signal to exactly this process. False if it is gone or belongs to another user."""
+        descriptor = self.pidfd()
+        if descriptor is None:
+            return False
+        try:
+            signal.pidfd_send_signal(descriptor, number)
+        except (ProcessLookupError, PermissionError):
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def owner_fields(self, *, local: bool) -> dict[str, Any]:
+        """The fields of a `LeaseRequest` that name it as the owner; none where other processes count pids otherwise.
+
+        `local`: whether the daemon is on this host. Another one finds the worker that can watch it by the realm.
+        """
+        if not proc_shows_own_pids() or (not local and realm() is None):
+            return {}
+        fields: dict[str, Any] = {"owner_pid": self.pid, "owner_start_ticks": self.start_ticks}
+        return fields if local else fields | {"owner_realm": realm()}
+
+
+def proc_shows_own_pids() -> bool:
+    """False where /proc belongs to another pid namespace, so that our own pid there is another process.
+
+    As after `unshare --pid --fork` without `--mount-proc`: pid 1 in that /proc is the init process of the machine.
+    """
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def boot_id() -> str:
+    """Changes with every boot of the machine, which restarts the count of start times. Empty if unreadable."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return ""
+
+
+@cache
+def realm() -> str | None:
+    """Where this process's pids and start times are valid: the boot and the pid namespace. None if it is unreadable.
+
+    A pid with its start time identifies a process only to processes of the same realm.
+    """
+    boot = boot_id()
+    with suppress(OSError):
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}" if boot else None
+    return None
+
+
+class Stat(NamedTuple):
+    """The fields of /proc/PID/stat that are used here."""
+
+    name: str
+    """Name of the program, at most 15 bytes; a process can rename itself."""
+    dead: bool
+    """True when all its threads have ended and it only waits to be reaped."""
+    parent: int
+    """Pid of its parent."""
+    group: int
+    """Its process group."""
+    start_ticks: int
+    """Start time in clock ticks since boot."""
+    leader_ended: bool = False
+    """True when its first thread has ended and others have not: its own files in /proc are then empty."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the content of the file. Raises ValueError or IndexError when it is not such a file."""
+        # The name is in brackets and may itself contain brackets and spaces: count from the last bracket.
+        opened, closed = text.index("("), text.rindex(")")
+        words = text[closed + 2 :].split()
+        # The state is that of the first thread. Once that has ended, others may still run or hang in the kernel: a
+        # killed process with one thread in a driver call looks like this.
+        ended, threads = words[0] in "ZX", int(words[17])
+        name, dead, leader_ended = text[opened + 1 : closed], ended and threads <= 1, ended and threads > 1
+        return cls(name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended)
+
+
+def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:
+    """The current status of a process from /proc; None if there is no such process, or it is unreadable."""
+    try:
+        return Stat.parse((proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None

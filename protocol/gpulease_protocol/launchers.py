@@ -1,0 +1,127 @@
+"""The launchers: what each needs, which commands it accepts, which variables it sets, and which GPU mask it can read.
+
+A new training must not inherit the variables that a launcher, a scheduler or a lease has left in an environment: an
+inherited LOCAL_RANK makes Lightning wait forever, an inherited mask hides the leased GPUs, PET_NNODES changes what
+torchrun does. Used by everything that starts a process under a lease: the holder (`gpulease.lease`, `gpulease run`)
+and the worker, which builds the launcher's arguments (`gpulease_worker.jobs.launcher_argv`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from gpulease_protocol.errors import shortened
+from gpulease_protocol.states import Launcher, Mask
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherTraits:
+    """How a launcher behaves."""
+
+    modules: tuple[str, ...] = ()
+    """At least one of these must be importable in the job's interpreter; none is needed where it is empty."""
+    starts_ranks: bool = True
+    """False when the process that is launched is rank 0 itself; any further ranks are the script's own doing."""
+    restarts_ranks: bool = False
+    """True when it can restart its ranks (`max_restarts`)."""
+
+
+LAUNCHERS: Mapping[Launcher, LauncherTraits] = {
+    Launcher.TORCHRUN: LauncherTraits(("torch",), restarts_ranks=True),
+    Launcher.ACCELERATE: LauncherTraits(("accelerate",), restarts_ranks=True),
+    Launcher.DEEPSPEED: LauncherTraits(("deepspeed",)),
+    Launcher.LIGHTNING: LauncherTraits(("lightning", "pytorch_lightning"), starts_ranks=False),
+    Launcher.FABRIC: LauncherTraits(("lightning", "lightning_fabric"), starts_ranks=False),
+    Launcher.HOROVODRUN: LauncherTraits(("horovod",)),
+    Launcher.BAGUA: LauncherTraits(("bagua",)),
+    Launcher.PLAIN: LauncherTraits(starts_ranks=False),
+}
+
+_LAUNCH = (
+    r"LOCAL_RANK|RANK|WORLD_SIZE|GROUP_RANK|NODE_RANK|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
+    r"|(ROLE|MASTER|TORCHELASTIC|PET|SLURM|LT|ACCELERATE|OMPI|PMI|PMIX|HOROVOD|DLTS)_\w*"
+    r"|GPULEASE_(LEASE_ID|LEASE_TOKEN|JOB_ID|FOUND_BY|PARENT_PID)"
+)
+
+LAUNCHER_VARIABLES = re.compile(_LAUNCH + r"|GPULEASE_ARRAY_\w*|CUDA_(?!HOME$|PATH$)\w*")
+"""Variables that bind a process to an earlier launch, lease or set of GPUs. CUDA_HOME and CUDA_PATH only name the
+toolkit's directory, and stay. PET_* are torchrun's options."""
+RESERVED_VARIABLES = re.compile(_LAUNCH + r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)")
+"""Variables that even a request that names them one by one cannot set, because the launcher and the lease set them. A
+switch such as CUDA_LAUNCH_BLOCKING is intended in a request, and a leftover in an environment that exists anyway."""
+
+GPU_SELECTION_OPTIONS = ("--num_gpus", "--num_nodes", "--include", "--exclude", "--hostfile", "-i", "-e", "-H")
+"""deepspeed's own options for choosing GPUs. With any of them it takes physical GPUs from 0 on, whatever is leased."""
+READS_INDICES = {
+    "deepspeed": "its launcher turns the mask into --include, which takes numbers",
+    "ds": "is another name of the program deepspeed",
+    "vllm": "takes int() of each entry to ask NVML about the GPU (`device_id_to_physical_device_id`)",
+}
+"""Launchers, programs and Python modules that cannot read UUIDs in CUDA_VISIBLE_DEVICES, and why."""
+PYTHON = re.compile(r"python[0-9.]*t?")
+RUN_OPTION = re.compile(r"-[bBdEiIOPqRsSuvx]*([mc])(.*)", re.DOTALL)
+"""Options of Python, of which the last names the module or code to run, in the same word or the next."""
+OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
+"""Options of Python that take a separate word."""
+
+
+def usage_error(launcher: Launcher, command: Sequence[str], max_restarts: int = 0) -> str | None:
+    """What is wrong with a command for a launcher, as `FIELD: why`; None when nothing is.
+
+    The command begins with a script, or `-m MODULE`: the lease determines the launcher's options. All words after the
+    script are the script's own.
+    """
+    first = command[0]
+    if max_restarts and not LAUNCHERS[launcher].restarts_ranks:
+        able = " and ".join(other for other, traits in LAUNCHERS.items() if traits.restarts_ranks)
+        return f"max_restarts: {launcher} cannot restart its ranks, only {able} can; use retries"
+    if launcher is Launcher.PLAIN or not first.startswith("-"):
+        return None
+    if first in ("-m", "-c"):
+        return None if len(command) > 1 else f"command: {first} needs something after it"
+    if first.partition("=")[0] in GPU_SELECTION_OPTIONS:
+        return f"command: {first} would take GPUs outside the lease; leave it out, the launcher is given those leased"
+    option = shortened(first)
+    return f"command: must begin with the script, not with the option {option}; launcher options follow from the lease"
+
+
+def choose_mask(launcher: Launcher, command: Sequence[str]) -> Mask:
+    """How the GPUs must be named for the program that a launcher and a command start, as far as that is known.
+
+    Only that program counts, and not what it starts in turn: to run vLLM from a script or a shell, name the mask.
+    """
+    started = _program(command if launcher is Launcher.PLAIN else ("python", *command))
+    return Mask.INDICES if {launcher.value, started} & READS_INDICES.keys() else Mask.UUIDS
+
+
+def _program(command: Sequence[str]) -> str:
+    """Name of the program that a command runs; of one that Python runs the script's, or the outermost module's."""
+    name = PurePath(command[0]).name
+    if not PYTHON.fullmatch(name):
+        return name
+    words = iter(command[1:])
+    for word in words:
+        if (ending := RUN_OPTION.fullmatch(word)) is not None:
+            return (ending[2] or next(words, "")).partition(".")[0] if ending[1] == "m" else ""
+        if not word.startswith("-") or word == "-":
+            return PurePath(word).name
+        if word in OPTIONS_WITH_VALUE:
+            next(words, None)
+    return ""
+
+
+def strip_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """A copy of `environ` without what an earlier launcher or lease left in it."""
+    return _without(LAUNCHER_VARIABLES, environ)
+
+
+def strip_reserved_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the variables that a request names, without those that the launcher and the lease set."""
+    return _without(RESERVED_VARIABLES, environment)
+
+
+def _without(names: re.Pattern[str], environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if not names.fullmatch(name)}

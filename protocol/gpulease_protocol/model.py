@@ -1,0 +1,432 @@
+"""The public nouns: what the API returns, the client decodes, the CLI prints and the core computes with.
+
+Each class is written once, here. Names end in their unit: ``_at`` (aware UTC), ``_s`` (seconds), ``_bytes``,
+``_ratio`` (0 to 1), ``_w``, ``_c``. A value that the driver could not tell is ``None``, never 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, ClassVar, Generic, TypeVar
+
+from gpulease_protocol.codec import wire_name
+from gpulease_protocol.states import (
+    Activity,
+    ComputeMode,
+    EndReason,
+    GpuState,
+    JobState,
+    Launcher,
+    LeaseState,
+    Liveness,
+    Mask,
+    NodeMode,
+    NodeState,
+    ProcessType,
+    Selection,
+)
+
+__all__ = [
+    "Activity",
+    "ComputeMode",
+    "Demand",
+    "Device",
+    "EndReason",
+    "Event",
+    "Gpu",
+    "GpuReading",
+    "GpuState",
+    "Holder",
+    "Job",
+    "JobSpec",
+    "JobState",
+    "Launcher",
+    "Lease",
+    "LeaseState",
+    "Liveness",
+    "Mask",
+    "Node",
+    "NodeMode",
+    "NodeState",
+    "Noun",
+    "Page",
+    "Process",
+    "ProcessType",
+    "Selection",
+]
+
+Item = TypeVar("Item")
+
+
+class Noun:
+    """Marks a public noun: field docstrings become the OpenAPI descriptions."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "allow_inf_nan": False,
+        "alias_generator": wire_name,
+        "serialize_by_alias": True,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device(Noun):
+    """One allocatable GPU, by what does not change while it is plugged in."""
+
+    uuid: str
+    """NVML UUID, `GPU-` and lower-case hex; the only identity of a GPU."""
+    node: str
+    """Name of the node that has it."""
+    index: int
+    """Position in PCI bus order on its node; may change at a reboot."""
+    pci_bus_id: str | None = None
+    """PCI bus id with the 8-digit domain, such as `00000000:1B:00.0`."""
+    name: str | None = None
+    """Product name, such as `NVIDIA H100 80GB HBM3`."""
+    memory_total_bytes: int | None = None
+    """Memory of the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process(Noun):
+    """A process that NVML shows on a GPU."""
+
+    pid: int
+    """Process id in the node's namespace."""
+    type: ProcessType = ProcessType.COMPUTE
+    """Through which interface it uses the GPU."""
+    user: str | None = None
+    """Login name of its owner."""
+    command: str | None = None
+    """Command line, cut at 200 characters."""
+    memory_bytes: int | None = None
+    """GPU memory it holds; null where the driver cannot tell."""
+    lease_id: str | None = None
+    """The lease it works under; null for a process outside any lease."""
+    bystander: bool = False
+    """True for a desktop's or a monitor's process and for an MPS server: it does not keep the GPU from others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReading(Device):
+    """What the hardware showed of one GPU at one moment."""
+
+    memory_used_bytes: int | None = None
+    """Memory in use, without what the driver reserves."""
+    utilization_ratio: float | None = None
+    """Share of the last sample period in which a kernel ran, 0 to 1."""
+    temperature_c: float | None = None
+    """Core temperature in degrees Celsius."""
+    power_w: float | None = None
+    """Power draw in watts."""
+    compute_mode: ComputeMode | None = None
+    """Whether the driver admits any number of processes (`default`), one at a time (`exclusive_process`) or none
+    (`prohibited`: the GPU is never granted)."""
+    health: str = "ok"
+    """`ok`, or what keeps it from being granted: `lost`, `reset_required`, `reboot_required`, `xid:N`,
+    `row_remap_failed`, `mig`, `fabric_not_ready`, `processes_unknown`, `compute_mode_unknown`, `unreadable`; see
+    docs/glossary.md."""
+    warnings: tuple[str, ...] = ()
+    """What is worth knowing about it but does not keep it from being granted, such as `row_remap_pending`; see
+    docs/glossary.md."""
+    processes: tuple[Process, ...] = ()
+    """Processes on the GPU, every type."""
+    hidden_use: bool = False
+    """True when memory or utilization shows that an unlisted process uses it, or its memory is not known, and
+    others could not be listed: the worker runs in a PID namespace of its own, from which the driver hides them, or the
+    driver has no process lists (WSL2). Never beside a process with the marker of a lease."""
+    minor_number: int | None = None
+    """N of its device file `/dev/nvidiaN`; not the index."""
+    numa_node: int | None = None
+    """NUMA node it is attached to; null where there is one memory for all, or the kernel does not tell."""
+    mig: bool | None = None
+    """True when it is split by MIG; null for a GPU that cannot be."""
+    fabric: str | None = None
+    """How far it is with its NVLink fabric: `not_started`, `in_progress`, `completed`, `failed`; null without one."""
+    recovery_action: str | None = None
+    """What the driver says would make it sound again, such as `none` or `gpu_reset`; null before driver 570."""
+    ecc_corrected: int | None = None
+    """Memory errors corrected since the driver was loaded; null without ECC."""
+    ecc_uncorrected: int | None = None
+    """Memory errors that could not be corrected since the driver was loaded; null without ECC."""
+    remapped_rows: int | None = None
+    """Memory rows replaced by spare ones, ever; null before Ampere."""
+    throttle_reasons: tuple[str, ...] | None = None
+    """What holds its clocks down, such as `sw_power_cap`; empty when nothing does."""
+    opened_by: tuple[Process, ...] | None = None
+    """Processes that have its device file open or mapped and count: with `lease_id` of the lease that has ended its
+    own, which keep the GPU; others only delay it. Left out is who works under another lease or on another GPU, or was
+    there before. Null unless the GPU drains, and while that is being looked for."""
+    unreadable_processes: int | None = None
+    """How many processes' open files the worker may not read, so that `opened_by` may lack some; null if they
+    were not checked, or its device file is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder(Noun):
+    """Who holds or asks for a lease."""
+
+    user: str | None = None
+    """Login name, where the connection shows it."""
+    host: str | None = None
+    """Host the request came from."""
+    owner_pid: int | None = None
+    """Process that owns the lease, on that host."""
+    label: str = ""
+    """Free text of the holder's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu(GpuReading):
+    """A GPU as `GET /v1/gpus` shows it: the last reading, and what the ledger says of it."""
+
+    state: GpuState
+    """What the GPU can be used for now."""
+    activity: Activity | None = None
+    """What happens on it while it is leased; null otherwise."""
+    reason: str | None = None
+    """Why the GPU is not free, or which waiting request a free one is held for, such as "Held by lease-1 (user ann)";
+    else null."""
+    lease_id: str | None = None
+    """The lease that holds it, or that it is being cleaned after."""
+    holder: Holder | None = None
+    """Who holds that lease."""
+    cordoned: bool = False
+    """True when an administrator keeps it from being granted; its present holder keeps it."""
+    observed_at: datetime | None = None
+    """When the reading was taken, at the earliest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand(Noun):
+    """Which GPUs a lease asks for. All of them are granted on one node, or none."""
+
+    selection: Selection = Selection.COUNT
+    """`count`: any that many; `listed`: exactly these; `all`: every GPU of a node; `auto`: all that are free now."""
+    count: int = 1
+    """How many GPUs; at least this many for `auto`."""
+    indices: tuple[int, ...] = ()
+    """Listed GPUs by index on the node."""
+    uuids: tuple[str, ...] = ()
+    """Listed GPUs by UUID."""
+    among: tuple[str, ...] | None = None
+    """Only GPUs of this list of UUIDs."""
+    node: str | None = None
+    """Only GPUs of this node."""
+    gpu_model: str | None = None
+    """Only GPUs whose product name contains this text; case does not matter."""
+    min_free_memory_bytes: int | None = None
+    """Only GPUs with at least this much free memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(Noun):
+    """A request for GPUs from `queued` through `active` to `ended`, with one id for its whole life."""
+
+    id: str
+    """Unique, never reused."""
+    state: LeaseState
+    """Where it is in its life."""
+    end_reason: EndReason | None = None
+    """Why it ended; null before."""
+    holder: Holder
+    """Who asked for it."""
+    demand: Demand
+    """What was asked for."""
+    gpus: tuple[Device, ...] = ()
+    """The GPUs granted, in PCI order; empty while queued."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Everything a training needs in its environment; empty while queued."""
+    fencing_token: int | None = None
+    """Fencing token: increases with every grant; null while queued."""
+    ttl_s: float
+    """How long the lease lasts after its last renewal."""
+    liveness: Liveness
+    """How the daemon knows that the holder lives."""
+    job_id: str | None = None
+    """The job that runs under it, if the daemon launched one."""
+    created_at: datetime
+    """When it was asked for."""
+    granted_at: datetime | None = None
+    """When its GPUs were granted."""
+    expires_at: datetime | None = None
+    """When it ends unless it is renewed; null where no time limit runs. With liveness `process` each sight of the
+    living owner renews it once it is granted, so that it stays in the future for as long as the owner is watched and
+    lives. In the queue only waiting renews it, and after a wait also the first question about its grant."""
+    ended_at: datetime | None = None
+    """When it ended."""
+    position: int | None = None
+    """Place in the queue, 1 is next; null unless queued."""
+    problems: tuple[str, ...] = ()
+    """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
+    healthy, a node of which nothing is known. Empty unless active."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec(Noun):
+    """What a job runs, fixed when it is submitted."""
+
+    command: tuple[str, ...]
+    """Script and arguments; with launcher `plain`, the program and its arguments."""
+    gpus: int
+    """How many GPUs; a launcher that starts ranks starts one on each."""
+    launcher: Launcher = Launcher.TORCHRUN
+    """What starts the ranks."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The job's variables; of the worker's it gets PATH, locale and library paths where these say nothing else."""
+    working_directory: str | None = None
+    """Where the command runs; the job's own directory when null."""
+    interpreter: str | None = None
+    """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
+    timeout_s: float | None = None
+    """End the job after it has run for so long; null for no limit."""
+    max_restarts: int = 0
+    """How many times the launcher itself may start all ranks again, under the same lease."""
+    retries: int = 0
+    """How many times the job is started again after it failed, each time under a new lease."""
+    umask: int | None = None
+    """File mode creation mask; the worker's when null."""
+    limits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
+    mask: Mask | None = None
+    """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Noun):
+    """A command that a worker launches under a lease."""
+
+    id: str
+    """Unique, never reused."""
+    name: str = ""
+    """Free text of the submitter's own."""
+    state: JobState
+    """Where it is in its life."""
+    reason: str | None = None
+    """A sentence that says why it waits or how it ended."""
+    lease_id: str
+    """The lease it runs under."""
+    user: str | None = None
+    """Login name of its user, the same as its lease's holder; null if it is not known."""
+    launcher: Launcher
+    """What starts the ranks."""
+    command: tuple[str, ...]
+    """Script and arguments."""
+    gpus: tuple[Device, ...] = ()
+    """The GPUs it is bound to; empty while queued."""
+    exit_code: int | None = None
+    """Exit code of the rank that failed first, else of the launcher; 128 + N when signal N ended it; null before."""
+    traceback: str | None = None
+    """Traceback of the rank that failed first, its end where it is long; null where it left none."""
+    attempts: int = 0
+    """How many times it was started."""
+    array_id: str | None = None
+    """The array that it was submitted with; null for a job of its own."""
+    array_index: int | None = None
+    """Its index in that array."""
+    array_at_most: int | None = None
+    """How many jobs of that array may run at once; null for no limit."""
+    created_at: datetime
+    """When it was submitted."""
+    started_at: datetime | None = None
+    """When the first rank of the last attempt was up."""
+    ended_at: datetime | None = None
+    """When it ended."""
+
+    @property
+    def ended(self) -> bool:
+        """True when it will never change again, also where a newer daemon has another word for that."""
+        return self.state.final or self.ended_at is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLink(Noun):
+    """How two GPUs of a node are connected."""
+
+    first: str
+    """UUID of one."""
+    second: str
+    """UUID of the other."""
+    path: str
+    """`nvlink`, else the PCIe way between them, nearest first: `same_board`, `one_switch`, `several_switches`,
+    `host_bridge`, `numa_node`, `system`; `pcie` where only that is known."""
+    peer_to_peer: bool | None = None
+    """True when each can read the other's memory; null where the driver cannot tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node(Noun):
+    """A host with GPUs, under one worker."""
+
+    name: str
+    """Unique name, the host name unless the worker was told another."""
+    state: NodeState
+    """`ready`, or `unknown` while there is no fresh reading."""
+    mode: NodeMode = NodeMode.ACTIVE
+    """Whether an administrator has taken the node out of use."""
+    reason: str | None = None
+    """Why the node is unknown; null when it is ready."""
+    host: str | None = None
+    """Host name that the worker reported."""
+    gpu_count: int
+    """GPUs of the node."""
+    driver_version: str | None = None
+    """NVIDIA driver version."""
+    simulated: bool = False
+    """True when the readings come from a simulation."""
+    observed_at: datetime | None = None
+    """When the last reading was taken, at the earliest."""
+    links: tuple[GpuLink, ...] = ()
+    """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event(Noun):
+    """One recorded change. `seq` increases by one with each and is never reused; those of bearer tokens
+    (`token.created`, `token.revoked`) are shown to administrators alone."""
+
+    seq: int
+    """Position in the history."""
+    at: datetime
+    """When it was decided."""
+    kind: str
+    """Noun and verb, such as `lease.granted`."""
+    cause: str
+    """Id of the request, report or timer that led to it; one cause may have several events."""
+    lease_id: str | None = None
+    """The lease concerned."""
+    job_id: str | None = None
+    """The job concerned."""
+    node: str | None = None
+    """The node concerned."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs concerned."""
+    fencing_token: int | None = None
+    """Fencing token of the grant concerned."""
+    reason: str | None = None
+    """A word or sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page(Noun, Generic[Item]):
+    """One page of a list."""
+
+    items: tuple[Item, ...]
+    """The nouns of this page."""
+    next: str | None = None
+    """Pass as `cursor` for the next page; null at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage(Noun):
+    """One page of the events, oldest first."""
+
+    items: tuple[Event, ...]
+    """The events of this page."""
+    next: str | None = None
+    """Pass as `after` for the next page; null at the end."""
+    pruned_seq: int = 0
+    """Events up to this `seq` are no longer kept; 0 while all are. If it is greater than `after`, there is a gap."""
+    last_seq: int = 0
+    """`seq` of the newest event, of whatever page; 0 while there is none."""

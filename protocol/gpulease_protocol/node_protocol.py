@@ -1,0 +1,245 @@
+"""What a worker and the daemon tell each other: the worker its full view, the daemon the full desired state.
+
+Both sides are level-triggered: a message that is lost or comes twice does no harm, because the next one says
+everything again. Body of `POST /v1/nodes/{name}/exchange`: `NodeReport`; answer: `DesiredState`.
+
+The age of a reading is never judged by a clock of the node. Every answer carries a `ticket`; a report names the ticket
+of the last answer that the worker had *before it began to read*. So a reading is at most as old as that answer, by the
+daemon's own monotonic clock.
+
+Not every reading is a whole one: process lists are dear, and between two of them a report repeats the last. It then
+names the older ticket, that of its oldest part, so it is never taken for younger than it is. The GPUs that were read
+again all the same (`reread`: those that drain) are as recent as `reading_ticket`. An answer says with `fresh` that the
+next report must read again everything that a grant rests on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from gpulease_protocol.model import Device, GpuLink, GpuReading, JobSpec, LeaseState, Noun
+
+
+def attempt_name(job_id: str, attempt: int) -> str:
+    """Name of one attempt of a job, and of its directory: the job's id, from the second on with a number."""
+    return job_id if attempt == 1 else f"{job_id}.{attempt}"
+
+
+def parse_attempt_name(name: str) -> tuple[str, int]:
+    """Job id and attempt that such a name stands for."""
+    job_id, dot, number = name.rpartition(".")
+    return (job_id, int(number)) if dot and number.isdecimal() else (name, 1)
+
+
+class RunState(StrEnum):
+    """How far the worker has come with one attempt of a job."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    EXITED = "exited"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport(Noun):
+    """What the worker knows of a job that it was told to run. Reported again until the daemon no longer asks for it."""
+
+    job_id: str
+    """The job."""
+    attempt: int = 1
+    """Which of its attempts, 1 is the first."""
+    state: RunState
+    """How far it is."""
+    started_at: datetime | None = None
+    """When its first rank was up, or its launcher if it ended before that."""
+    ended_at: datetime | None = None
+    """When its last process had ended."""
+    exit_code: int | None = None
+    """Exit code once it has exited, of the rank that failed first where that is known, else of the launcher; 128 + N
+    when signal N ended it; null if nothing could be started."""
+    reason: str | None = None
+    """A sentence that says why it could not start or how it failed; while some of it is `unkillable`, why that is."""
+    timed_out: bool = False
+    """True when the worker ended it because of its `timeout_s`."""
+    traceback: str | None = None
+    """Traceback of the rank that failed first, where it left one; at most 4 KiB."""
+    unkillable: tuple[int, ...] = ()
+    """Processes that SIGKILL does not end, because they hang in the kernel or are another user's. It has not exited
+    while there are any."""
+    log_directory: str | None = None
+    """Where its log files lie on the node: `launcher.log`, `rank-0.log`, `rank-1.log`, ..."""
+
+
+class OwnerState(StrEnum):
+    """What a worker sees of a process that owns leases."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseOwner(Noun):
+    """A process that owns leases: it ends, they end. Of one boot and one pid namespace, see
+    `gpulease_protocol.host.process_id.realm`."""
+
+    pid: int
+    """Process id."""
+    start_ticks: int
+    """Start time in clock ticks since boot, field 22 of /proc/PID/stat."""
+    user: str | None = None
+    """Login name or number of the user as whom it must run for the worker to believe that it is the owner; null where
+    the daemon has confirmed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerReport(Noun):
+    """What the worker sees of one owner. What is `gone` stays so, because a start time comes with the pid."""
+
+    owner: LeaseOwner
+    """The process."""
+    state: OwnerState
+    """`alive` at the moment of the report; `gone` for good; `unknown` when this worker cannot watch it."""
+    reason: str | None = None
+    """Why it is unknown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimedGpu(Noun):
+    """A GPU of the node that its worker does not report for leases, because another worker of the host has claimed it:
+    a GPU is in the ledger of one daemon."""
+
+    device: Device
+    """The GPU."""
+    reason: str
+    """Who has claimed it, or why it could not be claimed; follows "GPU 0 of gpubox is unknown: "."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport(Noun):
+    """A worker's full view of its node."""
+
+    worker_id: str
+    """Made at every start of the worker."""
+    host: str
+    """Host name."""
+    ticket: int | None = None
+    """Ticket of the last answer that had arrived before the oldest part of this reading was begun; null if none had."""
+    seen: int | None = None
+    """Ticket of the last answer that has arrived; null when it is `ticket`."""
+    reading_ticket: int | None = None
+    """Ticket of the last answer that had arrived before this reading was begun, whole or not; null when it is `ticket`,
+    and where there is no reading."""
+    reread: tuple[str, ...] = ()
+    """UUIDs of the GPUs whose processes and health were read again in it; those of all others are as old as `ticket`.
+    Empty when it is a whole reading."""
+    problem: str | None = None
+    """Why there is no reading; the node's GPUs are unknown then, and `gpus` says nothing."""
+    read_s: float | None = None
+    """How long the reading took; null where there is none."""
+    reading_limit_s: float = 0.9
+    """How long a reading of this worker may take before it reports that there is none."""
+    gpus: tuple[GpuReading, ...] = ()
+    """Every GPU of the node that this worker has claimed, read after `ticket` arrived."""
+    claimed_elsewhere: tuple[ClaimedGpu, ...] = ()
+    """Every other GPU of the node: it is known, and never granted."""
+    links: tuple[GpuLink, ...] = ()
+    """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
+    driver_version: str | None = None
+    """NVIDIA driver version."""
+    simulated: bool = False
+    """True when the readings come from a simulation."""
+    ports_in_use: tuple[int, ...] = ()
+    """TCP ports of the lease range on which something listens."""
+    ports_reserved: tuple[int, ...] = ()
+    """TCP ports of the lease range that no other worker of the host has; empty where it could reserve none."""
+    jobs: tuple[JobReport, ...] = ()
+    """Every job that the worker has a record of."""
+    realm: str | None = None
+    """Boot and pid namespace in which this worker sees processes; null where it cannot tell."""
+    owners: tuple[OwnerReport, ...] = ()
+    """What it sees of each owner that it was told to watch."""
+    hold_s: float = 1.0
+    """How long the daemon may hold its answer while nothing has changed, at most 30."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLease(Noun):
+    """A lease with GPUs on this node: active, or ended and still draining."""
+
+    id: str
+    """The lease."""
+    state: LeaseState
+    """`active`, or `ended` while its GPUs drain."""
+    gpus: tuple[str, ...]
+    """UUIDs of its GPUs."""
+    owner_pid: int | None = None
+    """Process that owns the lease, where that is on this node's host and the daemon knows it."""
+    owner_start_ticks: int | None = None
+    """Start time of that process, where the daemon knows it."""
+    owner_user: str | None = None
+    """As `LeaseOwner.user`."""
+    job_id: str | None = None
+    """The job that the daemon launched under it; null for a lease of a user's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOrder(Noun):
+    """A job that should run on this node."""
+
+    job_id: str
+    """The job."""
+    attempt: int = 1
+    """Which of its attempts, 1 is the first: each is launched at most once, and has a directory of its own."""
+    lease_id: str
+    """Its lease."""
+    uid: int | None = None
+    """User who submitted it and as whom it runs; null where the daemon could not tell, and then it runs nowhere."""
+    gid: int | None = None
+    """That user's group as of submission; null: the one of the node's user database."""
+    gpus: tuple[str, ...]
+    """UUIDs of the GPUs it is bound to, in PCI order."""
+    indices: tuple[int, ...] = ()
+    """Their places in the daemon's list of the node's GPUs. They are no numbers of CUDA's, which leaves out GPUs that
+    are lost: labels of simulated GPUs."""
+    simulated: bool = False
+    """True when its GPUs are simulated: CUDA knows nothing of them, and a mask of indices has their labels."""
+    spec: JobSpec
+    """What to run."""
+    env: dict[str, str]
+    """The lease's environment, over the job's own."""
+    stop: bool = False
+    """True when it should end: SIGTERM to the launcher, `grace_s`, then SIGKILL to every process of it."""
+    grace_s: float = 35.0
+    """Seconds between SIGTERM and SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredState(Noun):
+    """Everything that should be true on a node."""
+
+    ticket: int
+    """To be named in the report of the next reading."""
+    complete: bool = True
+    """True when the next reading must be complete; false when the answer only came because its time ran out."""
+    leases: tuple[NodeLease, ...] = ()
+    """Every lease with GPUs here that are held or draining."""
+    paused: bool = False
+    """True while an administrator wants NVML closed: the probe process ends, and the worker reports `PAUSED`."""
+    jobs: tuple[JobOrder, ...] = ()
+    """Every job that should run, or stop, here. A job that the worker knows and that is missing here is to be stopped
+    at once if it still runs, and forgotten (its logs kept)."""
+    owners: tuple[LeaseOwner, ...] = ()
+    """Every process to watch, each once however many leases it owns; those of queued leases too. One that is missing
+    here is no longer to be watched."""
+
+
+JUST_STARTED = "the worker has just started"
+"""`problem` of a worker's first report, which it sends to hear what is wanted before it reads anything."""
+PAUSED = "paused by an administrator"
+"""`problem` of a worker that was told to pause, once its probe has ended."""
+MAX_OWNERS = 1024
+"""Owners that one worker watches, at most: each takes a part of the report and a file descriptor."""
+LEASE_PORTS = range(21000, 23000)
+"""TCP ports that are leased with GPUs as `MASTER_PORT`: below the ephemeral range of Linux, which begins at 32768."""

@@ -1,0 +1,391 @@
+"""Request bodies.
+
+A body checks itself when it is made, so that the client refuses before it sends and the server before it decides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar, Literal
+
+from gpulease_protocol import job_arrays
+from gpulease_protocol.bounds import MAX_NAME, MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, Bounds
+from gpulease_protocol.codec import wire_name
+from gpulease_protocol.errors import shortened
+from gpulease_protocol.gpu_uuid import canonical_uuid
+from gpulease_protocol.launchers import usage_error
+from gpulease_protocol.model import Demand, JobSpec, Launcher, Mask, Selection
+
+MAX_COUNT = 4096
+"""GPUs in one lease, at most."""
+MAX_TEXT = 4096
+"""Characters in a label or name, at most."""
+REALM_PATTERN = r"^[0-9a-f-]{36}/pid:\[[0-9]{1,20}\]$"
+"""A boot id and a pid namespace."""
+MAX_RETRIES = 100
+"""Restarts or retries of one job, at most."""
+MAX_ENVIRONMENT_BYTES = 2**20
+"""Size of a job's environment, at most; the kernel takes 2 MiB of arguments and environment together (execve(2))."""
+MAX_ARRAY_BYTES = 64 * 2**20
+"""Size of the environments of an array's jobs together, at most: each job keeps its own."""
+MAX_ARGUMENT_BYTES = 2**17 - 1
+"""Size of one variable or argument, at most: the kernel's MAX_ARG_STRLEN (execve(2))."""
+RESOURCE_LIMITS = frozenset(
+    (
+        *("as", "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue"),
+        *("nice", "nofile", "nproc", "rss", "rtprio", "rttime", "sigpending", "stack"),
+    )
+)
+"""Names of resource limits, as in setrlimit(2)."""
+NO_UUID = f"a UUID has at most {MAX_UUID} characters"
+LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same as text ("2", "1, 3", "-1")'
+
+GpuName = Annotated[str, Bounds(maxLength=MAX_UUID)]
+"""A UUID, in any case."""
+SoftHard = Annotated[list[Annotated[int, Bounds(minimum=-1, exclusiveMaximum=2**63)]], Bounds(minItems=2, maxItems=2)]
+"""A resource limit."""
+
+
+class RequestBody:
+    """Marks a request body: unknown fields are refused."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "extra": "forbid",
+        "allow_inf_nan": False,
+        "alias_generator": wire_name,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest(RequestBody):
+    """Body of `POST /v1/leases`. Give `count` or `devices`; neither means one GPU."""
+
+    count: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
+    """How many GPUs, 1 to 4096."""
+    devices: int | str | list[int | str] | None = None
+    """Any form that Lightning's Trainer takes: a count, -1, "auto", a list of indices or UUIDs, or the same as text."""
+    queue: bool = True
+    """Wait in the queue when the GPUs are not free; false: answer 409 instead."""
+    ttl_s: Annotated[float, OVER_0] = 300.0
+    """How long the lease lasts after its last renewal, over 0."""
+    label: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
+    """Free text shown to users who wait."""
+    min_free_memory_bytes: Annotated[int | None, MEMORY] = None
+    """Only GPUs with at least this much free memory."""
+    gpu_model: Annotated[str | None, NAME] = None
+    """Only GPUs whose product name contains this text; case does not matter."""
+    node: Annotated[str | None, NAME] = None
+    """Only GPUs of this node."""
+    among: Annotated[list[GpuName] | None, Bounds(maxItems=MAX_COUNT)] = None
+    """Only GPUs of this list of UUIDs."""
+    owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31)] = None
+    """Process that owns the lease; the caller when null. One that the daemon can watch ends its lease by ending: it
+    must run on the daemon's host as the caller's user, and be the caller, an ancestor of it (`$$` of a shell that runs
+    curl on the Unix socket), or be named with its start time. On another host with a worker it must run as the caller's
+    user, and be named with its start time and realm."""
+    owner_start_ticks: Annotated[int | None, Bounds(minimum=0, exclusiveMaximum=2**63)] = None
+    """Start time of that process in clock ticks since boot (field 22 of /proc/PID/stat), because a pid is used
+    again."""
+    watch_owner: bool = True
+    """Whether the lease ends with that process where it can be watched; false: those who use the GPUs renew it."""
+    owner_realm: Annotated[str | None, Bounds(pattern=REALM_PATTERN)] = None
+    """Where that pid counts, for a caller on another host than the daemon's: `BOOT/NAMESPACE`, the content of
+    /proc/sys/kernel/random/boot_id and the target of the link /proc/self/ns/pid."""
+
+    def __post_init__(self) -> None:
+        check_field(self.count is None or self.devices is None, "count", "give count or devices, not both")
+        check_field(
+            self.count is None or 1 <= self.count <= MAX_COUNT, "count", f"must be 1 to {MAX_COUNT}, not {self.count}"
+        )
+        check_field(math.isfinite(self.ttl_s) and self.ttl_s > 0, "ttl_s", f"must be over 0 seconds, not {self.ttl_s}")
+        check_field(len(self.label) <= MAX_TEXT, "label", f"must be at most {MAX_TEXT} characters")
+        require_memory(self.min_free_memory_bytes)
+        check_field(self.among is None or len(self.among) <= MAX_COUNT, "among", f"must name at most {MAX_COUNT} GPUs")
+        check_field(all(len(uuid) <= MAX_UUID for uuid in self.among or ()), "among", NO_UUID)
+        require_lengths(self, node=MAX_NAME, gpu_model=MAX_NAME)
+        check_field(self.owner_pid is None or 0 < self.owner_pid < 2**31, "owner_pid", "must be a process id, over 0")
+        check_field(
+            self.owner_start_ticks is None or (self.owner_pid is not None and 0 <= self.owner_start_ticks < 2**63),
+            "owner_start_ticks",
+            "must be 0 or more clock ticks, and come with owner_pid",
+        )
+        check_field(
+            self.owner_realm is None or re.fullmatch(REALM_PATTERN, self.owner_realm) is not None,
+            "owner_realm",
+            "must be a boot id, a slash, and pid:[N]",
+        )
+        if self.devices is not None:
+            parse_devices(self.devices)
+
+    def demand(self) -> Demand:
+        """The GPUs asked for. Raises ValueError for a form of `devices` that means nothing."""
+        selection: dict[str, Any] = {"count": self.count or 1} if self.devices is None else parse_devices(self.devices)
+        return Demand(
+            node=self.node,
+            gpu_model=self.gpu_model,
+            min_free_memory_bytes=self.min_free_memory_bytes,
+            among=None if self.among is None else tuple(canonical_uuid(uuid) for uuid in self.among),
+            **selection,
+        )
+
+
+OWNER_FIELDS = frozenset(item.name for item in fields(LeaseRequest) if "owner" in item.name)
+"""What a client says of itself, and not of what it asks for. Without it the holder renews."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrayRequest(RequestBody):
+    """Makes many jobs of one request: one for each index, in this order."""
+
+    indices: Annotated[str, Bounds(pattern=job_arrays.PATTERN)]
+    """Numbers and ranges, as in "0-19", "1,4,9" or "0-100:10"; at most 1000."""
+    at_most: Annotated[int | None, Bounds(minimum=1, maximum=job_arrays.MAX_JOBS)] = None
+    """How many of them may run at once; null for no limit."""
+
+    def __post_init__(self) -> None:
+        job_arrays.parse_indices(self.indices)
+        check_field(
+            self.at_most is None or 1 <= self.at_most <= job_arrays.MAX_JOBS,
+            "at_most",
+            f"must be 1 to {job_arrays.MAX_JOBS}, not {self.at_most}",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest(RequestBody):
+    """Body of `POST /v1/jobs`."""
+
+    command: Annotated[list[str], Bounds(minItems=1)]
+    """Script and arguments; with launcher `plain`, the program and its arguments."""
+    gpus: Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT)] = 1
+    """How many GPUs; a launcher that starts ranks starts one on each."""
+    launcher: Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] = (
+        "torchrun"
+    )
+    """What starts the ranks. With `lightning` and `fabric` the script does, and with `plain` no one or the script."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """The job's variables, at most 1 MiB; of the worker's it gets PATH, locale and library paths where these say
+    nothing else."""
+    working_directory: Annotated[str | None, Bounds(pattern="^/", maxLength=MAX_PATH)] = None
+    """Absolute path where the command runs; the job's own directory when null."""
+    interpreter: Annotated[str | None, Bounds(maxLength=MAX_PATH)] = None
+    """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
+    name: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
+    """Free text of your own."""
+    timeout_s: Annotated[float | None, OVER_0] = None
+    """End the job after it has run for so long."""
+    max_restarts: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
+    """How many times `torchrun` or `accelerate` may start all ranks again, under the same lease; 0 to 100."""
+    retries: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
+    """How many times to start the job again after it has failed, after a pause and under a new lease; 0 to 100."""
+    umask: Annotated[int | None, Bounds(minimum=0, maximum=0o777)] = None
+    """File mode creation mask, 0 to 511 (0o777); the worker's when null."""
+    limits: Annotated[dict[str, SoftHard], Bounds(propertyNames={"enum": sorted(RESOURCE_LIMITS)})] = field(
+        default_factory=dict
+    )
+    """Resource limits, `[soft, hard]` by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
+    mask: Literal["uuids", "indices"] | None = None
+    """How CUDA_VISIBLE_DEVICES names the GPUs: by UUID, or by CUDA's own numbers for programs that read nothing else.
+    When null, `indices` for deepspeed and vLLM, and `uuids` for all others."""
+    node: Annotated[str | None, NAME] = None
+    """Only on this node."""
+    gpu_model: Annotated[str | None, NAME] = None
+    """Only GPUs whose product name contains this text; case does not matter."""
+    min_free_memory_bytes: Annotated[int | None, MEMORY] = None
+    """Only GPUs with at least this much free memory."""
+    array: ArrayRequest | None = None
+    """Submit one job for each index. Each finds GPULEASE_ARRAY_INDEX and GPULEASE_ARRAY_ID in its environment, and
+    `{index}` in `command` becomes its index."""
+
+    def __post_init__(self) -> None:
+        require_lengths(self, node=MAX_NAME, gpu_model=MAX_NAME, interpreter=MAX_PATH, working_directory=MAX_PATH)
+        check_field(bool(self.command) and bool(self.command[0]), "command", "must name a script or program")
+        check_field(not any("\0" in word for word in self.command), "command", "must not contain NUL")
+        wrong = usage_error(Launcher(self.launcher), self.command, self.max_restarts)
+        if wrong is not None:
+            raise ValueError(wrong)
+        check_field(1 <= self.gpus <= MAX_COUNT, "gpus", f"must be 1 to {MAX_COUNT}, not {self.gpus}")
+        check_field(
+            self.timeout_s is None or self.timeout_s > 0, "timeout_s", f"must be over 0 seconds, not {self.timeout_s}"
+        )
+        require_memory(self.min_free_memory_bytes)
+        check_field(len(self.name) <= MAX_TEXT, "name", f"must be at most {MAX_TEXT} characters")
+        for name in ("max_restarts", "retries"):
+            value = getattr(self, name)
+            check_field(0 <= value <= MAX_RETRIES, name, f"must be 0 to {MAX_RETRIES}, not {value}")
+        check_field(
+            self.umask is None or 0 <= self.umask <= 0o777, "umask", f"must be 0 to 511 (0o777), not {self.umask}"
+        )
+        check_environment(self.environment, self.command)
+        check_resource_limits(self.limits)
+        if self.array is not None:
+            count = len(job_arrays.parse_indices(self.array.indices))
+            # An index may have four digits more than the word that stands for it.
+            words = (len(word.encode(errors="surrogatepass")) + 4 * word.count("{") for word in self.command)
+            size = _bytes_of(self.environment) + sum(words)
+            check_field(
+                count * size <= MAX_ARRAY_BYTES,
+                "array",
+                f"{count} commands and environments of {size} bytes are over {MAX_ARRAY_BYTES}; leave out what the jobs"
+                " do not need",
+            )
+        check_field(
+            self.working_directory is None or self.working_directory.startswith("/"),
+            "working_directory",
+            "must be absolute",
+        )
+
+    def demand(self) -> Demand:
+        """The GPUs asked for."""
+        return Demand(
+            count=self.gpus, node=self.node, gpu_model=self.gpu_model, min_free_memory_bytes=self.min_free_memory_bytes
+        )
+
+    def spec(self) -> JobSpec:
+        """What the worker is to run."""
+        return JobSpec(
+            command=tuple(self.command),
+            gpus=self.gpus,
+            launcher=Launcher(self.launcher),
+            environment=dict(self.environment),
+            working_directory=self.working_directory,
+            interpreter=self.interpreter,
+            timeout_s=self.timeout_s,
+            max_restarts=self.max_restarts,
+            retries=self.retries,
+            umask=self.umask,
+            limits={name: (soft, hard) for name, (soft, hard) in self.limits.items()},
+            mask=None if self.mask is None else Mask(self.mask),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderProof(RequestBody):
+    """Body of renew and release: proof that the caller is the holder."""
+
+    fencing_token: int | None = None
+    """The lease's fencing token; null while it is queued."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelRequest(RequestBody):
+    """Body of `POST /v1/jobs/{id}/cancel`; may be left out."""
+
+    grace_s: Annotated[float, Bounds(minimum=0, maximum=3600)] = 35.0
+    """Seconds between SIGTERM to the launcher and SIGKILL to everything, 0 to 3600."""
+
+    def __post_init__(self) -> None:
+        check_field(0 <= self.grace_s <= 3600, "grace_s", f"must be 0 to 3600 seconds, not {self.grace_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseRequest(RequestBody):
+    """Body of `POST /v1/nodes/{name}/pause`; may be left out."""
+
+    force: bool = False
+    """Pause although leases are active there: they stay, but what happens on their GPUs is no longer seen."""
+
+
+def check_field(condition: bool, name: str, rule: str) -> None:
+    """Raise ValueError that names the field, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name}: {rule}")
+
+
+def require_memory(size_bytes: int | None) -> None:
+    """Raise ValueError unless this can be the size of a memory."""
+    check_field(size_bytes is None or 0 <= size_bytes < 2**62, "min_free_memory_bytes", "must be 0 to 2^62")
+
+
+def require_lengths(body: RequestBody, **limits: int) -> None:
+    """Raise ValueError that names a text of a body with more characters than its limit."""
+    for name, limit in limits.items():
+        text: str | None = getattr(body, name)
+        check_field(text is None or len(text) <= limit, name, f"must be at most {limit} characters")
+
+
+def _bytes_of(environment: dict[str, str]) -> int:
+    return sum(len(f"{name}={value}".encode(errors="surrogatepass")) + 1 for name, value in environment.items())
+
+
+def check_environment(environment: dict[str, str], command: list[str]) -> None:
+    """Raise ValueError unless a process can be started with these variables and this command."""
+    check_field(
+        all(name and "=" not in name and "\0" not in name + value for name, value in environment.items()),
+        "environment",
+        "names must not be empty or contain '=', and nothing may contain NUL",
+    )
+    sizes = {name: len(f"{name}={value}".encode(errors="surrogatepass")) + 1 for name, value in environment.items()}
+    long = max(sizes, key=sizes.__getitem__, default="")
+    check_field(
+        not sizes or sizes[long] <= MAX_ARGUMENT_BYTES,
+        "environment",
+        f"no variable may be over {MAX_ARGUMENT_BYTES} bytes, and {shortened(long)!r} is {sizes.get(long)}; put it into"
+        " a file",
+    )
+    size = sum(sizes.values())
+    check_field(
+        size <= MAX_ENVIRONMENT_BYTES,
+        "environment",
+        f"must be at most {MAX_ENVIRONMENT_BYTES} bytes (1 MiB), not {size}; leave out what the job does not need",
+    )
+    words = [len(word.encode(errors="surrogatepass")) + 1 for word in command]
+    check_field(
+        max(words) <= MAX_ARGUMENT_BYTES and sum(words) <= MAX_ENVIRONMENT_BYTES // 2,
+        "command",
+        f"no word may be over {MAX_ARGUMENT_BYTES} bytes, nor all over {MAX_ENVIRONMENT_BYTES // 2};"
+        " put them into a file",
+    )
+
+
+def check_resource_limits(limits: dict[str, list[int]]) -> None:
+    """Raise ValueError unless these can be resource limits."""
+    for name, pair in limits.items():
+        check_field(
+            name in RESOURCE_LIMITS,
+            "limits",
+            f"knows no {shortened(name)!r}; there are {', '.join(sorted(RESOURCE_LIMITS))}",
+        )
+        check_field(
+            len(pair) == 2
+            and all(-1 <= value < 2**63 for value in pair)
+            and (pair[1] == -1 or -1 < pair[0] <= pair[1]),
+            "limits",
+            f"{name} must be [soft, hard], each 0 to 2^63 or -1 for unlimited, and soft not over hard",
+        )
+
+
+def parse_devices(devices: int | str | list[int | str]) -> dict[str, Any]:
+    """Members of a `Demand` for every form that Lightning's Trainer takes.
+
+    An integer is a count, as is a text of one integer; a list, or a text with a comma, names GPUs; -1 is every GPU of a
+    node; "auto" is every GPU that is free. Source: the table "devices" in Lightning's Trainer documentation.
+    """
+    if isinstance(devices, str):
+        words = [word.strip() for word in devices.split(",")]
+        if devices.strip().lower() == "auto":
+            return {"selection": Selection.AUTO}
+        if len(words) == 1 and re.fullmatch(r"-?\d{1,9}", words[0]):
+            return parse_devices(int(words[0]))
+        devices = [int(word) if re.fullmatch(r"\d{1,9}", word) else word for word in words if word]
+    if isinstance(devices, int):
+        if devices == -1:
+            return {"selection": Selection.ALL}
+        check_field(1 <= devices <= MAX_COUNT, "devices", f"a count must be -1 or 1 to {MAX_COUNT}, not {devices}")
+        return {"count": devices}
+    indices = tuple(item for item in devices if isinstance(item, int))
+    check_field(all(len(item) <= MAX_UUID for item in devices if isinstance(item, str)), "devices", NO_UUID)
+    uuids = tuple(canonical_uuid(item) for item in devices if isinstance(item, str))
+    check_field(bool(devices), "devices", f"must be {LIGHTNING_FORMS}")
+    check_field(all(index >= 0 for index in indices), "devices", "an index must be 0 or more")
+    check_field(
+        all(uuid.startswith("GPU-") for uuid in uuids),
+        "devices",
+        f"must be {LIGHTNING_FORMS}, not {shortened(repr(devices))}",
+    )
+    check_field(len(set(indices)) + len(set(uuids)) == len(devices), "devices", "names a GPU twice")
+    check_field(len(devices) <= MAX_COUNT, "devices", f"must name at most {MAX_COUNT} GPUs")
+    return {"selection": Selection.LISTED, "count": len(devices), "indices": indices, "uuids": uuids}

@@ -1,0 +1,100 @@
+"""Who may ask: roles, and bearer tokens for callers whom no connection names. The `token` of a lease is another thing.
+
+The bearer token itself is shown once, in `NewBearerToken.bearer`; a daemon keeps no more than its hash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import date, datetime
+from enum import StrEnum
+from typing import Annotated
+
+from gpulease_protocol.bounds import MAX_NAME, Bounds
+from gpulease_protocol.model import Noun
+from gpulease_protocol.requests import RequestBody, check_field
+
+MAX_USER = 50
+"""Characters in the name of a token's user, at most; Linux allows 32."""
+MAX_NOTE = 200
+"""Characters in a token's note, at most."""
+MAX_EXPIRES_S = 36_500 * 24 * 3600.0
+
+
+class Role(StrEnum):
+    """What a caller may do. Each of the first three may do what the one before may; `worker` may report for nodes and
+    nothing else."""
+
+    VIEWER = "viewer"
+    USER = "user"
+    ADMIN = "admin"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BearerToken(Noun):
+    """A bearer token, without what makes it one."""
+
+    id: str
+    """Unique, never reused; names the token, and is no secret."""
+    user: str
+    """Its user: requests with this token are made as this user."""
+    uid: int | None = None
+    """That user's number on the daemon's host when the token was made, as whom the user's jobs run; null where the
+    host did not know the user. Such a token submits no jobs that a worker would run."""
+    role: Role
+    """What it allows."""
+    node: str | None = None
+    """With role `worker` the only node that it may report for; null until its first report, and for other roles."""
+    note: str = ""
+    """Free text: what it is for."""
+    created_at: datetime
+    """When it was made."""
+    created_by: str | None = None
+    """Who made it."""
+    expires_at: datetime | None = None
+    """From when on it is refused; null: never."""
+    last_used_on: date | None = None
+    """The last day, in UTC, on which something was asked for with it; null: on none since this is recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewBearerToken(BearerToken):
+    """A bearer token as it is shown once."""
+
+    bearer: str
+    """What to send as `Authorization: Bearer ...`, or to put into GPULEASE_TOKEN. It is not shown again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRequest(RequestBody):
+    """Body of `POST /v1/tokens`."""
+
+    user: Annotated[str, Bounds(minLength=1, maxLength=MAX_USER, pattern="^[^ :]*$")]
+    """Its user: a login name of the daemon's host, or any other name for a caller who has none there."""
+    role: Role = Role.USER
+    """What it allows: `viewer`, `user`, `admin` or `worker`."""
+    expires_s: Annotated[float | None, Bounds(exclusiveMinimum=0, maximum=MAX_EXPIRES_S)] = None
+    """For how many seconds it is good; null: until it is revoked."""
+    node: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_NAME)] = None
+    """With role `worker`, the only node that it may report for; when null, the first that it reports for."""
+    note: Annotated[str, Bounds(maxLength=MAX_NOTE)] = ""
+    """Free text: what it is for."""
+
+    def __post_init__(self) -> None:
+        check_field(
+            0 < len(self.user) <= MAX_USER and self.user.isprintable() and not {" ", ":"} & set(self.user),
+            "user",
+            f"must be a name of 1 to {MAX_USER} characters without spaces and colons",
+        )
+        check_field(self.role in tuple(Role), "role", f"must be {', '.join(Role)}")
+        check_field(self.node is None or self.role is Role.WORKER, "node", "is for tokens of role worker")
+        check_field(
+            self.node is None or 0 < len(self.node) <= MAX_NAME, "node", f"must have 1 to {MAX_NAME} characters"
+        )
+        check_field(len(self.note) <= MAX_NOTE, "note", f"must be at most {MAX_NOTE} characters")
+        check_field(
+            self.expires_s is None or 0 < self.expires_s <= MAX_EXPIRES_S,
+            "expires_s",
+            f"must be over 0 seconds and at most 100 years, not {self.expires_s}",
+        )

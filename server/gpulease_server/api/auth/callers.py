@@ -1,0 +1,109 @@
+"""Callers, identified by bearer token or by what the kernel shows of their connection."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from gpulease_protocol.errors import NotAuthenticated
+from gpulease_protocol.model import Holder
+from gpulease_protocol.tokens import Role
+from gpulease_server.api.access_settings import AccessSettings
+from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials
+from gpulease_server.api.auth.user_names import user_name
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.runtime.bearer_tokens import BearerTokens
+
+ROOT = 0
+SCHEME = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sends a request."""
+
+    user: str | None = None
+    """Login name, or the uid as text if there is none; of a token, the name that it was made for. None: unknown."""
+    uid: int | None = None
+    """User id on this host; None if unknown."""
+    gid: int | None = None
+    role: Role | None = None
+    """None for an unknown caller."""
+    identified_by: str | None = None
+    """`socket`, `loopback` or `token`."""
+    token_id: str | None = None
+    """Id of the bearer token that identified the caller."""
+    may_report: bool = False
+    """True if they may report for nodes."""
+    node: str | None = None
+    """The only node that they may report for; None: any, or of a worker's token the first."""
+
+    @property
+    def is_admin(self) -> bool:
+        """True for an administrator."""
+        return self.role is Role.ADMIN
+
+    def owns(self, holder: Holder | None) -> bool:
+        """True if the caller is this holder. A lease may name the uid, from a time when the name was not found."""
+        if holder is None or holder.user is None or self.user is None:
+            return False
+        return holder.user == self.user or (self.uid is not None and holder.user == str(self.uid))
+
+    def may_see(self, holder: Holder | None) -> bool:
+        """True if the caller may see what is private to this holder."""
+        return self.is_admin or self.owns(holder)
+
+
+ANONYMOUS = Caller()
+
+
+def trusted_peer(peer: PeerCredentials, access: AccessSettings) -> PeerCredentials:
+    """The peer as far as it can be trusted: behind a proxy every TCP connection is the proxy's."""
+    if access.behind_proxy and peer.connection is not ConnectionType.SOCKET:
+        return PeerCredentials()
+    return peer
+
+
+def caller_from_peer(peer: PeerCredentials, access: AccessSettings) -> Caller:
+    """The caller at the other end of a connection; `ANONYMOUS` if the kernel does not show whose it is."""
+    if peer.uid is None:
+        return ANONYMOUS
+    user, privileged = user_name(peer.uid), is_privileged(peer)
+    role = Role.ADMIN if privileged or user in access.admins else Role.USER
+    return Caller(user, peer.uid, peer.gid, role, peer.connection.value, may_report=privileged)
+
+
+def is_privileged(peer: PeerCredentials) -> bool:
+    """True if the kernel shows that the peer is root or the daemon's own user, on the daemon's host."""
+    return peer.uid in (ROOT, os.geteuid())
+
+
+async def caller_from_token(header: str, bearers: BearerTokens | None) -> Caller:
+    """The caller whom an Authorization header names. Raises `NotAuthenticated` unless it carries a valid token."""
+    bearer_token = header[len(SCHEME) :].strip() if header.lower().startswith(SCHEME) else ""
+    token = await bearers.authenticate(bearer_token) if bearers is not None and bearer_token else None
+    if token is None:
+        raise invalid_token()
+    may_report = token.role in (Role.ADMIN, Role.WORKER)
+    return Caller(token.user, token.uid, token.gid, token.role, "token", token.token_id, may_report, token.node)
+
+
+def is_still_valid(caller: Caller, daemon: DaemonState) -> bool:
+    """False if the caller was identified by a token that has been revoked or has expired since."""
+    return caller.token_id is None or (
+        daemon.bearer_tokens is not None and daemon.bearer_tokens.is_valid(caller.token_id)
+    )
+
+
+def require_still_valid(caller: Caller, daemon: DaemonState) -> None:
+    """Raise `NotAuthenticated` if the caller's token became invalid; for long polls, before anything is sent."""
+    if not is_still_valid(caller, daemon):
+        raise invalid_token()
+
+
+def invalid_token() -> NotAuthenticated:
+    """The error for a wrong token, or for one that was revoked or has expired during a long poll."""
+    return NotAuthenticated(
+        "That token is not valid. It may have been revoked or have expired.",
+        remedy="Send a valid one, or none where the connection identifies you; see `gpulease token create`.",
+    )

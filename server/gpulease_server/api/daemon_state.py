@@ -1,0 +1,82 @@
+"""The parts of a running daemon that routes use."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from gpulease_server.api.access_settings import AccessSettings
+from gpulease_server.core.gpu import is_silent, node_problem
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant
+from gpulease_server.runtime import clock
+from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.leadership.status import LeadershipStatus
+from gpulease_server.runtime.reading_age import DesiredStateTickets
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store.ledger_store import Store
+
+START_A_WORKER = "Start one on each host with GPUs: gpulease worker --url URL."
+
+
+@dataclass
+class DaemonState:
+    """The parts of a running daemon."""
+
+    writer: Writer
+    store: Store
+    tickets: DesiredStateTickets
+    recorder: JobMetricsRecorder
+    host: str
+    """Name of this host."""
+    local_node: str | None = None
+    """Node of the worker that the daemon supervises; `/readyz` waits for its first report."""
+    leadership: LeadershipStatus = field(default_factory=LeadershipStatus)
+    """Whether this daemon is the writer of its database, and whether that is confirmed."""
+    access: AccessSettings = field(default_factory=AccessSettings)
+    bearer_tokens: BearerTokens | None = None
+    """The valid bearer tokens; None if this daemon has none, as in a test."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the daemon begins to shut down; every long poll ends then."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """The committed ledger."""
+        return self.writer.committed
+
+    @property
+    def policy(self) -> Policy:
+        """The current policy."""
+        return self.writer.policy
+
+    def not_ready(self) -> str | None:
+        """Why the daemon cannot grant now; None if it can."""
+        problem = self.writer.problem
+        if problem is None and self.local_node is not None:
+            problem = node_problem(self.ledger, self.local_node, self.now(), self.policy)
+        return problem
+
+    def without_worker(self) -> str | None:
+        """Why nothing can be granted although the daemon is ready: no worker reports to it. None if one does."""
+        observations = self.ledger.node_observations.values()
+        if any(not is_silent(observation, self.now(), self.policy) for observation in observations):
+            return None
+        found = "No worker reports any more" if observations else "No worker has reported since this daemon started"
+        return f"{found}: nothing can be granted. {START_A_WORKER}"
+
+    def now(self) -> Instant:
+        """This moment."""
+        return clock.now()
+
+
+async def _daemon(request: Request) -> DaemonState:
+    daemon: DaemonState = request.app.state.daemon
+    return daemon
+
+
+DaemonDep = Annotated[DaemonState, Depends(_daemon)]

@@ -1,0 +1,9 @@
+"""Names of HTTP headers that are gpulease's own."""
+
+from __future__ import annotations
+
+REQUEST_ID_HEADER = "x-request-id"
+AS_OF, STANDBY = "Gpulease-As-Of", "Gpulease-Standby"
+"""On an answer that may be stale: when its data was read, and the address of the writer. See `stale_reads`."""
+LOG_OFFSET, LOG_BYTES, LOG_KEPT_BYTES = "Gpulease-Log-Offset", "Gpulease-Log-Bytes", "Gpulease-Log-Kept-Bytes"
+"""On a log: where the answer begins, how long the log is, and how much of that has not been dropped."""

@@ -1,0 +1,276 @@
+"""Limits on HTTP connections: protects the daemon against slowloris attacks, oversized heads and stalled readers.
+
+uvicorn by itself waits forever for the rest of a request, accepts heads of any size, and answers input that is not HTTP
+with plain text. A connection here is in one of three states, each with its limit:
+
+    HEAD --head complete--> BODY --message complete--> IDLE --next byte--> HEAD ...
+
+| input | result |
+|---|---|
+| nothing, after the connection was made | closed after `head_s` |
+| part of a head, then nothing, or a byte now and then | 408 after `head_s`, closed |
+| part of a body | 408 after `body_s`, closed; the time counts only while the application wants to read on |
+| a head over `max_head_bytes` or with over `max_headers` fields; a URL over `MAX_URL_BYTES` | 431 or 414, closed |
+| not HTTP, incomplete chunks, two content lengths | 400, closed; a response in progress is finished first |
+| over `max_pipelined` requests ahead of their responses | closed |
+| a client that does not read its response | closed when it has taken no byte for `stalled_s` |
+| over `max_connections` connections, or more than 1 / `USER_SHARE` of them from one user | 503, closed |
+
+A daemon that was stopped and continued, or is late, finds its timers due before it reads what arrived meanwhile. So a
+time limit is checked twice, `RECHECK_S` apart, and what is read in between counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+from collections import Counter
+from enum import Enum, auto
+from typing import Any, ClassVar
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from gpulease_protocol.errors import GpuleaseError, TooSlow, Unavailable
+from gpulease_server.api.headers import REQUEST_ID_HEADER
+from gpulease_server.api.problems import REQUEST_ID, HeadTooLarge, NotHttp, UrlTooLong, problem_response
+from gpulease_server.runtime import ids
+
+RECHECK_S = 1.0
+MAX_URL_BYTES = 60_000
+"""The parser's own limit is a little higher, and its error does not say what is wrong."""
+MAX_CONNECTIONS = 10_000
+USER_SHARE = 4
+"""One user may take 1 / `USER_SHARE` of every shared resource. Root and the daemon's own user may take all of it.
+Callers who are identified by token only may take half together, because their connections cannot be told apart."""
+RESERVED_DESCRIPTORS = 512
+"""File descriptors reserved for the database, logs and the worker."""
+
+connection_log = logging.getLogger("uvicorn.error.connection")
+connection_log.setLevel(logging.ERROR)  # a client that sends garbage gets an answer, and must not fill the log
+
+
+def raise_connection_limit() -> int:
+    """Raise the soft limit of file descriptors as far as it is useful, and return how many connections it allows.
+
+    The soft limit (`ulimit -n`) is 1024 on most systems, for programs that use select(2).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    useful = MAX_CONNECTIONS + RESERVED_DESCRIPTORS
+    limit = useful if hard == resource.RLIM_INFINITY else min(hard, useful)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        soft = limit
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(64, min(MAX_CONNECTIONS, soft - RESERVED_DESCRIPTORS))
+
+
+class RequestPart(Enum):
+    """The part of a request that comes next."""
+
+    HEAD = auto()
+    BODY = auto()
+    IDLE = auto()
+
+
+class RequestRefused(Exception):
+    """Ends the parsing of a request that has been answered."""
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits. See the module."""
+
+    head_s: ClassVar[float] = 10.0
+    body_s: ClassVar[float] = 60.0
+    stalled_s: ClassVar[float] = 300.0
+    max_head_bytes: ClassVar[int] = 2**17
+    max_headers: ClassVar[int] = 200
+    open_by_uid: ClassVar[Counter[int | None]] = Counter()
+    """Open connections by user id; None: unknown."""
+    peer_uid: int | None = None
+    """User id of the peer; a subclass sets it before `connection_made`."""
+    max_pipelined: ClassVar[int] = 32
+    max_connections: ClassVar[int] = MAX_CONNECTIONS
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.logger = connection_log
+        self._part = RequestPart.HEAD
+        self._timed_part: tuple[int, RequestPart] | None = None
+        """The request, by number, and its part that `_timer` is set for."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0
+        self._request_count = 0
+        self._head_bytes = 0
+        self._header_count = 0
+        self._closing = False
+        """True after the last response; further input is ignored."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Accept the connection, or refuse it if too many are open."""
+        super().connection_made(transport)
+        self.open_by_uid[self.peer_uid] += 1
+        user_limit = self._user_limit()
+        if len(self.connections) > self.max_connections:
+            detail = f"{self.max_connections} connections are open already."
+            self._send_last_response(Unavailable(detail, remedy="Try again later."))
+        elif self.open_by_uid[self.peer_uid] > user_limit:
+            whom = "callers without a user id" if self.peer_uid is None else "your user"
+            detail = f"{user_limit} connections from {whom} are open already."
+            self._send_last_response(Unavailable(detail, remedy="Close some."))
+        else:
+            self._set_timer()
+
+    def _user_limit(self) -> int:
+        """How many connections the peer's user may have open."""
+        if self.peer_uid in (0, os.geteuid()):
+            return self.max_connections
+        return self.max_connections // (2 if self.peer_uid is None else USER_SHARE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers."""
+        self._closing = True
+        self.open_by_uid[self.peer_uid] -= 1
+        if not self.open_by_uid[self.peer_uid]:
+            del self.open_by_uid[self.peer_uid]
+        for timer in (self._timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what has arrived, within the limits."""
+        if self._closing:
+            return
+        if self._part is RequestPart.IDLE:
+            self._part, self._head_bytes = RequestPart.HEAD, 0
+        if self._part is RequestPart.HEAD:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._closing:
+            return
+        if self._part is RequestPart.HEAD and self._head_bytes > self.max_head_bytes:
+            self._refuse(HeadTooLarge(f"The head of the request exceeds {self.max_head_bytes} bytes."))
+        self._set_timer()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        super().on_message_begin()
+        self._part = RequestPart.HEAD
+        self._request_count += 1
+        self._header_count = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One field of the head."""
+        self._header_count += 1
+        if self._header_count > self.max_headers:
+            self._refuse(HeadTooLarge(f"The request has over {self.max_headers} header fields."))
+            raise RequestRefused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete."""
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refuse(UrlTooLong(f"The URL exceeds {MAX_URL_BYTES} bytes."))
+            raise RequestRefused
+        if size > self.max_head_bytes:
+            self._refuse(HeadTooLarge(f"The head of the request exceeds {self.max_head_bytes} bytes."))
+            raise RequestRefused
+        if len(self.pipeline) >= self.max_pipelined:
+            self._closing = True
+            self.transport.abort()
+            raise RequestRefused
+        super().on_headers_complete()
+        self._part = RequestPart.BODY
+
+    def on_message_complete(self) -> None:
+        """The request is complete."""
+        super().on_message_complete()
+        self._part = RequestPart.IDLE
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer input that is not HTTP, unless the connection is closing already."""
+        if not self._closing:
+            self._refuse(NotHttp("This is not an HTTP/1.1 request.", remedy="Use curl or an HTTP library."))
+
+    def pause_writing(self) -> None:
+        """The client has stopped reading for the moment."""
+        super().pause_writing()
+        if self._stall_timer is None:
+            self._unsent_bytes = self.transport.get_write_buffer_size()
+            self._stall_timer = self.loop.call_later(self.stalled_s, self._check_progress)
+
+    def resume_writing(self) -> None:
+        """The client reads again."""
+        super().resume_writing()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _check_progress(self) -> None:
+        self._stall_timer = None
+        left = self.transport.get_write_buffer_size()
+        if left >= self._unsent_bytes:
+            self.transport.abort()
+            return
+        self._unsent_bytes = left
+        self._stall_timer = self.loop.call_later(self.stalled_s, self._check_progress)
+
+    def _set_timer(self) -> None:
+        """Start the timer for the current part, once for each part."""
+        if self._part is RequestPart.IDLE:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._timed_part = None
+        elif self._timed_part != (current := (self._request_count, self._part)):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timed_part = current
+            limit_s = self.head_s if self._part is RequestPart.HEAD else self.body_s
+            self._timer = self.loop.call_later(limit_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = self.loop.call_later(RECHECK_S, self._on_timeout)
+
+    def _on_timeout(self) -> None:
+        if self._part is RequestPart.BODY and self.flow.read_paused:
+            # The application is not reading, so the client is not to blame.
+            self._timer = self.loop.call_later(self.body_s, self._on_timer)
+        elif self._part is RequestPart.HEAD and self._head_bytes == 0:
+            self._closing = True
+            self.transport.close()
+        else:
+            limit_s = self.head_s if self._part is RequestPart.HEAD else self.body_s
+            self._refuse(TooSlow(f"The request was not complete after {limit_s:.0f} s.", remedy="Send it faster."))
+
+    def _refuse(self, error: GpuleaseError) -> None:
+        """Close the connection with this error; a response in progress is finished first."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._send_last_response(error)
+        elif self._part is RequestPart.BODY and cycle.more_body:
+            if cycle.response_started or self.pipeline:
+                self._closing = True
+                self.transport.abort()
+            else:
+                self._send_last_response(error)
+        else:
+            self._closing = True
+            cycle.keep_alive = False
+
+    def _send_last_response(self, error: GpuleaseError) -> None:
+        """Answer with this error and close the connection."""
+        self._closing = True
+        request_id = ids.new_id("request")
+        REQUEST_ID.set(request_id)
+        response = problem_response(error)
+        fields = [*self.server_state.default_headers, *response.raw_headers]
+        fields += [(REQUEST_ID_HEADER.encode(), request_id.encode()), (b"connection", b"close")]
+        head = b"".join(b"%b: %b\r\n" % field for field in fields)
+        self.transport.write(STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body))
+        self.transport.close()

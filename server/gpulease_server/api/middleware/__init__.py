@@ -1,0 +1,1 @@
+"""ASGI middleware, one module each; `app.create_app` adds them in order."""

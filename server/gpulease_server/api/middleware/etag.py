@@ -1,0 +1,62 @@
+"""ETags for JSON answers, so that a client that polls receives only what has changed.
+
+The tag is a digest of the answer. Nothing cheaper would be right: a GPU's state depends on the time as well as on the
+ledger. So an ETag saves sending and parsing, not making the answer. It is weak, because the answer may be compressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ETAG = re.compile(r'(?:W/)?("[^"]*")')
+
+
+class ETagMiddleware:
+    """Answers 304 to a GET under /v1/ whose `If-None-Match` names the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; tag a JSON answer that is sent in one piece."""
+        if scope["type"] != "http" or scope["method"] != "GET" or not scope["path"].startswith("/v1/"):
+            await self.app(scope, receive, send)
+            return
+        pending: Message | None = None
+
+        async def send_tagged(message: Message) -> None:
+            nonlocal pending
+            if message["type"] == "http.response.start" and _may_be_tagged(message):
+                pending = message
+                return
+            if pending is not None:
+                start, pending = pending, None
+                if not message.get("more_body", False):
+                    message = _tag(scope, start, message)
+                await send(start)
+            await send(message)
+
+        await self.app(scope, receive, send_tagged)
+
+
+def _may_be_tagged(start: Message) -> bool:
+    return start["status"] == 200 and Headers(raw=start["headers"]).get("content-type") == "application/json"
+
+
+def _tag(scope: Scope, start: Message, body: Message) -> Message:
+    """Add the tag to the head; make the answer a 304 if the caller has it already."""
+    tag = f'"{hashlib.blake2b(body.get("body", b""), digest_size=12).hexdigest()}"'
+    headers = MutableHeaders(raw=start["headers"])
+    headers["ETag"], headers["Cache-Control"] = f"W/{tag}", "no-cache"
+    if_none_match = Headers(scope=scope).get("if-none-match", "")
+    if if_none_match.strip() != "*" and tag not in ETAG.findall(if_none_match):
+        return body
+    start["status"] = 304
+    for name in ("content-length", "content-type"):
+        del headers[name]
+    start["headers"] = headers.raw
+    return {**body, "body": b""}

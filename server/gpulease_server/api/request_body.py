@@ -1,0 +1,142 @@
+"""Reading request bodies: bounded, strict, with an error that names the field.
+
+FastAPI's own body parameters would turn "2" and true into numbers; pydantic's strict mode for JSON does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from pydantic import TypeAdapter, ValidationError
+
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.errors import InvalidRequest, TooLarge
+from gpulease_server.api.auth.callers import ANONYMOUS, Caller
+from gpulease_server.api.problems import SEE_OPENAPI, NotJson, describe_validation_errors
+from gpulease_server.core.happenings import IdempotencyKey
+
+MAX_BODY_BYTES = 2**20
+MAX_JOB_BYTES = 4 * 2**20
+"""For a job: its environment may have 1 MiB, and more when encoded as JSON."""
+MAX_DISCARDED_BYTES = 16 * 2**20
+"""How much of a body that is too large is read and discarded before the connection is closed."""
+MAX_KEY_CHARACTERS = 200
+"""Characters in an Idempotency-Key, at most."""
+IDEMPOTENCY_KEY_PARAMETER: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARACTERS},
+            "description": "Any text of your own. The same key and body again return the same answer and do nothing"
+            " more.",
+        }
+    ]
+}
+"""For `openapi_extra` of a route that accepts an Idempotency-Key."""
+MAYBE_UNSTORABLE = re.compile(rb"\\u0000|[0-9]{19}")
+"""A body that does not match needs no check by `require_storable`."""
+T = TypeVar("T")
+
+
+class JsonBody(Generic[T]):
+    """A dependency that reads a body of one type. `empty` is what an empty body means; None: a body is required."""
+
+    def __init__(self, kind: type[T], empty: T | None = None) -> None:
+        self.kind = kind
+        self.empty = empty
+        self._adapter: TypeAdapter[T] = TypeAdapter(kind)
+
+    async def __call__(self, request: Request) -> T:
+        """The validated body."""
+        raw = await read_body(request)
+        if not raw and self.empty is not None:
+            return self.empty
+        try:
+            body = self.parse(raw)
+        except ValidationError as error:
+            errors = error.errors(include_url=False, include_context=False)
+            if errors[0]["type"] == "json_invalid":
+                raise NotJson(f"The body is not JSON: {errors[0]['msg']}.", remedy="Send a JSON object.") from None
+            raise InvalidRequest(describe_validation_errors(errors), remedy=SEE_OPENAPI) from None
+        if MAYBE_UNSTORABLE.search(raw):
+            require_storable(to_json(body))
+        return body
+
+    def parse(self, raw: bytes) -> T:
+        """The body that this is. Raises ValidationError."""
+        return self._adapter.validate_json(raw, strict=True)
+
+    def openapi(self) -> dict[str, Any]:
+        """For `openapi_extra` of the route."""
+        schema = {"$ref": f"#/components/schemas/{self.kind.__name__}"}
+        content = {"application/json": {"schema": schema}}
+        return {"requestBody": {"content": content, "required": self.empty is None}}
+
+    def schemas(self) -> dict[str, Any]:
+        """The body's schema and those it refers to, by name."""
+        schema = self._adapter.json_schema(ref_template="#/components/schemas/{model}")
+        definitions: dict[str, Any] = schema.pop("$defs", {})
+        return definitions | {self.kind.__name__: schema}
+
+
+def require_storable(value: Any, place: str = "") -> None:
+    """Raise `InvalidRequest` for what a database cannot store: NUL in a string, an integer of more than 64 bits."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            require_storable(name, place)
+            require_storable(part, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            require_storable(part, place)
+    elif isinstance(value, str) and "\0" in value:
+        raise InvalidRequest(f"{place}: must not contain NUL.", remedy=SEE_OPENAPI)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise InvalidRequest(f"{place}: must be a 64-bit integer.", remedy=SEE_OPENAPI)
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises `TooLarge` if it exceeds 1 MiB, for a job 4 MiB.
+
+    A body that is too large is read and discarded, up to `MAX_DISCARDED_BYTES`: a client that is disconnected while it
+    sends never sees the error.
+    """
+    limit = MAX_JOB_BYTES if request.url.path == "/v1/jobs" else MAX_BODY_BYTES
+    cached: bytes | None = getattr(request.state, "body", None)
+    if cached is not None:
+        return cached
+    parts, size = [], 0
+    header = request.headers.get("content-length", "0")
+    declared = int(header) if header.isdigit() else 0
+    refuse_early = declared > MAX_DISCARDED_BYTES or "expect" in request.headers
+    if declared <= limit or not refuse_early:
+        async for part in request.stream():
+            size += len(part)
+            if size <= limit:
+                parts.append(part)
+            elif refuse_early or size > MAX_DISCARDED_BYTES:
+                break
+    if max(size, declared) > limit:
+        raise TooLarge(f"The body exceeds {limit} bytes.", remedy="Send less.")
+    request.state.body = b"".join(parts)
+    return b"".join(parts)
+
+
+async def idempotency_key(request: Request) -> IdempotencyKey | None:
+    """The Idempotency-Key header with the fingerprint of the request; None without one.
+
+    Keys are kept apart by user: two users who choose the same one do not share a lease.
+    """
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        return None
+    if not 1 <= len(key) <= MAX_KEY_CHARACTERS:
+        raise InvalidRequest(f"Idempotency-Key: must have 1 to {MAX_KEY_CHARACTERS} characters.")
+    content = f"{request.method} {request.url.path}\n".encode() + await read_body(request)
+    caller: Caller = getattr(request.state, "caller", ANONYMOUS)
+    user = f"@{caller.user}" if caller.uid is None else str(caller.uid)
+    return IdempotencyKey(key=f"{user}:{key}", fingerprint=hashlib.sha256(content).hexdigest())

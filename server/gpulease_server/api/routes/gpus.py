@@ -1,0 +1,54 @@
+"""GPUs: their state, and cordoning them."""
+
+from __future__ import annotations
+
+from gpulease_protocol.errors import NotFound
+from gpulease_protocol.gpu_uuid import canonical_uuid
+from gpulease_protocol.model import Gpu, Page
+from gpulease_server.api.auth.access_rules import CallerDep
+from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.auth.callers import Caller
+from gpulease_server.api.auth.redaction import redact_gpu
+from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.problems import error_responses
+from gpulease_server.core.happenings import CordonRequested
+from gpulease_server.core.presentation import gpu_view, gpu_views
+from gpulease_server.runtime import ids
+
+router = new_router("/v1/gpus", "gpus")
+
+
+@router.get("")
+async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Page[Gpu]:
+    """All GPUs: the last reading, the state, and who holds each or which request it is reserved for."""
+    views = gpu_views(daemon.ledger, daemon.now(), daemon.policy)
+    return Page(items=tuple(redact_gpu(caller, gpu, daemon.access) for gpu in views))
+
+
+@router.get("/{uuid}", responses=error_responses("not_found"))
+async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
+    """One GPU."""
+    record = daemon.ledger.gpus.get(canonical_uuid(uuid))
+    if record is None:
+        raise NotFound(f"There is no GPU {uuid}.", remedy="gpulease status lists all GPUs.")
+    return redact_gpu(caller, gpu_view(daemon.ledger, record, daemon.now(), daemon.policy), daemon.access)
+
+
+@router.post("/{uuid}/cordon", responses=error_responses("not_found", "unavailable"))
+async def cordon(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
+    """Stop granting this GPU. Its current holder keeps it."""
+    return await _set_cordon(daemon, caller, uuid, True)
+
+
+@router.post("/{uuid}/uncordon", responses=error_responses("not_found", "unavailable"))
+async def uncordon(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
+    """Put a GPU back into use."""
+    return await _set_cordon(daemon, caller, uuid, False)
+
+
+async def _set_cordon(daemon: DaemonState, caller: Caller, uuid: str, cordoned: bool) -> Gpu:
+    happening = CordonRequested(
+        cause=ids.new_id("request"), uuid=canonical_uuid(uuid), cordoned=cordoned, by=caller.user
+    )
+    await daemon.writer.submit(happening)
+    return await show_gpu(uuid, daemon, caller)

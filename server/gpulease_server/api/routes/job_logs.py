@@ -1,0 +1,337 @@
+"""Logs of a job: as they are now, or followed until the job has ended.
+
+Followers notice changes through one poller (`file_poller`) and read in a few shared threads (`log_reader`). There are
+at most `MAX_FOLLOWERS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from fastapi import Query, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
+from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
+from gpulease_protocol.node_protocol import parse_attempt_name
+from gpulease_server.api.auth.access_rules import CallerDep
+from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.auth.callers import Caller, is_still_valid
+from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.headers import LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET
+from gpulease_server.api.http_limits import USER_SHARE
+from gpulease_server.api.problems import error_responses
+from gpulease_server.api.routes.jobs import find_job
+from gpulease_server.api.streams.file_poller import POLL_S, FilePoller
+from gpulease_server.api.streams.log_reader import LAUNCHER, LogReader, key_of
+from gpulease_server.core.records import JobRecord
+
+router = new_router("/v1/jobs", "jobs")
+
+MAX_FOLLOWERS = 256
+"""Followers of logs at one time, of all jobs together."""
+THREADS = 4
+"""Threads that read logs: a file system that hangs delays logs and nothing else."""
+RECHECK_S = 0.5
+"""How often a follower reads even if the poller has noticed no change, and checks whether its client is still there."""
+MAX_LINES = 1_000_000
+OFFSET_FORMAT = re.compile(
+    r"(?:(?P<attempt>\d{1,6})@)?(?:(?P<offset>\d{1,18})|(?P<several>(?:\d{1,4}|launcher):\d{1,18}"
+    r"(?:,(?:\d{1,4}|launcher):\d{1,18})*))"
+)
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class LogQuery:
+    """The part of a job's logs that a request asks for."""
+
+    name: str | None
+    """Name of the file; None for those of all ranks, merged."""
+    attempt: int | None
+    """The attempt that `offsets` belong to; None for the last one."""
+    offsets: dict[str, int]
+    """Where to begin in each file, by `log_reader.key_of`."""
+    tail: int | None
+    """Begin with this number of last lines of each file."""
+    follow: bool
+    """Continue until the job has ended."""
+
+    @classmethod
+    def parse(cls, rank: str | None, offset: str | None, tail: int | None, follow: bool) -> LogQuery:
+        """The query parameters, checked. Raises InvalidRequest."""
+        name = None if rank == "all" else LAUNCHER if rank is None else f"rank-{int(rank)}.log"
+        if offset is None:
+            return cls(name, None, {}, tail, follow)
+        if tail is not None:
+            raise InvalidRequest("offset: cannot be combined with tail.", remedy="Give one of them.")
+        match = OFFSET_FORMAT.fullmatch(offset)
+        if match is None or (match["several"] is None) == (name is None and offset != "0"):
+            raise InvalidRequest(
+                f"offset: {offset[:60]!r} is no offset in {'the logs of all ranks' if name is None else 'one log'}.",
+                remedy="Give a number of bytes, or the Gpulease-Log-Offset or `at` of an answer for the same rank.",
+            )
+        attempt = int(match["attempt"]) if match["attempt"] else None
+        if match["several"] is None:
+            return cls(name, attempt, {} if name is None else {key_of(name): int(match["offset"])}, tail, follow)
+        parts = dict(part.split(":") for part in match["several"].split(","))
+        return cls(name, attempt, {key: int(number) for key, number in parts.items()}, tail, follow)
+
+    def reader(self, directory: str, first: bool) -> LogReader:
+        """A reader of an attempt's directory; `first` is False if an earlier attempt was read before."""
+        same_attempt = first and self.attempt in (None, parse_attempt_name(Path(directory).parent.name)[1])
+        offsets = self.offsets if same_attempt else {}
+        return LogReader(Path(directory), self.name, offsets, self.tail if first else None)
+
+
+class LogReaderPool:
+    """The threads and the poller that all log requests share. For one event loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.follower_count = 0
+        self.followers_by_user = Counter[str | None]()
+        self.poller = FilePoller(self.run)
+        self._threads = ThreadPoolExecutor(THREADS, "logs")
+
+    @classmethod
+    def of(cls, request: Request) -> LogReaderPool:
+        """The pool of the application that a request belongs to."""
+        state = request.app.state
+        pool: LogReaderPool | None = getattr(state, "log_reader_pool", None)
+        if pool is None or pool.loop is not asyncio.get_running_loop():
+            pool = state.log_reader_pool = cls()
+        return pool
+
+    async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """The result of a blocking function."""
+        return await self.loop.run_in_executor(self._threads, function, *arguments)
+
+    def submit(self, function: Callable[[], None]) -> None:
+        """Run a blocking function without waiting for it."""
+        self._threads.submit(function)
+
+
+class LogTail:
+    """One answer while it is sent."""
+
+    def __init__(
+        self, pool: LogReaderPool, daemon: DaemonState, request: Request, caller: Caller, job_id: str, query: LogQuery
+    ) -> None:
+        self._pool = pool
+        self._daemon = daemon
+        self._request = request
+        self._caller = caller
+        self._job_id = job_id
+        self._query = query
+        self._reader: LogReader | None = None
+        self._attempt = query.attempt or 1
+        self._changed = asyncio.Event()
+        self._follower = pool.poller.follow(self._changed)
+        self._interrupted = False
+        """True if more may be written than this answer has sent."""
+        pool.follower_count += query.follow  # until it is closed
+        pool.followers_by_user[self._caller.user] += query.follow
+
+    async def open(self) -> dict[str, str]:
+        """Open the files. Returns the headers that say where the answer begins and how long the log is."""
+        record = await self._record()
+        if _is_elsewhere(record.log_directory):
+            raise NotFound(
+                f"The log of job {self._job_id} is on another host, and this daemon cannot read it:"
+                f" {record.log_directory}.",
+                remedy="Read it there.",
+            )
+        await self._open_directory(record.log_directory)
+        length, kept = await self._pool.run(self._reader.sizes) if self._reader else (0, 0)
+        return {
+            LOG_OFFSET: self.offset,
+            LOG_BYTES: str(length),
+            LOG_KEPT_BYTES: str(kept),
+            "X-Content-Type-Options": "nosniff",
+        }
+
+    @property
+    def offset(self) -> str:
+        """Where to continue reading: the attempt, and the offset in its files."""
+        return f"{self._attempt}@{self._reader.offset if self._reader else '0'}"
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The log in frames."""
+        async with aclosing(self.text()) as pieces:
+            async for piece in pieces:
+                yield LogFrame(self.offset, piece).encoded()
+        if not self._interrupted:
+            yield LogFrame(self.offset, end=True).encoded()
+
+    async def text(self) -> AsyncGenerator[bytes, None]:
+        """The log's bytes."""
+        while True:
+            last = await self._is_last()
+            async for piece in self._available(last):
+                if not is_still_valid(self._caller, self._daemon):
+                    self._interrupted = True
+                    return
+                yield piece
+            if last:
+                return
+            await self._wait()
+
+    def close(self) -> None:
+        """Stop following and close all files."""
+        self._pool.follower_count -= self._query.follow
+        self._pool.followers_by_user[self._caller.user] -= self._query.follow
+        self._pool.followers_by_user += Counter()  # drops users without followers
+        self._follower.close()
+        self._close_reader()
+
+    async def _available(self, last: bool) -> AsyncIterator[bytes]:
+        """All that can be read now; with `last`, also lines that are not ended."""
+        self._changed.clear()
+        directory = (await self._record()).log_directory
+        if _is_elsewhere(directory):
+            return
+        if directory is not None and (self._reader is None or str(self._reader.logs) != directory):
+            is_retry = self._reader is not None
+            if self._reader is not None:  # first the rest of the attempt before
+                while piece := await self._pool.run(self._reader.take, True):
+                    yield piece
+                self._follower.close()
+            await self._open_directory(directory)
+            if is_retry:
+                yield f"[... attempt {self._attempt} begins]\n".encode()
+        if self._reader is None:
+            return
+        while piece := await self._pool.run(self._reader.take, last):
+            yield piece
+        if not last:
+            self._follower.set_files(self._reader.descriptors)
+
+    async def _open_directory(self, directory: str | None) -> None:
+        if directory is None:
+            return
+        first = self._reader is None
+        self._close_reader()
+        self._reader = self._query.reader(directory, first)
+        self._attempt = parse_attempt_name(Path(directory).parent.name)[1]
+        await self._pool.run(self._reader.open)
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._pool.submit(self._reader.close)
+
+    async def _is_last(self) -> bool:
+        """True if nothing more will be written, or if this answer has to end."""
+        record = await self._record()
+        if not self._query.follow or record.job.state.final:
+            return True
+        if _is_elsewhere(record.log_directory):
+            self._interrupted = True  # who asks again is told where it is
+            return True
+        self._interrupted = (
+            self._daemon.stopping.is_set()
+            or not await self._is_authenticated()
+            or await self._request.is_disconnected()
+        )
+        return self._interrupted
+
+    async def _is_authenticated(self) -> bool:
+        """False if the caller's token has become invalid. A standby, which also serves logs, reads the tokens again."""
+        token_id, bearers = self._caller.token_id, self._daemon.bearer_tokens
+        return token_id is None or (bearers is not None and await bearers.is_still_valid(token_id))
+
+    async def _wait(self) -> None:
+        """Wait until a file or the job has changed, at most `RECHECK_S`."""
+        timeout_s = POLL_S if self._reader is None else RECHECK_S
+        waits = {
+            asyncio.ensure_future(self._changed.wait()),
+            asyncio.ensure_future(self._daemon.writer.wakeups.wait(f"job:{self._job_id}", timeout_s)),
+        }
+        try:
+            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _record(self) -> JobRecord:
+        return await find_job(self._daemon, self._job_id)
+
+
+def _is_elsewhere(directory: str | None) -> bool:
+    """True for a directory that is kept as `NODE:DIRECTORY`, see `api.report_body`."""
+    return directory is not None and not directory.startswith("/")
+
+
+class LogResponse(StreamingResponse):
+    """Sends a `LogTail` and closes it, even if the client has disconnected before anything was sent."""
+
+    def __init__(self, tail: LogTail, headers: dict[str, str], frames: bool) -> None:
+        content, kind = (tail.frames(), MEDIA_TYPE) if frames else (tail.text(), "text/plain; charset=utf-8")
+        super().__init__(content, media_type=kind, headers=headers)
+        self._tail = tail
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._tail.close()
+
+
+@router.get("/{job_id}/logs", response_class=StreamingResponse, responses=error_responses("not_found", "unavailable"))
+async def logs(
+    job_id: str,
+    daemon: DaemonDep,
+    caller: CallerDep,
+    request: Request,
+    follow: Annotated[bool, Query(description="Continue until the job has ended.")] = False,
+    rank: Annotated[
+        str | None,
+        Query(
+            pattern=r"^(all|\d{1,4})$",
+            description="Only the lines of this rank; `all`: those of all ranks and of the launcher, each after"
+            " `[rank N] ` or `[launcher] `; if absent, the launcher's log, which contains all of them.",
+        ),
+    ] = None,
+    offset: Annotated[
+        str | None,
+        Query(
+            max_length=50_000,
+            description="Where to begin: a number of bytes, or the offset that an earlier answer gave for this rank.",
+        ),
+    ] = None,
+    tail: Annotated[
+        int | None, Query(ge=0, le=MAX_LINES, description="Begin with this number of last lines of each rank.")
+    ] = None,
+    frames: Annotated[
+        bool, Query(description="Answer in frames that say where to continue: a line of JSON, then `bytes` bytes.")
+    ] = False,
+) -> StreamingResponse:
+    """The output of a job, byte for byte. Where older output was dropped, a line says how much.
+
+    `Gpulease-Log-Offset` says where the answer begins, `Gpulease-Log-Bytes` how long the log is, and
+    `Gpulease-Log-Kept-Bytes` how much of it has not been dropped.
+    """
+    await find_job(daemon, job_id)
+    query = LogQuery.parse(rank, offset, tail, follow)
+    pool = LogReaderPool.of(request)
+    own = 0 if caller.is_admin else pool.followers_by_user[caller.user]
+    if follow and (pool.follower_count >= MAX_FOLLOWERS or own >= MAX_FOLLOWERS // USER_SHARE):
+        detail = f"Too many logs are being followed: {pool.follower_count}, {own} of them by you."
+        raise Unavailable(detail, remedy="Read it without follow.")
+    log_tail = LogTail(pool, daemon, request, caller, job_id, query)
+    try:
+        return LogResponse(log_tail, await log_tail.open(), frames)
+    except BaseException:
+        log_tail.close()
+        raise

@@ -1,0 +1,179 @@
+"""Metrics of a job: what its GPUs showed over its life, as JSON or CSV."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Annotated, Any
+
+from fastapi import Header, Query, Response
+from pydantic import TypeAdapter
+
+from gpulease_protocol.errors import NotFound
+from gpulease_protocol.job_metrics import MAX_POINTS, AttemptMetrics, GpuMetrics, JobMetrics, MetricSeries
+from gpulease_protocol.model import Device, Lease
+from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
+from gpulease_server.core.records import LeaseRecord
+from gpulease_server.runtime.job_metrics.recorder import decode_series
+from gpulease_server.runtime.job_metrics.time_series import MEASURES, DamagedSeries, TimeSeries
+from gpulease_server.store import job_metrics_table
+
+router = new_router("/v1/jobs", "jobs")
+log = logging.getLogger("gpulease.metrics")
+
+MAX_ANSWER_POINTS = 60_000
+"""Buckets in one answer, for all GPUs and attempts: 100 GPUs at full resolution, more with wider buckets."""
+CSV = "text/csv; charset=utf-8"
+DIGITS = {"utilization_ratio": 5, "memory_used_bytes": 0, "power_w": 2, "temperature_c": 2}
+"""Decimal places; drivers report no more, and a time series keeps no more than 24 bits."""
+JSON: TypeAdapter[JobMetrics] = TypeAdapter(JobMetrics)
+
+
+class Format(StrEnum):
+    """Format of the answer."""
+
+    JSON = "json"
+    CSV = "csv"
+
+
+@router.get(
+    "/{job_id}/metrics",
+    response_model=JobMetrics,
+    responses=error_responses("not_found") | {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
+)
+async def show_metrics(
+    job_id: str,
+    daemon: DaemonDep,
+    format: Annotated[
+        Format | None, Query(description="`json` or `csv`; if absent, CSV if `Accept` names text/csv.")
+    ] = None,
+    points: Annotated[
+        int, Query(ge=1, le=MAX_POINTS, description="Maximum number of buckets for each GPU; fewer are wider.")
+    ] = MAX_POINTS,
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
+) -> Response:
+    """Utilization, memory, power and temperature of a job's GPUs over its life, and its GPU-hours.
+
+    Buckets are 1 s wide at first. Whenever a GPU has 600, they are merged in pairs, so that a job of any age has 300
+    to 600. Unknown values are null in JSON and `nan` in CSV.
+    """
+    leases = await asyncio.to_thread(job_metrics_table.leases_of_job, daemon.store.engine, job_id)
+    if not leases:
+        raise NotFound(f"There is no job {job_id}.", remedy=MAYBE_PRUNED.format("jobs"))
+    as_csv = format is Format.CSV or (format is None and "text/csv" in accept)
+    granted = [record for record in leases if record.lease.granted_at is not None]
+    live = {record.lease.id: daemon.recorder.encoded(record.lease.id) for record in granted}
+    return await asyncio.to_thread(_answer, daemon, job_id, granted, live, points, as_csv)
+
+
+def _answer(
+    daemon: DaemonState,
+    job_id: str,
+    leases: list[LeaseRecord],
+    live: Mapping[str, bytes | None],
+    points: int,
+    as_csv: bool,
+) -> Response:
+    saved = job_metrics_table.load(
+        daemon.store.engine, [lease_id for lease_id, content in live.items() if content is None]
+    )
+    contents = {lease_id: saved.get(lease_id) if content is None else content for lease_id, content in live.items()}
+    held = sum(len(record.lease.gpus) for record in leases)
+    points = max(1, min(points, MAX_ANSWER_POINTS // max(1, held)))
+    metrics = job_metrics(job_id, leases, contents, daemon.now().at, points)
+    if as_csv:
+        return Response(csv(metrics), media_type=CSV)
+    return Response(JSON.dump_json(metrics), media_type="application/json")
+
+
+def job_metrics(
+    job_id: str, leases: list[LeaseRecord], contents: Mapping[str, bytes | None], now: datetime, points: int
+) -> JobMetrics:
+    """The noun, from the leases of a job's attempts and the time series of each."""
+    attempts = tuple(
+        _attempt(number, record.lease, contents.get(record.lease.id), now, points)
+        for number, record in enumerate(leases, 1)
+    )
+    return JobMetrics(job_id=job_id, attempts=attempts, **_sum(attempts))
+
+
+def _attempt(number: int, lease: Lease, content: bytes | None, now: datetime, points: int) -> AttemptMetrics:
+    granted_at = lease.granted_at
+    assert granted_at is not None
+    held_s = max(0.0, ((lease.ended_at or now) - granted_at).total_seconds())
+    try:
+        series = {} if content is None else decode_series(content)
+    except DamagedSeries as error:
+        log.error("the metrics of lease %s cannot be read: %s", lease.id, error)
+        series = {}
+    gpus = tuple(
+        _gpu(device, series.get(device.uuid) or TimeSeries.empty(), granted_at, held_s, points) for device in lease.gpus
+    )
+    return AttemptMetrics(
+        attempt=number,
+        lease_id=lease.id,
+        held_from_at=granted_at,
+        held_until_at=lease.ended_at,
+        gpus=gpus,
+        **_sum(gpus),
+    )
+
+
+def _gpu(device: Device, series: TimeSeries, granted_at: datetime, held_s: float, points: int) -> GpuMetrics:
+    used_s, known_s = series.used_s(), series.known_s()
+    series.downsample(points)
+    width_s, count = series.width_s, series.closed + (series.until_s > series.closed * series.width_s)
+    return GpuMetrics(
+        gpu_hours_held=held_s / 3600,
+        gpu_hours_used=used_s / 3600,
+        gpu_hours_unknown=max(0.0, held_s - known_s) / 3600,
+        uuid=device.uuid,
+        node=device.node,
+        index=device.index,
+        name=device.name,
+        bucket_s=width_s,
+        start_at=tuple(granted_at + timedelta(seconds=place * width_s) for place in range(count)),
+        seconds=tuple(round(min(width_s, series.until_s - place * width_s), 3) for place in range(count)),
+        **{name: _metric_series(series, place, count, DIGITS[name]) for place, name in enumerate(MEASURES)},
+    )
+
+
+def _metric_series(series: TimeSeries, measure: int, count: int, digits: int) -> MetricSeries:
+    known_s, *values = series.tracks[measure].columns()
+    mean, high = (tuple(None if one is None else round(one, digits) for one in column[:count]) for column in values)
+    return MetricSeries(mean=mean, max=high, known_s=tuple(round(seconds, 3) for seconds in known_s[:count]))
+
+
+def _sum(parts: Iterable[Any]) -> dict[str, float]:
+    parts = list(parts)
+    names = ("gpu_hours_held", "gpu_hours_used", "gpu_hours_unknown")
+    return {name: sum(getattr(part, name) for part in parts) for name in names}
+
+
+def csv(metrics: JobMetrics) -> str:
+    """One line for each bucket of each GPU. Unknown values are `nan`, which pandas and numpy understand.
+
+    Only the node's name can contain a comma or a quote; it is quoted if it does.
+    """
+    heads = ["attempt", "node", "index", "uuid", "start_at", "start_s", "seconds", "known_s"]
+    heads += [f"{name}_{what}" for name in MEASURES for what in ("mean", "max")]
+    lines = [",".join(heads)]
+    for attempt in metrics.attempts:
+        for gpu in attempt.gpus:
+            curves = [getattr(gpu, name) for name in MEASURES]
+            who = f"{attempt.attempt},{_quoted(gpu.node)},{gpu.index},{gpu.uuid}"
+            for place, start_at in enumerate(gpu.start_at):
+                numbers = [place * gpu.bucket_s, gpu.seconds[place], gpu.utilization_ratio.known_s[place]]
+                numbers += [column[place] for curve in curves for column in (curve.mean, curve.max)]
+                at = start_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+                lines.append(f"{who},{at}," + ",".join("nan" if one is None else f"{one:.12g}" for one in numbers))
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"' if any(one in text for one in ',"\r\n') else text

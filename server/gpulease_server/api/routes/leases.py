@@ -1,0 +1,263 @@
+"""Leases: request, wait, renew, release, explain."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import Depends, Query, Request, Response
+
+from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.host.process_id import realm
+from gpulease_protocol.model import Holder, Lease, LeaseState, Page
+from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_protocol.requests import HolderProof, LeaseRequest
+from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
+from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.auth.callers import Caller
+from gpulease_server.api.auth.peer_credentials import OwnerClaim
+from gpulease_server.api.auth.redaction import redact_lease
+from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
+from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
+from gpulease_server.api.streams.long_poll import SLICE_S, Cursor, Limit, WaitSeconds, cursor_number, wait_until
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.happenings import (
+    IdempotencyKey,
+    LeaseRequested,
+    ReleaseRequested,
+    RenewalRequested,
+    WaiterPolled,
+)
+from gpulease_server.core.lease import MadeLongAgo, answer_for_old_lease, ended_sentence
+from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.records import LeaseRecord, WatchedOwner
+from gpulease_server.runtime import ids
+
+router = new_router("/v1/leases", "leases")
+REQUEST_BODY = JsonBody(LeaseRequest)
+PROOF_BODY = JsonBody(HolderProof)
+QUEUED_RESPONSE: dict[int | str, dict[str, Any]] = {
+    202: {"model": Lease, "description": "Queued; wait for the grant at `Location`."}
+}
+KeyDep = Annotated[IdempotencyKey | None, Depends(idempotency_key)]
+
+
+@router.post(
+    "",
+    status_code=201,
+    response_description="Granted.",
+    openapi_extra=REQUEST_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
+    responses=QUEUED_RESPONSE
+    | error_responses(
+        *("invalid_request", "never_fits", "idempotency_mismatch", "not_now", "lease_lost"),
+        *("too_large", "over_quota", "unavailable"),
+    ),
+)
+async def request_lease(
+    body: Annotated[LeaseRequest, Depends(REQUEST_BODY)],
+    key: KeyDep,
+    daemon: DaemonDep,
+    caller: CallerDep,
+    peer: PeerDep,
+    request: Request,
+    response: Response,
+    wait_s: WaitSeconds = 0.0,
+) -> Lease:
+    """Request GPUs. Either all of them are granted (201), or none, and the request waits in the queue (202).
+
+    410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
+    The problem document has it as `lease`, without `env`.
+    """
+    if body.ttl_s > daemon.policy.max_ttl_s:
+        raise InvalidRequest(f"ttl_s: must be at most {daemon.policy.max_ttl_s:.0f} seconds, not {body.ttl_s:.0f}.")
+    owner = peer.check_owner(body.owner_pid, body.owner_start_ticks)
+    watched_owner = _owner_watch(daemon, owner) if peer.local else _remote_owner_watch(daemon, body, caller)
+    host = daemon.host if peer.local else daemon.ledger.nodes[watched_owner.node].host if watched_owner else None
+    requested = LeaseRequested(
+        cause=ids.new_id("request"),
+        lease_id=ids.new_id("lease"),
+        demand=body.demand(),
+        holder=Holder(user=caller.user, host=host, owner_pid=owner.pid, label=body.label),
+        watched_owner=watched_owner,
+        watch_owner=body.watch_owner,
+        ttl_s=body.ttl_s,
+        queue=body.queue,
+        key=key,
+    )
+    try:
+        answer = await daemon.writer.submit(requested)
+    except MadeLongAgo as error:
+        raise LeaseLost(error.detail, remedy="Use a new Idempotency-Key for a new request.") from None
+    if not isinstance(answer, Lease):
+        raise InvalidRequest("Idempotency-Key: belongs to a job, not to a lease.")
+    lease = answer
+    if lease.state is LeaseState.QUEUED and wait_s > 0:
+        await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
+        lease = _view(daemon, await _find_lease(daemon, lease.id))
+        await _note_claim(daemon, request, caller, lease)
+    if lease.state is LeaseState.ENDED:
+        raise _ended(lease)
+    response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
+    response.headers["Location"] = f"/v1/leases/{lease.id}"
+    return lease
+
+
+@router.get("")
+async def list_leases(
+    daemon: DaemonDep,
+    caller: CallerDep,
+    state: Annotated[list[LeaseState] | None, Query(description="Only leases in these states.")] = None,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+) -> Page[Lease]:
+    """Leases, newest first."""
+    states, after = [item.value for item in state or ()], cursor_number(cursor)
+    records = await asyncio.to_thread(daemon.store.leases, states, after, limit)
+    views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
+    items = tuple(redact_lease(caller, lease) for lease in views)
+    return Page(items=items, next=str(records[-1].number) if len(records) == limit else None)
+
+
+@router.get("/{lease_id}", responses=error_responses("not_found"))
+async def show_lease(
+    lease_id: str,
+    daemon: DaemonDep,
+    caller: CallerDep,
+    request: Request,
+    wait_s: WaitSeconds = 0.0,
+    wait_while: Annotated[
+        LeaseState | None, Query(description="Wait while the lease is in this state; if absent, in its current state.")
+    ] = None,
+) -> Lease:
+    """One lease. With `wait_s`, a long poll: the answer is held until the state changes. Only a long poll or renewal by
+    the holder keeps a queued lease, each for its `ttl_s`. `token` and `env` are shown only to the holder and to
+    administrators."""
+    record = await _find_lease(daemon, lease_id)
+    if wait_s > 0:
+        await _wait_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
+        record = await _find_lease(daemon, lease_id)
+    await _note_claim(daemon, request, caller, record.lease)
+    return redact_lease(caller, _view(daemon, record))
+
+
+@router.post(
+    "/{lease_id}/renew",
+    openapi_extra=PROOF_BODY.openapi(),
+    responses=error_responses("invalid_request", "not_found", "lease_lost", "stale_token", "too_large", "unavailable"),
+)
+async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)], daemon: DaemonDep) -> Lease:
+    """Extend the lease to a full `ttl_s` from now. An expired one revives unless a GPU of it was granted again."""
+    happening = RenewalRequested(cause=ids.new_id("request"), lease_id=lease_id, fencing_token=proof.fencing_token)
+    return await _submit(daemon, await _find_lease(daemon, lease_id), happening)
+
+
+@router.post(
+    "/{lease_id}/release",
+    openapi_extra=PROOF_BODY.openapi(),
+    responses=error_responses(
+        "invalid_request", "not_found", "lease_lost", "stale_token", "not_allowed", "too_large", "unavailable"
+    ),
+)
+async def release(
+    lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)], daemon: DaemonDep, caller: CallerDep
+) -> Lease:
+    """Give the GPUs back, or stop waiting for them. Releasing twice gives the same answer twice.
+
+    An administrator who releases another user's lease revokes it, and needs no `token` for that.
+    """
+    record = await _find_lease(daemon, lease_id)
+    revoked_by = None if caller.owns(record.lease.holder) else caller.user
+    happening = ReleaseRequested(
+        cause=ids.new_id("request"), lease_id=lease_id, fencing_token=proof.fencing_token, revoked_by=revoked_by
+    )
+    return await _submit(daemon, record, happening)
+
+
+@router.get("/{lease_id}/explain", responses=error_responses("not_found"))
+async def explain_lease(lease_id: str, daemon: DaemonDep) -> Explanation:
+    """Explain why the lease waits, GPU by GPU, or why it ended."""
+    record = await _find_lease(daemon, lease_id)
+    return explain(daemon.ledger, record, daemon.now(), daemon.policy)
+
+
+def _owner_watch(daemon: DaemonState, owner: OwnerClaim) -> WatchedOwner | None:
+    """What the local worker has to watch for the lease to end with its owner; None if it cannot watch it."""
+    own_realm = realm()
+    if daemon.local_node is None or owner.watchable is None or own_realm is None:
+        return None
+    return WatchedOwner(node=daemon.local_node, realm=own_realm, owner=owner.watchable)
+
+
+def _remote_owner_watch(daemon: DaemonState, body: LeaseRequest, caller: Caller) -> WatchedOwner | None:
+    """As `_owner_watch`, for a caller on another host: its worker confirms that the process is that user's."""
+    pid, start_ticks = body.owner_pid, body.owner_start_ticks
+    user = caller.user if caller.uid is None else str(caller.uid)
+    if pid is None or start_ticks is None or body.owner_realm is None or user is None:
+        return None
+    observations = daemon.ledger.node_observations
+    nodes = sorted(name for name in daemon.ledger.nodes if name in observations)
+    there = [name for name in nodes if observations[name].realm == body.owner_realm]
+    if not there:
+        return None
+    node = body.node if body.node in there else there[0]
+    owner = LeaseOwner(pid=pid, start_ticks=start_ticks, user=user)
+    return WatchedOwner(node=node, realm=body.owner_realm, owner=owner)
+
+
+async def _submit(daemon: DaemonState, record: LeaseRecord, happening: RenewalRequested | ReleaseRequested) -> Lease:
+    # A lease that is only in the database ended long ago, unless the ledger is still being read.
+    if daemon.writer.problem is None and happening.lease_id not in daemon.ledger.leases:
+        return answer_for_old_lease(record.lease, happening)
+    answer = await daemon.writer.submit(happening)
+    assert isinstance(answer, Lease)
+    return answer
+
+
+async def _find_lease(daemon: DaemonState, lease_id: str) -> LeaseRecord:
+    record = daemon.ledger.leases.get(lease_id) or await asyncio.to_thread(daemon.store.lease, lease_id)
+    if record is None:
+        raise NotFound(f"There is no lease {lease_id}.", remedy=MAYBE_PRUNED.format("leases"))
+    return record
+
+
+def _ended(lease: Lease) -> LeaseLost:
+    """The answer to a request whose lease has ended. Without `env`, because its GPUs may be someone else's by now."""
+    if lease.fencing_token is None:
+        detail, remedy = f"Request {lease.id} ended before it was granted: {lease.end_reason}.", "Ask again."
+    else:
+        detail, remedy = ended_sentence(lease), "Stop using them and ask for a new lease."
+    remedy = f"{remedy} A new request needs a new Idempotency-Key."
+    return LeaseLost(detail, remedy=remedy, extra={"lease": replace(lease, env={})})
+
+
+async def _wait_while(
+    daemon: DaemonState, request: Request, caller: Caller, lease_id: str, state: LeaseState, wait_s: float
+) -> None:
+    record = daemon.ledger.leases.get(lease_id)
+    if record is None:
+        return
+
+    def has_changed() -> bool:
+        current = daemon.ledger.leases.get(lease_id)
+        return current is None or current.lease.state is not state or state is LeaseState.ENDED
+
+    def keep_alive() -> None:
+        if state is LeaseState.QUEUED and caller.owns(record.lease.holder):
+            daemon.writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id=lease_id))
+
+    slice_s = min(SLICE_S, record.lease.ttl_s / 3) if record.lease.ttl_s > 0 else SLICE_S
+    await wait_until(daemon, request, caller, f"lease:{lease_id}", wait_s, has_changed, keep_alive, slice_s)
+
+
+async def _note_claim(daemon: DaemonState, request: Request, caller: Caller, lease: Lease) -> None:
+    """Note that the holder is told of a grant out of the queue, unless its client has gone away meanwhile."""
+    unclaimed = lease.id in daemon.ledger.unclaimed and lease.state is LeaseState.ACTIVE
+    if unclaimed and caller.owns(lease.holder) and not await request.is_disconnected():
+        daemon.writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id=lease.id))
+
+
+def _view(daemon: DaemonState, record: LeaseRecord) -> Lease:
+    return lease_view(daemon.ledger, record, daemon.now(), daemon.policy)

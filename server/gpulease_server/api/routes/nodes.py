@@ -1,0 +1,184 @@
+"""Nodes: their state, taking them out of use, and the exchange with their workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import Depends
+
+from gpulease_protocol.bounds import MAX_NAME
+from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.gpu_uuid import is_valid_uuid
+from gpulease_protocol.model import Node, NodeMode, Page
+from gpulease_protocol.node_protocol import DesiredState, NodeReport
+from gpulease_protocol.requests import MAX_TEXT, PauseRequest
+from gpulease_protocol.tokens import Role
+from gpulease_server.api.auth.access_rules import CallerDep, PeerDep, other_node
+from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.auth.callers import Caller, is_privileged, require_still_valid
+from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.problems import error_responses
+from gpulease_server.api.report_body import ReportBody, with_trusted_logs
+from gpulease_server.api.request_body import JsonBody
+from gpulease_server.core.happenings import NodeForgetRequested, NodeModeRequested, NodeReported
+from gpulease_server.core.node import desired_state
+from gpulease_server.core.presentation import node_view
+from gpulease_server.runtime import ids
+
+router = new_router("/v1/nodes", "nodes")
+REPORT_BODY = ReportBody()
+PAUSE_BODY = JsonBody(PauseRequest, empty=PauseRequest())
+MAX_HOLD_S = 30.0
+OWNERS_DELAY_S = 0.25
+"""A worker learns within this time which processes to watch. Many short leases share one answer, which asks for no
+complete reading."""
+
+
+@router.get("")
+async def list_nodes(daemon: DaemonDep) -> Page[Node]:
+    """All nodes, and whether their readings can be trusted."""
+    now = daemon.now()
+    records = sorted(daemon.ledger.nodes.values(), key=lambda node: node.name)
+    return Page(items=tuple(node_view(daemon.ledger, node, now, daemon.policy) for node in records))
+
+
+@router.get("/{name}", responses=error_responses("not_found"))
+async def show_node(name: str, daemon: DaemonDep) -> Node:
+    """One node."""
+    record = daemon.ledger.nodes.get(name)
+    if record is None:
+        raise NotFound(f"There is no node {name}.", remedy="/v1/nodes lists all nodes.")
+    return node_view(daemon.ledger, record, daemon.now(), daemon.policy)
+
+
+@router.post("/{name}/drain", responses=error_responses("not_found", "unavailable"))
+async def drain(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
+    """Stop granting GPUs of this node. Its active leases and their jobs continue."""
+    return await _set_mode(daemon, caller, name, NodeMode.DRAINING)
+
+
+@router.post("/{name}/resume", responses=error_responses("not_found", "unavailable"))
+async def resume(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
+    """Put a node back into use. After a pause, all its GPUs are read again before anything is granted."""
+    return await _set_mode(daemon, caller, name, NodeMode.ACTIVE)
+
+
+@router.post(
+    "/{name}/pause",
+    openapi_extra=PAUSE_BODY.openapi(),
+    responses=error_responses("not_found", "in_use", "invalid_request", "too_large", "unavailable"),
+)
+async def pause(
+    name: str, body: Annotated[PauseRequest, Depends(PAUSE_BODY)], daemon: DaemonDep, caller: CallerDep
+) -> Node:
+    """Drain a node and have its worker close NVML, for a GPU reset, a MIG change or a driver unload.
+
+    Refused while a lease is active there, unless `force` is true. NVML is closed once the node's `reason` no longer
+    says that its worker has yet to close it.
+    """
+    return await _set_mode(daemon, caller, name, NodeMode.PAUSED, body.force)
+
+
+@router.post("/{name}/forget", responses=error_responses("not_found", "in_use", "unavailable"))
+async def forget(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
+    """Forget a node whose host is off, with its GPUs. Answers with the node as it last was.
+
+    Its leases end (`node_lost`), its jobs too: those with a retry left are queued again and may start elsewhere, the
+    others are `lost`. So make sure that nothing of it still runs. Refused while the node reports.
+    """
+    node = await show_node(name, daemon)
+    await daemon.writer.submit(NodeForgetRequested(cause=ids.new_id("request"), node=name, by=caller.user))
+    return node
+
+
+@router.post(
+    "/{name}/exchange",
+    openapi_extra=REPORT_BODY.openapi(),
+    responses=error_responses("invalid_request", "not_allowed", "too_large", "unavailable"),
+)
+async def exchange(
+    name: str,
+    report: Annotated[NodeReport, Depends(REPORT_BODY)],
+    daemon: DaemonDep,
+    caller: CallerDep,
+    peer: PeerDep,
+) -> DesiredState:
+    """For workers: takes the node's full view and answers with the full desired state.
+
+    The answer is held until the desired state changes, at most `hold_s` seconds.
+    """
+    _require_storable(name, report)
+    await _bind_token(daemon, caller, name)
+    report = with_trusted_logs(name, report, is_privileged(peer))
+    await daemon.writer.submit(
+        NodeReported(
+            cause=ids.new_id("report"),
+            node=name,
+            report=report,
+            observed_at_s=daemon.tickets.issued_at_s(name, report.ticket),
+            begun_at_s=daemon.tickets.issued_at_s(name, report.reading_ticket),
+        )
+    )
+    daemon.recorder.record(name, report, daemon.ledger, daemon.now())
+    daemon.writer.metrics.count_report(name, report, daemon.now())
+    seen = report.ticket if report.seen is None else report.seen
+    started_s = daemon.now().mono_s
+    until_s = started_s + min(max(report.hold_s, 0.0), MAX_HOLD_S)
+    slice_s = OWNERS_DELAY_S if name == daemon.local_node else MAX_HOLD_S
+    while True:
+        require_still_valid(caller, daemon)
+        desired = desired_state(daemon.ledger, name, 0)
+        sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
+        has_news = _has_news(daemon, name, seen, replace(desired, owners=sent_owners))
+        owners_due = desired.owners != sent_owners and now_s - started_s >= OWNERS_DELAY_S
+        if now_s >= until_s or has_news or owners_due:
+            break
+        await daemon.writer.wakeups.wait(f"node:{name}", min(until_s - now_s, slice_s))
+    return daemon.tickets.issue(name, replace(desired, complete=has_news))
+
+
+async def _set_mode(daemon: DaemonState, caller: Caller, name: str, mode: NodeMode, force: bool = False) -> Node:
+    happening = NodeModeRequested(cause=ids.new_id("request"), node=name, mode=mode, force=force, by=caller.user)
+    await daemon.writer.submit(happening)
+    return await show_node(name, daemon)
+
+
+async def _bind_token(daemon: DaemonState, caller: Caller, name: str) -> None:
+    """Have a worker's token report for this node alone from now on. Raises `NotAllowed` if it is for another."""
+    unbound = caller.role is Role.WORKER and caller.token_id is not None and caller.node is None
+    if not unbound or daemon.bearer_tokens is None:
+        return
+    if not await daemon.bearer_tokens.bind(caller.token_id or "", name):
+        require_still_valid(caller, daemon)
+        raise other_node("that it reported for first")
+
+
+def _require_storable(node: str, report: NodeReport) -> None:
+    """Raise `InvalidRequest` for values that do not fit their database column, because one such report would fail the
+    whole turn, and for a GPU that cannot be named in a URL."""
+    texts = {
+        "name of the node": (node, MAX_NAME),
+        "host": (report.host, MAX_NAME),
+        "driver_version": (report.driver_version, 64),
+        "worker_id": (report.worker_id, MAX_NAME),
+        "realm": (report.realm, 128),
+        "problem": (report.problem, MAX_TEXT),
+    }
+    for field, (text, max_length) in texts.items():
+        if text is not None and len(text) > max_length:
+            raise InvalidRequest(f"{field}: must be at most {max_length} characters.")
+    devices = {"gpus": report.gpus, "claimed_elsewhere": [one.device for one in report.claimed_elsewhere]}
+    for name, number, device in ((name, *each) for name, some in devices.items() for each in enumerate(some)):
+        if not is_valid_uuid(device.uuid):
+            field = f"{name}.{number}.uuid"
+            raise InvalidRequest(
+                f"{field}: must be spelled as CUDA spells it (`GPU-`, lower-case hex), 1 to 96 characters."
+            )
+    if any(job.exit_code is not None and not -(2**31) <= job.exit_code < 2**31 for job in report.jobs):
+        raise InvalidRequest("jobs: exit_code must be a 32-bit integer.")
+
+
+def _has_news(daemon: DaemonState, node: str, ticket: int | None, desired: DesiredState) -> bool:
+    reading_wanted = node in daemon.writer.reading_requests
+    return reading_wanted or daemon.stopping.is_set() or not daemon.tickets.is_up_to_date(node, ticket, desired)

@@ -1,0 +1,1 @@
+"""Answers that take long: event streams, followed logs, long polls."""

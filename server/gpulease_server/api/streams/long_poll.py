@@ -1,0 +1,59 @@
+"""Long polls, and the query parameters of pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import Query, Request
+
+from gpulease_protocol.errors import InvalidRequest
+from gpulease_server.api.auth.callers import Caller, require_still_valid
+from gpulease_server.api.daemon_state import DaemonState
+
+MAX_WAIT_S = 3600.0
+SLICE_S = 5.0
+"""How often a long poll checks whether its client is still there."""
+
+WaitSeconds = Annotated[
+    float,
+    Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Hold the answer for at most this number of seconds."),
+]
+Limit = Annotated[int, Query(ge=1, le=1000, description="Maximum number of items on a page.")]
+Cursor = Annotated[str | None, Query(description="`next` of the previous page.", pattern=r"^[0-9]{1,18}$")]
+
+
+async def wait_until(
+    daemon: DaemonState,
+    request: Request,
+    caller: Caller,
+    topic: str,
+    wait_s: float,
+    condition: Callable[[], bool],
+    keep_alive: Callable[[], None] = lambda: None,
+    slice_s: float = SLICE_S,
+) -> None:
+    """Return when `condition` is true, after `wait_s`, when the client has disconnected, or when the daemon stops.
+
+    `keep_alive` is called now and then once in every slice while the client is still there. Raises `NotAuthenticated`
+    if the caller's token becomes invalid.
+    """
+    until_s = daemon.now().mono_s + wait_s
+    while not condition() and not daemon.stopping.is_set() and not await request.is_disconnected():
+        left_s = until_s - daemon.now().mono_s
+        if left_s <= 0:
+            break
+        require_still_valid(caller, daemon)
+        keep_alive()
+        if not condition():
+            await daemon.writer.wakeups.wait(topic, min(left_s, slice_s))
+    require_still_valid(caller, daemon)
+
+
+def cursor_number(cursor: str | None) -> int | None:
+    """The number in a cursor. Raises `InvalidRequest` for any other text."""
+    if cursor is None:
+        return None
+    if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 18:
+        raise InvalidRequest(f"cursor: {cursor[:40]!r} is not the `next` of a page.")
+    return int(cursor)

@@ -1,0 +1,98 @@
+"""`gpulease db`: maintenance of the daemon's database, with or without the daemon running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpulease_cli import output
+from gpulease_cli.help_format import Command, group
+from gpulease_cli.installed_commands import needs_extra
+from gpulease_cli.options import Json
+from gpulease_cli.setting_options import setting_option
+from gpulease_protocol.host.addresses import default_data_dir
+from gpulease_protocol.host.settings import DATA_DIR
+from gpulease_protocol.model import Noun
+from gpulease_server.settings import DATABASE_URL
+
+if TYPE_CHECKING:
+    DataDir = Path | None
+    DatabaseUrl = str | None
+else:
+    DataDir = setting_option(DATA_DIR, Path)
+    DatabaseUrl = setting_option(DATABASE_URL, str)
+
+db = group("The daemon's database: schema, integrity check, backup.")
+
+
+@db.command(cls=Command)
+def upgrade(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> None:
+    """Migrate the database to this version's schema; `serve` also does so when it starts."""
+    with needs_extra("server"):
+        from gpulease_server.store.database import upgrade as to_newest  # noqa: PLC0415 - an extra
+    to_newest(_url(database_url, data_dir))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revision(Noun):
+    """The schema revision of a database."""
+
+    revision: str | None
+    """The database's own; null while it is empty."""
+    newest: str
+    """The one that this version needs."""
+
+
+@db.command(cls=Command)
+def current(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json = False) -> int:
+    """Print the schema revision and whether it is the newest. Exits 1 if it is not."""
+    with needs_extra("server"):
+        from gpulease_server.store.integrity_check import revisions  # noqa: PLC0415 - an extra
+    found, newest = revisions(_url(database_url, data_dir))
+    if json:
+        output.print_json(Revision(revision=found, newest=newest))
+        return output.DONE if found == newest else output.REFUSED
+    if found == newest:
+        typer.echo(f"{found} (the newest)")
+        return output.DONE
+    typer.echo(f"{found or 'empty'} (the newest is {newest}: gpulease db upgrade)")
+    return output.REFUSED
+
+
+@db.command(cls=Command)
+def check(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json = False) -> int:
+    """Check the database: its files, its schema, and the consistency of the ledger.
+
+    Prints one line for each problem, and exits 1 if there is one.
+    """
+    with needs_extra("server"):
+        from gpulease_server.store.integrity_check import check_database  # noqa: PLC0415 - an extra
+    findings = check_database(_url(database_url, data_dir))
+    if json:
+        output.print_json_list(findings)
+        return output.REFUSED if findings else output.DONE
+    for finding in findings:
+        typer.echo(f"wrong: {finding}")
+    if not findings:
+        typer.echo("nothing is wrong")
+    return output.REFUSED if findings else output.DONE
+
+
+@db.command(cls=Command)
+def backup(
+    file: Annotated[Path, typer.Argument(help="The new file; it must not exist.")],
+    database_url: DatabaseUrl = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Copy an SQLite database, also while the daemon runs. For PostgreSQL use `pg_dump`."""
+    with needs_extra("server"):
+        from gpulease_server.store.backup import backup as copy  # noqa: PLC0415 - an extra
+    copy(_url(database_url, data_dir), file)
+    typer.echo(f"{file} is a complete copy; to start a daemon on it: --database-url sqlite:///{file.absolute()}")
+
+
+def _url(database_url: str | None, data_dir: Path | None) -> str:
+    return database_url or f"sqlite:///{(data_dir or default_data_dir()).absolute() / 'gpulease.db'}"

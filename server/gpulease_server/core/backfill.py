@@ -1,0 +1,235 @@
+"""Backfill with a bound: how many times a newer request may start first, and what is held for the older one after that.
+
+A request that fits is granted although an older one waits that does not fit: this is backfill. Each such grant of a
+GPU that the older request could use *bypasses* it once. That may happen `max_bypass` times, or for `max_bypass_s`
+seconds from the first time on; after that, free GPUs are *held* (reserved) for the older request, and no newer
+request gets them. With 0 for either bound no request is ever bypassed.
+
+What is held
+------------
+All free GPUs of a node that the older request could use (its node, model, memory and list of GPUs), and only on a node
+where enough such GPUs are free or will be when leases end. It is not known when a GPU comes back that is foreign,
+cordoned, unhealthy, prohibited, on a silent node, or draining for longer than retained memory explains
+(`2 * retained_memory_s`). Where the older request would need one of those, nothing is held on that node and its other
+GPUs go to other requests. So nothing is held for a request that can never be served, or that waits for an absent node.
+Its bypass count is kept, and from the moment that the GPU is back the others are held.
+
+With several nodes: first on the node that lacks the fewest GPUs; each time that the bound is reached again, on twice as
+many. So eight GPUs for one request leave at most seven idle at first, and yet long leases on one node cannot keep it
+waiting forever: a request that `n` nodes could serve is bypassed at most `max_bypass * (1 + ceil(log2(n)))` times, that
+is `max_bypass` times where only one could. From then on every GPU that it could use and that is given back waits for
+it: it is granted after as many releases as it lacks GPUs on some node.
+
+Several older requests hold GPUs in order of arrival; a GPU that is held for one is not held for the next. A request
+that is not eligible (its array is at its limit, its retry pauses) is neither bypassed nor held for. GPUs are held for a
+holder that died while it waited until its request ends: at once where the process is watched, at `ttl_s` otherwise.
+Where a limit keeps a request of a whole node from some nodes, only GPUs of the others are held for it.
+
+What is kept
+------------
+`Ledger.bypasses`, in memory. After a restart the number is counted again from the leases: those newer than the request
+that were granted one of its GPUs. Of ended leases only the last `MAX_ENDED_IN_MEMORY` are known, so a daemon that
+restarts may let a request be bypassed somewhat more often; the seconds start again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from gpulease_protocol.model import Demand, GpuState
+from gpulease_server.core.gpu import is_cordoned, state_of
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import BypassCounts, GpuRecord, Instant, LeaseRecord
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import LimitedDemand, UserLimits, UserUsage
+
+MAX_RECOUNTED_DEMANDS = 100
+"""For how many different demands bypasses are counted again after a restart, oldest first."""
+ALL_NODES = 2**30
+
+
+@dataclass(slots=True)
+class Reservations:
+    """The free GPUs that newer requests do not get, and for which request. Filled again in every turn, oldest first."""
+
+    ledger: Ledger
+    now: Instant
+    policy: Policy
+    users: UserUsage = field(default_factory=lambda: UserUsage(UserLimits()))
+    """What each user has, and what is kept of their limits."""
+    late_nodes: Collection[str] = ()
+    """Nodes that were asked for a reading too long ago; nothing is granted there."""
+    by_uuid: dict[str, str] = field(default_factory=dict)
+    """The lease that each GPU is reserved for."""
+    _unreserved: set[str] | None = None
+    _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
+    _reserved_nodes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def unreserved(self) -> set[str]:
+        """Free GPUs without a reservation."""
+        if self._unreserved is None:
+            free = (uuid for uuid, gpu in self.ledger.gpus.items() if self.is_free(gpu))
+            self._unreserved = {uuid for uuid in free if uuid not in self.by_uuid}
+        return self._unreserved
+
+    def reserve(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:
+        """Reserve GPUs for a request."""
+        for gpu in gpus:
+            self.by_uuid.setdefault(gpu.device.uuid, record.lease.id)
+            if self._unreserved is not None:
+                self._unreserved.discard(gpu.device.uuid)
+
+    def granted(self, gpus: Iterable[GpuRecord]) -> None:
+        """These GPUs were granted, so they are no longer free."""
+        if self._unreserved is not None:
+            self._unreserved -= {gpu.device.uuid for gpu in gpus}
+
+    def reserve_if_due(self, record: LeaseRecord) -> None:
+        """Reserve GPUs for a waiting request if it has been bypassed as often or as long as it may be."""
+        lease = record.lease
+        demand = self.users.demand_within(lease)
+        if demand in self._nothing_to_reserve:
+            return
+        times, since_s = self.ledger.bypasses.get(lease.id, (0, self.now.mono_s))
+        most = nodes_to_reserve(times, self.now.mono_s - since_s, self.policy)
+        if most <= self._reserved_nodes.get(lease.id, 0):
+            return
+        held = self._gpus_to_reserve(record, demand, most)
+        self._reserved_nodes[lease.id] = most
+        self.reserve(record, held)
+        if not held:
+            # Its free GPUs are reserved already, or do not help. The same holds for newer requests with this demand.
+            self._nothing_to_reserve.add(demand)
+
+    def reserved_for(self, record: LeaseRecord) -> tuple[str, ...]:
+        """The GPUs that are reserved for a request."""
+        return tuple(uuid for uuid, lease_id in self.by_uuid.items() if lease_id == record.lease.id)
+
+    def can_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
+        """True where a node has enough GPUs for the demand that are free, or will be when leases end."""
+        return any(
+            len(usable) + coming >= gpus_needed(demand, gpus)
+            for gpus, usable, coming in self._by_node(demand, most_gpus).values()
+        )
+
+    def _by_node(
+        self, demand: Demand, most_gpus: int | None
+    ) -> dict[str, tuple[list[GpuRecord], list[GpuRecord], int]]:
+        """By node: the GPUs that could serve the demand, those that are free, and how many more are coming."""
+        found = {}
+        for node, gpus in candidates(self.ledger, demand, most_gpus).items():
+            usable = [gpu for gpu in gpus if self.is_free(gpu) and not lacks_memory(self.ledger, demand, gpu)]
+            found[node] = (gpus, usable, sum(self.will_be_free(demand, gpu) for gpu in gpus))
+        return found
+
+    def _gpus_to_reserve(self, record: LeaseRecord, limited: LimitedDemand, most_nodes: int) -> list[GpuRecord]:
+        found = []
+        for node, (gpus, usable, coming) in self._by_node(*limited).items():
+            if node in self.late_nodes:
+                continue
+            needed = gpus_needed(limited.demand, gpus)
+            own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]
+            if own and len(usable) + coming >= needed:
+                found.append((needed - len(own), node, own))
+        return [gpu for _, _, own in sorted(found, key=lambda one: one[:2])[:most_nodes] for gpu in own]
+
+    def is_free(self, gpu: GpuRecord) -> bool:
+        """True when nothing keeps the GPU from being granted now, whether it is reserved or not."""
+        return state_of(self.ledger, gpu, self.now, self.policy) is GpuState.FREE
+
+    def will_be_free(self, demand: Demand, gpu: GpuRecord) -> bool:
+        """True when only a lease, or a short time of draining, keeps the GPU from the demand."""
+        state = state_of(self.ledger, gpu, self.now, self.policy)
+        if state not in (GpuState.LEASED, GpuState.DRAINING) or is_cordoned(self.ledger, gpu):
+            return False
+        since_s = self.ledger.draining_since.get(gpu.device.uuid, self.now.mono_s)
+        if state is GpuState.DRAINING and self.now.mono_s - since_s > self.policy.retained_memory_s * 2:
+            return False
+        left = (gpu.device.memory_total_bytes or 0) - (gpu.baseline_bytes or 0)
+        return left >= (demand.min_free_memory_bytes or 0)
+
+
+def nodes_to_reserve(times: int, for_s: float, policy: Policy) -> int:
+    """On how many nodes GPUs are held for a request with `times` bypasses, the first `for_s` seconds ago; 0 while it
+    may still be bypassed."""
+    if policy.max_bypass == 0 or policy.max_bypass_s == 0:
+        return ALL_NODES
+    used_up = max(times // policy.max_bypass, int(for_s // policy.max_bypass_s))
+    return 0 if used_up == 0 else min(ALL_NODES, 1 << min(used_up - 1, 30))
+
+
+@dataclass(slots=True)
+class BlockedRequests:
+    """The requests that cannot be granted in this turn, by demand and by what their user's limit leaves for it."""
+
+    turn: Turn
+    reservations: Reservations
+    _usable: dict[LimitedDemand, frozenset[str]] = field(default_factory=dict)
+    _waiting: dict[LimitedDemand, list[LeaseRecord]] = field(default_factory=dict)
+
+    def has(self, record: LeaseRecord) -> bool:
+        """True when an older request with the same demand waits, so that this one cannot be granted either."""
+        return self.reservations.users.demand_within(record.lease) in self._waiting
+
+    def add(self, record: LeaseRecord, usable: Iterable[GpuRecord] = ()) -> None:
+        """Add a request that waits; `usable` are the GPUs that could serve it later, if its demand is new."""
+        demand = self.reservations.users.demand_within(record.lease)
+        if demand not in self._waiting:
+            self._usable[demand] = frozenset(gpu.device.uuid for gpu in usable)
+        self._waiting.setdefault(demand, []).append(record)
+        self.reservations.reserve_if_due(record)
+
+    def count_bypass(self, gpus: Iterable[GpuRecord]) -> None:
+        """Count a bypass for every older request that could use GPUs which a newer one was granted."""
+        granted = {gpu.device.uuid for gpu in gpus}
+        passed = [
+            record
+            for demand, waiting in self._waiting.items()
+            if not granted.isdisjoint(self._usable[demand])
+            for record in waiting
+        ]
+        if passed:
+            self.turn.put(BypassCounts(tuple((record.lease.id, 1) for record in passed), self.turn.now.mono_s))
+            for record in sorted(passed, key=lambda one: one.number):
+                self.reservations.reserve_if_due(record)
+
+
+def recount_bypasses(turn: Turn) -> None:
+    """Count again how many times each waiting request was bypassed, once after a ledger was read from the database."""
+    ledger = turn.ledger
+    if ledger.bypasses_recounted:
+        return
+    ledger.bypasses_recounted = True
+    # For jobs of an array with a limit it is not known when they were eligible.
+    waiting = [record for record in ledger.queued() if not _is_limited(ledger, record)]
+    if not waiting:
+        return
+    granted = [
+        (record.number, {device.uuid for device in record.lease.gpus})
+        for record in ledger.leases.values()
+        if record.lease.fencing_token is not None and record.number > waiting[0].number
+    ]
+    newer: dict[Demand, list[int]] = {}
+    found: list[tuple[str, int]] = []
+    for record in waiting:
+        demand = record.lease.demand
+        if demand not in newer:
+            if len(newer) == MAX_RECOUNTED_DEMANDS:
+                continue
+            usable = {gpu.device.uuid for gpus in candidates(ledger, demand).values() for gpu in gpus}
+            newer[demand] = sorted(number for number, uuids in granted if not uuids.isdisjoint(usable))
+        times = len(newer[demand]) - bisect_right(newer[demand], record.number)
+        if times:
+            found.append((record.lease.id, times))
+    if found:
+        turn.put(BypassCounts(tuple(found), turn.now.mono_s))
+
+
+def _is_limited(ledger: Ledger, record: LeaseRecord) -> bool:
+    job = ledger.jobs.get(record.lease.job_id or "")
+    return job is not None and job.job.array_at_most is not None

@@ -1,0 +1,153 @@
+"""Why a request waits, from the facts that `settle` went by."""
+
+from __future__ import annotations
+
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import LeaseState
+from gpulease_server.core.backfill import Reservations, nodes_to_reserve
+from gpulease_server.core.eligibility import array_at_limit, running_per_array
+from gpulease_server.core.explain.compute_modes import mode_notes
+from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
+from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.placement import NeedsReading, min_gpus, mismatch, place
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant, LeaseRecord
+from gpulease_server.core.reservation_view import reservations_before
+from gpulease_server.core.wording import describe_demand, describe_gpus
+
+NONE_REPORTED = "No node has reported its GPUs yet."
+
+
+def explain(
+    ledger: Ledger,
+    record: LeaseRecord,
+    now: Instant,
+    policy: Policy,
+    *,
+    reservations: Reservations | None = None,
+    stays_queued: bool = True,
+) -> Explanation:
+    """The answer to "why does this wait", or to "why did it end".
+
+    `reservations`: what is kept for older requests, where that is known already; `stays_queued` is false for a request
+    that is refused.
+    """
+    lease = record.lease
+    if lease.state is LeaseState.ENDED:
+        return Explanation(verdict="ended", sentence=f"The lease has ended: {lease.end_reason}.")
+    if lease.state is LeaseState.ACTIVE:
+        notes = mode_notes(ledger, ledger.held_by(lease))
+        granted = f"Granted: {describe_gpus([gpu.index for gpu in lease.gpus])}.{notes}"
+        return Explanation(verdict="granted", sentence=granted)
+    reservations = reservations_before(ledger, record, now, policy) if reservations is None else reservations
+    limit = _limit_met(ledger, record, reservations, stays_queued=stays_queued)
+    if limit is not None:
+        return limit
+    held = reservations.reserved_for(record)
+    reserved_for_older = {uuid: lease_id for uuid, lease_id in reservations.by_uuid.items() if lease_id != lease.id}
+    gpus_left = reservations.users.gpus_left(lease)
+    placed = place(ledger, lease.demand, reserved_for_older.keys(), now, policy, most_gpus=gpus_left)
+    unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
+    limited = limit_obstacles(ledger, lease, gpus_left)
+    found = (
+        obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in ledger.gpus.values()
+    )
+    all_found = [*limited.values(), *(item for item in found if item and item.uuid not in limited)]
+    obstacles = tuple(sorted(all_found, key=lambda item: (item.node, item.index)))
+    position = ledger.position(record) if stays_queued else None
+    queued = f"; number {position} in the queue" if stays_queued else ""
+    asked = describe_demand(lease.demand)
+    if is_never(ledger, lease.demand):
+        sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
+        return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles)
+    # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
+    in_the_way = [item for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
+    details = " ".join(list(dict.fromkeys(item.sentence for item in in_the_way))[:16]) or (
+        "GPUs for it have just become free; they are granted when the queue is next gone through."
+        if ledger.gpus
+        else NONE_REPORTED
+    )
+    notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
+    bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
+    bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy) if stays_queued else ""
+    sentence = f"Not now: asked for {asked}{queued}.{bypassed} {details}{notes}"
+    return Explanation(
+        verdict="not_now",
+        sentence=sentence,
+        position=position,
+        passed=bypass_count if stays_queued else None,
+        passed_s=now.mono_s - first_bypass_s if bypass_count and stays_queued else None,
+        held=held,
+        behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
+        obstacles=obstacles,
+    )
+
+
+def _limit_met(
+    ledger: Ledger, record: LeaseRecord, reservations: Reservations, *, stays_queued: bool
+) -> Explanation | None:
+    """The explanation for a request that takes no part in the queue: it pauses before a retry, or its array or user is
+    at a limit; None for any other."""
+    lease, now = record.lease, reservations.now
+    why, passes = _pause_or_array_limit(ledger, record, now.mono_s), (0, now.mono_s)
+    behind: tuple[str, ...] = ()
+    if why is None and not is_never(ledger, lease.demand):
+        users = reservations.users
+        why = users.limit_reached(lease, min_gpus(ledger, lease.demand))
+        passes = ledger.user_bypasses.get(lease.id, passes)
+        behind = users.kept_for(lease)
+    if why is None:
+        return None
+    times, for_s = passes[0], now.mono_s - passes[1]
+    position = ledger.position(record) if stays_queued else None
+    queued = f"; number {position} in the queue" if stays_queued else ""
+    passed = describe_user_bypass(times, for_s, reservations.policy) if stays_queued else ""
+    return Explanation(
+        verdict="not_now",
+        sentence=f"Not now: {why}{queued}.{passed}",
+        position=position,
+        passed=times if stays_queued else None,
+        passed_s=for_s if times and stays_queued else None,
+        behind=behind,
+    )
+
+
+def _pause_or_array_limit(ledger: Ledger, record: LeaseRecord, now_s: float) -> str | None:
+    pause_s = ledger.not_before.get(record.lease.id, now_s) - now_s
+    if pause_s > 0:
+        return f"job {record.lease.job_id} pauses for another {max(pause_s, 1):.0f} s before its next attempt"
+    limited = array_at_limit(ledger, record, running_per_array(ledger))
+    if limited is not None:
+        return f"array {limited.array_id} runs as many jobs as it may at once ({limited.array_at_most})"
+    return None
+
+
+def describe_user_bypass(times: int, for_s: float, policy: Policy) -> str:
+    """How many newer requests of the same user started first, and when no more may; empty where none did."""
+    if not times:
+        return ""
+    first = _started_first(times, for_s, " of this user")
+    if nodes_to_reserve(times, for_s, policy):
+        return f" {first} No more do, unless the limit has room for both."
+    return f" {first} After {policy.max_bypass} such requests, or {policy.max_bypass_s:g} s, no more do."
+
+
+def describe_bypass(ledger: Ledger, times: int, for_s: float, held: tuple[str, ...], policy: Policy) -> str:
+    """How many newer requests started first, and what is held for this one now; empty when neither applies."""
+    went = f" {_started_first(times, for_s)}" if times else ""
+    if held:
+        indices: dict[str, list[int]] = {}
+        for gpu in (ledger.gpus[uuid].device for uuid in held):
+            indices.setdefault(gpu.node, []).append(gpu.index)
+        places = ", ".join(f"{describe_gpus(sorted(found))} of {node}" for node, found in sorted(indices.items()))
+        return f"{went} Held for it: {places}."
+    if times and not nodes_to_reserve(times, for_s, policy):
+        return f"{went} After {policy.max_bypass} such requests, or {policy.max_bypass_s:g} s, GPUs are held for it."
+    return went
+
+
+def _started_first(times: int, for_s: float, whose: str = "") -> str:
+    if times == 1:
+        return f"1 newer request{whose} started first, {for_s:.0f} s ago."
+    return f"{times} newer requests{whose} started first, the first of them {for_s:.0f} s ago."

@@ -1,0 +1,130 @@
+"""Why one GPU is not granted to one request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from gpulease_protocol.explanation import Obstacle
+from gpulease_protocol.model import Demand, GpuState, Lease
+from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
+from gpulease_server.core.gpu import is_cordoned, observed_at, occupants, reading_of, state_of
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory, mismatch
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import GpuRecord, Instant
+from gpulease_server.core.wording import count_gpus
+
+MISMATCHES = {
+    "other_node": "is not on the requested node",
+    "not_listed": "is not one of the requested GPUs",
+    "other_model": "is of another model",
+    "too_little_memory": "has too little memory",
+}
+SLOW_S = 0.5
+"""A reading that takes longer is mentioned to users who wait for it."""
+
+
+def obstacle(
+    ledger: Ledger,
+    demand: Demand,
+    gpu: GpuRecord,
+    reserved_for: dict[str, str],
+    unread: set[str],
+    now: Instant,
+    policy: Policy,
+) -> Obstacle | None:
+    """Why this GPU is not granted to this demand; None when nothing is wrong with it, and there are too few.
+
+    `reserved_for`: the lease that a GPU is held for, by UUID; `unread`: GPUs that lack only a recent reading.
+    """
+    name = f"GPU {gpu.device.index} of {gpu.device.node}"
+    code = mismatch(demand, gpu)
+    if code is not None:
+        unknown = code == "too_little_memory" and gpu.device.memory_total_bytes is None
+        return _obstacle(
+            gpu, code, f"{name} {'does not report how much memory it has' if unknown else MISMATCHES[code]}."
+        )
+    state = state_of(ledger, gpu, now, policy)
+    if state is not GpuState.FREE:
+        until = _until(ledger, gpu, now) if state is GpuState.LEASED else None
+        why = why_not_free(ledger, gpu, state, now, policy)
+        found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{_afterwards(ledger, gpu, until)}.")
+        return replace(found, until=until)
+    if lacks_memory(ledger, demand, gpu):
+        reading = reading_of(ledger, gpu)
+        unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
+        why = "does not report how much of its memory is free" if unknown else "has too little free memory"
+        return _obstacle(gpu, "too_little_memory", f"{name} {why}.")
+    older_lease = reserved_for.get(gpu.device.uuid)
+    if older_lease is not None:
+        found = _obstacle(gpu, "claimed", f"{name} is {why_reserved(ledger, older_lease, 'the earlier ')}.")
+        return replace(found, lease_id=older_lease, holder=ledger.leases[older_lease].lease.holder)
+    if gpu.device.uuid in unread:
+        return _obstacle(gpu, "unread", f"{name} looked free, but {_awaited(ledger, gpu, policy)}.")
+    return None
+
+
+def limit_obstacles(ledger: Ledger, lease: Lease, most_gpus: int | None) -> dict[str, Obstacle]:
+    """By UUID, the GPUs of nodes on which the lease would take more GPUs than its user's limit leaves."""
+    if most_gpus is None:
+        return {}
+    fitting = candidates(ledger, lease.demand, most_gpus)
+    return {
+        gpu.device.uuid: _obstacle(
+            gpu,
+            "over_limit",
+            f"Node {node} has {count_gpus(gpus_needed(lease.demand, gpus))} for it, and user {lease.holder.user} may"
+            f" have {most_gpus} more.",
+        )
+        for node, gpus in candidates(ledger, lease.demand).items()
+        if node not in fitting
+        for gpu in gpus
+    }
+
+
+def _awaited(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
+    """That a recent reading of a GPU is awaited, and whether its node, or the way to it, takes too long for one."""
+    observation = ledger.node_observations.get(gpu.device.node)
+    read_s = None if observation is None else observation.read_s
+    at_s = observed_at(observation, gpu.device.uuid)
+    if (
+        observation is not None
+        and at_s is not None
+        and observation.answers_request
+        and observation.reported_at_s - at_s > (policy.max_observation_age_s + (read_s or 0.0))
+    ):
+        old_s, took = observation.reported_at_s - at_s, f", of which its node read for {read_s:.1f} s" if read_s else ""
+        limit = f"{policy.max_observation_age_s:g} s on the way (serve --max-observation-age-s)"
+        return f"a recent reading is still awaited; the last one arrived {old_s:.1f} s old{took}, and may be {limit}"
+    if observation is None or read_s is None or read_s <= SLOW_S:
+        return "a recent reading is still awaited"
+    takes = f"a recent reading is still awaited; the last one took its node {read_s:.1f} s"
+    if read_s <= observation.reading_limit_s:
+        return takes
+    limit = f"{observation.reading_limit_s:g} s"
+    return f"{takes}, more than the {limit} that count for a grant (worker --probe-deadline-s)"
+
+
+def _until(ledger: Ledger, gpu: GpuRecord, now: Instant) -> datetime | None:
+    """When the lease that holds the GPU ends unless it is renewed; None without a time limit."""
+    deadline_s = ledger.deadlines.get(gpu.lease_id or "")
+    return None if deadline_s is None else now.at + timedelta(seconds=deadline_s - now.mono_s)
+
+
+def _afterwards(ledger: Ledger, gpu: GpuRecord, until: datetime | None) -> str:
+    """How long the GPU stays held, and whether it is cordoned after that."""
+    ends = f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed" if until is not None else ""
+    held = gpu.lease_id is not None and is_cordoned(ledger, gpu)
+    return f"{ends}, and cordoned after that" if held else ends
+
+
+def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str) -> Obstacle:
+    reading = reading_of(ledger, gpu)
+    holder = ledger.leases[gpu.lease_id].lease.holder if gpu.lease_id in ledger.leases else None
+    pids = tuple(process.pid for process in occupants(reading)) if reading else ()
+    return replace(_obstacle(gpu, state.value, sentence), lease_id=gpu.lease_id, holder=holder, pids=pids)
+
+
+def _obstacle(gpu: GpuRecord, code: str, sentence: str) -> Obstacle:
+    return Obstacle(uuid=gpu.device.uuid, node=gpu.device.node, index=gpu.device.index, code=code, sentence=sentence)

@@ -1,0 +1,42 @@
+"""How much memory a request keeps: counted against its user while it waits, and bounded once it has ended.
+
+The text of a request is counted as CPython stores it: a string of one letter takes 50 bytes, and one character outside
+Latin-1 makes the whole string two or four times as large. What JSON counts as 1 MiB may be 25 MiB here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from gpulease_protocol.model import JobSpec, Lease
+from gpulease_server.core.records import Change, JobRecord, LeaseRecord
+
+RECORD_BYTES = 1024
+"""A record beside its texts, with its places in the ledger's indexes."""
+ENTRY_BYTES = 40
+"""One place in a list or dictionary, or one number."""
+
+
+def lease_bytes(lease: Lease) -> int:
+    """Memory of a lease."""
+    demand, holder = lease.demand, lease.holder
+    texts = (holder.user, holder.host, holder.label, demand.node, demand.gpu_model)
+    named = _text_bytes(demand.uuids) + _text_bytes(demand.among or ()) + ENTRY_BYTES * len(demand.indices)
+    return RECORD_BYTES + _text_bytes(texts) + named
+
+
+def job_bytes(spec: JobSpec) -> int:
+    """Memory of what a job is to run."""
+    texts = (spec.working_directory, spec.interpreter, *spec.command)
+    return RECORD_BYTES + _text_bytes(texts) + _text_bytes(spec.environment) + _text_bytes(spec.environment.values())
+
+
+def records_bytes(changes: Iterable[Change]) -> int:
+    """Memory of the leases and jobs among the records of a request."""
+    leases = sum(lease_bytes(change.lease) for change in changes if isinstance(change, LeaseRecord))
+    return leases + sum(job_bytes(change.spec) for change in changes if isinstance(change, JobRecord))
+
+
+def _text_bytes(texts: Iterable[str | None]) -> int:
+    return sum(sys.getsizeof(text) + ENTRY_BYTES for text in texts if text is not None)

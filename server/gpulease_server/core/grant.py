@@ -1,0 +1,140 @@
+"""Granting: GPUs, fencing token and port for a queued lease; and reviving a lease by a late renewal."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+
+from gpulease_protocol.model import GpuState, Lease, LeaseState, Liveness, NodeMode
+from gpulease_protocol.node_protocol import LEASE_PORTS
+from gpulease_server.core.gpu import claimed_elsewhere, node_mode, state_of
+from gpulease_server.core.gpu_observation import baseline_of
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.liveness import extend_deadline
+from gpulease_server.core.records import Deadline, GpuRecord, LeaseRecord
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import usage_by_user
+
+
+def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
+    """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant."""
+    ledger, lease = turn.ledger, record.lease
+    token, node = ledger.next_token, gpus[0].device.node
+    port = _free_port(turn, node, lease.id)
+    env = {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpu.device.uuid for gpu in gpus),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GPULEASE_LEASE_ID": lease.id,
+        "GPULEASE_LEASE_TOKEN": str(token),
+    }
+    granted = replace(
+        lease,
+        state=LeaseState.ACTIVE,
+        gpus=tuple(gpu.device for gpu in gpus),
+        env=env,
+        fencing_token=token,
+        granted_at=turn.now.at,
+    )
+    turn.put(replace(record, lease=granted, port=port, renewed_at=turn.now.at))
+    for gpu in gpus:
+        if gpu.lease_id is not None:
+            raise AssertionError(f"GPU {gpu.device.uuid} is still held by {gpu.lease_id}")
+        baseline = baseline_of(ledger.node_observations.get(node), gpu)
+        turn.put(replace(gpu, lease_id=lease.id, draining=False, fencing_token=token, baseline_bytes=baseline))
+    if lease.liveness is Liveness.JOB:
+        turn.put(Deadline(lease.id, None))
+    else:
+        extend_deadline(turn, lease)
+    turn.emit(
+        "lease.granted",
+        lease_id=lease.id,
+        job_id=lease.job_id,
+        node=node,
+        gpus=tuple(gpu.device.uuid for gpu in gpus),
+        fencing_token=token,
+    )
+
+
+def _free_port(turn: Turn, node: str, lease_id: str) -> int:
+    """A port that no lease of the node's host holds and nothing there listens on.
+
+    Of those that the node's worker has reserved: two daemons on one host do not know of each other's leases. Where it
+    has reserved none, or too few, any port of the range. The search begins at a place that follows from the lease's
+    random id, so that even then two daemons are unlikely to choose the same port before a process listens on it.
+    """
+    ledger = turn.ledger
+    here = _same_host(ledger, node) & ledger.node_observations.keys()
+    busy = {port for name in here for port in ledger.node_observations[name].ports_in_use}
+    busy |= {ledger.leases[holder].port or 0 for holder in _holders(ledger, node)}
+    begin = zlib.crc32(lease_id.encode())
+    observation = ledger.node_observations.get(node)
+    reserved = sorted(observation.ports_reserved) if observation is not None else []
+    order = (ports[(begin + step) % len(ports)] for ports in (reserved, LEASE_PORTS) for step in range(len(ports)))
+    return next((port for port in order if port not in busy), LEASE_PORTS[begin % len(LEASE_PORTS)])
+
+
+def _same_host(ledger: Ledger, node: str) -> set[str]:
+    """The nodes on a node's host: two simulated ones may share it."""
+    host = ledger.nodes[node].host
+    return {name for name, record in ledger.nodes.items() if record.host == host}
+
+
+def _holders(ledger: Ledger, node: str) -> set[str]:
+    """The leases that hold or drain GPUs on the host of a node."""
+    here = _same_host(ledger, node)
+    return {gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id and gpu.device.node in here}
+
+
+REVIVABLE = {False: (GpuState.FREE,), True: (GpuState.DRAINING, GpuState.UNKNOWN)}
+"""States in which a GPU may go back to its last lease: for one that nothing holds, and for one that still drains."""
+
+
+def can_revive(turn: Turn, lease: Lease) -> bool:
+    """True while every GPU remembers this grant as its last, and either still drains of it or is free; while its user's
+    limits still allow it; and while its node is not paused, since an administrator may be resetting the GPUs there.
+
+    | the GPU | drains | is free |
+    |---|---|---|
+    | is healthy, its node reports | revives | revives |
+    | is cordoned, or its node is drained: running work may end | revives | does not |
+    | its node is silent, its probe hangs | revives | does not: unknown is never free |
+    | is unhealthy, or prohibited | does not | does not |
+    | its node is paused, whether its worker has closed NVML yet or not | does not | does not |
+    | was granted again since, or is in another daemon's ledger | does not | does not |
+    """
+    ledger = turn.ledger
+    if any(node_mode(ledger, device.node) is NodeMode.PAUSED for device in lease.gpus):
+        return False
+    for device in lease.gpus:
+        gpu = ledger.gpus.get(device.uuid)
+        if gpu is None or gpu.fencing_token != lease.fencing_token or claimed_elsewhere(ledger, gpu) is not None:
+            return False
+        if state_of(ledger, gpu, turn.now, turn.policy) not in REVIVABLE[gpu.lease_id is not None]:
+            return False
+    within = usage_by_user(ledger, turn.policy.limits).limit_reached(lease, len(lease.gpus)) is None
+    return within and _port_is_free(turn, lease)
+
+
+def _port_is_free(turn: Turn, lease: Lease) -> bool:
+    """True while no other lease of the host was given the port of this one."""
+    port = turn.ledger.leases[lease.id].port
+    others = _holders(turn.ledger, lease.gpus[0].node) - {lease.id}
+    return all(turn.ledger.leases[holder].port != port for holder in others)
+
+
+def revive(turn: Turn, record: LeaseRecord) -> LeaseRecord:
+    lease = replace(record.lease, state=LeaseState.ACTIVE, end_reason=None, ended_at=None)
+    revived = replace(record, lease=lease)
+    turn.put(revived)
+    for device in lease.gpus:
+        turn.put(replace(turn.ledger.gpus[device.uuid], lease_id=lease.id, draining=False))
+    turn.emit(
+        "lease.revived",
+        lease_id=lease.id,
+        node=lease.gpus[0].node,
+        gpus=tuple(device.uuid for device in lease.gpus),
+        fencing_token=lease.fencing_token,
+    )
+    return revived

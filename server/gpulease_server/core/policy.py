@@ -1,0 +1,98 @@
+"""The rules that an administrator may set, and the programs that do not keep a GPU from being free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gpulease_server.core.user_limits import UserLimits
+
+DESKTOP_NAMES = frozenset(
+    {
+        *("Xorg", "X", "Xwayland", "Xvnc", "Xtigervnc", "Xdcv", "nxagent", "xrdp-accel-assist"),
+        *("gnome-shell", "mutter", "kwin_x11", "kwin_wayland", "plasmashell", "cinnamon", "muffin", "gala", "xfwm4"),
+        *("sway", "weston", "Hyprland", "labwc", "wayfire", "river", "niri", "cosmic-comp", "budgie-wm", "picom"),
+        *("gnome-remote-desktop-daemon", "krdpserver", "krfb", "wayvnc", "sunshine", "dcvagent", "nxnode.bin"),
+    }
+)
+"""Display servers, compositors and shells, and what captures a screen: they hold GPU memory on every desktop."""
+MONITOR_NAMES = frozenset(
+    {
+        # NVIDIA's own services and tools
+        *("nvidia-persistenced", "nvidia-powerd", "nvidia-smi", "nv-fabricmanager", "nvlsm", "nvidia-imex", "nvsm"),
+        *("nvsm_core", "nvsm_api_gateway", "nv-hostengine", "dcgmi", "dcgm-exporter", "nvidia-dcgm"),
+        *(
+            "nvidia-device-plugin",
+            "gpu-feature-discovery",
+            "nvidia-validator",
+            "nvidia-mig-manager",
+            "mps-control-daemon",
+        ),
+        *("nvidia-cuda-mps-control", "nvidia-cuda-mps-server", "nvidia-container-cli", "nvidia-ctk", "nvidia-settings"),
+        # what watches a host or a training
+        *("nvtop", "nvitop", "nvitop-exporter", "gpustat", "btop", "glances", "netdata", "nvidia_gpu_exporter"),
+        *("nvidia_smi_exporter", "gpud", "telegraf", "datadog-agent/bin/agent/agent", "cadvisor"),
+        *("node_exporter", "zabbix_agent2", "otelcol", "otelcol-contrib", "collectd", "slurmd"),
+        *("wandb-core", "gpu_stats", "wandb-xpu"),
+    }
+)
+"""NVML clients: they have every device file open for as long as they run, and hold no memory. Name or end of a path."""
+MPS_SERVER = "nvidia-cuda-mps-server"
+"""It has a context on every GPU from its first client on until it is told to quit; clients are listed beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The rules that an administrator may set."""
+
+    max_observation_age_s: float = 0.5
+    """No grant rests on a reading older than this, but on one that was asked for, and has just arrived, see
+    `gpu.is_recent`."""
+    reading_deadline_s: float = 5.0
+    """How long a verdict waits for a fresh reading of GPUs that look free. Only a node under extreme load takes so
+    long: one that is silent or whose probe hangs is unknown sooner."""
+    silence_s: float = 3.0
+    """A node that has reported nothing for this long is unknown; slow readings make it longer."""
+    stall_s: float = 1.0
+    """A daemon that did not run for longer than this could hear no holder in that time."""
+    node_lost_after_s: float = 3600.0
+    """A node that has been silent for so long is gone for good, see `core.node_loss`; 0: never."""
+    memory_tolerance_bytes: int = 256 * 2**20
+    """A draining GPU's memory is back when it is at most this much over what it was while the GPU was free."""
+    retained_memory_s: float = 30.0
+    """Memory that stays in use with no process, no device file that the lease's own have open, and no change for so
+    long is the driver's own, as on coherent systems (GH200), and no longer keeps a GPU from being clean. So long a
+    stranger's open device file delays a GPU at most."""
+    gone_after_s: float = 600.0
+    """A GPU that its node has not shown for so long is forgotten; one that drains and comes back sooner drains on."""
+    leftover_after_s: float = 1.0
+    """What is still on a draining GPU after so long was left behind; before, it is taken to be ending."""
+    desktop_names: frozenset[str] = DESKTOP_NAMES
+    """Programs of a desktop: their graphics processes do not make a GPU foreign, whatever memory they hold."""
+    desktop_memory_bytes: int = 512 * 2**20
+    """Any other graphics process, and a desktop program on the compute list, is let pass up to this much memory."""
+    mps_server_bytes: int = 256 * 2**20
+    """An MPS server is let pass up to this much memory on a GPU: more is that of clients (before Volta)."""
+    monitor_names: frozenset[str] = MONITOR_NAMES
+    """Programs that keep device files open only to watch."""
+    retry_pause_s: tuple[float, float] = (2.0, 300.0)
+    """Pause before the first retry of a job that has failed, and the longest; it doubles from one to the next."""
+    max_bypass: int = 10
+    """How many newer requests may start before a waiting one until GPUs are held for it; 0: none."""
+    max_bypass_s: float = 300.0
+    """For how long from the first time on it may be bypassed; 0: not at all."""
+    max_queued: int = 10_000
+    """Requests that may wait at once."""
+    max_queued_bytes: int = 2**30
+    """Memory that requests may keep while they wait, of all users together."""
+    limits: UserLimits = field(default_factory=UserLimits)
+    """What one user may have."""
+    show_commands: bool = True
+    """Whether sentences tell the command lines of processes."""
+    max_ttl_s: float = 30 * 24 * 3600.0
+    """The longest `ttl_s` that may be asked for."""
+    node_lifetime_s: float = 90 * 24 * 3600.0
+    """A node that has reported nothing for so long, and that nothing refers to, is forgotten."""
+    key_lifetime_s: float = 24 * 3600.0
+    """How long an Idempotency-Key is remembered."""
+    max_keys: int = 100_000
+    """Idempotency-Keys remembered at once; beyond that the oldest are forgotten sooner."""

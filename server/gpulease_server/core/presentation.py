@@ -1,0 +1,131 @@
+"""Nouns as strangers see them: the records, completed by what follows from the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState, Node, NodeState
+from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
+from gpulease_server.core.gpu import (
+    activity_of,
+    conflicting_processes,
+    is_cordoned,
+    node_problem,
+    observed_at,
+    reading_of,
+    state_of,
+)
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord, NodeRecord
+from gpulease_server.core.reservation_view import current_reservations
+from gpulease_server.core.wording import describe_processes
+
+READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
+"""The fields of a GPU that come from its last reading."""
+PEER_WARNINGS = {
+    "drain_p2p": "the driver advises against exchanging data between it and other GPUs",
+    "fabric_not_ready": "it is not on the host's NVLink fabric, and reaches the others over PCIe, if at all",
+}
+"""Warnings of a GPU that concern a holder of several, in words."""
+
+
+def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
+    """A lease with its place in the queue, the time it expires, and what is wrong with its GPUs."""
+    lease, deadline = record.lease, ledger.deadlines.get(record.lease.id)
+    if lease.state is LeaseState.ENDED:
+        return lease
+    # One that is past its deadline is spared, see `liveness.is_spared`: no time limit is known.
+    expires_at = None if deadline is None or deadline <= now.mono_s else wall_clock(now, deadline)
+    return replace(
+        lease,
+        expires_at=expires_at,
+        position=ledger.position(record),
+        problems=lease_problems(ledger, lease, now, policy),
+    )
+
+
+def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> tuple[str, ...]:
+    """What the last readings show to be wrong with the GPUs of an active lease; one sentence for each node or GPU."""
+    if lease.state is not LeaseState.ACTIVE:
+        return ()
+    found: list[str] = []
+    for gpu in ledger.held_by(lease):
+        name, state = f"GPU {gpu.device.index} of {gpu.device.node}", state_of(ledger, gpu, now, policy)
+        if state is not GpuState.LEASED:
+            found.append(f"{name} is {why_not_free(ledger, gpu, state, now, policy)}.")
+        elif others := conflicting_processes(ledger, gpu):
+            found.append(f"{name} is also used by {describe_processes(others[:4], policy)}, outside this lease.")
+        elif len(lease.gpus) > 1 and (reading := reading_of(ledger, gpu)) is not None:
+            warned = (PEER_WARNINGS[word] for word in reading.warnings if word in PEER_WARNINGS)
+            found += [f"{name} is best used alone: {why}." for why in warned]
+    return tuple(found)
+
+
+def gpu_views(ledger: Ledger, now: Instant, policy: Policy) -> list[Gpu]:
+    """Every GPU, by node and index. What is held is found out once for all of them."""
+    kept = current_reservations(ledger, now, policy).by_uuid
+    records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
+    return [gpu_view(ledger, gpu, now, policy, kept) for gpu in records]
+
+
+def gpu_view(
+    ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy, reserved_for: Mapping[str, str] | None = None
+) -> Gpu:
+    """A GPU: its last reading, and what the ledger says of it. A stale reading is not shown.
+
+    `reserved_for`: the waiting request that a free GPU is held for, by UUID, where that is known already.
+    """
+    state = state_of(ledger, gpu, now, policy)
+    reason = why_not_free(ledger, gpu, state, now, policy)
+    if state is GpuState.FREE:
+        reserved_for = current_reservations(ledger, now, policy).by_uuid if reserved_for is None else reserved_for
+        reason = why_reserved(ledger, reserved_for[gpu.device.uuid]) if gpu.device.uuid in reserved_for else None
+    reading = None if state is GpuState.UNKNOWN else reading_of(ledger, gpu)
+    seen_at_s = observed_at(ledger.node_observations.get(gpu.device.node), gpu.device.uuid)
+    holding = ledger.leases.get(gpu.lease_id or "")
+    holder = holding.lease.holder if holding else None
+    device = gpu.device
+    return Gpu(
+        uuid=device.uuid,
+        node=device.node,
+        index=device.index,
+        pci_bus_id=device.pci_bus_id,
+        name=device.name,
+        memory_total_bytes=device.memory_total_bytes,
+        **({name: getattr(reading, name) for name in READING_FIELDS} if reading else {"health": "unknown"}),
+        state=state,
+        activity=activity_of(ledger, gpu, reading),
+        reason=reason and reason[0].upper() + reason[1:],
+        lease_id=gpu.lease_id,
+        holder=holder,
+        cordoned=is_cordoned(ledger, gpu),
+        observed_at=None if seen_at_s is None else wall_clock(now, seen_at_s),
+    )
+
+
+def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) -> Node:
+    """A node, and whether its readings can be trusted at this moment."""
+    problem = node_problem(ledger, node.name, now, policy)
+    observation = ledger.node_observations.get(node.name)
+    observed_at_s = observation.observed_at_s if observation else None
+    return Node(
+        name=node.name,
+        state=NodeState.READY if problem is None else NodeState.UNKNOWN,
+        mode=node.mode,
+        reason=problem,
+        host=node.host,
+        gpu_count=sum(gpu.device.node == node.name for gpu in ledger.gpus.values()),
+        driver_version=node.driver_version,
+        simulated=node.simulated,
+        observed_at=None if observed_at_s is None else wall_clock(now, observed_at_s),
+        links=observation.links if observation else (),
+    )
+
+
+def wall_clock(now: Instant, mono_s: float) -> datetime:
+    """The wall-clock time of a monotonic moment, as seen from now, to the millisecond."""
+    rounded = now.at + timedelta(seconds=mono_s - now.mono_s, microseconds=500)
+    return rounded.replace(microsecond=rounded.microsecond // 1000 * 1000)

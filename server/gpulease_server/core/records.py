@@ -1,0 +1,256 @@
+"""The records of the ledger, and every change that `Ledger.apply` can make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from gpulease_protocol.model import Device, Event, GpuLink, GpuReading, Job, JobSpec, Lease, NodeMode
+from gpulease_protocol.node_protocol import LeaseOwner
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """One moment on two clocks: for people, and for measuring how long."""
+
+    at: datetime
+    """Wall clock, aware UTC."""
+    mono_s: float
+    """Monotonic clock of this daemon process, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedOwner:
+    """The process that owns a lease, so that the lease ends with it; and the node that watches it."""
+
+    node: str
+    """The node whose worker watches it."""
+    realm: str
+    """Boot and pid namespace in which its pid counts, see `gpulease_protocol.host.process_id.realm`."""
+    owner: LeaseOwner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """A lease as the ledger keeps it. Its noun leaves `expires_at` and `position` empty; see `core.presentation`."""
+
+    lease: Lease
+    number: int
+    """Order of arrival."""
+    cause: str
+    """Id of the request that asked for it."""
+    port: int | None = None
+    """`MASTER_PORT`, leased with the GPUs."""
+    renewed_at: datetime | None = None
+    """Last sign of life, for people; what a worker sees of an owner is not recorded."""
+    watched_owner: WatchedOwner | None = None
+    """Its owner, where that is known beyond a pid. It is watched while the lease's liveness is `process`."""
+    requested_at_s: float = field(default=float("-inf"), compare=False)
+    """When it was asked for, on the monotonic clock; before everything for one of an earlier daemon process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """A job as the ledger keeps it."""
+
+    job: Job
+    spec: JobSpec
+    number: int
+    """Order of arrival."""
+    grace_s: float = 35.0
+    """Seconds between SIGTERM and SIGKILL once it is to stop."""
+    log_directory: str | None = None
+    """Where the logs of its last attempt lie on its node; None until the worker has taken that up."""
+    uid: int | None = None
+    """User who submitted it, and as whom it runs; None where that could not be told."""
+    gid: int | None = None
+    """That user's group as of submission; None where that could not be told."""
+    cancelled_at: datetime | None = None
+    """When it was first cancelled; None if it was not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRecord:
+    """A GPU as the ledger keeps it."""
+
+    device: Device
+    lease_id: str | None = None
+    """The lease that holds it, or that it drains after."""
+    draining: bool = False
+    """True from the end of that lease until the GPU is seen clean."""
+    fencing_token: int = 0
+    """Fencing token of the last grant on it; 0 before the first."""
+    baseline_bytes: int | None = None
+    """Memory in use while it was free, before the last grant; None where the driver did not tell."""
+    cordoned: bool = False
+    """True while an administrator keeps it from being granted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """What is known of a node for good."""
+
+    name: str
+    host: str
+    driver_version: str | None = None
+    simulated: bool = False
+    mode: NodeMode = NodeMode.ACTIVE
+    """What an administrator has made of it."""
+    seen_at: datetime | None = None
+    """When it last reported, to the day; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuObservation:
+    """What is kept of a GPU from one reading to the next. Lives in memory only, as the readings do."""
+
+    unhealthy: bool = False
+    """The last reading showed it unhealthy."""
+    lease_id: str | None = None
+    """The lease that the rest is about, but for `free_bytes`."""
+    since_s: float = 0.0
+    """Only a reading begun after this knows of that lease."""
+    strangers: tuple[int, ...] = ()
+    """Pids that were in conflict with that lease."""
+    leftovers: tuple[int, ...] = ()
+    """Pids that were named as left behind by that lease."""
+    quiet_since_s: float | None = None
+    """Since when the draining GPU has had no process, nothing of its lease had it open, and its memory fell no
+    further; or the same of a GPU whose memory is awaited."""
+    lowest_bytes: int | None = None
+    """Least memory in use in that time."""
+    clean_since_s: float | None = None
+    """When the draining GPU first had no process, nothing of its lease had it open, and its memory was back."""
+    missing_since_s: float | None = None
+    """Since when its node's readings have not shown the GPU."""
+    memory_awaited: bool = False
+    """A process without a lease was on the GPU, which no lease holds, and its memory is not back since."""
+    free_bytes: tuple[int, ...] = ()
+    """Memory in use in the last readings that showed the GPU free, oldest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeObservation:
+    """A node's last report. Lives in memory only: after a restart every node is unknown until it reports."""
+
+    node: str
+    worker_id: str
+    reported_at_s: float
+    """When the report arrived."""
+    observed_at_s: float | None
+    """Its reading is not older than this; None where the daemon cannot vouch for any age."""
+    reread_at_s: dict[str, float] = field(default_factory=dict)
+    """By UUID, for GPUs of which more is known: their last reading is not older than this."""
+    newest_begun_at_s: float = float("-inf")
+    """When the last reading that was taken in was begun; nothing is decided on one that was begun before."""
+    answers_request: bool = False
+    """Its reading was begun after the node had been asked for one."""
+    read_s: float | None = None
+    """How long the reading took; None where that is not known."""
+    reading_limit_s: float = 0.0
+    """How long a reading of this node may take."""
+    silence_s: float = 0.0
+    """The node is unknown when it has reported nothing for so long."""
+    problem: str | None = None
+    readings: dict[str, GpuReading] = field(default_factory=dict)
+    """By UUID; empty when there is a problem."""
+    claimed_elsewhere: dict[str, str] = field(default_factory=dict)
+    """By UUID: GPUs of the node that are in the ledger of another daemon, with the reason."""
+    ports_in_use: frozenset[int] = frozenset()
+    ports_reserved: frozenset[int] = frozenset()
+    """Ports that no other daemon gives out on the node's host; empty where its worker could reserve none."""
+    links: tuple[GpuLink, ...] = ()
+    """How its GPUs are connected; empty when there is a problem."""
+    gpus: dict[str, GpuObservation] = field(default_factory=dict)
+    """By UUID; kept while there is a problem."""
+    realm: str | None = None
+    """Boot and pid namespace in which its worker sees processes; None where that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRemoved:
+    """A GPU that no lease holds and its node no longer shows."""
+
+    uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRemoved:
+    """A node that has reported nothing for very long, and that nothing refers to."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a lease ends unless it is renewed, on the monotonic clock. In memory only; None takes it away."""
+
+    lease_id: str
+    at_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unclaimed:
+    """A lease was granted out of the queue, and its holder has not asked about it since; or has. In memory only: after
+    a restart every lease counts as claimed."""
+
+    lease_id: str
+    unclaimed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NotBefore:
+    """A queued lease that takes part in the queue only from this moment on. In memory only: after a restart at once."""
+
+    lease_id: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BypassCounts:
+    """How many times newer requests have bypassed waiting ones, see `core.backfill`. In memory only: a restart begins
+    to count again."""
+
+    times: tuple[tuple[str, int], ...]
+    """(lease id, how many times)."""
+    at_s: float
+    """When, on the monotonic clock."""
+    within_user: bool = False
+    """True for requests of the same user that used up that user's limit, see `core.user_order`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRecord:
+    """An Idempotency-Key and what was made for it."""
+
+    key: str
+    fingerprint: str
+    """Of the method, path and body."""
+    result_id: str
+    """Id of the lease or job."""
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRemoved:
+    """An Idempotency-Key that is too old to matter."""
+
+    key: str
+
+
+Change = (
+    LeaseRecord
+    | JobRecord
+    | GpuRecord
+    | NodeRecord
+    | NodeObservation
+    | GpuRemoved
+    | NodeRemoved
+    | Deadline
+    | Unclaimed
+    | NotBefore
+    | BypassCounts
+    | KeyRecord
+    | KeyRemoved
+    | Event
+)

@@ -1,0 +1,59 @@
+"""Processes, GPUs, demands and amounts in words, as reasons and explanations name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gpulease_protocol.model import Demand, Process, Selection
+from gpulease_server.core.policy import Policy
+
+MAX_NAMED = 8
+"""Names in one sentence, at most."""
+
+
+def describe_processes(processes: Iterable[Process], policy: Policy) -> str:
+    """Processes in words: pid, user and command of each, as far as they are known and may be told."""
+    return ", ".join(_describe_process(process, policy.show_commands) for process in processes)
+
+
+def _describe_process(process: Process, command_too: bool) -> str:
+    user = f" of {process.user}" if process.user else ""
+    command = f" ({process.command[:60]})" if process.command and command_too else ""
+    return f"pid {process.pid}{user}{command}"
+
+
+def gibibytes(amount: int) -> str:
+    """An amount of memory in words."""
+    return f"{amount / 2**30:.1f} GiB"
+
+
+def describe_demand(demand: Demand) -> str:
+    """A demand in words."""
+    if demand.selection is Selection.ALL:
+        what = "a whole node"
+    elif demand.selection is Selection.LISTED:
+        what = "GPU " + some_of([*map(str, demand.indices), *demand.uuids])
+    else:
+        what = f"{'at least ' if demand.selection is Selection.AUTO else ''}{count_gpus(demand.count)}"
+    limits = [
+        f"of model {demand.gpu_model}" if demand.gpu_model is not None else "",
+        f"with {demand.min_free_memory_bytes / 2**30:.1f} GiB free" if demand.min_free_memory_bytes else "",
+        f"on node {demand.node}" if demand.node is not None else "",
+        f"among {len(demand.among)} named ones" if demand.among is not None else "",
+    ]
+    return " ".join([what, *filter(None, limits)])
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of many names, and how many there are beside them."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(names[:MAX_NAMED])}{more}"
+
+
+def describe_gpus(indices: list[int]) -> str:
+    """GPU indices in words."""
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def count_gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"

@@ -1,0 +1,281 @@
+"""Bearer tokens: created, authenticated, revoked.
+
+Authority: the database. Only the writer changes tokens, so its copy in memory is complete, and it authenticates callers
+while the database is down: no one loses a lease because a token cannot be looked up. A standby's copy is at most
+`MAX_AGE_S` old, and is read again when it takes over.
+
+| what happens | what follows |
+|---|---|
+| a token is revoked | refused once the revocation is answered; by a standby, `MAX_AGE_S` later |
+| one is created or revoked, or this daemon takes over, while tokens are read | what was read is dropped as stale |
+| a daemon restarts, or takes over | the tokens are read before the first request |
+| the database is down when one is created or revoked | 503; the outcome is read once the database is back |
+| the database is down for a standby | its copy stays, as its ledger does |
+| the wall clock jumps | tokens expire by it, so sooner or later than they should |
+| a token is used | the day is in memory at once, and in the database within `SAVE_USES_S`, once a day per token |
+| it is used on a standby | the day is written when that takes over |
+| the daemon is killed | days of use of the last `SAVE_USES_S` are missing |
+| a worker's token without a node reports | it is bound to that node, in the database, before the report counts |
+| the same token reports for two nodes at once, unbound | the first is its node; the other is refused |
+| killed, or the database is down, between a change and its event | the change holds; only the log shows it |
+| someone reads the database or a backup | they find hashes of 256 random bits, which are useless to them |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import pwd
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gpulease_protocol.errors import NotFound, Unavailable
+from gpulease_protocol.tokens import BearerToken, NewBearerToken, Role, TokenRequest
+from gpulease_server.core.happenings import BearerTokenChanged
+from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store import bearer_tokens
+from gpulease_server.store.bearer_tokens import BearerTokenRecord
+from gpulease_server.store.dialects import error_message
+from gpulease_server.store.ledger_store import Store, StoreFailed
+
+log = logging.getLogger("gpulease.access")
+
+SAVE_USES_S = 60.0
+"""Time between two writes of which tokens were used today for the first time."""
+MAX_AGE_S = 1.0
+"""How old the tokens may be on a daemon that is not the writer."""
+NO_TOKEN_HASH = "0" * 64
+"""Compared with the token that is sent under an unknown id, so that timing does not reveal which ids exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """The account on this host that a user name means."""
+
+    user: str
+    """The login name as the host spells it; an unknown name as it was given."""
+    uid: int | None = None
+    """None if the host does not know the user."""
+    gid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIdentity:
+    """The user and role that a token stands for."""
+
+    token_id: str
+    user: str
+    uid: int | None
+    gid: int | None
+    role: Role
+    node: str | None = None
+    """The node that a worker's token reports for; None until its first report."""
+
+
+class BearerTokens:
+    """All bearer tokens. Used from one event loop.
+
+    Args:
+        store: The ledger's database.
+        writer: Commits changes between two turns.
+    """
+
+    def __init__(self, store: Store, writer: Writer) -> None:
+        self._store = store
+        self._writer = writer
+        self._records: dict[str, BearerTokenRecord] = {}
+        self._read_s: float | None = None
+        self._authoritative = False
+        """True while no other process can have changed the tokens."""
+        self._is_writer = False
+        """True once this daemon is the writer."""
+        self._used: dict[str, date] = {}
+        """Days of use that are not in the database yet, by token id."""
+        self._read_lock = asyncio.Lock()
+        self._bind_lock = asyncio.Lock()
+        self._changes = 0
+        """Counts changes other than reading the tokens again."""
+        self._change_lock = threading.Lock()
+
+    def restore(self) -> None:
+        """Read the tokens, as the writer, before the first request. Blocks; thread-safe. Raises SQLAlchemyError."""
+        records = bearer_tokens.load(self._store.engine)
+        with self._change_lock:
+            self._changes += 1
+            self._records, self._authoritative, self._is_writer = records, True, True
+
+    async def authenticate(self, bearer: str) -> TokenIdentity | None:
+        """The user and role of a token; None if it is not valid. Raises `Unavailable`."""
+        await self._refresh()
+        record = self._records.get(bearer.partition(".")[0])
+        expected = NO_TOKEN_HASH if record is None else record.hash
+        matches = hmac.compare_digest(_hash(bearer), expected)
+        if record is None or not matches or _expired(record.token, clock.now().at):
+            return None
+        token, today = record.token, clock.now().at.date()
+        if token.last_used_on is None or token.last_used_on < today:
+            self._used[token.id] = today
+        return TokenIdentity(token.id, token.user, token.uid, record.gid, token.role, token.node)
+
+    def is_valid(self, token_id: str) -> bool:
+        """True while a token is neither revoked nor expired, as far as this daemon knows."""
+        record = self._records.get(token_id)
+        return record is not None and not _expired(record.token, clock.now().at)
+
+    async def is_still_valid(self, token_id: str) -> bool:
+        """As `is_valid`, but a standby reads the tokens again first. Raises `Unavailable`."""
+        await self._refresh()
+        return self.is_valid(token_id)
+
+    async def all(self) -> tuple[BearerToken, ...]:
+        """Every token that was not revoked, oldest first. Raises `Unavailable`."""
+        await self._refresh()
+        return tuple(self._shown(record.token) for record in self._records.values())
+
+    async def keep_saving_uses(self) -> None:
+        """Write every `SAVE_USES_S` on which day each token was last used, until cancelled."""
+        while True:
+            await asyncio.sleep(SAVE_USES_S)
+            await self.save_uses()
+
+    async def save_uses(self) -> None:
+        """Write the days of last use now, if this daemon is the writer. A failed write is retried the next time."""
+        self._used = {token_id: day for token_id, day in self._used.items() if token_id in self._records}
+        days = dict(self._used)
+        if not days or not self._is_writer:
+            return
+        try:
+            await self._writer.between_turns(bearer_tokens.save_uses, self._store, days)
+        except StoreFailed as error:
+            log.debug("the last use of tokens cannot be written: %s", error.detail)
+            return
+        with self._change_lock:
+            for token_id, day in days.items():
+                record = self._records.get(token_id)
+                if record is not None:
+                    self._records[token_id] = replace(record, token=replace(record.token, last_used_on=day))
+                if self._used.get(token_id) == day:
+                    del self._used[token_id]
+
+    async def create(self, asked: TokenRequest, by: str | None, account: TokenAccount | None = None) -> NewBearerToken:
+        """A new token, stored before it is returned. `account`: of its user; looked up if None. Raises `Unavailable`,
+        `OverQuota`."""
+        owner = await asyncio.to_thread(find_account, asked.user) if account is None else account
+        now, token_id = clock.now().at, ids.new_id("token")
+        bearer = ids.new_bearer_token(token_id)
+        token = BearerToken(
+            id=token_id,
+            user=owner.user,
+            uid=owner.uid,
+            role=asked.role,
+            node=asked.node,
+            note=asked.note,
+            created_at=now,
+            created_by=by,
+            expires_at=None if asked.expires_s is None else now + timedelta(seconds=asked.expires_s),
+        )
+        record = BearerTokenRecord(token=token, hash=_hash(bearer), gid=owner.gid)
+        await self._change(lambda: bearer_tokens.add(self._store, record, now))
+        with self._change_lock:
+            self._changes += 1
+            self._records[token_id] = record
+        log.info("%s made token %s of %s with role %s", by, token_id, token.user, token.role)
+        await self._record("token.created", token, by)
+        return NewBearerToken(**{name: getattr(token, name) for name in BearerToken.__slots__}, bearer=bearer)
+
+    async def bind(self, token_id: str, node: str) -> bool:
+        """Bind a worker's token to the node that it reports for. False if another is its node. Raises `Unavailable`."""
+        async with self._bind_lock:
+            record = self._records.get(token_id)
+            if record is None or record.token.node is not None:
+                return record is not None and record.token.node == node
+            await self._change(lambda: bearer_tokens.bind(self._store, token_id, node))
+            with self._change_lock:
+                self._changes += 1
+                if (record := self._records.get(token_id)) is not None:
+                    self._records[token_id] = replace(record, token=replace(record.token, node=node))
+            log.info("token %s is bound to node %s", token_id, node)
+            return record is not None
+
+    async def revoke(self, token_id: str, by: str | None) -> BearerToken:
+        """Revoke a token and return it. Raises `NotFound`, `Unavailable`."""
+        await self._refresh()
+        record = self._records.get(token_id)
+        if record is None:
+            detail = f"There is no token {token_id}."
+            raise NotFound(detail, remedy="gpulease token list shows the valid ids; a token is revoked once.")
+        await self._change(lambda: bearer_tokens.remove(self._store, token_id))
+        with self._change_lock:
+            self._changes += 1
+            self._records.pop(token_id, None)
+        log.info("%s revoked token %s of %s", by, token_id, record.token.user)
+        await self._record("token.revoked", record.token, by)
+        return self._shown(record.token)
+
+    def _shown(self, token: BearerToken) -> BearerToken:
+        """The token with its last use, which may not be written yet."""
+        day = self._used.get(token.id)
+        return token if day is None else replace(token, last_used_on=day)
+
+    async def _record(self, kind: str, token: BearerToken, by: str | None) -> None:
+        """Record the change as an event before the caller is answered. If that fails, the change still holds."""
+        reason = f"{token.id} of user {token.user}, role {token.role}, by {by or 'an unknown user'}"
+        try:
+            await self._writer.submit(BearerTokenChanged(cause=ids.new_id("request"), kind=kind, reason=reason))
+        except Unavailable as error:
+            log.warning("the event %s was not recorded: %s", kind, error.detail)
+
+    async def _change(self, work: Callable[[], None]) -> None:
+        try:
+            await self._writer.between_turns(work)
+        except StoreFailed:
+            self._authoritative, self._read_s = False, clock.now().mono_s  # it may have been written anyway
+            raise
+
+    async def _refresh(self) -> None:
+        """Read the tokens again if another process may have changed them."""
+        if self._authoritative:
+            return
+        async with self._read_lock:
+            while not self._authoritative:
+                now_s, changes = clock.now().mono_s, self._changes
+                if self._read_s is not None and now_s - self._read_s < MAX_AGE_S:
+                    return
+                try:
+                    records = await asyncio.to_thread(bearer_tokens.load, self._store.engine)
+                except SQLAlchemyError as error:
+                    if self._read_s is None and not self._authoritative:
+                        detail = f"The tokens cannot be read: {error_message(error)}."
+                        raise Unavailable(detail, remedy="Ask again.") from error
+                    log.debug("the tokens cannot be read: %s", error)
+                    self._read_s = now_s
+                    return
+                with self._change_lock:
+                    if changes == self._changes:
+                        self._records, self._read_s = records, now_s
+                        return
+
+
+def _hash(bearer: str) -> str:
+    return hashlib.sha256(bearer.encode(errors="surrogatepass")).hexdigest()
+
+
+def _expired(token: BearerToken, now: datetime) -> bool:
+    return token.expires_at is not None and token.expires_at <= now
+
+
+def find_account(user: str) -> TokenAccount:
+    """The account on this host that a login name or a number means. Blocks."""
+    numeric = user.isascii() and user.isdecimal()
+    try:
+        known = pwd.getpwuid(int(user)) if numeric else pwd.getpwnam(user)
+    except (KeyError, ValueError, OverflowError):
+        return TokenAccount(str(int(user)) if numeric else user)
+    return TokenAccount(known.pw_name, known.pw_uid, known.pw_gid)

@@ -1,0 +1,1 @@
+"""Metrics of jobs: readings of their GPUs as time series of bounded size."""

@@ -1,0 +1,1 @@
+"""Leader election: one daemon writes to a database, and others stand by."""

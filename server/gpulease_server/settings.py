@@ -1,0 +1,324 @@
+"""The settings of `gpulease serve`, each declared once; see `gpulease_protocol.host.settings`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from gpulease_protocol.host.addresses import candidates, default_data_dir
+from gpulease_protocol.host.logging import LogFormat, LogLevel
+from gpulease_protocol.host.settings import (
+    DATA_DIR,
+    HARDWARE,
+    KILL_LEFTOVERS,
+    LOG_FORMAT,
+    LOG_LEVEL,
+    MANAGE_COMPUTE_MODE,
+    NODE,
+    SIMULATE,
+    Declaration,
+    host_node_name,
+    setting,
+    shared,
+)
+
+NETWORK, ACCESS, LIMITS, DATA, QUEUE = "Network", "Access", "Limits per user", "Data", "Queue"
+"""Headings in `gpulease serve --help`."""
+MANY = 1_000_000
+"""More of anything than one daemon could serve."""
+ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+DATABASE_URL = Declaration(
+    help="Database: postgresql://user@host/name, or sqlite:////path. A password in this option is visible in `ps`; "
+    "prefer the variable or ~/.pgpass.",
+    variable="GPULEASE_DATABASE_URL",
+    metavar="URL",
+    default_text="SQLite in the data directory",
+    group=DATA,
+)
+
+
+class CommandVisibility(StrEnum):
+    """Which processes' command lines a user may see."""
+
+    OWN = "own"
+    ALL = "all"
+
+
+def normalized_origins(origins: list[str] | None) -> list[str] | None:
+    """Origins as browsers spell them: lower case, without a default port. Raises ValueError."""
+    return None if origins is None else [_normalized_origin(text) for text in origins]
+
+
+def _normalized_origin(text: str) -> str:
+    if "*" in text or text.lower() == "null":
+        raise ValueError(f"{text!r} would admit any page in any browser; list each origin by itself")
+    match = ORIGIN.fullmatch(text.lower())
+    if match is None or not 0 < int(match["port"] or 1) < 65536:
+        raise ValueError(f"{text!r} is not an origin; write it like https://dashboard.example or http://gpubox:3000")
+    scheme, host, port = match["scheme"], match["host"], match["port"]
+    default = port is None or int(port) == DEFAULT_PORTS[scheme]
+    return f"{scheme}://{host}" if default else f"{scheme}://{host}:{int(port)}"
+
+
+def checked_file_mode(text: str) -> str:
+    """A file mode as chmod takes it. Raises ValueError."""
+    if not re.fullmatch(r"0?[0-7]{3}", text):
+        raise ValueError(f"{text!r} is not a file mode; write it like 0666 or 0660")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """The files that TLS needs, PEM."""
+
+    certificate: Path
+    """The certificate and the chain that leads from it to its authority."""
+    key: Path
+    """Its private key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSettings:
+    """The settings of a daemon. Raises ValueError where two of them contradict each other."""
+
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on; one other than loopback needs TLS or --behind-proxy.",
+        # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
+        variable="GPULEASE_LISTEN_HOST",
+        metavar="ADDRESS",
+        group=NETWORK,
+    )
+    port: int = setting(
+        8750, "TCP port; 0 picks a free one.", variable="GPULEASE_LISTEN_PORT", minimum=0, maximum=65535, group=NETWORK
+    )
+    socket: Path | None = setting(
+        None,
+        "Unix socket.",
+        variable="GPULEASE_SOCKET",
+        metavar="PATH",
+        default_text="gpulease.sock in the data directory",
+        group=NETWORK,
+    )
+    socket_mode: str = setting(
+        "0666",
+        "File mode of the Unix socket: who may connect to it.",
+        variable="GPULEASE_SOCKET_MODE",
+        metavar="MODE",
+        check=checked_file_mode,
+        group=NETWORK,
+    )
+    tls_cert: Path | None = setting(
+        None,
+        "Serve TLS on TCP with this certificate (PEM).",
+        variable="GPULEASE_TLS_CERT",
+        metavar="FILE",
+        group=NETWORK,
+    )
+    tls_key: Path | None = setting(
+        None, "The private key of that certificate (PEM).", variable="GPULEASE_TLS_KEY", metavar="FILE", group=NETWORK
+    )
+    behind_proxy: bool = setting(
+        False,
+        "A proxy terminates TLS: callers over TCP are known by token alone.",
+        variable="GPULEASE_BEHIND_PROXY",
+        flag="--behind-proxy/--no-behind-proxy",
+        group=NETWORK,
+    )
+    admins: tuple[str, ...] = setting(
+        (),
+        "Administrator, in addition to root and the daemon's own user. Repeatable.",
+        variable="GPULEASE_ADMINS",
+        flag="--admin",
+        metavar="USER",
+        group=ACCESS,
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "Let web pages of ORIGIN (scheme://host[:port]) call the API with a token. Repeatable.",
+        variable="GPULEASE_CORS_ORIGINS",
+        flag="--cors-origin",
+        metavar="ORIGIN",
+        check=normalized_origins,
+        group=ACCESS,
+    )
+    show_commands: CommandVisibility = setting(
+        CommandVisibility.ALL,
+        "Which command lines users see: those of all processes, or of their own only.",
+        variable="GPULEASE_SHOW_COMMANDS",
+        group=ACCESS,
+    )
+    max_leases_per_user: int = setting(
+        0,
+        "Active leases of one user; 0 means no limit.",
+        variable="GPULEASE_MAX_LEASES_PER_USER",
+        minimum=0,
+        maximum=MANY,
+        group=LIMITS,
+    )
+    max_gpus_per_user: int = setting(
+        0,
+        "Leased GPUs of one user; 0 means no limit.",
+        variable="GPULEASE_MAX_GPUS_PER_USER",
+        minimum=0,
+        maximum=MANY,
+        group=LIMITS,
+    )
+    max_queue_per_user: int = setting(
+        8000,
+        "Queued requests of one user; 0 means no limit.",
+        variable="GPULEASE_MAX_QUEUE_PER_USER",
+        minimum=0,
+        maximum=MANY,
+        group=LIMITS,
+    )
+    max_queue_bytes_per_user: int = setting(
+        128 * 2**20,
+        "Memory that queued requests of one user take, most of it the environments of jobs; 0 means no limit. Bytes.",
+        variable="GPULEASE_MAX_QUEUE_BYTES_PER_USER",
+        minimum=0,
+        maximum=2**40,
+        group=LIMITS,
+    )
+    max_rps_per_user: float = setting(
+        0.0,
+        "HTTP requests per second of one user; 0 means no limit.",
+        variable="GPULEASE_MAX_RPS_PER_USER",
+        minimum=0,
+        maximum=MANY,
+        group=LIMITS,
+    )
+    database_url: str | None = shared(None, DATABASE_URL)
+    data_dir: Path = shared(default_data_dir, DATA_DIR)
+    worker: bool = setting(
+        True,
+        "Run a worker for this host.",
+        variable="GPULEASE_WORKER",
+        flag="--worker/--no-worker",
+        group=HARDWARE,
+    )
+    simulate: str | None = shared(None, SIMULATE)
+    node: str = shared(host_node_name, NODE)
+    desktop_names: tuple[str, ...] = setting(
+        (),
+        "Treat PROGRAM as part of the desktop: its processes do not make a GPU `foreign`. Repeatable.",
+        variable="GPULEASE_DESKTOP_NAMES",
+        flag="--desktop-name",
+        metavar="PROGRAM",
+        group=HARDWARE,
+    )
+    monitor_names: tuple[str, ...] = setting(
+        (),
+        "Treat PROGRAM as a monitor: it may keep device files of GPUs open. Repeatable.",
+        variable="GPULEASE_MONITOR_NAMES",
+        flag="--monitor-name",
+        metavar="PROGRAM",
+        group=HARDWARE,
+    )
+    retained_memory_s: float = setting(
+        30.0,
+        "How long a GPU may stay `draining` because of memory that only the driver still holds, or because a process "
+        "outside any lease keeps its device file open. Seconds.",
+        variable="GPULEASE_RETAINED_MEMORY_S",
+        minimum=0,
+        maximum=3600,
+        group=HARDWARE,
+    )
+    kill_leftovers: bool | None = shared(None, replace(KILL_LEFTOVERS, for_worker=True))
+    manage_compute_mode: bool | None = shared(None, replace(MANAGE_COMPUTE_MODE, for_worker=True))
+    standby: bool = setting(
+        False,
+        "Stand by while another daemon writes to the database, and take over when that one is gone; PostgreSQL only.",
+        variable="GPULEASE_STANDBY",
+        flag="--standby/--no-standby",
+        group=DATA,
+    )
+    peers: tuple[str, ...] = setting(
+        (),
+        "Another daemon on the same database, to which this host's worker reports while this daemon does not serve. "
+        "Repeatable.",
+        variable="GPULEASE_PEERS",
+        flag="--peer",
+        metavar="URL",
+        group=DATA,
+    )
+    max_bypass: int = setting(
+        10,
+        "How many times newer requests may pass a waiting one before GPUs are reserved for it; 0 means strict order.",
+        variable="GPULEASE_MAX_BYPASS",
+        minimum=0,
+        maximum=MANY,
+        group=QUEUE,
+    )
+    max_bypass_s: float = setting(
+        300.0,
+        "How long newer requests may pass a waiting one, from the first that did; 0 means strict order. Seconds.",
+        variable="GPULEASE_MAX_BYPASS_S",
+        minimum=0,
+        maximum=366 * 24 * 3600,
+        group=QUEUE,
+    )
+    node_lost_after_s: float = setting(
+        3600.0,
+        "How long a node may be silent until its jobs are `lost` and its leases end as `node_lost`; 0 means never. "
+        "Seconds.",
+        variable="GPULEASE_NODE_LOST_AFTER_S",
+        flag="--node-lost-after",
+        minimum=0,
+        maximum=366 * 24 * 3600,
+        group=HARDWARE,
+    )
+    max_observation_age_s: float = setting(
+        0.5,
+        "Maximum age of the reading on which a grant rests. Seconds.",
+        variable="GPULEASE_MAX_OBSERVATION_AGE_S",
+        minimum=0.05,
+        maximum=60,
+        group=QUEUE,
+    )
+    keep_days: float = setting(
+        90.0,
+        "How long to keep ended leases and jobs, events, and nodes that are gone. Days.",
+        variable="GPULEASE_KEEP_DAYS",
+        minimum=1,
+        maximum=36_500,
+        group=DATA,
+    )
+    keep_ended: int = setting(
+        200_000,
+        "How many ended leases, and how many ended jobs, to keep.",
+        variable="GPULEASE_KEEP_ENDED",
+        minimum=1000,
+        maximum=10**9,
+        group=DATA,
+    )
+    keep_events: int = setting(
+        1_000_000,
+        "How many events to keep.",
+        variable="GPULEASE_KEEP_EVENTS",
+        minimum=1000,
+        maximum=10**9,
+        group=DATA,
+    )
+    log_format: LogFormat = shared(LogFormat.AUTO, LOG_FORMAT)
+    log_level: LogLevel = shared(LogLevel.INFO, LOG_LEVEL)
+    worker_options: tuple[str, ...] = ()
+    """Options for this host's worker in addition to those that the daemon chooses for it."""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) is not (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key are given together or not at all")
+
+    @property
+    def tls(self) -> Tls | None:
+        """The files for TLS on TCP; None without TLS."""
+        return None if self.tls_cert is None or self.tls_key is None else Tls(self.tls_cert, self.tls_key)
+
+    @property
+    def peer_urls(self) -> tuple[str, ...]:
+        """Addresses of the other daemons on this database. Raises `InvalidRequest` for what is not an address."""
+        return tuple(address.url for address in candidates(self.peers)) if self.peers else ()

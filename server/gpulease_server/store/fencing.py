@@ -1,0 +1,177 @@
+"""Fencing: only the newest writer of a database may commit.
+
+A lock alone cannot ensure that: a daemon that was stopped for a minute and continued has lost its lock without knowing
+it, and its next commit would succeed. So the one row of `writer` has a number, the term (a fencing epoch). A takeover
+raises it; every writing transaction first updates that row where the term is its own, which locks the row. Either it
+finds its term, and a successor waits until it has ended; or it finds another one, and ends without writing.
+
+The term also resolves in-doubt commits, those without an answer. The server may still be busy with one, or not have
+begun: what is read at that moment may change later. So a writer in doubt raises its own term before it reads again:
+that waits for a transaction under way, and fences off one that is still to come.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from sqlalchemy import Connection, Engine, event, func, select, text, update
+from sqlalchemy.exc import DataError, SQLAlchemyError
+
+from gpulease_protocol.errors import Unavailable
+from gpulease_server.store import tables
+from gpulease_server.store.dialects import POSTGRESQL, error_message
+
+log = logging.getLogger("gpulease.store")
+
+_ROW = tables.writer.c.id == 1
+_TERMINATE_ROW_HOLDER = (  # xmax is the transaction that has the row locked
+    "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax"
+    " WHERE w.id = 1 AND a.datname = current_database()"
+)
+_TERMINATE = text(_TERMINATE_ROW_HOLDER)
+_TERMINATE_OWN = text(f"{_TERMINATE_ROW_HOLDER} AND a.pid = ANY(CAST(:own AS integer[]))")
+_SESSIONS = 64
+"""Sessions that a writer remembers; more than it has at a time."""
+
+
+class StoreFailed(Unavailable):
+    """A turn could not be committed. Nothing of it was written, unless only the answer to the commit was lost."""
+
+
+class Superseded(StoreFailed):
+    """Another daemon writes to this database now. This one must end."""
+
+    title = "Superseded"
+
+
+class WriterFence:
+    """The fencing term of one writer.
+
+    Args:
+        engine: The database.
+        on_superseded: Called, from any thread and perhaps more than once, when another writer has taken over.
+    """
+
+    def __init__(self, engine: Engine, on_superseded: Callable[[], None] = lambda: None) -> None:
+        self._engine = engine
+        self.on_superseded = on_superseded
+        self.term: int | None = None
+        """The term that the row must have; None before `take_over`."""
+        self._first_term: int | None = None
+        self._in_doubt = False
+        self._sessions: deque[int] = deque(maxlen=_SESSIONS)
+        """Process ids of its sessions at the server, newest last."""
+        if engine.dialect.name == POSTGRESQL:
+            event.listen(engine, "connect", self._remember_session)
+
+    def _remember_session(self, connection: Any, _record: Any) -> None:
+        self._sessions.append(connection.info.backend_pid)
+
+    def take_over(self, name: str) -> int:
+        """Become the writer; returns the new term. `name` is for messages. Waits for a transaction of the former
+        writer.
+
+        Raises SQLAlchemyError. The caller must hold the lock: the former writer, if it still runs, ends.
+        """
+        table = tables.writer
+        raised = (
+            update(table)
+            .where(_ROW)
+            .values(term=table.c.term + 1, first_term=table.c.term + 1, name=name[:255], since=func.now())
+        )
+        with self._engine.begin() as connection:
+            term: int = connection.execute(raised.returning(table.c.term)).scalar_one()
+        self.term = self._first_term = term
+        self._in_doubt = False
+        return term
+
+    def end_open_transaction(self) -> None:
+        """End the session in which a former writer has a transaction open, so that `take_over` does not wait for it.
+
+        The caller must hold the lock. A writer that was stopped while it sent a statement keeps its row locks for as
+        long as it is stopped: no time-out of the server applies while it waits for the rest of a message. Raises
+        SQLAlchemyError.
+        """
+        if self._engine.dialect.name != POSTGRESQL:
+            return
+        with self._engine.begin() as connection:
+            ended = connection.execute(_TERMINATE).all()
+        if ended:
+            log.warning("ended %d sessions of the former writer that had a transaction open", len(ended))
+
+    def _end_own_transaction(self) -> None:
+        """End a session of this writer that was cut off with a transaction open; never one of a successor."""
+        if not self._sessions:
+            return
+        with suppress(SQLAlchemyError), self._engine.begin() as connection:
+            if connection.execute(_TERMINATE_OWN, {"own": list(self._sessions)}).all():
+                log.warning("ended a session of this daemon that was cut off with a transaction open")
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that commits only in this term. Raises `Superseded`, `StoreFailed`, or SQLAlchemy's DataError
+        for a value that the database cannot store, which is an error of one row and not of the database."""
+        try:
+            if self.term is None:
+                self.take_over("a program other than the daemon")
+            with self._engine.begin() as connection:
+                self._require_term(connection)
+                yield connection
+        except DataError:
+            raise  # refused by the server, so nothing is in doubt
+        except SQLAlchemyError as error:
+            self._in_doubt = True
+            detail = f"The ledger could not be written: {error_message(error)}"
+            raise StoreFailed(detail, remedy="Ask again.") from error
+
+    def _require_term(self, connection: Connection) -> None:
+        term = tables.writer.c.term
+        proved = connection.execute(update(tables.writer).where(_ROW, term == self.term).values(term=self.term))
+        if proved.rowcount != 1:
+            self._refuse(connection)
+
+    def resolve_in_doubt(self) -> None:
+        """Before loading: make sure that no transaction of this writer with an unknown outcome can still commit.
+
+        Waits for one that is under way, as long as the server allows. One that was cut off in the middle of a message
+        would never end, so its session is ended when the wait fails, and the next call succeeds. Raises `Superseded` or
+        SQLAlchemyError.
+        """
+        if not self._in_doubt or self.term is None:
+            return
+        table = tables.writer
+        mine = update(table).where(_ROW, table.c.first_term == self._first_term).values(term=table.c.term + 1)
+        try:
+            with self._engine.begin() as connection:
+                term: int | None = connection.execute(mine.returning(table.c.term)).scalar_one_or_none()
+                if term is None:
+                    self._refuse(connection)
+        except SQLAlchemyError:
+            self._end_own_transaction()
+            raise
+        self.term, self._in_doubt = term, False
+
+    def check(self) -> None:
+        """Raise `Superseded` if another writer has taken over."""
+        if self._first_term is None:
+            return
+        with self._engine.connect() as connection:
+            found = connection.execute(select(tables.writer.c.first_term).where(_ROW)).scalar_one_or_none()
+            if found != self._first_term:
+                self._refuse(connection)
+
+    def _refuse(self, connection: Connection) -> None:
+        row = connection.execute(select(tables.writer).where(_ROW)).one_or_none()
+        if row is not None and row.first_term == self._first_term:
+            # `resolve_in_doubt` raised the term of this same writer while this transaction was under way.
+            raise StoreFailed("The ledger is being read again.", remedy="Ask again.")
+        self.on_superseded()
+        successor = "unknown" if row is None else row.name
+        raise Superseded(
+            f"Another daemon has taken over this database: {successor}. Nothing was written.",
+            remedy="Use that one. This one ends; start it again when the other one has ended.",
+        )

@@ -1,0 +1,216 @@
+"""Loads the ledger, writes turns, and reads records that are no longer in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, select
+
+from gpulease_protocol.model import Event, JobState, LeaseState
+from gpulease_server.core.footprint import records_bytes
+from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.core.records import (
+    BypassCounts,
+    Change,
+    Deadline,
+    GpuRecord,
+    GpuRemoved,
+    JobRecord,
+    KeyRecord,
+    KeyRemoved,
+    LeaseRecord,
+    NodeObservation,
+    NodeRecord,
+    NodeRemoved,
+    NotBefore,
+    Unclaimed,
+)
+from gpulease_server.store import rows, tables
+from gpulease_server.store.database import connect
+from gpulease_server.store.dialects import snapshot, upsert
+from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
+
+__all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
+
+COUNTERS = ("number", "token", "seq")
+LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseState.ENDED)
+LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
+
+
+class Store:
+    """The ledger's database. Its methods block; the runtime calls them outside the event loop.
+
+    Reading is always possible. A writer takes over first (`fence.take_over`), or else at its first write.
+    `on_superseded` is called when another writer has taken over.
+    """
+
+    def __init__(self, url: str, on_superseded: Callable[[], None] = lambda: None) -> None:
+        self.engine = connect(url)
+        self.fence = WriterFence(self.engine, on_superseded)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.engine.dispose()
+
+    def load(self) -> Ledger:
+        """The ledger as last committed, without what exists only in memory (see the package docstring)."""
+        self.fence.resolve_in_doubt()
+        ledger = Ledger()
+        with snapshot(self.engine) as connection:
+            for row in connection.execute(select(tables.node)):
+                ledger.apply(rows.node_record(row))
+            for row in connection.execute(select(tables.gpu)):
+                ledger.apply(rows.gpu_record(row))
+            for lease in self._live_and_newest(connection, tables.lease, LIVE_LEASES, rows.lease_record):
+                ledger.apply(lease)
+            for job in self._live_and_newest(connection, tables.job, LIVE_JOBS, rows.job_record):
+                ledger.apply(job)
+            for row in connection.execute(select(tables.idempotency_key).order_by(tables.idempotency_key.c.at)):
+                ledger.apply(rows.key_record(row))
+            for name, value in connection.execute(select(tables.counter.c.name, tables.counter.c.value)):
+                setattr(ledger, f"next_{name}", max(value, getattr(ledger, f"next_{name}")))
+            last = connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
+            ledger.next_seq = max(ledger.next_seq, last + 1)
+        return ledger
+
+    def _live_and_newest(self, connection: Connection, table: Table, live: Collection[str], read: Any) -> list[Any]:
+        """All live records, the newest ended ones, and every lease that still drains; oldest first.
+
+        The newest are found by key first: sorting whole rows takes four times as long. They are read until the ledger
+        would not keep more, because 1,000 that are as large as is allowed take 1 GiB.
+        """
+        state, number = table.c.state, table.c.number
+        going_on = connection.execute(select(table).where(state.in_(live)).order_by(number)).all()
+        latest_first = (table.c.ended_at.desc(), number.desc())
+        newest = select(number).where(state.not_in(live)).order_by(*latest_first).limit(MAX_ENDED_IN_MEMORY)
+        newest_first = select(table).where(number.in_(newest)).order_by(*latest_first)
+        past: list[Any] = []
+        kept, room_bytes = {row.id for row in going_on}, MAX_ENDED_BYTES
+        with connection.execute(newest_first.execution_options(yield_per=50)) as found:
+            for row in found:
+                record = read(row)
+                room_bytes -= records_bytes([record])
+                if room_bytes < 0:
+                    break
+                past.append(record)
+                kept.add(row.id)
+        late: list[Any] = []
+        if table is tables.lease:
+            draining = select(tables.gpu.c.lease_id).where(tables.gpu.c.draining)
+            late = list(connection.execute(select(table).where(table.c.id.in_(draining))))
+        return [*(read(row) for row in late if row.id not in kept), *past[::-1], *map(read, going_on)]
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that commits only while this store is the writer. Raises as `WriterFence.writing` does."""
+        with self.fence.writing() as connection:
+            yield connection
+
+    def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
+        """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError."""
+        latest: dict[tuple[Table, str], dict[str, Any] | None] = {}
+        events: list[dict[str, Any]] = []
+        for change in changes:
+            match change:
+                case Event():
+                    events.append(rows.to_row(change)[1])
+                case GpuRemoved(key):
+                    latest[tables.gpu, key] = None
+                case NodeRemoved(key):
+                    latest[tables.node, key] = None
+                case KeyRemoved(key):
+                    latest[tables.idempotency_key, key] = None
+                case LeaseRecord() | JobRecord() | GpuRecord() | NodeRecord() | KeyRecord():
+                    table, row = rows.to_row(change)
+                    latest[table, row[_key(table)]] = row
+        for name in COUNTERS:
+            latest[tables.counter, name] = {"name": name, "value": getattr(ledger, f"next_{name}")}
+        with self.writing() as connection:
+            _write(connection, latest)
+            if events:
+                connection.execute(insert(tables.event), events)
+
+    def leases(self, states: Collection[str], after: int | None, limit: int) -> list[LeaseRecord]:
+        """Leases in these states (all when empty), newest first, those that arrived before number `after`."""
+        return [rows.lease_record(row) for row in self._page(tables.lease, states, after, limit)]
+
+    def jobs(
+        self,
+        states: Collection[str],
+        after: int | None,
+        limit: int,
+        *,
+        array: str | None = None,
+        user: str | None = None,
+    ) -> list[JobRecord]:
+        """Jobs in these states (all when empty), of one array and of one user (any when None), newest first, those that
+        arrived before number `after`."""
+        given = {tables.job.c.array_id: array, tables.job.c.user_name: user}
+        only = [column == value for column, value in given.items() if value is not None]
+        return [rows.job_record(row) for row in self._page(tables.job, states, after, limit, *only)]
+
+    def lease(self, lease_id: str) -> LeaseRecord | None:
+        """One lease, however long ago it ended."""
+        row = self._one(select(tables.lease).where(tables.lease.c.id == lease_id))
+        return None if row is None else rows.lease_record(row)
+
+    def job(self, job_id: str) -> JobRecord | None:
+        """One job, however long ago it ended."""
+        row = self._one(select(tables.job).where(tables.job.c.id == job_id))
+        return None if row is None else rows.job_record(row)
+
+    def history(self, after: int, limit: int, without: str | None = None) -> tuple[list[Event], int]:
+        """Events with a `seq` over `after`, oldest first, and the `seq` up to which events are pruned.
+
+        `without`: kinds with this prefix are left out. Both are read in one snapshot: otherwise events pruned between
+        the two queries would be missed silently.
+        """
+        query = select(tables.event).where(tables.event.c.seq > after).order_by(tables.event.c.seq).limit(limit)
+        if without is not None:
+            query = query.where(tables.event.c.kind.not_like(f"{without}%"))
+        with snapshot(self.engine) as connection:
+            found = [rows.event(row) for row in connection.execute(query)]
+            return found, connection.execute(select(tables.pruned.c.seq)).scalar() or 0
+
+    def last_seq(self) -> int:
+        """`seq` of the newest event; 0 while there is none."""
+        with self.engine.connect() as connection:
+            return connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
+
+    def _page(
+        self, table: Table, states: Collection[str], after: int | None, limit: int, *where: ColumnElement[bool]
+    ) -> list[Row[Any]]:
+        query = select(table).where(*where).order_by(table.c.number.desc()).limit(limit)
+        if states:
+            query = query.where(table.c.state.in_(states))
+        if after is not None:
+            query = query.where(table.c.number < after)
+        with self.engine.connect() as connection:
+            return list(connection.execute(query))
+
+    def _one(self, query: Select[Any]) -> Row[Any] | None:
+        with self.engine.connect() as connection:
+            return connection.execute(query).one_or_none()
+
+
+def is_stored(change: Change) -> bool:
+    """False for changes that exist only in memory: a turn with only those needs no commit."""
+    return not isinstance(change, (NodeObservation, Deadline, Unclaimed, NotBefore, BypassCounts))
+
+
+def _key(table: Table) -> str:
+    return str(next(iter(table.primary_key)).name)
+
+
+def _write(connection: Connection, latest: dict[tuple[Table, str], dict[str, Any] | None]) -> None:
+    """Write each row as it is at the end of the turn, or delete it."""
+    kept: dict[Table, list[dict[str, Any]]] = {}
+    for (table, key), row in latest.items():
+        if row is None:
+            connection.execute(delete(table).where(table.c[_key(table)] == key))
+        else:
+            kept.setdefault(table, []).append(row)
+    for table, table_rows in kept.items():
+        connection.execute(upsert(connection, table, _key(table)), table_rows)

@@ -1,0 +1,45 @@
+"""A query parameter that is not known is refused, with the names of those that are."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.daemon import DaemonProcess
+
+
+@pytest.mark.parametrize(
+    ("path", "unknown", "known"),
+    [
+        ("/v1/leases?stat=active", "stat", "It accepts cursor, limit, state."),
+        ("/v1/leases?state=active&Limit=3", "Limit", "It accepts cursor, limit, state."),
+        ("/v1/jobs?name=x", "name", "cursor, limit"),
+        ("/v1/events?since=3", "since", "It accepts after, limit."),
+        ("/v1/gpus?node=n1", "node", "It accepts none."),
+        ("/v1/nodes/n1?wait_s=3", "wait_s", "It accepts none."),
+    ],
+)
+def test_an_unknown_parameter_is_refused_with_the_known_ones(
+    api: DaemonProcess, path: str, unknown: str, known: str
+) -> None:
+    answer = api.call("GET", path)
+    assert answer.problem() == (422, "invalid_request")
+    assert f"'{unknown}'" in answer.json["detail"]
+    assert known in answer.json["remedy"]
+
+
+def test_a_request_with_an_unknown_parameter_grants_nothing(api: DaemonProcess) -> None:
+    answer = api.call("POST", "/v1/leases?wait=60", {"count": 1})
+    assert answer.problem() == (422, "invalid_request")
+    assert answer.json["remedy"] == "It accepts wait_s."
+    assert not api.call("GET", "/v1/leases?state=active&state=queued").json["items"]
+
+
+def test_unversioned_routes_accept_unknown_parameters(api: DaemonProcess) -> None:
+    assert api.call("GET", "/healthz?t=1700000000").status == 200
+    assert api.call("GET", "/?t=1700000000").status == 200
+
+
+def test_every_versioned_route_documents_the_refusal(api: DaemonProcess) -> None:
+    for path, methods in api.call("GET", "/openapi.json").json["paths"].items():
+        for method, operation in methods.items():
+            assert not path.startswith("/v1/") or "422" in operation["responses"], (method, path)

@@ -1,0 +1,81 @@
+"""Commands that the server and the worker bring by entry points, and the settings that they declare."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer
+
+from gpulease_cli import main, output
+from gpulease_cli.installed_commands import Commands
+from gpulease_cli.program import app
+from gpulease_protocol.host.settings import declarations
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.user_limits import UserLimits
+from gpulease_server.settings import ServeSettings
+from gpulease_server.store.retention import RetentionLimits
+from gpulease_worker.jobs.launch_plan import LOG_BYTES
+from gpulease_worker.jobs.reconciler import KEEP_JOBS
+from gpulease_worker.probe.probe_protocol import IDLE_BYTES, Pace
+from gpulease_worker.settings import WorkerSettings
+
+PROGRAM: Any = typer.main.get_command(app)
+
+
+def test_the_program_has_the_commands_of_every_installed_package() -> None:
+    assert {"serve", "db", "worker", "doctor", "status"} <= set(PROGRAM.commands)
+    assert set(PROGRAM.commands["db"].commands) == {"upgrade", "current", "check", "backup"}
+
+
+def test_a_command_of_the_client_imports_neither_server_nor_worker() -> None:
+    program = (
+        "import sys; from gpulease_cli import main; main(['status', '--nonsense'])\n"
+        "print([name for name in sys.modules if name.startswith(('gpulease_server', 'gpulease_worker'))])"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_help_names_the_extra_of_a_package_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gpulease_server.commands.serve", None)
+    assert Commands({})["serve"].help == "Not installed; needs the extra `server`."
+
+
+def test_an_installation_older_than_the_program_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Commands, "_entry_points", {})
+    assert main(["serve"]) == output.USAGE
+    assert "No installed package brings 'serve'" in capsys.readouterr().err
+
+
+def test_defaults_of_settings_are_those_of_the_parts_that_they_set() -> None:
+    serve, worker = ServeSettings(), WorkerSettings()
+    policy = Policy()
+    for name in ("max_bypass", "max_bypass_s", "max_observation_age_s", "retained_memory_s"):
+        assert getattr(serve, name) == getattr(policy, name), name
+    limits = UserLimits(
+        leases=serve.max_leases_per_user,
+        gpus=serve.max_gpus_per_user,
+        queued=serve.max_queue_per_user,
+        queued_bytes=serve.max_queue_bytes_per_user,
+    )
+    assert limits == UserLimits()
+    assert (
+        RetentionLimits(age_s=serve.keep_days * 86400, ended=serve.keep_ended, events=serve.keep_events)
+        == RetentionLimits()
+    )
+    pace = Pace(processes_s=worker.processes_s, health_s=worker.health_s, call_deadline_s=worker.call_deadline_s)
+    assert pace == Pace()
+    assert (worker.log_bytes, worker.keep_jobs, worker.idle_memory_bytes) == (LOG_BYTES, KEEP_JOBS, IDLE_BYTES)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("serve", ServeSettings), ("worker", WorkerSettings)])
+def test_every_declared_setting_is_an_option(name: str, settings: type) -> None:
+    options = {option.name for option in PROGRAM.commands[name].params}
+    assert set(declarations(settings)) <= options

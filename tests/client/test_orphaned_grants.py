@@ -1,0 +1,190 @@
+"""Errors must leave no granted lease without a holder, and let no process release the lease of another."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from typing import Any, cast
+
+import pytest
+
+from gpulease import Client, GpuleaseError
+from gpulease.cuda.ordinals import VisibleDevices
+from gpulease.device_reuse import DeviceRegistry, DeviceRequirements, FoundDevices
+from gpulease.executor.task_loop import TaskLoop
+from gpulease.lease import HeldLease, _release_all
+from gpulease.sansio.failover import Destination
+from gpulease_protocol.host.process_id import ProcessId
+from tests.client.fake_daemon import FakeDaemon
+
+RANKS: dict[str, Any] = {"count": 1, "shared_key": "ranks", "owner": ProcessId(1, 1)}
+
+
+@pytest.mark.parametrize("fault", ["503", "break"])
+def test_a_rank_that_fails_to_join_does_not_end_the_shared_lease(
+    daemon: FakeDaemon, client: Client, fault: str
+) -> None:
+    held = client.lease(**RANKS)
+    daemon.fault = lambda line: fault if "renew" in line else None
+    with Client(daemon.url, retry_s=0.1) as another, pytest.raises(GpuleaseError):
+        another.lease(**RANKS)
+    daemon.fault = lambda line: None
+    assert daemon.only_lease()["state"] == "active"
+    assert held.active
+    held.detach()
+
+
+def test_a_rank_that_stops_waiting_does_not_withdraw_the_shared_lease(daemon: FakeDaemon, client: Client) -> None:
+    daemon.free = False
+
+    def granted_meanwhile(line: str) -> str | None:
+        if line.startswith("GET /v1/leases/L-1"):
+            daemon.grant("L-1")
+            return "503"
+        return None
+
+    daemon.fault = granted_meanwhile
+    with Client(daemon.url, retry_s=0.1) as another, pytest.raises(GpuleaseError):
+        another.lease(**RANKS, wait_s=20)
+    assert daemon.only_lease()["state"] == "active"
+
+
+def test_a_lease_that_no_thread_can_renew_is_released(daemon: FakeDaemon, client: Client, monkeypatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("gpulease-watch"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match="can't start"):
+        client.lease(1)
+    assert daemon.only_lease()["end_reason"] == "released"
+    begun = set(threading.enumerate()) - before
+    assert not any(thread.name.startswith("gpulease-renew") for thread in begun)
+
+
+def test_a_lease_with_an_unanswered_release_is_not_reused(daemon: FakeDaemon, client: Client) -> None:
+    """Nothing renews it, so it may expire at any time."""
+    lease = client.lease(1)
+    daemon.stop()
+    with pytest.raises(GpuleaseError):
+        lease.release()
+    assert not lease.active
+
+
+def test_a_task_cancelled_at_the_moment_of_its_grant_releases_it() -> None:
+    class Lease:
+        released = False
+
+        async def release(self) -> None:
+            await asyncio.sleep(0)
+            self.released = True
+
+    async def at_step(number: int) -> tuple[bool, bool]:
+        lease, granted = Lease(), []
+
+        class Asking:
+            async def lease(self, **_: object) -> Lease:
+                await asyncio.sleep(0)
+                granted.append(lease)
+                return lease
+
+        loop = TaskLoop(Destination.of("http://127.0.0.1:1", None, 1.0), 1, {}, lambda total, done: None)
+        serving = asyncio.create_task(loop._granted(cast("Any", Asking()), Future()))
+        for _ in range(number):
+            await asyncio.sleep(0)
+        serving.cancel()
+        try:
+            await serving
+        except asyncio.CancelledError:
+            return lease.released, bool(granted)
+        return True, True
+
+    outcomes = [asyncio.run(at_step(number)) for number in range(8)]
+    assert (True, True) in outcomes
+    assert all(released or not granted for released, granted in outcomes), outcomes
+
+
+def test_devices_added_while_another_thread_prunes_the_registry_are_kept() -> None:
+    finds = DeviceRegistry()
+
+    class Held:
+        def __init__(self, also: FoundDevices | None = None) -> None:
+            self.also = also
+
+        @property
+        def active(self) -> bool:
+            if self.also is not None:
+                finds.add(self.also)  # what another thread does at this moment
+                self.also = None
+            return True
+
+    def find(held: Held) -> FoundDevices:
+        return FoundDevices(
+            cast("HeldLease", held), (0,), DeviceRequirements(), VisibleDevices((), (), initialized=False), (None, None)
+        )
+
+    later = find(Held())
+    finds.add(find(Held(later)))
+    finds.active()
+    assert later in finds.active()
+
+
+def test_a_call_does_not_wait_forever_for_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease.device_reuse.LOCK_TIMEOUT_S", 0.05)
+    finds, inside, over = DeviceRegistry(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with finds.exclusive(float("inf")):
+            inside.set()
+            over.wait(20)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(RuntimeError, match="Another thread"), finds.exclusive(0):
+        pass
+    over.set()
+    thread.join(20)
+    with finds.exclusive(0):
+        pass
+
+
+def test_a_process_not_visible_in_proc_names_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own pid namespace with the host's /proc, its pid is that of another process, such as init."""
+    assert ProcessId.this_process().owner_fields(local=True)["owner_start_ticks"]
+    monkeypatch.setattr("gpulease_protocol.host.process_id.os.readlink", lambda path: "4242")
+    assert ProcessId.this_process().owner_fields(local=True) == {}
+
+
+def test_the_exit_of_a_program_waits_once_for_an_unresponsive_daemon(
+    daemon: FakeDaemon, client: Client, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr("gpulease.lease.RELEASE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gpulease.lease._held_leases", set())
+    held = [client.lease(1) for _ in range(5)]
+    daemon.fault = lambda line: "hang" if "release" in line else None
+    _release_all()
+    asked = {line.split("/")[3] for line in daemon.request_lines if "release" in line}
+    assert len(asked) == 1
+    assert len([record for record in caplog.records if "was not released" in record.message]) == len(held)
+    for lease in held:
+        lease.detach()
+
+
+def test_a_cancelled_request_that_was_refused_leaves_no_warning(daemon, client: Client, monkeypatch, caplog) -> None:
+    """Nothing was granted, so nothing has to expire."""
+    daemon.free = False
+    daemon.fault = lambda line: "break" if len(daemon.request_lines) < 2 else None
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpulease.sansio.sync_transport.time.sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.lease(1)
+    assert not caplog.records

@@ -1,0 +1,125 @@
+"""A file system that takes a request and never answers it, so that a process hangs in the kernel.
+
+`python -m tests.hanging_filesystem DIR` mounts it (FUSE, by hand: mount(2) and a few answers) and serves it until it is
+ended. A read of `DIR/hangs` is not answered, nor is anything about `DIR/nowhere`; `DIR/written` can be read and mapped,
+and what is written back to it is not answered. A process that waits for such an answer takes no signal, SIGKILL
+included, once the request was taken, until the connection ends: here, when this process ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gpulease_protocol.host.process_tree import signal_on_parent_death
+from tests.daemon import eventually
+
+ROOT, HANGS, WRITTEN = 1, 2, 3
+NAMES = {b"hangs": HANGS, b"written": WRITTEN}
+DIRECT_IO, KEEP_CACHE = 1, 2
+MNT_DETACH = 2
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Hanging:
+    """The file system, while it is mounted."""
+
+    def __init__(self, place: Path, server: subprocess.Popen[bytes]) -> None:
+        self.place = place
+        self._server = server
+
+    @property
+    def file(self) -> Path:
+        """A file of which a read is never answered."""
+        return self.place / "hangs"
+
+    @property
+    def written(self) -> Path:
+        """A file that can be mapped, and to which nothing is ever written."""
+        return self.place / "written"
+
+    @property
+    def nowhere(self) -> Path:
+        """A path of which no one is told whether it exists."""
+        return self.place / "nowhere"
+
+    def abort(self) -> None:
+        """End the connection: what waits for an answer gets an error."""
+        self._server.kill()
+        self._server.wait()
+
+
+@contextmanager
+def hanging(place: Path) -> Iterator[Hanging]:
+    """The file system at a new directory; aborted and unmounted at the end, whatever happens."""
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("only root can mount FUSE, and only where there is /dev/fuse")
+    place.mkdir()
+    with subprocess.Popen([sys.executable, "-m", "tests.hanging_filesystem", str(place)]) as server:
+        system = Hanging(place, server)
+        try:
+            eventually(lambda: os.path.ismount(place) or server.poll() is not None, 20)
+            if server.poll() is not None:
+                pytest.skip("FUSE cannot be mounted here")
+            yield system
+        finally:
+            system.abort()
+            libc.umount2(os.fsencode(place), MNT_DETACH)
+
+
+def serve(place: str) -> None:
+    """Mount the file system at a directory, and answer what is to be answered."""
+    connection = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={connection},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
+    if libc.mount(b"tests", os.fsencode(place), b"fuse", 6, options) != 0:
+        sys.exit(f"not mounted: {os.strerror(ctypes.get_errno())}")
+    while True:
+        request = os.read(connection, 2**20)
+        _, operation, number, node, *_ = struct.unpack_from("<IIQQIIII", request)
+        answer = _answer(operation, node, request[40:])
+        if answer is not None:
+            error, content = answer
+            os.write(connection, struct.pack("<IiQ", 16 + len(content), -error, number) + content)
+
+
+def _answer(operation: int, node: int, rest: bytes) -> tuple[int, bytes] | None:
+    """Error number and content; None for what gets no answer."""
+    match operation:
+        case 26:  # INIT: protocol 7.31, with the sizes that fuse(4) wants
+            return 0, struct.pack("<IIIIHHIIHHI7I", 7, 31, 0, 0, 12, 9, 4096, 1, 0, 0, 0, *[0] * 7)
+        case 1 if rest.rstrip(b"\0") == b"nowhere":  # LOOKUP
+            return None
+        case 1 if (name := rest.rstrip(b"\0")) in NAMES:
+            return 0, struct.pack("<QQQQII", NAMES[name], 0, 0, 0, 0, 0) + _attributes(NAMES[name])
+        case 1:
+            return errno.ENOENT, b""
+        case 3:  # GETATTR
+            return 0, struct.pack("<QII", 0, 0, 0) + _attributes(node)
+        case 14:  # OPEN: with FOPEN_DIRECT_IO each read is a request
+            return 0, struct.pack("<QII", 1, DIRECT_IO if node == HANGS else KEEP_CACHE, 0)
+        case 15 if node == WRITTEN:
+            return 0, bytes(4096)
+        case 15 | 16 | 2 | 36 | 42:  # READ, WRITE, which hang; INTERRUPT, not obeyed; FORGET, twice, which want none
+            return None
+        case _:
+            return errno.ENOSYS, b""
+
+
+def _attributes(node: int) -> bytes:
+    mode, size = (0o40777, 0) if node == ROOT else (0o100666, 4096)
+    return struct.pack("<QQQQQQIIIIIIIIII", node, size, 0, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, 4096, 0)
+
+
+if __name__ == "__main__":
+    signal_on_parent_death(signal.SIGKILL)
+    serve(sys.argv[1])

@@ -1,0 +1,246 @@
+"""Bearer tokens on either database: kept by their hash, known to every daemon on it, and while the database is away."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date, timedelta
+from typing import TypeVar
+
+import pytest
+from sqlalchemy import Engine, select, text
+
+from gpulease_protocol.errors import NotFound, Unavailable
+from gpulease_protocol.tokens import Role, TokenRequest
+from gpulease_server.core.policy import Policy
+from gpulease_server.runtime import bearer_tokens as bearer_tokens_module
+from gpulease_server.runtime import clock
+from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.writer import Writer
+from gpulease_server.store import bearer_tokens as stored
+from gpulease_server.store import tables
+from gpulease_server.store.ledger_store import Store
+
+Result = TypeVar("Result")
+
+
+@contextmanager
+def daemon(url: str, *, writer: bool = True) -> Iterator[tuple[BearerTokens, Store]]:
+    """The tokens of one daemon; of one that stands by unless it is the writer."""
+    store = Store(url)
+    turns = Writer(store, Policy())
+    bearers = BearerTokens(store, turns)
+    if writer:
+        bearers.restore()
+    try:
+        yield bearers, store
+    finally:
+        turns.close()
+        store.close()
+
+
+async def eventually(look: Callable[[], Awaitable[Result]], wanted: Callable[[Result], bool]) -> Result:
+    until_s = time.monotonic() + 20
+    while not wanted(found := await look()) and time.monotonic() < until_s:  # noqa: ASYNC110 - it asks the database
+        await asyncio.sleep(0.05)
+    assert wanted(found)
+    return found
+
+
+def test_every_daemon_on_the_database_knows_a_token_and_that_it_is_revoked(database_url: str) -> None:
+    async def story(writer: BearerTokens, standby: BearerTokens) -> None:
+        assert await standby.authenticate("token-0.x") is None
+        made = await writer.create(TokenRequest(user="nobody", role=Role.VIEWER, note="n"), "root")
+        known = await eventually(lambda: standby.authenticate(made.bearer), lambda found: found is not None)
+        assert known is not None
+        assert (known.user, known.uid, known.role) == ("nobody", 65534, Role.VIEWER)
+        assert await writer.authenticate(made.bearer) == known
+        (listed,) = await standby.all()
+        assert (listed.id, listed.note, listed.created_by) == (made.id, "n", "root")
+        await writer.revoke(made.id, "root")
+        assert await writer.authenticate(made.bearer) is None
+        await eventually(lambda: standby.authenticate(made.bearer), lambda found: found is None)
+        with pytest.raises(NotFound):
+            await writer.revoke(made.id, "root")
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, _):
+        asyncio.run(story(writer, standby))
+
+
+def test_a_restarted_daemon_knows_the_tokens_before_its_first_request(database_url: str) -> None:
+    with daemon(database_url) as (before, _):
+        made = asyncio.run(before.create(TokenRequest(user="ann"), None))
+    with daemon(database_url) as (after, store):
+        store.engine.dispose()
+        assert asyncio.run(after.authenticate(made.bearer)) is not None
+
+
+def test_only_the_whole_token_counts(database_url: str) -> None:
+    with daemon(database_url) as (bearers, store):
+        made = asyncio.run(bearers.create(TokenRequest(user="ann"), None))
+        token_id, secret = made.bearer.split(".")
+        assert token_id == made.id
+        for wrong in (made.id, f"{made.id}.", secret, f"{made.id}.{secret}x", f"{made.id}.{secret[:-1]}", "", "."):
+            assert asyncio.run(bearers.authenticate(wrong)) is None, wrong
+        with store.engine.connect() as connection:
+            row = connection.execute(select(tables.bearer_token)).one()
+        assert secret not in str(row)
+        assert asyncio.run(bearers.authenticate(f"{made.id}.{row.hash}")) is None
+
+
+def test_a_token_that_could_not_be_kept_is_not_shown_and_the_others_are_known_meanwhile(database_url: str) -> None:
+    with daemon(database_url) as (bearers, store):
+        made = asyncio.run(bearers.create(TokenRequest(user="ann"), None))
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                asyncio.run(bearers.create(TokenRequest(user="bob"), None))
+            assert asyncio.run(bearers.authenticate(made.bearer)) is not None
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
+        assert len(asyncio.run(bearers.all())) == 1
+
+
+class SlowReading:
+    """The next reading of the tokens gets what is in the database, and does not come back before it is let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.read, self.let = threading.Event(), threading.Event()
+        self._load = stored.load
+        monkeypatch.setattr(stored, "load", self.load)
+        monkeypatch.setattr(bearer_tokens_module, "MAX_AGE_S", 0.0)
+
+    def load(self, engine: Engine) -> dict[str, stored.BearerTokenRecord]:
+        found = self._load(engine)
+        if not self.read.is_set():
+            self.read.set()
+            assert self.let.wait(60)
+        return found
+
+
+def test_what_was_read_before_a_takeover_does_not_bring_a_revoked_token_back(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(writer: BearerTokens, standby: BearerTokens) -> None:
+        made = await writer.create(TokenRequest(user="ann"), "root")
+        slow = SlowReading(monkeypatch)
+        looking = asyncio.create_task(standby.authenticate(made.bearer))
+        assert await asyncio.to_thread(slow.read.wait, 60)
+        await writer.revoke(made.id, "root")
+        await asyncio.to_thread(standby.restore)
+        slow.let.set()
+        assert await looking is None
+        assert await standby.authenticate(made.bearer) is None
+        assert await standby.all() == ()
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, _):
+        asyncio.run(story(writer, standby))
+
+
+def test_what_is_made_or_revoked_while_the_tokens_are_read_stays_so(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story(bearers: BearerTokens, store: Store) -> None:
+        await bearers.create(TokenRequest(user="ann"), None)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
+        with pytest.raises(Unavailable):
+            await bearers.create(TokenRequest(user="bob"), None)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
+        slow = SlowReading(monkeypatch)  # and each request reads them
+        looking = asyncio.create_task(bearers.all())
+        assert await asyncio.to_thread(slow.read.wait, 60)
+        new = await bearers.create(TokenRequest(user="eve"), None)
+        monkeypatch.setattr(bearer_tokens_module, "MAX_AGE_S", 3600.0)  # what is taken for true now stays
+        slow.let.set()
+        assert [token.user for token in await looking] == ["ann", "eve"]
+        assert await bearers.authenticate(new.bearer) is not None
+
+    with daemon(database_url) as (bearers, store):
+        asyncio.run(story(bearers, store))
+
+
+def last_used(store: Store) -> list[date | None]:
+    with store.engine.connect() as connection:
+        return list(connection.execute(select(tables.bearer_token.c.last_used_on)).scalars())
+
+
+def test_the_day_of_a_tokens_last_use_is_written_once_a_day_and_not_with_each_request(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[dict[str, date]] = []
+    note_use = stored.save_uses
+    monkeypatch.setattr(stored, "save_uses", lambda store, days: noted.append(days) or note_use(store, days))
+    moment = clock.now()
+    today, tomorrow = moment.at.date(), moment.at.date() + timedelta(days=1)
+    monkeypatch.setattr(clock, "now", lambda: moment)
+
+    async def story(bearers: BearerTokens, store: Store) -> None:
+        nonlocal moment
+        made = await bearers.create(TokenRequest(user="ann"), "root")
+        unused = await bearers.create(TokenRequest(user="bob"), "root")
+        assert await bearers.authenticate(f"{made.id}.wrong") is None
+        await bearers.save_uses()
+        assert [token.last_used_on for token in await bearers.all()] == [None, None]
+        for _ in range(3):
+            assert await bearers.authenticate(made.bearer) is not None
+        assert {token.id: token.last_used_on for token in await bearers.all()} == {made.id: today, unused.id: None}
+        assert (noted, last_used(store)) == ([], [None, None]), "it was written with the request"
+        for _ in range(2):
+            await bearers.save_uses()
+            await bearers.authenticate(made.bearer)
+        assert noted == [{made.id: today}]
+        assert set(last_used(store)) == {today, None}
+        moment = replace(moment, at=moment.at + timedelta(days=1))
+        await bearers.authenticate(made.bearer)
+        await bearers.save_uses()
+        moment = replace(moment, at=moment.at - timedelta(days=3))
+        await bearers.authenticate(made.bearer)
+        await bearers.save_uses()
+        assert noted[1:] == [{made.id: tomorrow}], "a clock that goes back takes nothing back"
+        assert set(last_used(store)) == {tomorrow, None}
+        assert (await bearers.revoke(made.id, "root")).last_used_on == tomorrow
+
+    with daemon(database_url) as (bearers, store):
+        asyncio.run(story(bearers, store))
+    with daemon(database_url) as (again, _):
+        assert [token.last_used_on for token in asyncio.run(again.all())] == [None]
+
+
+def test_a_use_on_a_daemon_that_stands_by_is_written_when_it_takes_over(database_url: str) -> None:
+    async def story(writer: BearerTokens, standby: BearerTokens, store: Store) -> None:
+        made = await writer.create(TokenRequest(user="ann"), "root")
+        await eventually(lambda: standby.authenticate(made.bearer), lambda found: found is not None)
+        await standby.save_uses()
+        assert last_used(store) == [None], "who stands by writes nothing"
+        await asyncio.to_thread(standby.restore)
+        await standby.save_uses()
+        assert last_used(store) == [clock.now().at.date()]
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, store):
+        asyncio.run(story(writer, standby, store))
+
+
+def test_a_use_that_cannot_be_written_is_written_later(database_url: str) -> None:
+    async def story(bearers: BearerTokens, store: Store) -> None:
+        made = await bearers.create(TokenRequest(user="ann"), "root")
+        await bearers.authenticate(made.bearer)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE bearer_token RENAME TO away"))
+        await bearers.save_uses()
+        with pytest.raises(Unavailable):
+            await bearers.create(TokenRequest(user="bob"), None)
+        with store.engine.begin() as connection:
+            connection.execute(text("ALTER TABLE away RENAME TO bearer_token"))
+        assert last_used(store) == [None]
+        await bearers.save_uses()
+        assert last_used(store) == [clock.now().at.date()]
+
+    with daemon(database_url) as (bearers, store):
+        asyncio.run(story(bearers, store))

@@ -1,0 +1,353 @@
+"""A database that fails, at whatever moment: everyone is answered, with the truth, and nothing is decided twice."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpulease_protocol.errors import GpuleaseError, LeaseLost, StaleToken, Unavailable
+from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.happenings import WaiterPolled
+from gpulease_server.runtime import ids
+from gpulease_server.runtime.writer import MAX_TURN, Writer
+from gpulease_server.store.database import upgrade
+from gpulease_server.store.ledger_store import Store
+from tests.runtime.faults import Body, Fate, FaultyStore, ask, recovered, release, renew, report, writing
+
+
+async def granted(writer: Writer, key: str | None = None, **what: Any) -> Lease:
+    answer = await writer.submit(ask(key, **what))
+    assert isinstance(answer, Lease)
+    assert answer.state is LeaseState.ACTIVE
+    return answer
+
+
+def outcomes(*calls: Coroutine[Any, Any, Any]) -> asyncio.Future[list[Any]]:
+    return asyncio.gather(*calls, return_exceptions=True)
+
+
+def test_a_commit_whose_answer_is_lost_is_found_again_under_its_key(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.fates = [Fate.LOST]
+        with pytest.raises(Unavailable) as refusal:
+            await writer.submit(ask("k"))
+        assert refusal.value.problem()["outcome"] == "unknown"
+        assert refusal.value.status == 503
+        await recovered(writer)
+        (there,) = writer.committed.leases.values()
+        again = await granted(writer, "k")
+        assert (again.id, again.fencing_token) == (there.lease.id, there.lease.fencing_token)
+        assert len(writer.committed.leases) == 1
+
+    run(body)
+
+
+def test_a_commit_that_failed_leaves_nothing_and_its_key_is_free(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.fates = [Fate.FAILED]
+        with pytest.raises(Unavailable):
+            await writer.submit(ask("k"))
+        await recovered(writer)
+        assert not writer.committed.leases
+        await report(writer)
+        lease = await granted(writer, "k")
+        assert set(writer.committed.leases) == {lease.id}
+
+    run(body)
+
+
+def test_who_was_not_in_the_failed_turn_hears_that_nothing_was_done(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.gate.clear()
+        store.entered.clear()
+        first = asyncio.create_task(writer.submit(ask()))
+        await asyncio.to_thread(store.entered.wait, 20)
+        later = [asyncio.create_task(writer.submit(ask())) for _ in range(3)]
+        await asyncio.sleep(0)
+        store.fates = [Fate.FAILED]
+        store.gate.set()
+        told = await outcomes(first, *later)
+        assert [error.problem().get("outcome") for error in told] == ["unknown", None, None, None]
+        await recovered(writer)
+        await report(writer)
+        assert not writer.committed.leases, "somebody was told that nothing was done, and it was done"
+
+    run(body)
+
+
+def test_until_a_commit_succeeds_nothing_is_well(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.fates = [Fate.FAILED] * 4
+        with pytest.raises(Unavailable):
+            await writer.submit(ask())
+        assert writer.problem is not None
+        assert "the disk is full" in writer.problem
+        while store.fates:
+            with pytest.raises(Unavailable, match="the disk is full"):
+                await writer.submit(ask())
+            await asyncio.sleep(0.001)
+        await recovered(writer)
+        told = [event for event in store.history(0, 100)[0] if event.kind == "ledger.recovered"]
+        assert len(told) == 1
+        assert "the disk is full" in (told[0].reason or "")
+        await report(writer)
+        await granted(writer)
+
+    run(body)
+
+
+def test_a_lost_answer_at_the_end_of_an_outage_is_no_second_event(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.fates = [Fate.FAILED, Fate.LOST, Fate.LOST, Fate.FAILED]
+        with pytest.raises(Unavailable):
+            await writer.submit(ask())
+        await recovered(writer)
+        seqs = [event.seq for event in store.history(0, 100)[0]]
+        assert seqs == list(range(1, len(seqs) + 1))
+        await report(writer)
+        await granted(writer)
+
+    run(body)
+
+
+def test_a_database_that_cannot_be_read_is_waited_for_without_haste(
+    run: Callable[[Body], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        caplog.set_level(logging.INFO)
+        caplog.clear()
+        loads = store.loads
+        store.fates, store.unreadable = [Fate.FAILED], 1000
+        with pytest.raises(Unavailable):
+            await writer.submit(ask())
+        while store.loads < loads + 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert "the database is gone" in (writer.problem or "")
+        assert len(caplog.records) <= 3, "the log is flooded"
+        pauses_before = store.loads
+        await asyncio.sleep(1.0)  # in a busy loop it would be read a thousand times
+        assert store.loads - pauses_before <= 3
+        store.unreadable = 0
+        await recovered(writer)
+
+    run(body)
+
+
+def test_holders_renew_while_nothing_can_be_recorded(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        lease, other = await granted(writer, ttl_s=0.5), await granted(writer, ttl_s=0.5)
+        before = store.lease(lease.id)
+        store.fates = [Fate.FAILED] * 5
+        with pytest.raises(Unavailable):
+            await writer.submit(ask())
+        renewals = 0
+        while writer.problem is not None:
+            with pytest.raises(StaleToken):
+                await writer.submit(renew(lease.id, 99))
+            with pytest.raises(Unavailable):
+                await writer.submit(renew("lease-of-nobody", 1))
+            with pytest.raises(Unavailable):
+                await writer.submit(release(lease.id, lease.fencing_token))
+            answer = await writer.submit(renew(lease.id, lease.fencing_token))
+            assert isinstance(answer, Lease)
+            assert answer.fencing_token == lease.fencing_token
+            renewals += 1
+            await asyncio.sleep(0.01)
+        assert renewals > 5
+        # No tick has ended anything: the outage was longer than their ttl_s.
+        assert {writer.committed.leases[one.id].lease.state for one in (lease, other)} == {LeaseState.ACTIVE}
+        after = store.lease(lease.id)
+        assert before is not None
+        assert after is not None
+        assert before.renewed_at < after.renewed_at, "the renewals are not recorded"  # type: ignore[operator]
+
+    run(body)
+
+
+@pytest.mark.parametrize("fate", [Fate.FAILED, Fate.LOST])
+def test_a_lease_whose_end_is_in_doubt_is_not_renewed(run: Callable[[Body], None], fate: Fate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        lease, other = await granted(writer), await granted(writer)
+        store.fates = [fate, Fate.FAILED, Fate.FAILED]
+        with pytest.raises(Unavailable):
+            await writer.submit(release(lease.id, lease.fencing_token))
+        with pytest.raises(Unavailable):
+            await writer.submit(renew(lease.id, lease.fencing_token))
+        assert isinstance(await writer.submit(renew(other.id, other.fencing_token)), Lease)
+        await recovered(writer)
+        if fate is Fate.FAILED:
+            assert isinstance(await writer.submit(renew(lease.id, lease.fencing_token)), Lease)
+        else:
+            with pytest.raises(LeaseLost):
+                await writer.submit(renew(lease.id, lease.fencing_token))
+
+    run(body)
+
+
+@pytest.mark.parametrize("fate", [Fate.STUMBLED, Fate.STUMBLED_AFTER])
+def test_a_stumble_at_the_commit_decides_nothing_twice(run: Callable[[Body], None], fate: Fate) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        store.fates = [fate]
+        told = await outcomes(*(writer.submit(ask()) for _ in range(3)))
+        await report(writer)
+        leases = [answer for answer in told if isinstance(answer, Lease)]
+        assert {lease.id for lease in leases} <= set(writer.committed.leases)
+        if fate is Fate.STUMBLED_AFTER:
+            assert len(leases) == 3, "what is recorded was not told"
+        assert len(writer.committed.leases) == 3, "decided twice, or not at all"
+        kinds = [event.kind for event in store.history(0, 100)[0]]
+        assert kinds.count("lease.granted") == 3
+
+    run(body)
+
+
+def test_a_fault_while_a_committed_turn_is_shown_decides_nothing_twice(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        shown, calls = writer.committed, iter([1, 0])
+        apply = shown.apply
+
+        def stumble(change: Any) -> None:
+            apply(change)
+            1 / next(calls)
+
+        monkeypatch.setattr(shown, "apply", stumble)
+        lease = await granted(writer)
+        assert set(writer.committed.leases) == {lease.id}
+        assert [event.kind for event in store.history(0, 100)[0]].count("lease.granted") == 1
+        released = await writer.submit(release(lease.id, lease.fencing_token))
+        assert isinstance(released, Lease)
+
+    run(body)
+
+
+def test_one_poisoned_request_is_refused_alone(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer, 8)
+        poison = ask(ttl_s=13.0)
+        real = Store.write
+
+        def write(self: Store, changes: Any, ledger: Any) -> None:
+            if any(getattr(getattr(change, "lease", None), "ttl_s", 0) == 13.0 for change in changes):
+                raise TypeError("cannot be made a row")
+            real(self, changes, ledger)
+
+        monkeypatch.setattr(Store, "write", write)
+        told = await outcomes(writer.submit(ask("a")), writer.submit(poison), writer.submit(ask("b")))
+        assert isinstance(told[0], Lease)
+        assert isinstance(told[1], GpuleaseError)
+        assert told[1].status == 500
+        assert isinstance(told[2], Lease)
+        assert set(writer.committed.leases) == {told[0].id, told[2].id}
+
+    run(body)
+
+
+def test_waiters_look_again_after_an_outage(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        lease = await granted(writer)
+        waiter = asyncio.create_task(writer.wakeups.wait(f"lease:{lease.id}", 50))
+        await asyncio.sleep(0)
+        store.fates = [Fate.LOST]
+        with pytest.raises(Unavailable):
+            await writer.submit(release(lease.id, lease.fencing_token))
+        assert await waiter
+        assert writer.committed.leases[lease.id].lease.state is LeaseState.ENDED
+
+    run(body)
+
+
+def test_a_writer_that_is_stopped_during_a_commit_tells_the_truth(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.db"
+    upgrade(f"sqlite:///{file}")
+
+    async def main() -> None:
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
+            await report(writer)
+            store.gate.clear()
+            store.entered.clear()
+            writer_task = next(task for task in asyncio.all_tasks() if "Writer.run" in str(task.get_coro()))
+            asked = asyncio.create_task(writer.submit(ask()))
+            await asyncio.to_thread(store.entered.wait, 20)
+            late = asyncio.create_task(writer.submit(ask()))
+            await asyncio.sleep(0)
+            writer_task.cancel()
+            await asyncio.sleep(0)
+            writer_task.cancel()
+            store.gate.set()
+            lease, refused = await outcomes(asked, late)
+            assert isinstance(lease, Lease), "it is committed, and its caller was told something else"
+            assert isinstance(refused, Unavailable)
+            assert store.lease(lease.id) is not None
+            with pytest.raises(Unavailable):
+                await writer.submit(ask())
+
+    asyncio.run(main())
+
+
+def test_a_writer_that_is_stopped_in_an_outage_ends(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.db"
+    upgrade(f"sqlite:///{file}")
+
+    async def main() -> None:
+        async with asyncio.timeout(60), writing(f"sqlite:///{file}") as (writer, store):
+            await report(writer)
+            store.fates, store.unreadable = [Fate.FAILED], 10**6
+            with pytest.raises(Unavailable):
+                await writer.submit(ask())
+
+    asyncio.run(main())
+
+
+def test_more_requests_than_may_wait_are_refused_and_the_rest_answered(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        monkeypatch.setattr(writer, "_queue", asyncio.Queue(50))
+        await asyncio.sleep(0.3)  # `run` looks at the new queue from its next turn on
+        told = await outcomes(*(writer.submit(ask()) for _ in range(200)))
+        refused = [answer for answer in told if isinstance(answer, Unavailable)]
+        assert len(refused) == 150
+        assert all(isinstance(answer, Lease) for answer in told if answer not in refused)
+        writer._queue = asyncio.Queue(1)
+        for _ in range(5):
+            writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id="x"))
+
+    run(body)
+
+
+def test_a_renewal_that_has_arrived_is_decided_before_its_lease_expires(run: Callable[[Body], None]) -> None:
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        lease = await granted(writer, ttl_s=0.5)
+        store.gate.clear()
+        store.entered.clear()
+        blocked = asyncio.create_task(writer.submit(ask()))
+        await asyncio.to_thread(store.entered.wait, 20)
+        crowd = [asyncio.create_task(writer.submit(renew("lease-of-nobody", 1))) for _ in range(MAX_TURN + 10)]
+        renewed = asyncio.create_task(writer.submit(renew(lease.id, lease.fencing_token)))
+        await asyncio.sleep(0.6)  # the deadline passes while the commit is held up
+        store.gate.set()
+        assert isinstance(await renewed, Lease)
+        await outcomes(blocked, *crowd)
+        assert "lease.ended" not in [event.kind for event in store.history(0, 100)[0]]
+
+    run(body)

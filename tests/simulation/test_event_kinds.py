@@ -1,0 +1,52 @@
+"""Every end reason and every kind of event that the core names can occur: in a simulated run, or as said here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gpulease_server.core
+from gpulease_protocol.model import EndReason
+from tests.simulation.__main__ import simulate
+
+pytestmark = pytest.mark.busy("compute")
+
+KINDS_ELSEWHERE = {
+    "gpu.conflict": "tests/core/test_whose_process.py",
+    "gpu.conflict_over": "tests/core/test_whose_process.py",
+    "gpu.gone": "tests/core/test_draining.py",
+    "job.*": "tests/core/test_nodes_and_jobs.py; the simulated clients submit no jobs",
+    "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
+    "lease.revived": "tests/core/test_leases.py",
+    "lease.unwatched": "tests/core/test_owners.py",
+    "node.forgotten": "tests/core/test_forgotten_nodes.py: it takes 90 days",
+    "gpu.recovered": "tests/core/test_whose_process.py",
+    "node.drained": "tests/core/test_administration.py",
+    "node.lost": "tests/core/test_node_loss.py",
+}
+"""Kinds of events that a short simulated run need not have, and the test that has them."""
+REASONS_ELSEWHERE = {
+    EndReason.REVOKED: "tests/core/test_user_limits.py",
+    EndReason.JOB_FINISHED: "tests/core/test_nodes_and_jobs.py",
+    EndReason.NODE_LOST: "tests/core/test_node_loss.py",
+}
+"""The same for the end reasons of leases."""
+
+
+def kinds_in_the_core() -> set[str]:
+    sources = "\n".join(path.read_text() for path in Path(gpulease_server.core.__path__[0]).rglob("*.py"))
+    named = set(re.findall(r'"((?:gpu|lease|node|job)\.[a-z_]+)"', sources))
+    return {kind for kind in named if not kind.startswith("job.")}
+
+
+def test_each_kind_of_event_and_each_end_reason_occurs_or_is_named_here() -> None:
+    log = simulate(4, steps=2500).log
+    kinds, reasons = {event["kind"] for event in log}, {e["reason"] for e in log if e["kind"] == "lease.ended"}
+
+    assert kinds_in_the_core() - kinds <= KINDS_ELSEWHERE.keys()
+    assert {reason for reason in EndReason if reason.value not in reasons} <= REASONS_ELSEWHERE.keys()
+    for where in (*KINDS_ELSEWHERE.values(), *REASONS_ELSEWHERE.values()):
+        path = Path(re.split(r"[;:]", where)[0])
+        assert path.suffix != ".py" or path.is_file()

@@ -1,0 +1,161 @@
+"""What is said of a database's URL, and how long anyone waits for a database."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from gpulease_server.store import dialects
+from gpulease_server.store.database import DatabaseUnusable, connect, database_file, parse_url, redacted, upgrade
+from gpulease_server.store.ledger_store import Store, StoreFailed
+from gpulease_server.store.psycopg_timeout import TimeoutConnection
+from tests.databases import PASSWORD, PostgresServer, free_port
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])
+def test_every_way_to_write_postgresql_is_psycopg(scheme: str) -> None:
+    assert parse_url(f"{scheme}://u@h/d").drivername == "postgresql+psycopg"
+    assert database_file(f"{scheme}://u@h/d") is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:s3cret@h/d",
+        "postgresql://u@h/d?password=s3cret&sslmode=require",
+        "postgresql://u@h/d?sslmode=require&password=s3cret",
+        "postgresql://u:p%40s3cret@h:5432/d",
+    ],
+)
+def test_a_password_is_not_shown(url: str) -> None:
+    assert "s3cret" not in redacted(url)
+    assert "@h" in redacted(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["mysql://u:s3cret@localhost/x", "postgresql://u:s3cret@h:port/d", "nonsense s3cret", "postgresql+asyncpg://u@h/d"],
+)
+def test_what_cannot_be_used_is_refused_with_what_to_use(url: str) -> None:
+    with pytest.raises(DatabaseUnusable) as refused:
+        connect(url)
+    assert "sqlite:///" in str(refused.value.remedy)
+    assert "postgresql://" in str(refused.value.remedy)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_a_server_that_is_not_there_is_said_without_the_password() -> None:
+    with pytest.raises(DatabaseUnusable) as refused:
+        upgrade(f"postgresql://postgres:{PASSWORD}@127.0.0.1:{free_port()}/x")
+    assert PASSWORD not in f"{refused.value} {refused.value.remedy}"
+    assert "--database-url" in str(refused.value.remedy)
+
+
+def test_what_a_database_refuses_is_said_without_the_values(database_url: str) -> None:
+    engine = connect(database_url)
+    try:
+        with engine.connect() as connection, pytest.raises(DBAPIError) as refused:
+            connection.execute(text("INSERT INTO nowhere VALUES (:environment)"), {"environment": "s3cret"})
+    finally:
+        engine.dispose()
+    assert "nowhere" in str(refused.value)
+    assert "s3cret" not in str(refused.value)
+
+
+def test_every_connection_has_its_bounds(postgres_url: str) -> None:
+    engine = connect(postgres_url)
+    names = (
+        "lock_timeout",
+        "statement_timeout",
+        "idle_in_transaction_session_timeout",
+        "synchronous_commit",
+        "timezone",
+    )
+    with engine.connect() as connection:
+        found = [connection.execute(text(f"SHOW {name}")).scalar() for name in names]
+    engine.dispose()
+    assert found == ["5s", "10s", "5s", "on", "UTC"]
+
+
+def test_a_commit_that_the_server_would_not_sync_is_synced_all_the_same(postgres: PostgresServer) -> None:
+    url = postgres.database()
+    name = url.rsplit("/", 1)[1]
+    for setting, used in (("off", "on"), ("remote_apply", "remote_apply")):
+        postgres.execute(f"ALTER DATABASE {name} SET synchronous_commit = {setting}")
+        engine = connect(url)
+        with engine.connect() as connection:
+            assert connection.execute(text("SHOW synchronous_commit")).scalar() == used
+        engine.dispose()
+    postgres.drop(url)
+
+
+def test_a_row_is_not_quoted_in_an_error(postgres_url: str) -> None:
+    engine = connect(postgres_url)
+    with pytest.raises(DBAPIError) as failed, engine.begin() as connection:
+        connection.execute(text("INSERT INTO node (name, host) VALUES ('s3cret', 's3cret')"))
+    assert "s3cret" not in dialects.error_message(failed.value)
+    assert "not-null" in dialects.error_message(failed.value)
+    engine.dispose()
+
+
+@pytest.fixture
+def own_server() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    try:
+        yield server.start()
+    finally:
+        server.close()
+
+
+def test_a_server_that_stops_answering_is_given_up(own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = connect(own_server.database())
+    with engine.connect() as connection:
+        pid = connection.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        monkeypatch.setattr(TimeoutConnection, "wait_timeout_s", 1.0)
+        own_server.signal(pid, signal.SIGSTOP)
+        with pytest.raises(OperationalError, match="has not answered for 1 s"):
+            connection.execute(text("SELECT 1"))
+        own_server.signal(pid, signal.SIGCONT)
+    engine.dispose()
+
+
+def test_a_server_that_is_stopped_and_continued_is_used_again(
+    own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dialects, "CONNECT_S", 2)
+    store = Store(own_server.database())
+    store.fence.take_over("only")
+    ledger = store.load()
+    with own_server.stopped():
+        monkeypatch.setattr(TimeoutConnection, "wait_timeout_s", 1.0)
+        with pytest.raises(StoreFailed, match=r"timeout|not answered"):
+            store.write([], ledger)
+    monkeypatch.setattr(TimeoutConnection, "wait_timeout_s", 20.0)
+    monkeypatch.setattr(dialects, "CONNECT_S", 20)
+    store.write([], store.load())
+    store.close()
+
+
+def test_a_server_that_was_restarted_is_used_again(own_server: PostgresServer) -> None:
+    store = Store(own_server.database())
+    store.fence.take_over("only")
+    ledger = store.load()
+    own_server.stop()
+    with pytest.raises(StoreFailed):
+        store.write([], ledger)
+    own_server.start()
+    store.write([], store.load())
+    store.close()
+
+
+def test_psycopg_is_a_connection_of_ours(postgres_url: str) -> None:
+    engine = connect(postgres_url)
+    with engine.connect() as connection:
+        assert isinstance(connection.connection.driver_connection, psycopg.Connection)
+        assert isinstance(connection.connection.driver_connection, TimeoutConnection)
+    engine.dispose()

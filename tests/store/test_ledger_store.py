@@ -1,0 +1,209 @@
+"""What is written is what is read back, all of it or nothing; on either database."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import text, update
+from sqlalchemy.exc import DataError
+
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.model import LeaseState, Mask, NodeMode
+from gpulease_server.core.happenings import IdempotencyKey
+from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.runtime import clock
+from gpulease_server.runtime.outage import reset_deadlines
+from gpulease_server.store import tables
+from gpulease_server.store.ledger_store import Store, StoreFailed, is_stored
+from tests.core.build import World
+
+
+@pytest.fixture
+def store(database_url: str):
+    store = Store(database_url)
+    yield store
+    store.close()
+
+
+REFUSE = {
+    "sqlite": ["CREATE TRIGGER refuse BEFORE INSERT ON event BEGIN SELECT RAISE(ABORT, 'full'); END"],
+    "postgresql": [
+        "CREATE FUNCTION refuse() RETURNS trigger AS $$ BEGIN RAISE EXCEPTION 'full'; END $$ LANGUAGE plpgsql",
+        "CREATE TRIGGER refuse BEFORE INSERT ON event FOR EACH ROW EXECUTE FUNCTION refuse()",
+    ],
+}
+
+
+def save(store: Store, world: World) -> None:
+    """Write what the world has decided since the last time."""
+    store.write([change for change in world.changes if is_stored(change)], world.ledger)
+    world.changes.clear()
+
+
+def lasting(ledger: Ledger) -> dict[str, object]:
+    """The parts of a ledger that outlive a restart."""
+    names = (
+        "leases",
+        "jobs",
+        "gpus",
+        "nodes",
+        "keys",
+        "queue",
+        "watched_owners",
+        "next_number",
+        "next_token",
+        "next_seq",
+    )
+    return {name: getattr(ledger, name) for name in names}
+
+
+def busy_world() -> World:
+    """Leases in every state, a job, a draining GPU, a cordoned one, a drained node, a key."""
+    world = World().node("a", gpus=4).node("b", gpus=2)
+    world.lease(2, key=IdempotencyKey(key="k", fingerprint="f"))
+    world.release(world.lease(1))
+    world.submit(1, umask=0o027, limits={"nofile": (64, -1)}, retries=2)
+    world.lease(4)
+    world.lease(1, owner=7)
+    world.lease(1, ttl_s=0.5, gpu_model="H100")
+    world.pass_time(1, silent=("b",))
+    world.cordon(1, "b")
+    world.set_mode(NodeMode.DRAINING, "b")
+    return world
+
+
+def test_a_ledger_is_read_back_as_it_was(store: Store) -> None:
+    world = busy_world()
+    save(store, world)
+    assert lasting(store.load()) == lasting(world.ledger)
+
+
+def test_turn_after_turn_is_read_back(store: Store) -> None:
+    world = World().node(gpus=2)
+    for _ in range(5):
+        lease = world.lease(2)
+        save(store, world)
+        world.release(lease)
+        save(store, world)
+        world.report()
+        save(store, world)
+    assert lasting(store.load()) == lasting(world.ledger)
+
+
+def test_after_a_restart_every_holder_has_a_full_ttl_and_draining_goes_on(store: Store) -> None:
+    world = busy_world()
+    save(store, world)
+    ledger, now = store.load(), clock.now()
+    reset_deadlines(ledger, now)
+    live = [record.lease for record in ledger.leases.values() if record.lease.state is not LeaseState.ENDED]
+    assert {lease.id: now.mono_s + lease.ttl_s for lease in live if lease.job_id is None} == ledger.deadlines
+    assert set(ledger.draining_since) == {gpu.device.uuid for gpu in ledger.gpus.values() if gpu.draining}
+
+
+def test_numbers_are_not_used_again_although_their_rows_are_gone(store: Store) -> None:
+    world = busy_world()
+    save(store, world)
+    with store.engine.begin() as connection:
+        for table in ("lease", "job", "event"):
+            connection.execute(text(f"DELETE FROM {table}"))
+    ledger = store.load()
+    assert (ledger.next_number, ledger.next_token, ledger.next_seq) == (
+        world.ledger.next_number,
+        world.ledger.next_token,
+        world.ledger.next_seq,
+    )
+
+
+def test_a_turn_that_cannot_be_committed_leaves_nothing(store: Store) -> None:
+    world = busy_world()
+    save(store, world)
+    before = lasting(store.load())
+    with store.engine.begin() as connection:
+        for statement in REFUSE[store.engine.dialect.name]:
+            connection.execute(text(statement))
+    world.release(next(record.lease for record in world.ledger.leases.values() if record.lease.state == "active"))
+    with pytest.raises(StoreFailed, match="full"):
+        save(store, world)
+    assert lasting(store.load()) == before
+
+
+def test_a_commit_is_on_the_disk(store: Store) -> None:
+    with store.engine.connect() as connection:
+        if store.engine.dialect.name == "sqlite":
+            assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"
+            assert connection.execute(text("PRAGMA synchronous")).scalar() == 2, "not FULL: a power cut could undo it"
+        else:
+            assert connection.execute(text("SHOW synchronous_commit")).scalar() == "on"
+
+
+def test_text_comes_back_whatever_it_is(store: Store) -> None:
+    world = World().node(gpus=1)
+    strange = "\u0001 \\ '; DROP TABLE lease; -- \u200f\U0001f600 {index} %s :x \r\n" + "ü" * 4000
+    job = world.submit(environment={strange: strange})
+    save(store, world)
+    store.write([replace(world.ledger.jobs[job], log_directory=strange)], world.ledger)
+    found = store.job(job)
+    assert found is not None
+    assert (found.spec.environment, found.log_directory) == ({strange: strange}, strange)
+
+
+@pytest.mark.parametrize("mask", [None, Mask.UUIDS, Mask.INDICES])
+def test_how_a_jobs_gpus_are_named_comes_back_and_older_rows_do_not_say(store: Store, mask: Mask | None) -> None:
+    world = World().node(gpus=1)
+    job = world.submit(mask=mask)
+    save(store, world)
+    found = store.job(job)
+    assert found is not None
+    assert found.spec.mask is mask
+    with store.engine.begin() as connection:
+        older = {name: value for name, value in to_json(found.spec).items() if name != "mask"}
+        connection.execute(update(tables.job).values(spec=older))
+    found = store.job(job)
+    assert found is not None
+    assert found.spec.mask is None
+
+
+def test_numbers_of_any_size_that_a_request_may_have_come_back(store: Store) -> None:
+    world = World().node(gpus=1)
+    world.submit(1, limits={"nofile": (2**63 - 1, -1)})
+    world.ledger.next_token = 2**63 - 2
+    world.lease(1)
+    save(store, world)
+    assert lasting(store.load()) == lasting(world.ledger)
+
+
+def test_a_row_that_cannot_be_kept_is_not_taken_for_a_database_that_fails(store: Store) -> None:
+    world = World().node(gpus=1)
+    record = world.ledger.leases[world.lease().id]
+    save(store, world)
+    with pytest.raises((DataError, OverflowError)):
+        store.write([replace(record, number=2**70)], world.ledger)
+    assert lasting(store.load()) == lasting(world.ledger)
+
+
+def test_pages_come_newest_first_and_end(store: Store) -> None:
+    world = World().node(gpus=8)
+    ids = [world.lease().id for _ in range(5)]
+    save(store, world)
+    first = store.leases([], None, 2)
+    second = store.leases([], first[-1].number, 2)
+    third = store.leases([], second[-1].number, 2)
+    assert [record.lease.id for page in (first, second, third) for record in page] == ids[::-1]
+    assert store.leases(["ended"], None, 10) == []
+    assert [event.seq for event in store.history(1, 2)[0]] == [2, 3]
+
+
+def test_what_is_no_longer_in_memory_is_still_found(store: Store) -> None:
+    world = World().node(gpus=1)
+    first = world.lease()
+    world.release(first)
+    for _ in range(MAX_ENDED_IN_MEMORY + 1):
+        world.report()
+        world.release(world.lease())
+    save(store, world)
+    assert first.id not in world.ledger.leases
+    found = store.lease(first.id)
+    assert found is not None
+    assert found.lease.fencing_token == first.fencing_token
+    assert len(store.load().ended_leases) == MAX_ENDED_IN_MEMORY

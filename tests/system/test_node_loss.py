@@ -1,0 +1,58 @@
+"""Promise 12: a worker that stays away loses its jobs, starts none of them again, and ends what still runs of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.daemon import DaemonProcess, daemon, eventually
+
+
+@contextmanager
+def worker(running: DaemonProcess, place: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The worker of a second node with two GPUs; killed in the end. Its jobs go on."""
+    command = [sys.executable, "-m", "gpulease_cli", "worker", "--url", running.url, "--node", "n2"]
+    process = subprocess.Popen([*command, "--data-dir", str(place), "--simulate", "2"])
+    try:
+        eventually(lambda: free(running) == 2, 60, running.story)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free(running: DaemonProcess) -> int:
+    gpus = running.call("GET", "/v1/gpus").json["items"]
+    return sum(gpu["node"] == "n2" and gpu["state"] == "free" for gpu in gpus)
+
+
+@pytest.mark.budget(30)
+def test_a_node_that_stays_away_loses_its_jobs_and_its_worker_ends_them_when_it_is_back(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    with daemon(tmp_path, "--simulate", "1", "--node", "n1", "--node-lost-after", "2") as running:
+        with worker(running, tmp_path / "n2"):
+            job = running.submit("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", gpus=2, retries=3, timeout_s=1000)
+            running.wait_job(job, "running")
+            eventually(lambda: pid_file.read_text().endswith("\n"), 20, running.story)
+        training = psutil.Process(int(pid_file.read_text()))
+
+        lost = running.wait_job(job, "lost")
+        assert lost["reason"] == "node n2 has been silent for over 2 s; how the job ended is not known"
+        assert running.lease(lost["lease_id"])["end_reason"] == "node_lost"
+        assert training.is_running(), "it was only cut off, so it must not be tried again elsewhere"
+        assert free(running) == 0
+
+        with worker(running, tmp_path / "n2"):
+            assert not training.is_running() or training.status() == psutil.STATUS_ZOMBIE
+            assert running.job(job)["state"] == "lost"
+            assert running.call("POST", "/v1/nodes/n2/forget").problem() == (409, "in_use")
+
+        eventually(lambda: running.call("POST", "/v1/nodes/n2/forget").status == 200, 20, running.story)
+        assert [node["name"] for node in running.call("GET", "/v1/nodes").json["items"]] == ["n1"]
+        assert running.call("POST", "/v1/nodes/n2/forget").problem() == (404, "not_found")

@@ -1,0 +1,68 @@
+"""Reads of processes whose memory is locked in the kernel, so that every reader hangs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpulease_worker.processes import bounded_read
+
+
+@pytest.fixture
+def stuck() -> Iterator[threading.Event]:
+    """Looks at what hangs return when it is set."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def hanging_at(stuck: threading.Event, *pids: int) -> Callable[[int], int]:
+    def look(pid: int) -> int:
+        if pid in pids:
+            stuck.wait(60)
+        return -pid
+
+    return look
+
+
+@pytest.mark.alone
+def test_a_hung_process_is_skipped_and_the_others_are_read(
+    stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded_read, "_sleeps_uninterruptibly", lambda thread: True)
+    pids = range(10**9, 10**9 + 400)
+    hung = [pids[0], *pids[100:108], pids[-1]]
+    begun = time.monotonic()
+    seen = bounded_read.read_each(hanging_at(stuck, *hung), pids)
+    took_s = time.monotonic() - begun
+    assert seen == {pid: -pid for pid in pids if pid not in hung}
+    assert took_s < 3
+    assert bounded_read.abandoned_recently()
+    begun = time.monotonic()
+    assert bounded_read.read_one(hanging_at(stuck, *hung), pids[0], 7) == 7
+    assert time.monotonic() - begun < bounded_read.STALL_S, "it was tried again"
+    stuck.set()
+    while any(map(bounded_read.is_hung, hung)):
+        assert time.monotonic() - begun < 30
+        time.sleep(0.01)
+    assert bounded_read.read_one(hanging_at(stuck, *hung), pids[0], 7) == -pids[0]
+    assert not bounded_read.abandoned_recently()
+
+
+def test_a_slow_read_is_awaited(stuck: threading.Event) -> None:
+    timer = threading.Timer(4 * bounded_read.STALL_S, stuck.set)
+    timer.start()
+    assert bounded_read.read_one(hanging_at(stuck, 10**9), 10**9, 7) == -(10**9)
+    timer.join()
+
+
+def test_an_exception_of_a_read_is_raised_to_the_caller() -> None:
+    def look(pid: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    with pytest.raises(OSError, match="Too many"):
+        bounded_read.read_each(look, (os.getpid(),))

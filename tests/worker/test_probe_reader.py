@@ -1,0 +1,111 @@
+"""A driver that is slow but works: grants continue, and waiting clients are informed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from gpulease_worker.probe.probe_client import ProbeClient
+from gpulease_worker.probe.probe_protocol import Reading
+from gpulease_worker.probe.probe_reader import ProbeReader
+from tests.daemon import DaemonProcess, daemon, eventually
+
+UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+def machine(path: Path, **members: Any) -> None:
+    """A simulated machine with 1 GPU; `hang_s` is the duration of each reading."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"gpus": [{"uuid": UUID}], **members}))
+    new.rename(path)
+
+
+def state(running: DaemonProcess) -> str:
+    return str(running.call("GET", f"/v1/gpus/{UUID}").json["state"])
+
+
+def reason(running: DaemonProcess) -> str:
+    return str(running.call("GET", f"/v1/gpus/{UUID}").json["reason"])
+
+
+def test_a_node_is_granted_on_though_each_reading_takes_over_half_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine(path, hang_s=0.8)
+    with daemon(tmp_path, "--simulate", str(path), "--node", "n") as running:
+        eventually(lambda: state(running) == "free", 30, running.story)
+        for _ in range(3):
+            answer = running.call("POST", "/v1/leases", {"count": 1, "queue": False})
+            assert answer.status == 201, answer.content
+            body = {"token": answer.json["token"]}
+            assert running.call("POST", f"/v1/leases/{answer.json['id']}/release", body).status == 200
+            eventually(lambda: state(running) == "free", 20, running.story)
+
+
+def test_a_driver_that_is_blocked_for_a_while_makes_its_gpus_unknown_and_then_is_what_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    machine(path)
+    with daemon(tmp_path, "--simulate", str(path), "--node", "n") as running:
+        eventually(lambda: state(running) == "free", 30, running.story)
+        machine(path, hang_s=45)
+        eventually(lambda: "the simulated driver did not answer within 2 s" in reason(running), 20, running.story)
+        assert state(running) == "unknown"
+        waiting = running.call("POST", "/v1/leases", {"count": 1}).json
+        assert waiting["state"] == "queued"
+        begun = time.monotonic()
+        machine(path)
+        lease = running.call("GET", f"/v1/leases/{waiting['id']}?wait_s=20").json
+        assert lease["state"] == "active"
+        assert time.monotonic() - begun < 5, "no new probe had to be started"
+
+
+def test_how_old_a_reading_may_be_is_a_setting(tmp_path: Path) -> None:
+    """With 60 s the node is not asked again: a driver that hangs meanwhile does not matter."""
+    path = tmp_path / "machine.json"
+    machine(path)
+    options = ("--simulate", str(path), "--node", "n", "--max-observation-age-s", "60")
+    with daemon(tmp_path, *options, GPULEASE_PROBE_DEADLINE_S="30") as running:
+        eventually(lambda: state(running) == "free", 30, running.story)
+        machine(path, hang_s=25)
+        eventually(lambda: running.call("GET", "/v1/nodes/n").json["state"] == "ready", 20)
+        answer = running.call("POST", "/v1/leases", {"count": 1, "queue": False})
+        assert answer.status == 201, answer.content
+
+
+class HeldProbe:
+    """Stands in for a ProbeClient: its readings wait until they are let go."""
+
+    simulated, starting, under_way = False, False, None
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self.go = asyncio.Event()
+        self.begun = 0
+
+    async def read(self, *_: object) -> Reading:
+        self.begun += 1
+        await self.go.wait()
+        return self.reading
+
+
+@pytest.mark.parametrize("problem", [None, "the driver is gone"])
+def test_a_late_reading_counts_with_the_ticket_with_which_it_began(problem: str | None) -> None:
+    async def story() -> None:
+        probe, arrived = HeldProbe(Reading(problem=problem)), asyncio.Event()
+        reader = ProbeReader(cast("ProbeClient", probe), 0.05, arrived.set)
+        late = await reader.read(1, (), True)
+        assert (late.ticket, late.took_s) == (None, None)
+        assert "did not answer within 0.05 s" in (late.reading.problem or "")
+        assert not arrived.is_set()
+        probe.go.set()
+        await asyncio.wait_for(arrived.wait(), 10)
+        taken = await reader.read(2, (), True)
+        assert (taken.reading, taken.ticket, probe.begun) == (probe.reading, 1, 1)
+        assert (taken.took_s is None) is (problem is not None)
+        assert (await reader.read(3, (), True)).ticket == 3
+
+    asyncio.run(story())

@@ -1,0 +1,341 @@
+"""The lease of a process, by cgroup, ancestry and marker; and the openers of a draining GPU's device file."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import subprocess
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.model import GpuReading, LeaseState, Process
+from gpulease_worker.probe import open_file_scanner, opener_classifier, process_attribution
+from gpulease_worker.probe.probe_protocol import Reading
+from gpulease_worker.processes import procfs
+from gpulease_worker.processes.lease_cache import CachedLease, LeaseCache
+from tests.worker.build import GPUS, lease, python, under, until
+
+OPEN = "import mmap, sys, time; f = open(sys.argv[1], 'r+b'); print('open', flush=True); time.sleep(600)"
+MAPPED = (
+    "import ctypes, os, sys, time; d = os.open(sys.argv[1], os.O_RDWR); c = ctypes.CDLL(None);"
+    "c.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long];"
+    "c.mmap(None, 4096, 1, 1, d, 0); os.close(d); print('open', flush=True); time.sleep(600)"
+)
+"""Python's own mmap keeps a descriptor open as well."""
+THREAD = (
+    "import ctypes, sys, threading, time; f = open(sys.argv[1]);"
+    "threading.Thread(target=time.sleep, args=(600,)).start(); print('open', flush=True);"
+    "ctypes.CDLL(None).pthread_exit(None)"
+)
+
+
+@contextmanager
+def opening(path: Path, code: str = OPEN, **environment: str) -> Iterator[int]:
+    """A process that has a file open until the block ends."""
+    environ = {name: value for name, value in os.environ.items() if name != procfs.MARKER} | environment
+    command = python("-c", code, str(path))
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"open\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The device file of GPU 0 of a simulated node."""
+    monkeypatch.setenv(process_attribution.DEVICE_FILES, str(tmp_path / "nvidia"))
+    path = tmp_path / "nvidia0"
+    path.write_bytes(b"\0" * mmap.PAGESIZE)
+    (tmp_path / "nvidia01").touch()
+    return path
+
+
+def reading(*pids: int, **what: object) -> Reading:
+    """A simulated node with 1 GPU and these processes."""
+    listed = tuple(Process(pid=pid) for pid in pids)
+    gpu = GpuReading(uuid=GPUS[0], node="n", index=0, processes=listed, **what)  # type: ignore[arg-type]
+    return Reading(gpus=(gpu,), simulated=True)
+
+
+def seen(lease_id: str, *, ended: bool = False, **what: object) -> CachedLease:
+    """A lease on that GPU."""
+    state = LeaseState.ENDED if ended else LeaseState.ACTIVE
+    return CachedLease(id=lease_id, state=state, gpus=(GPUS[0],), **what)  # type: ignore[arg-type]
+
+
+def leases_of(found: Reading) -> dict[int, str | None]:
+    return {process.pid: process.lease_id for process in found.gpus[0].processes}
+
+
+def test_the_owner_and_whatever_descends_from_it_belong_to_the_lease() -> None:
+    here, parent = ProcessId.of(os.getpid()), ProcessId.of(os.getppid())
+    assert here is not None
+    assert parent is not None
+    with under("", "sh", "-c", "sleep 60 & wait") as child:
+        try:
+            until(lambda: process_tree.descendants(child.pid), "there is a grandchild")
+            (grandchild,) = process_tree.descendants(child.pid)
+            pids = (os.getpid(), child.pid, grandchild.pid, 1)
+            found = process_attribution.attribute(reading(*pids), [seen("mine", owner=here)])
+            assert leases_of(found) == {os.getpid(): "mine", child.pid: "mine", grandchild.pid: "mine", 1: None}
+            another = replace(here, start_ticks=here.start_ticks - 1)
+            found = process_attribution.attribute(reading(*pids), [seen("mine", owner=another)])
+            assert set(leases_of(found).values()) == {None}, "another process had the pid when the lease began"
+            os.kill(grandchild.pid, 9)
+        finally:
+            child.kill()
+
+
+def test_a_process_in_a_cgroup_of_the_leases_name_belongs_to_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cgroup = tmp_path / "cgroup"
+    monkeypatch.setattr(procfs, "Path", lambda path: cgroup if path.endswith("/cgroup") else Path(path))
+    for path, expected in [
+        ("/user.slice/gpulease-lease-7f3a.scope", True),
+        ("/lease-7f3a/rank0", True),
+        ("/lease-7f3a1/rank0", False),
+        ("/user.slice", False),
+    ]:
+        cgroup.write_text(f"0::{path}\n")
+        assert procfs.in_cgroup_of(os.getpid(), "lease-7f3a") is expected, path
+
+
+def test_the_marker_of_another_lease_leaves_a_process_a_stranger_on_this_gpu() -> None:
+    mine = f"lease-{os.urandom(4).hex()}"
+    with under("another") as process:
+        try:
+            until(lambda: procfs.marker(process.pid) == "another", "it has begun")
+            shown = reading(process.pid).gpus[0].processes[0]
+            found = process_attribution.attribute(
+                Reading(gpus=(replace(reading().gpus[0], processes=(replace(shown, lease_id="another"),)),)),
+                [seen(mine)],
+            )
+            assert leases_of(found) == {process.pid: "another"}
+        finally:
+            process.kill()
+
+
+def test_a_process_that_ends_stays_its_leases_until_the_driver_has_taken_it_off_its_lists() -> None:
+    """It loses its environment before the driver has freed its memory; this is no conflict with its own lease."""
+    known: opener_classifier.KnownProcesses = {}
+
+    def whose(*pids: int, on: str = "mine") -> dict[int, str | None]:
+        return leases_of(process_attribution.attribute(reading(*pids), [seen(on)], known))
+
+    with subprocess.Popen(["sleep", "60"]) as stranger, under("mine") as ours:
+        until(lambda: procfs.marker(ours.pid) == "mine", "it has begun")
+        listed = (ours.pid, stranger.pid)
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
+        for process in (ours, stranger):
+            process.kill()
+        until(lambda: procfs.marker(ours.pid) is None, "it has no environment any more")
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
+        ours.wait()
+        assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}, "a pid that is in no /proc any more"
+        assert whose(*listed, on="next") == {ours.pid: "mine", stranger.pid: None}, "and not the next lease's"
+        assert whose(stranger.pid) == {stranger.pid: None}
+        assert whose(*listed) == {ours.pid: None, stranger.pid: None}, "the pid may be another's by now"
+    here = ProcessId.of(os.getpid())
+    assert here is not None
+    known[here.pid] = (here.start_ticks - 1, "mine")
+    assert whose(here.pid) == {here.pid: None}, "the pid was another's then"
+
+
+@pytest.mark.parametrize("code", [OPEN, MAPPED, THREAD], ids=["descriptor", "mapping", "thread of a zombie"])
+def test_who_has_a_file_open_is_found_in_every_way_of_having_it(device: Path, code: str) -> None:
+    with opening(device, code) as pid:
+        found = until(lambda: open_file_scanner.scan({str(device)}).by_path, "it is found")
+        assert [one.pid for one in found[str(device)]] == [pid]
+        assert not open_file_scanner.scan({str(device.with_name("nvidia01"))}).by_path
+
+
+def test_processes_that_may_not_be_looked_into_are_counted(device: Path) -> None:
+    if os.getuid() != 0:
+        assert open_file_scanner.scan({str(device)}).unreadable > 0
+        return
+    code = """if True:
+        import os
+        from gpulease_worker.probe.open_file_scanner import scan
+        os.setuid(65534)  # what is root's is closed to any other user
+        print(scan({"/x"}).unreadable)
+    """
+    ran = subprocess.run(python("-c", code), capture_output=True, text=True, check=True, timeout=60)
+    assert int(ran.stdout) > 0
+
+
+def test_only_a_draining_gpu_is_looked_at(device: Path) -> None:
+    with opening(device) as pid:
+        (active,) = process_attribution.attribute(reading(), [seen("mine")]).gpus
+        assert (active.opened_by, active.unreadable_processes) == (None, None)
+        (draining,) = process_attribution.attribute(reading(), [seen("mine", ended=True)]).gpus
+        assert [one.pid for one in draining.opened_by or ()] == [pid]
+        assert draining.opened_by is not None
+        assert draining.opened_by[0].user is not None
+        assert "time.sleep(600)" in (draining.opened_by[0].command or "")
+        (free,) = process_attribution.attribute(reading(), []).gpus
+        assert free.opened_by is None
+
+
+def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scan that started before a lease had ended does not count for it."""
+    done, looks, real = threading.Event(), [], open_file_scanner.scan
+
+    def openers(paths: Collection[str]) -> open_file_scanner.ScanResult:
+        looks.append(paths)
+        assert done.wait(20)
+        return real(paths)
+
+    monkeypatch.setattr(open_file_scanner, "scan", openers)
+    scanner = open_file_scanner.OpenFileScanner(wait_s=0.01)
+
+    def opened_by(lease_id: str, *, ended: bool = True) -> tuple[Process, ...] | None:
+        return process_attribution.attribute(reading(), [seen(lease_id, ended=ended)], {}, scanner).gpus[0].opened_by
+
+    with opening(device, GPULEASE_LEASE_ID="next") as pid:
+        assert [opened_by("mine") for _ in range(3)] == [None] * 3
+        assert len(looks) == 1
+        assert opened_by("next") is None
+        done.set()
+        found = until(lambda: opened_by("next"), "a look that was begun for this one ends")
+        assert [one.pid for one in found] == [pid]
+        assert len(looks) == 2
+        assert [one.pid for one in opened_by("next") or ()] == [pid], "reported until the next scan"
+        assert opened_by("next", ended=False) is None, "it is revived"
+        done.clear()
+        assert opened_by("next") is None, "it has ended again: earlier results do not count"
+        done.set()
+        until(lambda: opened_by("next"), "it was looked for again")
+
+
+def test_a_look_that_failed_does_not_mean_that_no_process_has_the_device_open(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+
+    def pids() -> Iterator[int]:
+        looks.append(1)
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+
+    scanner = open_file_scanner.OpenFileScanner(wait_s=20)
+
+    def opened_by() -> tuple[Process, ...] | None:
+        return process_attribution.attribute(reading(), [seen("mine", ended=True)], {}, scanner).gpus[0].opened_by
+
+    with opening(device, GPULEASE_LEASE_ID="mine") as pid:
+        with monkeypatch.context() as patch:
+            patch.setattr(process_tree, "all_pids", pids)
+            assert [opened_by() for _ in range(3)] == [None] * 3
+            assert looks
+        found = until(opened_by, "a look that does not fail")
+        assert [one.pid for one in found] == [pid]
+
+
+def test_a_process_whose_files_cannot_be_read_for_want_of_descriptors_is_not_one_that_has_none_open(
+    device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(process: str, wanted: set[str]) -> set[str]:
+        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE), process)
+
+    monkeypatch.setattr(open_file_scanner, "_descriptors", full)
+    with opening(device) as pid:
+        monkeypatch.setattr(process_tree, "all_pids", lambda: iter([pid]))
+        assert open_file_scanner.scan({str(device)}).unreadable == 1
+
+
+def test_an_opener_from_before_the_lease_keeps_no_gpu_unless_it_is_the_leases(device: Path) -> None:
+    with opening(device) as stranger, opening(device, GPULEASE_LEASE_ID="mine") as ours:
+        later = seen("mine", ended=True, since_ticks=procfs.ticks_now() + 1000)
+        (gpu,) = process_attribution.attribute(reading(), [later]).gpus
+        assert [(one.pid, one.lease_id) for one in gpu.opened_by or ()] == [(ours, "mine")]
+        earlier = seen("mine", ended=True, since_ticks=0)
+        (gpu,) = process_attribution.attribute(reading(), [earlier]).gpus
+        assert {one.pid: one.lease_id for one in gpu.opened_by or ()} == {stranger: None, ours: "mine"}
+
+
+def test_a_gpu_without_a_minor_number_is_not_said_to_be_closed(device: Path) -> None:
+    with opening(device):
+        found = replace(reading(), simulated=False)
+        (gpu,) = process_attribution.attribute(found, [seen("mine", ended=True)]).gpus
+        assert (gpu.opened_by, gpu.unreadable_processes) == ((), None)
+
+
+def test_an_owner_is_learnt_once_and_survives_the_worker(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        holders = LeaseCache(tmp_path)
+        told = replace(lease("mine", *GPUS), owner_pid=owner.pid)
+        (first,) = holders.update([told])
+        assert first.owner == ProcessId.of(owner.pid)
+        owner.kill()
+    again = LeaseCache(tmp_path)
+    again.load()
+    assert again.update([replace(told, state=LeaseState.ENDED)]) == (replace(first, state=LeaseState.ENDED),)
+    again.update([])
+    (second,) = again.update([told])
+    assert second.owner is None, "the owner has ended, and its pid may be reused"
+
+
+def test_the_start_time_that_the_daemon_knows_counts_and_not_who_has_the_pid_now(tmp_path: Path) -> None:
+    here = ProcessId.of(os.getpid())
+    assert here is not None
+    told = replace(lease("mine", *GPUS), owner_pid=here.pid, owner_start_ticks=here.start_ticks - 1)
+    (known,) = LeaseCache(tmp_path).update([told])
+    assert known.owner == ProcessId(here.pid, here.start_ticks - 1)
+    assert not process_attribution.belongs_to(os.getpid(), known, {}), "the pid is another's now"
+
+
+def test_an_owner_that_the_daemon_could_not_confirm_must_run_as_the_holders_user(tmp_path: Path) -> None:
+    here = ProcessId.this_process()
+    told = replace(lease("mine", *GPUS), owner_pid=here.pid, owner_start_ticks=here.start_ticks)
+    for user, owner in ((str(os.getuid()), here), ("nobody-of-that-name", None)):
+        cache = LeaseCache(tmp_path)
+        assert [one.owner for one in cache.update([replace(told, owner_user=user)])] == [owner]
+
+
+def test_a_lease_that_is_first_seen_when_it_has_ended_has_no_beginning(tmp_path: Path) -> None:
+    told = replace(lease("mine", *GPUS, state=LeaseState.ENDED), owner_pid=os.getpid())
+    (known,) = LeaseCache(tmp_path).update([told])
+    assert (known.owner, known.since_ticks) == (None, None)
+
+
+@pytest.mark.parametrize("state", [LeaseState.ACTIVE, LeaseState.ENDED])
+def test_a_lease_began_after_the_last_question_whose_answer_did_not_name_it(tmp_path: Path, state: LeaseState) -> None:
+    holders = LeaseCache(tmp_path)
+    holders.update([], 1000)
+    holders.update([])
+    (known,) = holders.update([lease("mine", *GPUS, state=state)], 2000)
+    assert known.since_ticks == 1000
+    (known, _) = holders.update([lease("mine", *GPUS, state=state), lease("next", *GPUS, state=state)], 3000)
+    assert known.since_ticks == 1000
+
+
+def test_an_unknown_monitor_keeps_no_gpu_from_a_lease_that_had_ended_when_it_was_first_seen(
+    device: Path, tmp_path: Path
+) -> None:
+    with opening(device) as monitor:
+        holders = LeaseCache(tmp_path)
+        until(lambda: procfs.ticks_now() > _start(monitor), "time has passed since it was started")
+        holders.update([], procfs.ticks_now())
+        with opening(device) as ours:
+            short = lease("mine", *GPUS, state=LeaseState.ENDED)
+            (gpu,) = process_attribution.attribute(reading(), holders.update([short], procfs.ticks_now())).gpus
+            assert [one.pid for one in gpu.opened_by or ()] == [ours]
+
+
+def _start(pid: int) -> int:
+    found = ProcessId.of(pid)
+    assert found is not None
+    return found.start_ticks

@@ -1,0 +1,184 @@
+"""Gathers the facts that `doctor` judges. Everything that may hang has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from gpulease.client import Client
+from gpulease.cuda import libcuda
+from gpulease.cuda.ordinals import MASK, ORDER
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host.addresses import SOCKET_NAME
+from gpulease_protocol.model import NodeState
+from gpulease_worker import gpu_claims
+from gpulease_worker.doctor import HostFacts
+from gpulease_worker.probe import cuda_init_check, driver_check
+from gpulease_worker.probe.probe_client import ProbeClient
+from gpulease_worker.probe.probe_protocol import Reading
+from gpulease_worker.processes import abstract_socket
+from gpulease_worker.processes.bounded_run import bounded_run
+
+DEADLINE_S = 60.0
+"""How long NVML and nvidia-smi may take each: without persistence mode each initializes every GPU first."""
+KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
+LIBRARY = "libnvidia-ml.so.1"
+LIBRARY_DIRECTORIES = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/lib/wsl/lib",
+)
+
+
+def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> HostFacts:
+    """Examine this host, the daemon on this data directory, and the daemon that clients would use."""
+    reading = read_nvml(deadline_s)
+    uuids, failed = ask_cuda(deadline_s) if reading.gpus else (None, None)
+    path = data_dir / SOCKET_NAME
+    daemon_problem, daemon_remedy, stands_by_for, has_readings = _daemon_problem()
+    return HostFacts(
+        kernel_driver=kernel_driver(KERNEL_DRIVER),
+        library=library_version(_library_places()),
+        nvml_problem=reading.problem,
+        gpus=reading.gpus,
+        cuda=uuids,
+        cuda_problem=None if failed is None else str(failed),
+        cuda_code=None if failed is None else failed.code,
+        cuda_absent=isinstance(failed, libcuda.CudaNotInstalled),
+        pid_namespace=_inode(Path("/proc/self/ns/pid")),
+        network_of_host=abstract_socket.names_are_of_the_host(),
+        claims=tuple(gpu_claims.holder_of(gpu.uuid) for gpu in reading.gpus),
+        wsl=driver_check.WSL_DEVICE.exists(),
+        persistence=_persistence(deadline_s),
+        binding=_binding(),
+        socket=str(path),
+        socket_mode=_mode(path),
+        socket_opens=_opens(path),
+        wall_s=time.time(),
+        newest_s=_newest(data_dir),
+        daemon_problem=daemon_problem,
+        daemon_remedy=daemon_remedy,
+        daemon_has_readings=has_readings,
+        stands_by_for=stands_by_for,
+        data_dir=str(data_dir),
+        free_bytes=shutil.disk_usage(data_dir).free if data_dir.is_dir() else None,
+    )
+
+
+def read_nvml(deadline_s: float) -> Reading:
+    """A reading by a separate probe process, which is killed if it takes too long."""
+    return asyncio.run(_read_nvml(deadline_s))
+
+
+async def _read_nvml(deadline_s: float) -> Reading:
+    probe = ProbeClient("doctor", None, deadline_s, start_s=deadline_s)
+    try:
+        return await probe.read(())
+    finally:
+        await probe.close()
+
+
+def ask_cuda(deadline_s: float) -> tuple[tuple[str, ...] | None, libcuda.CudaError | None]:
+    """UUIDs of all GPUs that CUDA shows, regardless of this process's mask; or why it does not start."""
+    environ = {name: value for name, value in os.environ.items() if name not in (MASK, ORDER)}
+    try:
+        return tuple(cuda_init_check.ask(environ, deadline_s)), None
+    except libcuda.CudaError as failed:
+        return None, failed
+
+
+def kernel_driver(path: Path) -> str | None:
+    """The version in a file like `/proc/driver/nvidia/version`; None if it cannot be read."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return None
+    found = re.search(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def library_version(places: list[Path]) -> str | None:
+    """The version of the first `libnvidia-ml.so.1` found, from the name of the file that it links to."""
+    for place in places:
+        if (place / LIBRARY).exists():
+            found = re.search(r"\.so\.(\d+(?:\.\d+)+)$", (place / LIBRARY).resolve().name)
+            return found[1] if found else None
+    return None
+
+
+def _library_places() -> list[Path]:
+    given = [place for place in os.environ.get("LD_LIBRARY_PATH", "").split(":") if place]
+    return [Path(place) for place in (*given, *LIBRARY_DIRECTORIES)]
+
+
+def _persistence(deadline_s: float) -> tuple[bool, ...] | None:
+    command = ["nvidia-smi", "--query-gpu=persistence_mode", "--format=csv,noheader"]
+    try:
+        ran = bounded_run(command, deadline_s)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    words = ran.stdout.split() if ran.returncode == 0 else []
+    return tuple(word == "Enabled" for word in words) if {*words} <= {"Enabled", "Disabled"} and words else None
+
+
+def _binding() -> str | None:
+    """The file that `import pynvml` would load, without importing it."""
+    found = importlib.util.find_spec("pynvml")
+    return None if found is None else found.origin or "a directory without __init__.py"
+
+
+def _daemon_problem() -> tuple[str | None, str, str | None, bool]:
+    """Why the daemon cannot grant, what to do, the writer if it is a standby, and whether it has readings of GPUs."""
+    try:
+        with Client(timeout_s=5.0) as client:
+            ready = client.ready()
+            has_readings = any(node.state is NodeState.READY and node.gpu_count for node in client.nodes())
+    except GpuleaseError as error:
+        if "writer" in error.extra:
+            return None, "", str(error.extra["writer"]), False
+        remedy = error.remedy if error.remedy != "Ask again." else "gpulease node list says which node, and why."
+        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL.", None, False
+    if "detail" in ready:
+        what, _, remedy = str(ready["detail"]).partition(". ")
+        return f"{what}.", remedy, None, has_readings
+    return None, "", None, has_readings
+
+
+def _opens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(2.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _mode(path: Path) -> int | None:
+    try:
+        return path.stat().st_mode & 0o777
+    except OSError:
+        return None
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
+
+
+def _newest(data_dir: Path) -> float | None:
+    try:
+        return max((entry.stat().st_mtime for entry in os.scandir(data_dir)), default=None)
+    except OSError:
+        return None

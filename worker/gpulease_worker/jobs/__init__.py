@@ -1,0 +1,1 @@
+"""Jobs on this node: launched, supervised, logged, and cleaned up."""

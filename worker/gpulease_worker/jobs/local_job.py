@@ -1,0 +1,108 @@
+"""The worker's view of one job on this node. Its directory is authoritative (`job_records`); this is a copy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpulease_protocol.node_protocol import JobReport, RunState, parse_attempt_name
+from gpulease_worker.jobs import job_records
+from gpulease_worker.jobs.failure_cause import reportable
+from gpulease_worker.jobs.launch_plan import LaunchPlan
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class LocalJob:
+    """A job with a directory on this node."""
+
+    directory: Path
+    """Its directory; named after the attempt (`attempt_name`)."""
+    lease_id: str | None = None
+    """The marker of its processes; None while its order is unreadable."""
+    start: job_records.StartRecord | None = None
+    exit: job_records.ExitRecord | None = None
+    unkillable: job_records.UnkillableRecord | None = None
+    """Processes of it that survive SIGKILL, as last recorded."""
+    child_pid: int | None = None
+    """Pid of the supervisor, when this worker started it and must reap it."""
+    pidfd: int | None = None
+    """Pidfd of the supervisor; None while no living one is known."""
+    awaiting_rank: asyncio.Task[None] | None = None
+    """Waits for the first rank to start."""
+    searching: asyncio.Task[None] | None = None
+    """Searches for the process that has the job, while it is unknown."""
+    cleaning: bool = False
+    """True while the processes of a dead supervisor are killed."""
+    lock: int | None = None
+    """The lock of its directory, while this worker records the end; until that is on disk, no one can launch it."""
+    stop: job_records.StopRecord | None = None
+    """The last order to stop that is on disk."""
+    unreadable_since_s: float | None = None
+    """Since when its records are unreadable, by the monotonic clock; None while they are readable."""
+    last_error: str = ""
+    """The error that was logged last: none is logged twice in a row."""
+
+    @property
+    def name(self) -> str:
+        """Its id and, from the second attempt on, the attempt's number."""
+        return self.directory.name
+
+    @property
+    def is_unclaimed(self) -> bool:
+        """True while no process is known to have it: it was not started yet, or its supervisor is yet to be found."""
+        return self.exit is None and self.pidfd is None and not self.cleaning
+
+    def read(self) -> None:
+        """Load its records. Raises ValueError that names an unreadable one."""
+        self.start = job_records.read(self.directory, job_records.START, job_records.StartRecord)
+        self.exit = job_records.read(self.directory, job_records.EXIT, job_records.ExitRecord)
+        self.read_unkillable()
+
+    def read_unkillable(self) -> None:
+        """Load which of its processes survive SIGKILL, while it has not ended."""
+        if self.exit is None:
+            with suppress(ValueError):  # it is read again
+                self.unkillable = job_records.read(self.directory, job_records.UNKILLABLE, job_records.UnkillableRecord)
+
+    def read_lease(self) -> None:
+        """Load the lease from the order on disk, unless it is known. Raises ValueError like `read`."""
+        if self.lease_id is None:
+            plan = job_records.read(self.directory, job_records.ORDER, LaunchPlan)
+            self.lease_id = plan.lease_id if plan else None
+
+    def release_lock(self) -> None:
+        """Release the lock of the directory, if this worker holds it."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    def log_error(self, error: str) -> None:
+        """Log an error, once until there is another."""
+        if error != self.last_error:
+            self.last_error = error
+            log.error("job %s: %s", self.name, error)
+
+    def report(self) -> JobReport:
+        """Its report to the daemon."""
+        started = self.start is not None and self.start.rank_at is not None
+        job_id, attempt = parse_attempt_name(self.name)
+        state = RunState.EXITED if self.exit else RunState.RUNNING if started else RunState.STARTING
+        return JobReport(
+            job_id=job_id,
+            attempt=attempt,
+            state=state,
+            started_at=(self.start.rank_at or (self.start.started_at if self.exit else None)) if self.start else None,
+            ended_at=self.exit.ended_at if self.exit else None,
+            exit_code=self.exit.exit_code if self.exit else None,
+            reason=reportable(self.exit.reason if self.exit else self.unkillable.reason if self.unkillable else None),
+            traceback=self.exit.traceback if self.exit else None,
+            unkillable=self.unkillable.pids if self.unkillable and not self.exit else (),
+            timed_out=self.exit.timed_out if self.exit else False,
+            log_directory=str(self.directory / job_records.LOGS),
+        )

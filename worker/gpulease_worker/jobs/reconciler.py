@@ -1,0 +1,268 @@
+"""Reconciles every job that this worker has a record of with the daemon's orders.
+
+Each job's directory is authoritative (`job_records`). This module turns orders into directories, supervisors and stop
+records; `supervisor_watch` knows which process has a job. No job is started twice: a directory is made by a rename that
+succeeds once, and of several supervisors of a directory only the holder of its lock launches, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from gpulease_protocol.model import Launcher
+from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState, attempt_name
+from gpulease_worker.desired_state import UnreadableOrder
+from gpulease_worker.jobs import job_records, launch_plan, launcher_argv, user_accounts
+from gpulease_worker.jobs.directory_removal import DirectoryRemover
+from gpulease_worker.jobs.local_job import LocalJob
+from gpulease_worker.jobs.supervisor_watch import SupervisorWatcher
+
+GONE_GRACE_S = 2.0
+"""Grace period of a running job that the daemon does not order."""
+KEEP_JOBS = 1000
+"""Directories of forgotten jobs that are kept for their logs; the oldest are removed first."""
+REMOVED_AT_ONCE = 20
+"""How many are removed at a time: after `--keep-jobs` was lowered there may be a million too many."""
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+
+log = logging.getLogger(__name__)
+
+
+class JobReconciler:
+    """Keeps the jobs of one data directory as the daemon orders them.
+
+    Args:
+        data_dir: Absolute; the jobs are in its `jobs/`.
+        url: The daemon, for the jobs' environment.
+        changed: Called from the event loop when a job has changed by itself.
+        log_bytes: How much of each log file of a job stays on disk.
+        keep: How many directories of forgotten jobs are kept.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        url: str,
+        changed: Callable[[], None],
+        log_bytes: int = launch_plan.LOG_BYTES,
+        keep: int = KEEP_JOBS,
+    ) -> None:
+        self._root = data_dir / "jobs"
+        self._url = url
+        self._log_bytes = log_bytes
+        self._keep = keep
+        self._supervisors = SupervisorWatcher(changed)
+        self._remover = DirectoryRemover()
+        self._jobs: dict[str, LocalJob] = {}
+        self._refused: dict[str, JobReport] = {}
+        self._forgotten: dict[str, None] = {}
+        """Names of forgotten jobs that have a directory, in the order in which they were forgotten."""
+
+    def recover(self) -> None:
+        """Load the jobs of an earlier worker. Raises OSError when the data directory cannot be used."""
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marks = []
+        for mark in self._root.glob(f"*/{job_records.FORGOTTEN}"):
+            with suppress(FileNotFoundError):
+                marks.append((mark.stat().st_mtime_ns, mark.parent.name))
+        self._forgotten = dict.fromkeys(name for _, name in sorted(marks))
+        for directory in sorted(self._root.iterdir()):
+            if directory.name.startswith("."):
+                self._remover.put(directory)  # unfinished by a worker that ended, or not removed yet
+            elif JOB_ID.fullmatch(directory.name) and _holds_job(directory):
+                self._load(directory)
+
+    def reports(self) -> tuple[JobReport, ...]:
+        """A report of every job that the daemon still orders."""
+        return (*(job.report() for job in self._jobs.values()), *self._refused.values())
+
+    def reconcile(self, orders: Sequence[JobOrder]) -> bool:
+        """Start the ordered jobs; stop those ordered to stop and those not ordered. True if a report has changed."""
+        before = self.reports()
+        for job in self._jobs.values():
+            job.read_unkillable()
+        ordered = {_attempt(order) for order in orders}
+        for order in orders:
+            try:
+                self._follow(order)
+            except (OSError, ValueError) as error:
+                self._refuse(order, f"The worker cannot run it: {error}.")
+        for name in [name for name in self._refused if name not in ordered]:
+            del self._refused[name]
+        for job in [job for name, job in self._jobs.items() if name not in ordered]:
+            self._drop(job)
+        self._remove_oldest()
+        return self.reports() != before
+
+    def close(self) -> None:
+        """Stop watching. The jobs go on."""
+        self._supervisors.close()
+        for job in self._jobs.values():
+            self._supervisors.forget(job)
+
+    def _follow(self, order: JobOrder) -> None:
+        if _attempt(order) in self._refused:
+            return
+        job = self._jobs.get(_attempt(order)) or self._reload(order) or self._prepare(order)
+        if job.lease_id is None:
+            job.lease_id = order.lease_id
+        if job.is_unclaimed and self._supervisors.claim(job):
+            if order.stop:
+                self._supervisors.record_end(job, "It was stopped before it started.")
+            else:
+                self._supervisors.start(job)
+        if order.stop:
+            self._stop(job, order.grace_s)
+
+    def _reload(self, order: JobOrder) -> LocalJob | None:
+        """The job of an existing directory: it was forgotten, and is ordered again. None if there is no directory."""
+        if not JOB_ID.fullmatch(order.job_id):
+            raise ValueError(f"its id {order.job_id!r} is not a plain name")
+        directory = self._root / _attempt(order)
+        self._forgotten.pop(directory.name, None)
+        if not directory.is_dir():
+            return None
+        (directory / job_records.FORGOTTEN).unlink(missing_ok=True)
+        if not _holds_job(directory):
+            raise ValueError(f"{directory} is in the way: it has no {job_records.ORDER}; remove it")
+        self._load(directory)
+        return self._jobs.get(_attempt(order))
+
+    def _prepare(self, order: JobOrder) -> LocalJob:
+        """Make the job's directory, complete or not at all. If the job cannot start, record its end there at once."""
+        if isinstance(order, UnreadableOrder):
+            raise ValueError(order.problem)
+        directory = self._root / _attempt(order)
+        logs, work = directory / job_records.LOGS, directory / job_records.WORK
+        own = user_accounts.own_uid()
+        refusal = user_accounts.reason_to_refuse(order.uid, own)
+        account = None if order.uid in (None, own) else user_accounts.account_of(order.uid, order.gid)
+        plan = launch_plan.plan_launch(
+            order,
+            own=os.environ,
+            url=self._url,
+            python=sys.executable,
+            work=work,
+            logs=logs,
+            account=account,
+            log_bytes=self._log_bytes,
+        )
+        job = LocalJob(directory=directory, lease_id=order.lease_id)
+        made = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
+        try:
+            self._fill(made, order, plan)
+            made.rename(directory)
+            job_records.sync(self._root)
+        except OSError:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+        self._jobs[_attempt(order)] = job
+        if refusal is not None and self._supervisors.claim(job):
+            self._supervisors.record_end(job, refusal)
+        return job
+
+    def _fill(self, made: Path, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
+        """Fill a new directory. The job's user owns what the job writes; the worker owns the directory itself, so that
+        nothing in it can be replaced."""
+        logs, work = made / job_records.LOGS, made / job_records.WORK
+        logs.mkdir(mode=0o700)
+        work.mkdir(mode=0o700)
+        (logs / "launcher.log").touch()
+        if not plan.starts_ranks:
+            # The launched process is rank 0, so both names belong to one log.
+            os.link(logs / "launcher.log", logs / "rank-0.log")
+        if order.spec.launcher is Launcher.ACCELERATE:
+            (made / launcher_argv.ACCELERATE_CONFIG).write_text(launcher_argv.accelerate_config(order))
+            (made / launcher_argv.ACCELERATE_CONFIG).chmod(0o644)
+        job_records.reserve(made, job_records.EXIT)
+        job_records.write(made, job_records.ORDER, plan)
+        account = plan.account
+        if account is not None:
+            for path in (logs / "launcher.log", logs, work):
+                os.chown(path, account.uid, account.gid)
+            made.chmod(0o711)
+            self._root.chmod(0o711)
+
+    def _load(self, directory: Path) -> None:
+        """Load a job from its directory. The worker is responsible for it, even while its records are unreadable."""
+        job = self._jobs[directory.name] = LocalJob(directory=directory)
+        if self._supervisors.claim(job):
+            job.release_lock()  # started when it is ordered
+
+    def _stop(self, job: LocalJob, grace_s: float) -> None:
+        """Pass an order to stop to the supervisor; again only when the grace period has become shorter."""
+        if job.exit is not None or job.cleaning or (job.stop is not None and job.stop.grace_s <= grace_s):
+            return
+        stop = job_records.StopRecord(grace_s=grace_s)
+        try:
+            job_records.write(job.directory, job_records.STOP, stop)
+            job.stop = stop
+        except OSError as error:
+            job.log_error(f"the order to stop is not on disk: {error}")
+        # Without the record it stops with its default grace period; the next order tries the record again.
+        if job.pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)
+
+    def _drop(self, job: LocalJob) -> None:
+        """Stop a job that the daemon does not order; forget it once it has ended. Its logs stay."""
+        if job.is_unclaimed and self._supervisors.claim(job):
+            self._supervisors.record_end(job, "The daemon no longer orders it.")
+        if job.exit is None:
+            self._stop(job, GONE_GRACE_S)
+            return
+        self._supervisors.write_end(job)
+        if job.lock is not None:
+            return  # its end is not on disk, and without it the job might still be launched
+        del self._jobs[job.name]
+        try:
+            (job.directory / job_records.FORGOTTEN).touch()
+            self._forgotten[job.directory.name] = None
+        except FileNotFoundError:
+            pass  # someone has removed it
+        except OSError as error:
+            # Only the mark is missing: the next worker reports the job once more, and then forgets it.
+            job.log_error(f"it cannot be marked as forgotten: {error}")
+
+    def _remove_oldest(self) -> None:
+        """Remove the directories of the jobs that were forgotten first, beyond the number to keep."""
+        for name in list(islice(self._forgotten, min(REMOVED_AT_ONCE, max(0, len(self._forgotten) - self._keep)))):
+            del self._forgotten[name]
+            directory, gone = self._root / name, self._root / f".gone-{name}"
+            try:
+                if name not in self._jobs and (directory / job_records.FORGOTTEN).exists():
+                    directory.rename(gone)
+                    self._remover.put(gone)
+            except OSError as error:
+                log.warning("%s cannot be removed and stays: %s", directory, error)
+
+    def _refuse(self, order: JobOrder, reason: str) -> None:
+        log.error("job %s: %s", order.job_id, reason)
+        if _attempt(order) in self._jobs:
+            return  # it has its own report, and the order is repeated
+        self._refused[_attempt(order)] = JobReport(
+            job_id=order.job_id, attempt=order.attempt, state=RunState.EXITED, ended_at=job_records.now(), reason=reason
+        )
+
+
+def _attempt(order: JobOrder) -> str:
+    """Name of the attempt that is ordered, by which it is stored here; also the name of its directory."""
+    return attempt_name(order.job_id, order.attempt)
+
+
+def _holds_job(directory: Path) -> bool:
+    """True if it is the directory of a job that is not forgotten, and while that is unreadable."""
+    try:
+        return (directory / job_records.ORDER).exists() and not (directory / job_records.FORGOTTEN).exists()
+    except OSError:
+        return True

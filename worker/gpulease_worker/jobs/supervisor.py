@@ -1,0 +1,402 @@
+"""A job's supervisor: `python -m gpulease_worker.jobs.supervisor JOB_DIR`. One per job, detached from worker and
+daemon.
+
+Only the supervisor launches the job, and at most once: it holds the directory's lock and writes `start.json` before it
+launches, and a directory that has a `start.json` is never launched again. It is the child subreaper of everything that
+the job leaves behind, so it sees every process end. It writes `exit.json` only when no process of the job is alive:
+neither a descendant nor a process anywhere with the lease's marker.
+
+SIGTERM to it means: stop the job as `stop.json` says, or with the default grace period where there is none, because a
+worker with a full disk cannot write one. A record that cannot be written or read does not end the supervision: it is
+tried again, and `supervisor.log` says why. It imports only the standard library and small modules, because one
+supervisor stays in memory for every job.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.log_files import open_beneath
+from gpulease_protocol.host.process_id import ProcessId, boot_id
+from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, spawn, unkillable_processes
+from gpulease_worker.jobs.launch_plan import LaunchPlan
+from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
+from gpulease_worker.processes import procfs
+
+TIMEOUT_GRACE_S = 35.0
+"""Between SIGTERM and SIGKILL for a job that exceeded its time limit: over torchrun's own 30 s for its ranks."""
+LEFTOVER_GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL for what a job left behind after it ended by itself."""
+UNKILLABLE_AFTER_S = 5.0
+"""A process that survives SIGKILL this long is recorded as unkillable. SIGKILL is re-sent until it exits, however long
+that takes."""
+UNKILLABLE_ROUND_S = 1.0
+"""Pause between two rounds of SIGKILL once a process was recorded as unkillable."""
+SWEEP_ROUND_S = 0.05
+"""Pause between two searches for leftovers."""
+IDLE_S = 60.0
+"""Longest sleep; every signal ends it."""
+RECORD_RETRY_S = 0.5
+"""Pause before another attempt to write a record."""
+RECORD_DEADLINE_S = 60.0
+"""How long to try to write the record of the end; after that the worker, which sees the supervisor end, writes one."""
+DEFAULT_GRACE_S = 35.0
+"""Between SIGTERM and SIGKILL where no record says how long; as `JobOrder.grace_s`."""
+OUTPUT_BYTES = 65536
+"""As much as fits in a pipe: the output of a program that is run briefly is read only once it has ended."""
+RANK_POLL_S = (0.1, 0.5)
+"""First and longest pause between two searches for the first rank: torchrun takes seconds to start one."""
+
+
+class Supervisor:
+    """Runs one plan in a job's directory, from launch to the last process's end."""
+
+    def __init__(self, directory: Path, plan: LaunchPlan) -> None:
+        self._directory = directory
+        self._plan = plan
+        self._statuses: dict[int, int] = {}
+        """Wait statuses of the processes that it has forked and that have ended, by pid."""
+        self._forked: set[int] = set()
+        self._launcher: spawn.SpawnedProcess | None = None
+        self._kill_at_s: float | None = None
+        self._killing_since_s: float | None = None
+        self._unkillable: job_records.UnkillableRecord | None = None
+        self._timed_out = False
+        self._stop_requested = False
+        self._stopped = False
+        self._start_recorded = False
+        self._last_error = ""
+        self._rank_poll_s = RANK_POLL_S[0]
+        self._cgroup: cgroup.Cgroup | None = None
+        uid = os.geteuid() if plan.account is None else plan.account.uid
+        self._logs = LogSizeLimiter(directory / job_records.LOGS, plan.log_bytes, uid, self._log_error)
+        self._wake, wake_end = socket.socketpair()
+        self._wake.setblocking(False)
+        wake_end.setblocking(False)
+        self._wake_end = wake_end
+
+    def run(self) -> None:
+        """Launch the job, watch it, end what it left, and record the end."""
+        self._catch_signals()
+        self._cgroup = cgroup.create(self._plan.lease_id)
+        place = None if self._cgroup is None else str(self._cgroup.path)
+        self._start = job_records.StartRecord(boot_id=boot_id(), supervisor=ProcessId.this_process(), cgroup=place)
+        try:
+            job_records.write(self._directory, job_records.START, self._start)
+        except OSError as error:
+            self._record_never_launched(f"Its start could not be recorded: {error.strerror}.")
+            return
+        try:
+            self._launcher = self._launch()
+        except spawn.LaunchError as error:
+            self._record_never_launched(str(error))
+            return
+        except OSError as error:
+            self._record_never_launched(f"Its log cannot be written: {error.strerror or error}.")
+            return
+        launcher, at = self._launcher.process, job_records.now()
+        self._start = replace(
+            self._start, launcher=launcher, started_at=at, rank_at=None if self._plan.starts_ranks else at
+        )
+        self._record_start()
+        timeout_s = self._plan.timeout_s
+        self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
+        stopped = self._stopped
+        self._sweep()
+        self._logs.finish()
+        self._record(self._end_of(None if self._status is None else exit_code(self._status), stopped))
+        if self._cgroup is not None and not self._cgroup.remove():
+            self._log_error(f"{self._cgroup.path} is not empty and stays")
+
+    def _catch_signals(self) -> None:
+        """Have SIGTERM and the end of children wake the loop, instead of interrupting it."""
+        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        # The worker starts this process with SIGTERM blocked, so that no stop is lost before this line.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def _on_sigterm(self, *_: object) -> None:
+        self._stop_requested = True
+
+    @property
+    def _status(self) -> int | None:
+        """The launcher's wait status; None while it has not ended."""
+        return None if self._launcher is None else self._statuses.get(self._launcher.pid)
+
+    def _launch(self) -> spawn.SpawnedProcess:
+        """Start the launcher. Raises LaunchError, or OSError where the log cannot be opened."""
+        log = open_beneath(
+            self._directory / job_records.LOGS, "launcher.log", flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        )
+        try:
+            self._preflight()
+            plan = self._plan
+            if plan.indexed_gpus:
+                plan = job_index_mask.with_cuda_indices(plan, self._run_briefly)
+            return self._spawn(plan, log)
+        finally:
+            os.close(log)
+
+    def _preflight(self) -> None:
+        """Have the job's own interpreter check for script and launcher. Raises LaunchError if anything is missing."""
+        if (argv := spawn.preflight_argv(self._plan)) is None:
+            return
+        timeout_error = f"The interpreter {self._plan.argv[0]} did not answer within {spawn.PREFLIGHT_S:g} s."
+        code, output = self._run_briefly(replace(self._plan, argv=argv), spawn.PREFLIGHT_S, timeout_error)
+        if (error := spawn.preflight_error(self._plan, code, output)) is not None:
+            raise spawn.LaunchError(error)
+
+    def _run_briefly(self, plan: LaunchPlan, timeout_s: float, timeout_error: str) -> tuple[int, str]:
+        """Exit code and output of a program that is run like the job. Raises LaunchError."""
+        reading, writing = os.pipe()
+        try:
+            try:
+                child = self._spawn(plan, writing)
+            finally:
+                os.close(writing)
+            self._wait(lambda: child.pid in self._statuses, timeout_s, timeout_error)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)  # whatever else runs in its session
+            os.set_blocking(reading, False)
+            output = ""
+            with suppress(BlockingIOError):
+                output = os.read(reading, OUTPUT_BYTES).decode(errors="replace").strip()
+            return exit_code(self._statuses[child.pid]), output
+        finally:
+            os.close(reading)
+
+    def _spawn(self, plan: LaunchPlan, output: int) -> spawn.SpawnedProcess:
+        """Fork a process of the job, and wait until it has executed its program. Raises LaunchError."""
+        child = spawn.spawn(plan, output, self._cgroup)
+        self._forked.add(child.pid)
+        where = f"the file system of {plan.working_directory} or of {plan.argv[0]!r} does not answer"
+        timeout_error = f"It could not be started within {spawn.EXEC_S:g} s: {where}."
+        try:
+            self._wait(child.has_executed, spawn.EXEC_S, timeout_error, child.error_pipe)
+        finally:
+            child.close()
+        return child
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, timeout_error: str, *descriptors: int) -> None:
+        """Wait until a condition is true. Raises LaunchError when that takes too long, or the job is stopped meanwhile;
+        the process that was waited for is then ended with all others."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            self._reap()
+            if condition():
+                return
+            if self._stop_requested:
+                raise spawn.StoppedBeforeLaunch("It was stopped before it started.")
+            if (left_s := until_s - time.monotonic()) <= 0:
+                raise spawn.LaunchError(timeout_error)
+            self._sleep(left_s, *descriptors)
+
+    def _record_never_launched(self, reason: str) -> None:
+        """Record the end of a job that was never launched."""
+        self._sweep()
+        self._record(job_records.ExitRecord(exit_code=None, reason=reason, ended_at=job_records.now()))
+        if self._cgroup is not None:
+            self._cgroup.remove()
+
+    def _record_start(self) -> None:
+        """Record that the launcher has started; the job runs whether or not that succeeds."""
+        try:
+            job_records.write(self._directory, job_records.START, self._start)
+            self._start_recorded = True
+        except OSError as error:
+            self._log_error(f"the start could not be recorded: {error}")
+
+    def _watch(self, timeout_at_s: float | None) -> None:
+        """Wait until the launcher has ended; stop it on request, or when its time limit is exceeded."""
+        while True:
+            self._reap()
+            if self._status is not None:
+                return
+            self._look_for_rank()
+            self._logs.check()
+            if not self._start_recorded:
+                self._record_start()
+            self._check_stop()
+            now = time.monotonic()
+            if timeout_at_s is not None and now >= timeout_at_s and self._kill_at_s is None:
+                self._timed_out = True
+                self._terminate(TIMEOUT_GRACE_S)
+            if self._kill_at_s is not None and now >= self._kill_at_s:
+                self._kill()
+                self._sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
+                continue
+            waits = [at - now for at in (timeout_at_s, self._kill_at_s) if at is not None and at > now]
+            waits.append(self._logs.next_at_s - now)
+            if self._start.rank_at is None:
+                waits.append(self._rank_poll_s)
+            self._sleep(min([IDLE_S if self._start_recorded else RECORD_RETRY_S, *waits]))
+
+    def _look_for_rank(self) -> None:
+        """Record when the launcher's first rank has started: a process with a rank in its environment."""
+        if self._start.rank_at is not None:
+            return
+        if any(procfs.has_rank(process.pid) for process in process_tree.descendants(os.getpid())):
+            self._start = replace(self._start, rank_at=job_records.now())
+            self._start_recorded = False
+        self._rank_poll_s = min(self._rank_poll_s * 1.1, RANK_POLL_S[1])
+
+    def _check_stop(self) -> None:
+        try:
+            stop = job_records.read(self._directory, job_records.STOP, job_records.StopRecord)
+        except ValueError as error:
+            self._log_error(str(error))
+            stop = None
+        if stop is None and self._stop_requested and not self._stopped:
+            stop = job_records.StopRecord(grace_s=DEFAULT_GRACE_S)
+        if stop is None:
+            return
+        if not self._stopped:
+            self._stopped = True
+            self._terminate(stop.grace_s)
+        elif self._kill_at_s is not None:  # a second order may shorten the grace, never lengthen it
+            self._kill_at_s = min(self._kill_at_s, time.monotonic() + stop.grace_s)
+
+    def _terminate(self, grace_s: float) -> None:
+        """SIGTERM to the launcher alone: it ends its ranks in its own order."""
+        if self._status is None and self._launcher is not None:
+            try:
+                os.kill(self._launcher.pid, signal.SIGTERM)  # not reaped yet, so its pid was not reused
+            except (PermissionError, ProcessLookupError) as error:
+                self._log_error(f"the launcher {self._launcher.pid} cannot be sent SIGTERM: {error.strerror}")
+        at_s = time.monotonic() + grace_s
+        self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
+
+    def _sweep(self) -> None:
+        """End what the launcher left: SIGTERM, the rest of the grace period, SIGKILL. Returns when nothing is left."""
+        if self._kill_at_s is None:
+            self._kill_at_s = time.monotonic() + LEFTOVER_GRACE_S
+        terminated: set[ProcessId] = set()
+        while (left := self._processes()) and time.monotonic() < self._kill_at_s:
+            self._check_stop()
+            process_tree.signal_all(left - terminated, signal.SIGTERM)
+            terminated |= left
+            self._logs.check()
+            self._sleep(SWEEP_ROUND_S)
+        while self._processes():
+            self._kill()
+            self._logs.check()
+            self._sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
+
+    def _kill(self) -> None:
+        """SIGKILL every process of the job: through its cgroup, and one by one, as some may have left that."""
+        if self._cgroup is not None:
+            self._cgroup.kill()
+        left = self._processes()
+        process_tree.signal_all(left, signal.SIGKILL)
+        now_s = time.monotonic()
+        if self._killing_since_s is None:
+            self._killing_since_s = now_s
+        elif left and now_s - self._killing_since_s >= UNKILLABLE_AFTER_S:
+            self._record_unkillable(unkillable_processes.unkillable_record(left))
+
+    def _record_unkillable(self, record: job_records.UnkillableRecord) -> None:
+        """Record the processes that survive SIGKILL, for the worker to report."""
+        if record == self._unkillable:
+            return
+        try:
+            job_records.write(self._directory, job_records.UNKILLABLE, record)
+            self._unkillable = record
+            self._log_error(record.reason)
+        except OSError as error:
+            self._log_error(f"the record of unkillable processes could not be written: {error}")
+
+    def _processes(self) -> set[ProcessId]:
+        """Every living process of the job, in whatever session or cgroup."""
+        self._reap()
+        found = process_tree.descendants(os.getpid()) | set(procfs.marked_processes({self._plan.lease_id}))
+        if self._cgroup is not None:
+            found |= self._cgroup.members()
+        return {process for process in found if process.pid != os.getpid()}
+
+    def _reap(self) -> None:
+        """Reap every child that has ended, the adopted ones too."""
+        with suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid in self._forked:
+                    self._statuses[pid] = status
+
+    def _sleep(self, seconds: float, *descriptors: int) -> None:
+        wake = self._wake.fileno()
+        if wake in select.select([wake, *descriptors], [], [], max(0.0, seconds))[0]:
+            with suppress(BlockingIOError):
+                self._wake.recv(4096)
+
+    def _end_of(self, code: int | None, stopped: bool) -> job_records.ExitRecord:
+        """The record of the end, with the reason if there is one."""
+        end = job_records.ExitRecord(exit_code=code, timed_out=self._timed_out, ended_at=job_records.now(), reason=None)
+        if self._timed_out:
+            return replace(end, reason=f"It ran longer than its timeout_s of {self._plan.timeout_s:g} s.")
+        if stopped:
+            return replace(end, reason="It was stopped on request.")
+        if code in (0, None):
+            return end
+        failure = failure_cause.first_failure(self._directory / job_records.LOGS, code)
+        return replace(end, exit_code=failure.code, reason=failure.reason, traceback=failure.traceback)
+
+    def _record(self, end: job_records.ExitRecord) -> None:
+        """Write the record of the end. Raises OSError when that has failed for RECORD_DEADLINE_S."""
+        end = replace(end, reason=failure_cause.reportable(end.reason))
+        give_up_s = time.monotonic() + RECORD_DEADLINE_S
+        while True:
+            try:
+                job_records.write(self._directory, job_records.EXIT, end)
+            except OSError as error:
+                self._log_error(f"the end could not be recorded: {error}")
+                if time.monotonic() > give_up_s:
+                    raise
+                self._sleep(RECORD_RETRY_S)
+            else:
+                return
+
+    def _log_error(self, line: str) -> None:
+        """Write a line to supervisor.log, once until there is another. A full disk must not make it an error."""
+        if line != self._last_error:
+            self._last_error = line
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), f"{job_records.now():%Y-%m-%d %H:%M:%S} {line}\n".encode())
+
+
+def exit_code(status: int) -> int:
+    """The shell's number for a wait status: the exit code, or 128 + N for signal N."""
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Supervise the job of a directory, unless another supervisor does or did."""
+    directory = Path(arguments[0]).absolute()
+    if job_records.lock(directory) is None:  # held by this process until it ends
+        return 0
+    if (directory / job_records.START).exists() or (directory / job_records.EXIT).exists():
+        return 0
+    plan = job_records.read(directory, job_records.ORDER, LaunchPlan)
+    if plan is None:
+        print(f"{directory} has no {job_records.ORDER}", file=sys.stderr)
+        return 1
+    os.chdir("/")  # so that it keeps no directory of the worker in use
+    process_tree.adopt_orphans()
+    Supervisor(directory, plan).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

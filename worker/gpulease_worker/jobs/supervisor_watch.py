@@ -1,0 +1,296 @@
+"""Determines which process has a job: its supervisor, watched by pidfd; this worker, after a dead supervisor; or none.
+
+The lock of a job's directory decides. A supervisor holds it from before it launches until it ends, so while it is held
+the job is taken, whatever `start.json` says or does not say yet; and only its holder may record an end. The worker
+therefore takes it before it records one, and while it is taken, searches until it finds the supervisor. This is what
+makes it safe to start a supervisor twice: a worker may die right after it has started one, and the next worker starts
+another; that finds the lock taken and ends, and its end is not the job's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.logging import fields
+from gpulease_protocol.host.process_id import ProcessId
+from gpulease_worker.jobs import cgroup, job_records, unkillable_processes
+from gpulease_worker.jobs.local_job import LocalJob
+from gpulease_worker.processes import procfs
+
+log = logging.getLogger(__name__)
+
+START_POLL_S = (0.02, 0.5)
+"""First and longest pause between two reads of the record of a starting job: a plain command starts some tens of
+milliseconds after the supervisor, a rank of torchrun some seconds."""
+SEARCH_S = (0.02, 1.0)
+"""First and longest pause between two searches for the supervisor of a job whose lock is taken."""
+UNREADABLE_S = 60.0
+"""How long to retry unreadable records before a job without a supervisor is given up."""
+ORPHANS_DEADLINE_S = 5.0
+"""How long to kill the processes of a job without a supervisor before the survivors are recorded as unkillable."""
+UNKILLABLE_ROUND_S = 1.0
+"""Pause between two further attempts to kill those."""
+
+
+class SupervisorWatcher:
+    """Finds, starts and watches the supervisors of jobs, from the event loop.
+
+    Args:
+        changed: Called when a job has changed by itself.
+    """
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._cleaning: set[asyncio.Task[None]] = set()
+        self._closing = threading.Event()
+
+    def close(self) -> None:
+        """Stop cleaning up. The next worker finds what is left to clean up."""
+        self._closing.set()
+        for task in self._cleaning:
+            task.cancel()
+
+    def forget(self, job: LocalJob) -> None:
+        """Stop watching a job, which continues."""
+        self._unwatch(job)
+        if job.searching is not None:
+            job.searching.cancel()
+            job.searching = None
+        job.release_lock()
+
+    def claim(self, job: LocalJob) -> bool:
+        """Find out which process has an unclaimed job. True if it never started: its lock is then held for the caller.
+
+        Otherwise it has ended, its supervisor is watched or searched for, or its processes are being killed.
+        """
+        never_started = job.searching is None and self._find(job)
+        if not never_started and job.is_unclaimed and job.searching is None:
+            job.searching = asyncio.get_running_loop().create_task(self._search(job))
+        return never_started
+
+    def start(self, job: LocalJob) -> None:
+        """Start a supervisor: in a session of its own, and with no pipe to this worker. Raises OSError."""
+        job.release_lock()
+        # -P, here as for every process that the worker starts: modules in its current directory are not imported.
+        inherited = {name: value for name, value in os.environ.items() if name not in (procfs.MARKER, "GPULEASE_TOKEN")}
+        output = str(job.directory / "supervisor.log")
+        child = os.posix_spawn(
+            sys.executable,
+            [sys.executable, "-P", "-m", "gpulease_worker.jobs.supervisor", str(job.directory)],
+            inherited,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+            # A SIGTERM that arrives before the supervisor catches signals stays pending.
+            setsigmask={signal.SIGTERM},
+        )
+        try:
+            # Not reaped yet, so the pid was not reused.
+            self._watch_pidfd(job, os.pidfd_open(child))
+        except OSError:
+            # Its end would go unnoticed. It has hardly begun; if it has launched already, the next search cleans up.
+            os.kill(child, signal.SIGKILL)
+            _reap(child)
+            raise
+        job.child_pid = child
+        line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=child)
+        log.info("job.launched", extra=line)
+
+    def record_end(self, job: LocalJob, reason: str) -> None:
+        """Record the end of a job whose lock is held, and release the lock once that is on disk."""
+        job.exit = job_records.ExitRecord(exit_code=None, reason=reason, ended_at=job_records.now())
+        self.write_end(job)
+
+    def write_end(self, job: LocalJob) -> None:
+        """Write the end of a job to disk, unless it is there. Until then the lock keeps supervisors from launching."""
+        if job.lock is None:
+            return
+        try:
+            job_records.write(job.directory, job_records.EXIT, job.exit)
+        except FileNotFoundError:
+            job.release_lock()  # someone has removed the directory: nothing can be launched from it
+        except OSError as error:
+            job.log_error(f"its end could not be recorded: {error}")
+        else:
+            job.release_lock()
+
+    def _find(self, job: LocalJob) -> bool:
+        try:
+            return self._examine(job)
+        except (OSError, ValueError) as error:
+            job.release_lock()
+            self._retry_or_give_up(job, error)
+            return False
+
+    def _examine(self, job: LocalJob) -> bool:
+        with suppress(ValueError):  # it is read again before it is needed
+            job.read_lease()
+        job.read()
+        job.unreadable_since_s = None
+        if job.exit is None and not self._watch_supervisor(job):
+            job.lock = job_records.lock(job.directory)
+            if job.lock is None:
+                return False
+            job.read()  # again: more may have been written until the lock was free
+            if job.exit is None and job.start is None:
+                return True
+            if job.exit is None:
+                self._clean(job, "The job's supervisor died")
+                return False
+            job.release_lock()
+        return False
+
+    def _retry_or_give_up(self, job: LocalJob, error: Exception) -> None:
+        """Give a job with unreadable records up, but only when that has lasted long and no supervisor is alive."""
+        job.log_error(f"its state is unknown: {error}")
+        now = time.monotonic()
+        if job.unreadable_since_s is None:
+            job.unreadable_since_s = now
+        if now - job.unreadable_since_s < UNREADABLE_S:
+            return
+        try:
+            job.lock = job_records.lock(job.directory)
+            if job.lock is None:
+                return
+        except FileNotFoundError:
+            pass  # a directory that was removed has no lock
+        except OSError:
+            return
+        self._clean(job, f"The job's records cannot be read ({error}) and it has no supervisor")
+
+    async def _search(self, job: LocalJob) -> None:
+        """Search until it is known which process has the job, or that it never started."""
+        pause_s = SEARCH_S[0]
+        while job.is_unclaimed:
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, SEARCH_S[1])
+            if self._find(job):
+                job.release_lock()
+                break
+        job.searching = None
+        self._changed()
+
+    def _watch_supervisor(self, job: LocalJob) -> bool:
+        pidfd = job.start.supervisor.pidfd() if job.start and job.start.supervised() else None
+        if pidfd is None:
+            return False
+        self._watch_pidfd(job, pidfd)
+        if job.stop is not None:  # it was written before the supervisor was found
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        return True
+
+    def _watch_pidfd(self, job: LocalJob, pidfd: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            loop.add_reader(pidfd, self._ended, job)
+        except OSError:
+            os.close(pidfd)
+            raise
+        job.pidfd = pidfd
+        job.awaiting_rank = loop.create_task(self._await_rank(job))
+
+    def _unwatch(self, job: LocalJob) -> None:
+        if job.awaiting_rank is not None:
+            job.awaiting_rank.cancel()
+            job.awaiting_rank = None
+        if job.pidfd is not None:
+            asyncio.get_running_loop().remove_reader(job.pidfd)
+            os.close(job.pidfd)
+            job.pidfd = None
+
+    async def _await_rank(self, job: LocalJob) -> None:
+        """Wait until the first rank has started. Ends with the supervisor at the latest, which `_ended` handles."""
+        pause_s = START_POLL_S[0]
+        while job.pidfd is not None and (job.start is None or job.start.rank_at is None):
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 1.2, START_POLL_S[1])
+            with suppress(ValueError):
+                job.start = job_records.read(job.directory, job_records.START, job_records.StartRecord)
+        self._changed()
+
+    def _ended(self, job: LocalJob) -> None:
+        """A supervisor has ended: read its record of the end, find the job's other supervisor, or clean up."""
+        self._unwatch(job)
+        if job.child_pid is not None:
+            _reap(job.child_pid)  # its pidfd is readable, so it has ended
+            job.child_pid = None
+        if self.claim(job):
+            self.record_end(job, "The job's supervisor ended before it launched anything; see supervisor.log.")
+        if job.exit is not None:
+            log.info("job.exited", extra=fields(event="job.exited", job_id=job.name, exit_code=job.exit.exit_code))
+        self._changed()
+
+    def _clean(self, job: LocalJob, what: str) -> None:
+        """Kill the processes of a job without a supervisor, then record the end."""
+        job.cleaning = True
+        task = asyncio.get_running_loop().create_task(self._clean_up(job, what))
+        self._cleaning.add(task)
+        task.add_done_callback(self._cleaning.discard)
+
+    async def _clean_up(self, job: LocalJob, what: str) -> None:
+        with suppress(ValueError):
+            job.read_lease()
+        if job.lease_id is None:
+            self.record_end(job, f"{what}. Its lease is unknown, so its processes could not be found.")
+        else:
+            await self._kill(job, job.lease_id)
+            self.record_end(job, f"{what}; its processes were killed.")
+        job.cleaning = False
+        self._changed()
+
+    async def _kill(self, job: LocalJob, lease_id: str) -> None:
+        """Kill until no process of the job is alive, however long that takes; record the survivors meanwhile."""
+        group = cgroup.Cgroup(Path(job.start.cgroup)) if job.start and job.start.cgroup else None
+        deadline_s = ORPHANS_DEADLINE_S
+        while True:
+            try:
+                left = await asyncio.to_thread(_kill_all, lease_id, group, deadline_s, self._closing)
+                if not left:
+                    return
+                self._record_unkillable(job, unkillable_processes.unkillable_record(left))
+            except OSError as error:  # no file descriptor for /proc: unknown does not mean none
+                job.log_error(f"its processes cannot be listed: {error}")
+            deadline_s = 2 * process_tree.ROUND_S  # briefly, so that a few such jobs do not occupy every thread
+            await asyncio.sleep(UNKILLABLE_ROUND_S)
+
+    def _record_unkillable(self, job: LocalJob, record: job_records.UnkillableRecord) -> None:
+        if record == job.unkillable:
+            return
+        job.log_error(record.reason)
+        job.unkillable = record
+        try:
+            job_records.write(job.directory, job_records.UNKILLABLE, record)
+        except OSError as error:
+            job.log_error(f"the record of unkillable processes could not be written: {error}")
+        self._changed()
+
+
+def _kill_all(
+    lease_id: str, group: cgroup.Cgroup | None, deadline_s: float, closing: threading.Event
+) -> set[ProcessId]:
+    """SIGKILL everything in the job's cgroup and everything with its marker. Returns the survivors."""
+    if group is not None and group.path.exists():
+        group.kill()
+    left = procfs.kill_marked(lease_id, deadline_s, closing)
+    if group is not None and group.path.exists() and not left and not group.remove():
+        left |= group.members()
+    return left
+
+
+def _reap(child: int) -> None:
+    with suppress(ChildProcessError):  # reaped already, where SIGCHLD is ignored
+        os.waitpid(child, 0)

@@ -1,0 +1,274 @@
+"""The worker's loop: read the GPUs, report to the daemon, reconcile jobs with its answer, repeat.
+
+It is level-triggered: each message carries the full state, so losing or repeating one does no harm. One request is in
+flight at a time. A report names the ticket of the last answer that had arrived before the oldest part of its reading
+was begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+import uuid
+from urllib.parse import quote
+
+from gpulease.sansio.async_transport import AsyncTransport
+from gpulease.sansio.failover import Destination, Failover
+from gpulease_protocol import codec
+from gpulease_protocol.endpoints import ApiCall
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host.addresses import candidates
+from gpulease_protocol.host.process_id import realm
+from gpulease_protocol.model import ComputeMode, LeaseState
+from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, NodeReport
+from gpulease_worker.desired_state import read_desired_state
+from gpulease_worker.gpu_claims import GpuClaims
+from gpulease_worker.jobs import listening_ports
+from gpulease_worker.jobs.port_reservation import PortReservation
+from gpulease_worker.jobs.reconciler import JobReconciler
+from gpulease_worker.probe.compute_modes import ComputeModes
+from gpulease_worker.probe.probe_client import ProbeClient
+from gpulease_worker.probe.probe_protocol import ComputeModeChange, Pace, Reading
+from gpulease_worker.probe.probe_reader import ProbeReader, TimedReading
+from gpulease_worker.processes import procfs
+from gpulease_worker.processes.lease_cache import LeaseCache
+from gpulease_worker.processes.leftover_cleanup import LeftoverCleanup
+from gpulease_worker.processes.owner_descendants import DescendantWatcher
+from gpulease_worker.processes.owner_watch import OwnerWatcher
+from gpulease_worker.settings import WorkerSettings
+from gpulease_worker.task_cancellation import cancel_and_wait
+
+DRAIN_HOLD_S = (0.02, 1.0)
+"""Shortest and longest time between two readings while a lease drains; it doubles from one to the next. A clean GPU is
+free after the first of them."""
+BACKOFF_S, FAILOVER_BACKOFF_S = (0.1, 2.0), (0.1, 0.4)
+"""First and longest pause while the daemon does not answer; the latter where another daemon may take over."""
+ANSWER_TIMEOUT_S = 10.0
+"""How long an answer may take beyond the time that the daemon may hold it; 2 s where another daemon may take over
+(`failover.FAILOVER_TIMEOUT_S`)."""
+STALE_ANSWER_S = 60.0
+"""An answer that is taken in so long after its report was sent is dropped: the worker or its host was stopped,
+and the daemon may have given up what it ordered."""
+MIN_IN_FLIGHT_S = 0.02
+"""How long a request is left in flight before a change in a job or owner replaces it, so that a stream of changes
+cannot starve the answers."""
+
+log = logging.getLogger(__name__)
+
+
+class WorkerLoop:
+    """Keeps one node and the daemon in agreement until `run` is cancelled."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._changed = asyncio.Event()
+        """Set when a job or an owner has changed since the last report."""
+        # Without the proxies of the environment: the daemon is reached directly.
+        destination = Destination(candidates(settings.url), True, settings.token, ANSWER_TIMEOUT_S, use_proxies=False)
+        self._destination = destination
+        self._failover = Failover(destination)
+        self._transport = AsyncTransport(destination)
+        self._readings = self._new_probe()
+        self._jobs = JobReconciler(
+            settings.data_dir.absolute(),
+            ",".join(settings.urls),
+            self._changed.set,
+            settings.log_bytes,
+            settings.keep_jobs,
+        )
+        self._leases = LeaseCache(settings.data_dir.absolute())
+        self._owners = OwnerWatcher(self._changed.set)
+        self._descendants = DescendantWatcher(self._leases)
+        self._leftovers = LeftoverCleanup(settings.kill_leftovers, settings.leftover_grace_s)
+        data_dir, manage = settings.data_dir.absolute(), settings.manage_compute_mode
+        self._modes = ComputeModes(data_dir, manage, self._change_compute_mode)
+        self._claims = GpuClaims()
+        self._ports = PortReservation(data_dir)
+        self._worker_id = uuid.uuid4().hex
+        self._desired: DesiredState | None = None
+        self._ports_in_use: tuple[int, ...] = ()
+        self._complete_ticket: int | None = None
+        """The last ticket received before the last complete reading was begun."""
+        self._draining: set[str] = set()
+        """Leases that have ended and whose GPUs are draining."""
+        self._drain_hold_s = DRAIN_HOLD_S[0]
+        self._logged_error = ""
+
+    async def run(self) -> None:
+        """Run until cancelled. Raises OSError when the data directory cannot be used."""
+        self._jobs.recover()
+        self._leases.load()
+        self._modes.recover()
+        first_s, longest_s = BACKOFF_S if self._failover.is_single else FAILOVER_BACKOFF_S
+        backoff_s = first_s
+        try:
+            while True:
+                if await self._turn():
+                    backoff_s = first_s
+                else:
+                    await asyncio.sleep(backoff_s)
+                    backoff_s = min(backoff_s * 2, longest_s)
+        finally:
+            await self._transport.close()
+            self._jobs.close()
+            self._owners.close()
+            await self._leftovers.close()
+            await self._descendants.close()
+            await self._readings.close()
+            self._ports.close()
+            self._claims.close()
+
+    async def _turn(self) -> bool:
+        """One reading and its report. False when no daemon answered as expected."""
+        report = await self._report()
+        sent_at_ticks, sent_at_s = procfs.ticks_now(), _since_boot_s()
+        # Whatever changes in a job or owner from here on is missing in this report.
+        sending = asyncio.create_task(self._send(report))
+        try:
+            await self._wait_for_answer_or_change(sending)
+            if not sending.done():
+                return True
+            desired = await sending
+        except GpuleaseError as error:
+            daemons = " or ".join(address.shown for address in self._destination.addresses)
+            self._log_error(f"cannot report to the daemon at {daemons}, trying again: {error.detail}")
+            return False
+        finally:
+            await cancel_and_wait(sending)
+        self._log_error("")
+        if _since_boot_s() - sent_at_s > STALE_ANSWER_S:
+            log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
+            return True
+        self._desired = desired
+        self._pace_draining(self._desired)
+        self._owners.watch(self._desired.owners)
+        self._jobs.reconcile(self._desired.jobs)
+        leases = self._leases.update(self._desired.leases, sent_at_ticks)
+        self._descendants.look()
+        self._leftovers.clean_up(leases, report.gpus)
+        if not self._desired.paused:
+            await self._modes.reconcile(leases, report.gpus)
+        return True
+
+    async def _wait_for_answer_or_change(self, sending: asyncio.Task[DesiredState]) -> None:
+        await asyncio.wait({sending}, timeout=MIN_IN_FLIGHT_S)
+        if sending.done():
+            return
+        change = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait({sending, change}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_and_wait(change)
+
+    async def _report(self) -> NodeReport:
+        desired = self._desired
+        ticket = desired.ticket if desired else None
+        taken = await self._read(desired)
+        reading = taken.reading
+        if reading.whole and reading.problem is None:
+            self._complete_ticket = taken.ticket
+        # Jobs and owners are reported as of now; any later change sets the event again.
+        self._changed.clear()
+        self._ports_in_use = listening_ports.in_use(self._ports_in_use)
+        simulated = self._settings.simulate is not None
+        gpus, others = (reading.gpus, ()) if simulated else self._claims.claim(reading.gpus)
+        return NodeReport(
+            worker_id=self._worker_id,
+            host=socket.gethostname(),
+            ticket=self._complete_ticket,
+            seen=ticket,
+            reading_ticket=taken.ticket if reading.problem is None else None,
+            reread=reading.reread,
+            problem=reading.problem,
+            read_s=taken.took_s,
+            reading_limit_s=self._settings.probe_deadline_s,
+            gpus=gpus,
+            claimed_elsewhere=others,
+            links=reading.links,
+            driver_version=reading.driver_version,
+            simulated=reading.simulated,
+            ports_in_use=self._ports_in_use,
+            ports_reserved=self._ports.reserve(len(gpus), self._ports_in_use),
+            jobs=self._jobs.reports(),
+            realm=realm(),
+            owners=self._owners.reports(),
+            hold_s=self._hold_s(),
+        )
+
+    async def _read(self, desired: DesiredState | None) -> TimedReading:
+        """A reading, or none while the daemon wants this node paused: then no process has NVML open.
+
+        Nothing is read before the daemon's first answer either: the node may be paused, and a GPU may be in reset.
+        """
+        if desired is None:
+            return TimedReading(Reading(problem=JUST_STARTED, simulated=self._settings.simulate is not None))
+        if desired.paused:
+            closed = await self._readings.end()
+            if closed:
+                # A new probe replaces it, and starts with the first reading after the pause.
+                self._readings = self._new_probe()
+            problem = PAUSED if closed else f"{PAUSED}, but a probe that was killed has not ended yet"
+            return TimedReading(Reading(problem=problem, simulated=self._settings.simulate is not None))
+        leases = self._leases.update(desired.leases)
+        draining = {uuid for lease in leases if lease.state is LeaseState.ENDED for uuid in lease.gpus}
+        return await self._readings.read(desired.ticket, leases, desired.complete, draining)
+
+    async def _change_compute_mode(self, change: ComputeModeChange) -> ComputeMode | None:
+        """Change it through the current probe, which a pause replaces."""
+        return await self._readings.change_compute_mode(change)
+
+    def _new_probe(self) -> ProbeReader:
+        settings = self._settings
+        probe = ProbeClient(
+            settings.node,
+            settings.simulate,
+            settings.probe_deadline_s + settings.call_deadline_s,
+            Pace(
+                processes_s=settings.processes_s,
+                health_s=settings.health_s,
+                call_deadline_s=settings.call_deadline_s,
+            ),
+            self._changed.set,
+            settings.start_deadline_s,
+            settings.idle_memory_bytes,
+        )
+        return ProbeReader(probe, settings.probe_deadline_s, self._changed.set)
+
+    def _hold_s(self) -> float:
+        return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s
+
+    async def _send(self, report: NodeReport) -> DesiredState:
+        """Send a report to the daemon that serves. Raises GpuleaseError."""
+        call = ApiCall(
+            method="POST",
+            path=f"/v1/nodes/{quote(self._settings.node, safe='')}/exchange",
+            body=codec.to_json(report),
+            read=read_desired_state,
+            hold_s=report.hold_s,
+            idempotent=True,
+        )
+        return await self._transport.run(self._failover.send(call))
+
+    def _pace_draining(self, desired: DesiredState) -> None:
+        """Choose the pause before the next reading while something drains: short at first, then longer."""
+        draining = {lease.id for lease in desired.leases if lease.state is LeaseState.ENDED}
+        if draining - self._draining:
+            self._drain_hold_s = DRAIN_HOLD_S[0]
+        else:
+            self._drain_hold_s = min(self._drain_hold_s * 2, DRAIN_HOLD_S[1])
+        self._draining = draining
+
+    def _log_error(self, error: str) -> None:
+        """Log an error of the daemon once, and once that it has ended ("")."""
+        if error and error != self._logged_error:
+            log.warning(error)
+        elif self._logged_error and not error:
+            log.info("the daemon answers again")
+        self._logged_error = error
+
+
+def _since_boot_s() -> float:
+    """Seconds since boot, those in which the host was suspended included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,85 @@
+"""Runs a worker, one per data directory, until SIGTERM or SIGINT. Its jobs continue without it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.addresses import make_traversable
+from gpulease_protocol.host.logging import logging_to_stderr
+from gpulease_worker.loop import WorkerLoop
+from gpulease_worker.settings import WorkerSettings
+
+LOCK_WAIT_S = 15.0
+"""How long to wait for the previous worker to end."""
+LOCK_RETRY_S = 0.1
+PARENT_VARIABLE = "GPULEASE_PARENT_PID"
+"""Set by a parent that starts a worker with `with_parent`, so that the worker notices if it has died already."""
+
+__all__ = ["WorkerSettings", "run"]
+
+
+def run(settings: WorkerSettings) -> int:
+    """Run a worker until SIGTERM or SIGINT. Returns 0, or 1 with a message on stderr when it cannot run here."""
+    with logging_to_stderr("worker", settings.log_format, settings.log_level):
+        return _run(settings)
+
+
+def _run(settings: WorkerSettings) -> int:
+    # If it was inherited as ignored, the kernel would reap the supervisors, and their pids could be reused unnoticed.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if settings.with_parent and not _bind_to_parent():
+        return _refuse("The process that started this worker has ended.", "Start it again.")
+    try:
+        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_traversable(settings.data_dir)
+        lock = _lock(settings.data_dir / "worker.lock")
+        if lock is None:
+            return _refuse(f"Another worker uses {settings.data_dir}.", "Stop it, or give this one its own --data-dir.")
+        with suppress(asyncio.CancelledError):
+            asyncio.run(_run_until_signal(settings))
+    except OSError as error:
+        return _refuse(f"The data directory {settings.data_dir} cannot be used: {error}.", "Choose another --data-dir.")
+    return 0
+
+
+async def _run_until_signal(settings: WorkerSettings) -> None:
+    loop = asyncio.create_task(WorkerLoop(settings).run())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, loop.cancel)
+    await loop
+
+
+def _bind_to_parent() -> bool:
+    """Have this process end with its parent. False when the parent has ended already."""
+    expected = int(os.environ.get(PARENT_VARIABLE) or os.getppid())
+    process_tree.signal_on_parent_death(signal.SIGTERM)
+    return os.getppid() == expected
+
+
+def _lock(path: Path) -> int | None:
+    """Take the lock of a data directory until this process ends; None if another process keeps it for LOCK_WAIT_S."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    end = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(descriptor)
+                return None
+            time.sleep(LOCK_RETRY_S)
+        else:
+            return descriptor
+
+
+def _refuse(what: str, remedy: str) -> int:
+    print(f"gpulease worker: {what} {remedy}", file=sys.stderr)
+    return 1

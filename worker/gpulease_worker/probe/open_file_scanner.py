@@ -1,0 +1,184 @@
+"""Scans all processes of the node for open device files: by descriptor, or mapped into memory.
+
+The driver's process lists are not enough: the driver may take a process off its list before it has freed its memory,
+and the forked children of a dead rank keep the device open without ever being listed. The scan compares file names and
+not the files behind them, because a stat of a file on a network file system may hang.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.process_id import ProcessId, stat
+from gpulease_worker.processes import bounded_read
+
+WAIT_S = 0.25
+"""How long a reading that no request waits for waits for a scan: enough for a host with a thousand processes."""
+PAUSE_RATIO, MAX_PAUSE_S = 10, 1.0
+"""The pause after a scan, as a multiple of its duration, and its maximum."""
+KTHREADD_PID = 2
+"""The parent of every kernel thread."""
+ScanTarget = tuple[str, str]
+"""Path of a device file, and the id of the lease that has ended on its GPU."""
+DELETED_SUFFIX = " (deleted)"
+"""What the kernel appends to the name of a deleted file."""
+
+
+@dataclass(slots=True)
+class ScanResult:
+    """The result of one scan of all processes."""
+
+    by_path: dict[str, list[ProcessId]] = field(default_factory=dict)
+    """By path: the processes that have the file open or mapped."""
+    unreadable: int = 0
+    """Number of processes that this user may not inspect."""
+
+
+class OpenFileScanner:
+    """Scans in a thread for the openers of draining GPUs' device files.
+
+    A scan takes longer the more processes and open files the host has, a second for some thousand, and hangs if one of
+    them hangs in the kernel. A reading that waited for it would miss its deadline, and every GPU of the node would be
+    unknown while one drains. A scan also takes the memory lock of each process, so it is followed by a pause that is
+    `PAUSE_RATIO` times as long.
+
+    Args:
+        wait_s: How long a reading may wait for a scan. None: until it has finished.
+    """
+
+    def __init__(self, wait_s: float | None = WAIT_S) -> None:
+        self._wait_s = wait_s
+        self._thread: threading.Thread | None = None
+        self._targets: frozenset[ScanTarget] = frozenset()
+        """What the running or last scan was started for, as far as still wanted."""
+        self._result: ScanResult | None = None
+        """Its result; None until it has finished, and if it failed."""
+        self._next_at_s = 0.0
+        self._previous: dict[ScanTarget, ScanResult] = {}
+        """The last result, for each target that was open then."""
+
+    def start(self, wanted: Collection[ScanTarget]) -> None:
+        """Start a scan for these targets, unless one is running or the pause after the last has not passed.
+
+        A target includes the ended lease: a scan started before the lease had ended does not count.
+        """
+        self._targets &= frozenset(wanted)  # a lease that was revived may end again
+        self._previous = {target: result for target, result in self._previous.items() if target in self._targets}
+        up_to_date = self._targets.issuperset(wanted) and time.monotonic() < self._next_at_s
+        if self._thread is not None or not wanted or up_to_date:
+            return
+        self._targets, self._result = frozenset(wanted), None
+        self._thread = threading.Thread(target=self._scan, args=({path for path, _ in wanted},), daemon=True)
+        self._thread.start()
+
+    def results(self, wanted: Collection[ScanTarget], *, wait: bool = True) -> dict[ScanTarget, ScanResult]:
+        """The result of a scan that finished since the last call, for each target that it was started for.
+
+        The other targets are left out; see `previous`.
+        """
+        for _ in range(2):  # the running scan may have been started for none of these
+            self.start(wanted)
+            if self._thread is None:
+                break
+            self._thread.join(self._wait_s if wait else 0.0)
+            if self._thread.is_alive():
+                break
+            self._thread = None
+            if (result := self._result) is None:
+                break
+            self._previous = {target: result for target in self._targets if result.by_path.get(target[0])}
+            if self._targets:
+                return dict.fromkeys(self._targets, result)
+        return {}
+
+    def previous(self, target: ScanTarget) -> ScanResult | None:
+        """The last result if the target was open then. Its openers may still be there, and others may have come."""
+        return self._previous.get(target)
+
+    def discard(self) -> None:
+        """Discard the results of the running and the last scan: nothing drains, or readings have failed meanwhile."""
+        self.start(())
+
+    def _scan(self, paths: Collection[str]) -> None:
+        begun_s = time.monotonic()
+        try:
+            self._result = scan(paths)
+        except OSError as error:
+            print(f"cannot scan processes for open device files: {error}", file=sys.stderr, flush=True)
+        took_s = time.monotonic() - begun_s
+        self._next_at_s = time.monotonic() + min(PAUSE_RATIO * took_s, MAX_PAUSE_S)
+
+
+def scan(paths: Collection[str]) -> ScanResult:
+    """The processes, except the caller, that have these files open. Walks /proc once, some tens of microseconds per
+    process."""
+    result = ScanResult()
+    wanted = set(paths)
+    seen = {pid: one for pid in process_tree.all_pids() if pid != os.getpid() and (one := stat(pid)) is not None}
+    seen = {pid: one for pid, one in seen.items() if KTHREADD_PID not in (pid, one.parent)}
+    inspections: list[Callable[[str, set[str]], set[str]]] = [_descriptors, _mapped]
+    has: dict[int, set[str]] = {}
+    closed: set[int] = set()
+    for inspect in inspections:
+
+        def at(pid: int, inspect: Callable[[str, set[str]], set[str]] = inspect) -> set[str] | None:
+            return _open_in(pid, wanted, seen[pid].leader_ended, inspect)
+
+        # The descriptors count even if the memory map cannot be read because the process hangs.
+        shown = bounded_read.read_each(at, seen)
+        for pid, paths_found in shown.items():
+            has.setdefault(pid, set()).update(paths_found or ())
+        closed |= {pid for pid in seen if pid not in shown or shown[pid] is None}
+    result.unreadable = len(closed)
+    for pid, paths_found in has.items():
+        for path in paths_found:
+            result.by_path.setdefault(path, []).append(ProcessId(pid, seen[pid].start_ticks))
+    return result
+
+
+def _open_in(
+    pid: int, wanted: set[str], leader_ended: bool, inspect: Callable[[str, set[str]], set[str]]
+) -> set[str] | None:
+    """Which of the files a process has open; None if that cannot be read. If its first thread has ended, the other
+    threads are read."""
+    has: set[str] = set()
+    try:
+        for directory in _other_tasks(pid) if leader_ended else (f"/proc/{pid}",):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended and has nothing open
+                has |= inspect(directory, wanted)
+    except OSError:  # no permission, or no free descriptor
+        return None
+    return has
+
+
+def _other_tasks(pid: int) -> Iterator[str]:
+    with os.scandir(f"/proc/{pid}/task") as entries:
+        yield from [entry.path for entry in entries if entry.name != str(pid)]
+
+
+def _descriptors(process: str, wanted: set[str]) -> set[str]:
+    has = set()
+    with os.scandir(f"{process}/fd") as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):  # closed meanwhile
+                path = os.readlink(entry.path).removesuffix(DELETED_SUFFIX)
+                if path in wanted:
+                    has.add(path)
+    return has
+
+
+def _mapped(process: str, wanted: set[str]) -> set[str]:
+    maps = Path(f"{process}/maps").read_bytes()
+    likely = [path for path in wanted if path.encode() in maps]
+    if not likely:
+        return set()
+    names = {line.partition("/")[2].removesuffix(DELETED_SUFFIX) for line in maps.decode(errors="replace").splitlines()}
+    return {path for path in likely if path.removeprefix("/") in names}

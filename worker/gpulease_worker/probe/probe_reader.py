@@ -1,0 +1,144 @@
+"""Takes one reading after another from the probe, and describes the GPUs while one is late.
+
+A driver may be busy for a second, for 45 s, or forever, and there is no way to tell which. A reading that exceeds its
+limit makes the GPUs unknown but continues: killing the probe would not free the driver, and the next probe would wait
+behind the same lock and initialize every GPU again. When the reading does arrive, it counts with the ticket that was
+current when it began. Only the probe's own deadline ends a reading that never arrives (`probe_client.ProbeClient`).
+
+A change of compute mode may take as long. It continues as well, and no reading begins before it has finished: the probe
+answers one request after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from gpulease_protocol.model import ComputeMode
+from gpulease_protocol.node_protocol import NodeLease
+from gpulease_worker.probe.probe_client import STARTING, ProbeClient
+from gpulease_worker.probe.probe_protocol import ComputeModeChange, ComputeModeNotSet, Reading
+from gpulease_worker.task_cancellation import cancel_and_wait
+
+LATE_READING_WAIT_S = 0.5
+"""How long to wait in each turn for a reading that is already late: the worker has jobs to look after meanwhile."""
+MODE_CHANGE_WAIT_S = 0.5
+"""How long to wait for a changed mode: there may be one per GPU between two reports."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedReading:
+    """A reading with its ticket and duration."""
+
+    reading: Reading
+    """The reading, or why there is none."""
+    ticket: int | None = None
+    """The daemon's latest ticket when the reading began."""
+    took_s: float | None = None
+    """Duration; None if there is no reading."""
+
+
+class ProbeReader:
+    """Takes one reading at a time from a probe.
+
+    Args:
+        probe: The probe to read from.
+        limit_s: How long a reading may take before the GPUs are reported as unknown.
+        arrived: Called when a late reading arrives.
+    """
+
+    def __init__(self, probe: ProbeClient, limit_s: float, arrived: Callable[[], None]) -> None:
+        self._probe = probe
+        self._limit_s = limit_s
+        self._arrived = arrived
+        self._task: asyncio.Task[Reading] | None = None
+        self._mode_change: asyncio.Task[ComputeMode | None] | None = None
+        self._ticket: int | None = None
+        self._begun_s = 0.0
+        self._late = False
+        """True while a reading or mode change exceeds its limit."""
+
+    async def read(
+        self, ticket: int | None, leases: Sequence[NodeLease], complete: bool, reread: Collection[str] = ()
+    ) -> TimedReading:
+        """The next reading. If one is late, waits for that one, whatever the arguments are.
+
+        Args:
+            ticket: The daemon's latest ticket.
+            leases: Those with GPUs on this node.
+            complete: Whether everything must be read now.
+            reread: UUIDs of the GPUs whose processes and health must be read now in any case.
+        """
+        if not await self._mode_change_finished():
+            return self._late_reading()
+        if self._task is None:
+            self._ticket, self._begun_s = ticket, time.monotonic()
+            self._task = asyncio.create_task(self._probe.read(leases, complete, reread))
+            self._task.add_done_callback(lambda _: self._notify_if_late())
+        await asyncio.wait(
+            {self._task}, timeout=min(LATE_READING_WAIT_S, self._limit_s) if self._late else self._limit_s
+        )
+        if not self._task.done():
+            return self._late_reading()
+        task, self._task, self._late = self._task, None, False
+        reading, took_s = await task, time.monotonic() - self._begun_s
+        return TimedReading(reading, self._ticket, took_s if reading.problem is None else None)
+
+    async def change_compute_mode(self, change: ComputeModeChange) -> ComputeMode | None:
+        """Change a GPU's mode; see `ProbeClient.change_compute_mode`.
+
+        Raises ComputeModeNotSet, also if it is late: then it continues, and a repeated request finds the mode changed.
+        """
+        if self._task is not None or self._mode_change is not None:
+            raise ComputeModeNotSet("the driver is busy; this is retried when it is not")
+        self._mode_change = asyncio.create_task(self._probe.change_compute_mode(change))
+        self._mode_change.add_done_callback(lambda _: self._notify_if_late())
+        await asyncio.wait({self._mode_change}, timeout=min(MODE_CHANGE_WAIT_S, self._limit_s))
+        if not self._mode_change.done():
+            self._late = True
+            raise ComputeModeNotSet("the driver is still busy with the change; this is checked again when it is not")
+        task, self._mode_change = self._mode_change, None
+        return await task
+
+    async def end(self) -> bool:
+        """Cancel what is running and end the probe. True if NVML is closed; see `ProbeClient.end`."""
+        await self._cancel()
+        return await self._probe.end()
+
+    async def close(self) -> None:
+        """End the probe permanently."""
+        await self._cancel()
+        await self._probe.close()
+
+    async def _cancel(self) -> None:
+        for task in (self._task, self._mode_change):
+            if task is not None:
+                await cancel_and_wait(task)
+        self._task, self._mode_change, self._late = None, None, False
+
+    async def _mode_change_finished(self) -> bool:
+        if self._mode_change is not None:
+            await asyncio.wait({self._mode_change}, timeout=self._limit_s)
+            if not self._mode_change.done():
+                return False
+            self._mode_change.exception()  # the caller has been told that it was late
+            self._mode_change, self._late = None, False
+        return True
+
+    def _late_reading(self) -> TimedReading:
+        self._late = True
+        return TimedReading(Reading(problem=self._problem(), simulated=self._probe.simulated))
+
+    def _notify_if_late(self) -> None:
+        if self._late:
+            self._arrived()
+
+    def _problem(self) -> str:
+        if self._probe.starting:
+            return STARTING
+        call = self._probe.under_way or "the GPU driver"
+        return (
+            f"{call} did not answer within {self._limit_s:g} s; the driver is busy or hangs, see `dmesg` for Xid lines"
+        )

@@ -1,0 +1,169 @@
+"""Attributes processes to leases, and reports who still uses a draining GPU: what the driver alone cannot tell.
+
+A process belongs to a lease of its GPU if one of its cgroups names the lease, if it is the lease's owner or descends
+from it or did so before an ancestor died (`owner_descendants`), or if GPULEASE_LEASE_ID names the lease in the
+environment that it or an ancestor was started with. The environment is read together with the process
+(`probe_protocol.with_proc_details`); the rest is added here. Any other process is foreign.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gpulease_protocol.host.process_id import ProcessId, stat
+from gpulease_protocol.model import GpuReading, LeaseState
+from gpulease_worker.probe.open_file_scanner import OpenFileScanner, ScanTarget
+from gpulease_worker.probe.opener_classifier import KnownProcesses, OpenerClassifier
+from gpulease_worker.probe.probe_protocol import Reading
+from gpulease_worker.processes import procfs
+from gpulease_worker.processes.lease_cache import CachedLease, remembered_owners
+
+DEVICE_FILES = "GPULEASE_DEVICE_FILES"
+"""Environment variable: path of the device files without the minor number, if not `/dev/nvidia`."""
+
+
+def start_scan(last: Reading, leases: Sequence[CachedLease], scanner: OpenFileScanner) -> None:
+    """Start scanning open device files before a reading begins, based on the last reading."""
+    ended = {uuid: lease for lease in leases if lease.state is LeaseState.ENDED for uuid in lease.gpus}
+    scanner.start(_scan_targets(last.gpus, ended).values())
+
+
+def attribute(
+    reading: Reading,
+    leases: Sequence[CachedLease],
+    known: KnownProcesses | None = None,
+    scanner: OpenFileScanner | None = None,
+    *,
+    wait: bool = True,
+) -> Reading:
+    """The reading with every process attributed, and with the openers of each draining GPU once they are known.
+
+    Args:
+        reading: As read from the driver.
+        leases: Every lease with GPUs on this node.
+        known: Processes of leases in the last reading, and openers of GPUs that still drain. Updated in place.
+        scanner: That of the last reading. If None, this waits until a scan has finished.
+        wait: Whether to wait for a scan at all, up to the scanner's limit.
+    """
+    scanner = scanner or OpenFileScanner(wait_s=None)
+    lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
+    before = dict(known or {})
+    descendants = remembered_owners(leases)
+    gpus = [_with_lease_ids(gpu, lease_by_gpu.get(gpu.uuid), descendants) for gpu in reading.gpus]
+    if known is not None:
+        gpus = _with_remembered_leases(gpus, known)
+    if reading.simulated:
+        gpus = [replace(gpu, minor_number=gpu.index) for gpu in gpus]
+    draining = {
+        gpu.uuid: lease
+        for gpu in gpus
+        if (lease := lease_by_gpu.get(gpu.uuid)) is not None and lease.state is LeaseState.ENDED
+    }
+    if not draining:
+        scanner.discard()
+        return replace(reading, gpus=tuple(gpus))
+    gpus, lease_processes = _with_openers(gpus, leases, draining, before, scanner, wait)
+    if known is not None:
+        known.update(_unlisted(before, known, {lease.id for lease in draining.values()}) | lease_processes)
+    return replace(reading, gpus=tuple(gpus))
+
+
+def _scan_targets(gpus: Sequence[GpuReading], draining: Mapping[str, CachedLease]) -> dict[str, ScanTarget]:
+    """By UUID of each draining GPU with a known device file: that file and the lease that has ended on it."""
+    paths = {gpu.uuid: path for gpu in gpus if gpu.uuid in draining and (path := device_file(gpu)) is not None}
+    return {uuid: (path, draining[uuid].id) for uuid, path in paths.items()}
+
+
+def _with_openers(
+    gpus: Sequence[GpuReading],
+    leases: Sequence[CachedLease],
+    draining: Mapping[str, CachedLease],
+    known: KnownProcesses,
+    scanner: OpenFileScanner,
+    wait: bool,
+) -> tuple[list[GpuReading], KnownProcesses]:
+    """The GPUs, each draining one with its openers; and those openers that belong to the ended leases."""
+    targets = _scan_targets(gpus, draining)
+    current = scanner.results(set(targets.values()), wait=wait) if targets else {}
+    results = {uuid: current.get(target) or scanner.previous(target) for uuid, target in targets.items()}
+    openers = {uuid: result.by_path.get(targets[uuid][0], ()) for uuid, result in results.items() if result is not None}
+    classifier = OpenerClassifier(gpus, leases, known, {one for some in openers.values() for one in some})
+    shown = []
+    for gpu in gpus:
+        lease, target = draining.get(gpu.uuid), targets.get(gpu.uuid)
+        if lease is None or (target is not None and gpu.uuid not in openers):
+            shown.append(gpu)
+            continue
+        opened_by = classifier.classify(gpu, lease, openers.get(gpu.uuid, ()))
+        outdated = target is not None and target not in current
+        if outdated and all(process.lease_id != lease.id for process in opened_by):
+            shown.append(gpu)  # the last scan found no process of the lease, which says nothing about now
+            continue
+        result = results.get(gpu.uuid)
+        shown.append(
+            replace(gpu, opened_by=opened_by, unreadable_processes=None if result is None else result.unreadable)
+        )
+    return shown, classifier.lease_processes
+
+
+def device_file(gpu: GpuReading) -> str | None:
+    """Path of a GPU's device file; None if its minor number is unknown."""
+    if gpu.minor_number is None:
+        return None
+    return f"{os.environ.get(DEVICE_FILES) or '/dev/nvidia'}{gpu.minor_number}"
+
+
+def belongs_to(pid: int, lease: CachedLease, descendants: Mapping[ProcessId, ProcessId]) -> bool:
+    """True if cgroup, ancestry (`descendants`: as remembered) or marker say that a process works under a lease."""
+    return (
+        procfs.in_cgroup_of(pid, lease.id)
+        or (lease.owner is not None and procfs.descends_from(pid, lease.owner, descendants))
+        or procfs.lease_of(pid) == lease.id
+    )
+
+
+def _with_lease_ids(
+    gpu: GpuReading, lease: CachedLease | None, descendants: Mapping[ProcessId, ProcessId]
+) -> GpuReading:
+    if lease is None or all(process.lease_id == lease.id for process in gpu.processes):
+        return gpu
+    return replace(
+        gpu,
+        processes=tuple(
+            replace(process, lease_id=lease.id)
+            if process.lease_id != lease.id and belongs_to(process.pid, lease, descendants)
+            else process
+            for process in gpu.processes
+        ),
+    )
+
+
+def _with_remembered_leases(gpus: Sequence[GpuReading], known: KnownProcesses) -> list[GpuReading]:
+    """The GPUs, with each process that belonged to a lease still attributed to it. Replaces the contents of `known`.
+
+    An exiting process loses its environment and its parent before the driver frees its memory and takes it off its
+    lists. Without this, it would count as a conflict with its own lease meanwhile.
+    """
+    before, shown_gpus = dict(known), []
+    known.clear()
+    for gpu in gpus:
+        shown = []
+        for process in gpu.processes:
+            now = stat(process.pid)
+            start_ticks, lease_id = before.get(process.pid, (None, None))
+            if process.lease_id is None and lease_id is not None and (now is None or now.start_ticks == start_ticks):
+                process = replace(process, lease_id=lease_id)  # noqa: PLW2901
+            if process.lease_id is not None:
+                known[process.pid] = (start_ticks if now is None else now.start_ticks, process.lease_id)
+            shown.append(process)
+        shown_gpus.append(replace(gpu, processes=tuple(shown)))
+    return shown_gpus
+
+
+def _unlisted(before: KnownProcesses, listed: KnownProcesses, draining: set[str]) -> KnownProcesses:
+    """Processes of draining leases that were known before, are no longer listed and still run: one that loses its
+    parent still belongs to its lease."""
+    missing = {pid: one for pid, one in before.items() if pid not in listed and one[1] in draining}
+    return {pid: one for pid, one in missing.items() if (now := ProcessId.of(pid)) and now.start_ticks == one[0]}

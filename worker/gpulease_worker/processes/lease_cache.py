@@ -1,0 +1,146 @@
+"""Remembers what the worker alone knows of a lease: its owner's start time and when the lease was first seen.
+
+Pids are reused. Where the daemon knows no more of an owner than its pid, the worker reads the start time when it first
+sees the lease, and keeps it on disk: after a restart the pid may already be another process's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from gpulease_protocol import codec
+from gpulease_protocol.host.process_id import ProcessId, boot_id
+from gpulease_protocol.model import LeaseState, Noun
+from gpulease_protocol.node_protocol import NodeLease
+from gpulease_worker.processes import procfs
+
+FILE = "leases.json"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedLease(NodeLease):
+    """A lease with GPUs on this node, with what only the worker knows of it."""
+
+    owner: ProcessId | None = None
+    """The process that owns it; null if only its pid is known and it was gone when the worker first saw the lease."""
+    since_ticks: int | None = None
+    """The last moment at which the lease was certainly not granted yet, in clock ticks since boot. Where this worker
+    knows none: when it first saw the lease; null if the lease had ended by then."""
+    descendants: tuple[ProcessId, ...] = ()
+    """Processes that descend, or descended, from the owner, see `owner_descendants`. Of several leases of one owner,
+    the first alone has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseCacheFile(Noun):
+    """The content of `leases.json`."""
+
+    boot_id: str
+    """The boot in which the ticks are valid."""
+    leases: tuple[CachedLease, ...] = ()
+    """Every lease that has GPUs here."""
+
+
+class LeaseCache:
+    """Remembers each lease from when it was first seen until it has no GPU here any more.
+
+    Args:
+        data_dir: The worker's, which contains the file.
+    """
+
+    def __init__(self, data_dir: Path) -> None:
+        self._path = data_dir / FILE
+        self._leases: dict[str, CachedLease] = {}
+        self._sent_at_ticks: int | None = None
+
+    def load(self) -> None:
+        """Load what an earlier worker has remembered since the machine was booted."""
+        try:
+            content = codec.from_json(LeaseCacheFile, json.loads(self._path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.warning("cannot read %s, so the owners of leases are identified again: %s", self._path, error)
+            return
+        if content.boot_id == boot_id():
+            self._leases = {lease.id: lease for lease in content.leases}
+
+    def update(self, leases: Sequence[NodeLease], sent_at_ticks: int | None = None) -> tuple[CachedLease, ...]:
+        """The leases that the daemon names now, with what is known of each. Forgets all others.
+
+        `sent_at_ticks`: when the report was sent, if these leases have just arrived in its answer. A lease that an
+        answer does not name was granted after that report was sent, however late the next answer shows it.
+        """
+        previous, remembered = self._leases, self.owner_of()
+        self._leases = {lease.id: self._cached(lease, previous.get(lease.id)) for lease in leases}
+        if remembered:
+            self.remember(remembered)  # a lease that is forgotten leaves them to the next one of its owner
+        if sent_at_ticks is not None:
+            self._sent_at_ticks = sent_at_ticks
+        if self._leases != previous:
+            self._save()
+        return tuple(self._leases.values())
+
+    def owners(self) -> frozenset[ProcessId]:
+        """The owner of each lease that has one."""
+        return frozenset(lease.owner for lease in self._leases.values() if lease.owner is not None)
+
+    def owner_of(self) -> dict[ProcessId, ProcessId]:
+        """The owner of each process that is remembered as a descendant."""
+        return remembered_owners(self._leases.values())
+
+    def remember(self, owner_of: Mapping[ProcessId, ProcessId]) -> None:
+        """Replace what is remembered of descendants."""
+        below: dict[ProcessId, list[ProcessId]] = {}
+        for process, owner in owner_of.items():
+            below.setdefault(owner, []).append(process)
+        previous = self._leases
+        self._leases = {
+            lease.id: replace(lease, descendants=tuple(below.pop(lease.owner, ())) if lease.owner else ())
+            for lease in previous.values()
+        }
+        if self._leases != previous:
+            self._save()
+
+    def _cached(self, lease: NodeLease, previous: CachedLease | None) -> CachedLease:
+        lease_fields = {item.name: getattr(lease, item.name) for item in fields(NodeLease)}
+        if previous is not None:
+            return CachedLease(
+                **lease_fields, owner=previous.owner, since_ticks=previous.since_ticks, descendants=previous.descendants
+            )
+        since_ticks = self._sent_at_ticks
+        if since_ticks is None and lease.state is LeaseState.ACTIVE:
+            since_ticks = procfs.ticks_now()
+        return CachedLease(**lease_fields, owner=_owner(lease), since_ticks=since_ticks)
+
+    def _save(self) -> None:
+        # Not synced: a reboot makes start times meaningless, and a crash of the worker alone loses nothing.
+        temporary = self._path.with_name(f".{FILE}.{os.getpid()}")
+        try:
+            content = LeaseCacheFile(boot_id=boot_id(), leases=tuple(self._leases.values()))
+            temporary.write_text(json.dumps(codec.to_json(content)), encoding="utf-8")
+            temporary.rename(self._path)
+        except OSError as error:
+            log.warning("cannot write %s, so a restart of the worker forgets lease owners: %s", self._path, error)
+
+
+def remembered_owners(leases: Iterable[CachedLease]) -> dict[ProcessId, ProcessId]:
+    """The owner of each process that these leases remember as a descendant of theirs."""
+    return {process: lease.owner for lease in leases if lease.owner is not None for process in lease.descendants}
+
+
+def _owner(lease: NodeLease) -> ProcessId | None:
+    if lease.owner_pid is None:
+        return None
+    if lease.owner_user is not None and not procfs.runs_as(lease.owner_pid, lease.owner_user):
+        return None
+    if lease.owner_start_ticks is not None:
+        return ProcessId(lease.owner_pid, lease.owner_start_ticks)
+    return ProcessId.of(lease.owner_pid) if lease.state is LeaseState.ACTIVE else None

@@ -1,0 +1,116 @@
+"""The settings of `gpulease worker`, each declared once; see `gpulease_protocol.host.settings`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpulease_protocol.host.addresses import DEFAULT_URL, candidates, default_data_dir
+from gpulease_protocol.host.logging import LogFormat, LogLevel
+from gpulease_protocol.host.settings import (
+    HARDWARE,
+    KILL_LEFTOVERS,
+    LOG_FORMAT,
+    LOG_LEVEL,
+    MANAGE_COMPUTE_MODE,
+    NODE,
+    SIMULATE,
+    host_node_name,
+    setting,
+    shared,
+)
+
+DAEMON, READINGS, JOBS = "Daemon", "Readings", "Jobs"
+"""Headings in `gpulease worker --help`."""
+LEAST_SECONDS = 0.05
+
+
+def default_worker_dir() -> Path:
+    """Where the worker of the current user keeps its lock and its jobs."""
+    return default_data_dir() / "worker"
+
+
+def _interval(default_s: float, help: str, maximum_s: float, variable: str) -> Any:
+    """A setting in seconds, over 0."""
+    return setting(
+        default_s, f"{help} Seconds.", variable=variable, minimum=LEAST_SECONDS, maximum=maximum_s, group=READINGS
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """The settings of a worker."""
+
+    url: str = setting(
+        DEFAULT_URL,
+        "Where the daemon listens; several addresses of one service are separated by commas.",
+        variable="GPULEASE_URL",
+        metavar="URL",
+        group=DAEMON,
+    )
+    node: str = shared(host_node_name, NODE)
+    data_dir: Path = setting(
+        default_worker_dir,
+        "Directory for records and logs of jobs.",
+        variable="GPULEASE_WORKER_DIR",
+        metavar="DIR",
+        default_text="/var/lib/gpulease/worker for root, else ~/.local/share/gpulease/worker",
+        group=JOBS,
+    )
+    simulate: str | None = shared(None, SIMULATE)
+    poll_s: float = _interval(1.0, "Time between two readings.", 2.0, "GPULEASE_POLL_S")
+    processes_s: float = _interval(5.0, "Time between two reads of the process lists.", 60.0, "GPULEASE_PROCESSES_S")
+    health_s: float = _interval(
+        30.0, "Time between two reads of ECC counts, throttle reasons and links.", 3600.0, "GPULEASE_HEALTH_S"
+    )
+    probe_deadline_s: float = _interval(
+        2.0, "How long one reading may take before the GPUs are `unknown`.", 60.0, "GPULEASE_PROBE_DEADLINE_S"
+    )
+    call_deadline_s: float = _interval(
+        60.0, "How long one driver call may take before the probe is replaced.", 600.0, "GPULEASE_CALL_DEADLINE_S"
+    )
+    start_deadline_s: float = _interval(
+        120.0, "How long a new probe may take to open the driver.", 600.0, "GPULEASE_START_DEADLINE_S"
+    )
+    idle_memory_bytes: int = setting(
+        16 * 2**20,
+        "How much memory may be in use on an idle GPU, where other users' processes cannot be seen (in a container "
+        "without --pid=host, under WSL2). Bytes.",
+        variable="GPULEASE_IDLE_MEMORY_BYTES",
+        minimum=0,
+        maximum=2**50,
+        group=HARDWARE,
+    )
+    kill_leftovers: bool = shared(False, KILL_LEFTOVERS)
+    manage_compute_mode: bool = shared(False, MANAGE_COMPUTE_MODE)
+    log_bytes: int = setting(
+        256 * 2**20,
+        "How much of each log file of a job to keep; the oldest part goes first. Bytes.",
+        variable="GPULEASE_LOG_BYTES",
+        minimum=2**16,
+        maximum=2**50,
+        group=JOBS,
+    )
+    keep_jobs: int = setting(
+        1000,
+        "How many ended jobs keep their directory, with its logs; the oldest go first.",
+        variable="GPULEASE_KEEP_JOBS",
+        minimum=0,
+        maximum=1_000_000,
+        group=JOBS,
+    )
+    log_format: LogFormat = shared(LogFormat.AUTO, LOG_FORMAT)
+    log_level: LogLevel = shared(LogLevel.INFO, LOG_LEVEL)
+    token: str | None = field(default=None, repr=False)
+    """Bearer token for the daemon, where it does not know this worker by its connection."""
+    with_parent: bool = False
+    """End when the process that started this one ends."""
+    leftover_grace_s: float = 5.0
+    """Time between SIGTERM and SIGKILL for leftover processes."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where the daemon is, `http://HOST:PORT` or `unix:///path/to/gpulease.sock`; several where one takes over from
+        another. Raises `InvalidRequest` for what is not an address."""
+        return tuple(address.url for address in candidates(self.url))
