@@ -46,8 +46,9 @@ def test_a_fault_is_caught(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_is_caught_within_twenty_seeds(name: str) -> None:
+    """Short runs catch most faults, so each seed runs longer than the one before."""
     with mutated(name):
-        assert any(simulate(seed, steps=2500).complaints for seed in range(1, 21))
+        assert any(simulate(seed, steps=500 * seed).complaints for seed in range(1, 21))
 
 
 @pytest.mark.soak

@@ -53,6 +53,8 @@ MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
 CALM_S = 200.0
 """How long everyone has to be served once nothing fails any more."""
+MAX_CALM_STEPS = 4000
+"""How many steps that may take, beside as many as there were before: some 1,000 if no promise is broken."""
 
 
 class Killed(Exception):
@@ -274,7 +276,7 @@ class World:
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
         waiting.add(self.spawn(Administrator(self).run()))
         await self._calmed.wait()
-        until_s, most = self.now_s + CALM_S, 2 * len(self.trace) + 10_000
+        until_s, most = self.now_s + CALM_S, 2 * len(self.trace) + MAX_CALM_STEPS
         while waiting and self.now_s < until_s and len(self.trace) < most:
             _, waiting = await asyncio.wait(waiting, timeout=1.0)
         await asyncio.sleep(AFTERWARDS_S)
