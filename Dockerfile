@@ -17,9 +17,9 @@ FROM python:3.11-slim
 COPY --from=build /opt/gpulease /opt/gpulease
 ENV PATH=/opt/gpulease/bin:$PATH \
     PYTHONUNBUFFERED=1
-# Where daemon and worker of a host run as root, for the users' sake, both share this: the database, the socket, the jobs.
+# Daemon and worker of a host share this where they run as root to serve several users: the database, the socket, the jobs.
 VOLUME /var/lib/gpulease
-# By itself the image needs no rights, as in `docker run gpulease serve --simulate 4`. docker-compose.yml says who needs which.
+# By itself the image needs no privileges, as in `docker run gpulease serve --simulate 4`. docker-compose.yml says who needs which.
 RUN useradd --create-home --uid 1000 gpulease
 USER 1000
 WORKDIR /home/gpulease

@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 LANE = $(BIN)/python -m pytest -q --lane $(1) --junit-xml=build/tests/$(1).xml $(PYTEST_ARGS)
 lane = $(call LANE,$(1)) -n 4 --dist loadgroup && $(call LANE,$(1)-alone) -n $(2) --dist loadgroup
 
-# Whatever the environment says, bytecode is kept: every process of a lane would compile all tests again.
+# Whatever the environment says, bytecode is kept: otherwise every process of a lane would compile all tests again.
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help

@@ -22,7 +22,7 @@ PORT = 5432
 
 
 class Cable:
-    """Plugged in on entry; `pulled` says for how long it is not. Needs root, for the namespace."""
+    """Plugged in on entry; cut between `pull` and `plug`. Needs root, for the namespace."""
 
     def __init__(self, server: PostgresServer) -> None:
         self._server = server

@@ -43,7 +43,7 @@ def facts(machine: Machine) -> None:
         driver_check.version_mismatch(machine.reading.driver_version) or "no word against it",
         "they do",
         holds=driver_check.version_mismatch(machine.reading.driver_version) is None,
-        relies="driver.py refuses readings otherwise",
+        relies="probe/driver_check.py refuses readings otherwise",
     )
     for gpu in machine.reading.gpus:
         report.note(

@@ -45,5 +45,5 @@ def _judge(machine: Machine, asked: str, found: dict[str, Any], *, in_fork: bool
         f"{found['ordinals']}, leased {found['leased']}, {shown}, {spelled(found['took_s'], 0)}",
         "one ordinal, and CUDA shows the leased GPU there",
         holds=len(found["ordinals"]) == 1 and (found["shown"] == found["leased"] or (in_fork and not found["shown"])),
-        relies="devices.py, ordinals.py",
+        relies="find_devices.py, cuda/ordinals.py",
     )

@@ -19,7 +19,7 @@ LATE_S = 10.0
 """How much longer than promised is waited for it, to tell late from never."""
 RETAINED_S = Policy().retained_memory_s
 GIB = 1024**3
-CLEAN = "promise of clean: core/draining.py, attribution.py"
+CLEAN = "promise of clean: core/draining.py, probe/process_attribution.py"
 
 
 def lifecycle(machine: Machine) -> None:
@@ -162,7 +162,7 @@ def _numbers(machine: Machine) -> None:
         with report.asking(asked), Subject(mask=uuid) as subject:
             other = subject.do(step)
             found, wanted = subject.do("devices"), other if word == "torch's" else [uuid]
-            report.judge(asked, f"{found}", f"{wanted}", holds=found == wanted, relies="ordinals.py")
+            report.judge(asked, f"{found}", f"{wanted}", holds=found == wanted, relies="cuda/ordinals.py")
     asked = "libcuda.query_devices, in PCI order and without a mask: are CUDA's numbers the daemon's?"
     sound = [gpu.uuid for gpu in machine.reading.gpus]
     begun = time.monotonic()

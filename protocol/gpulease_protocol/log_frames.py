@@ -57,7 +57,7 @@ class LogFrameParser:
                 raise ValueError("that is not a log in frames")
             size = int(head["bytes"])
             if not 0 <= size <= MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes is not taken")
+                raise ValueError(f"a frame of {size} bytes is not accepted")
             if len(self._rest) < line + 1 + size:
                 return
             content, self._rest = self._rest[line + 1 : line + 1 + size], self._rest[line + 1 + size :]

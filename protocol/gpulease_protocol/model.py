@@ -135,7 +135,7 @@ class GpuReading(Device):
     hidden_use: bool = False
     """True when memory or utilization shows that an unlisted process uses it, or its memory is not known, and
     others could not be listed: the worker runs in a PID namespace of its own, from which the driver hides them, or the
-    driver has no process lists (WSL2). Never beside a process with the marker of a lease."""
+    driver has no process lists (WSL2). Never true beside a process with the marker of a lease."""
     minor_number: int | None = None
     """N of its device file `/dev/nvidiaN`; not the index."""
     numa_node: int | None = None
@@ -156,8 +156,8 @@ class GpuReading(Device):
     """What holds its clocks down, such as `sw_power_cap`; empty when nothing does."""
     opened_by: tuple[Process, ...] | None = None
     """Processes that have its device file open or mapped and count: with `lease_id` of the lease that has ended its
-    own, which keep the GPU; others only delay it. Left out is who works under another lease or on another GPU, or was
-    there before. Null unless the GPU drains, and while that is being looked for."""
+    own, which keep the GPU; others only delay it. Processes that work under another lease or on another
+    GPU, or were there before the lease, are left out. Null unless the GPU drains, and until the scan has ended."""
     unreadable_processes: int | None = None
     """How many processes' open files the worker may not read, so that `opened_by` may lack some; null if they
     were not checked, or its device file is not known."""
@@ -189,7 +189,7 @@ class Gpu(GpuReading):
     """Why the GPU is not free, or which waiting request a free one is held for, such as "Held by lease-1 (user ann)";
     else null."""
     lease_id: str | None = None
-    """The lease that holds it, or that it is being cleaned after."""
+    """The lease that holds it, or after which it is being cleaned."""
     holder: Holder | None = None
     """Who holds that lease."""
     cordoned: bool = False
@@ -260,7 +260,7 @@ class Lease(Noun):
     """Place in the queue, 1 is next; null unless queued."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
-    healthy, a node of which nothing is known. Empty unless active."""
+    healthy, a node about which nothing is known. Empty unless active."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,13 +274,13 @@ class JobSpec(Noun):
     launcher: Launcher = Launcher.TORCHRUN
     """What starts the ranks."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The job's variables; of the worker's it gets PATH, locale and library paths where these say nothing else."""
+    """The job's variables. PATH, locale and library paths are the worker's where these do not set them."""
     working_directory: str | None = None
     """Where the command runs; the job's own directory when null."""
     interpreter: str | None = None
     """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
     timeout_s: float | None = None
-    """End the job after it has run for so long; null for no limit."""
+    """End the job after it has run for this long; null for no limit."""
     max_restarts: int = 0
     """How many times the launcher itself may start all ranks again, under the same lease."""
     retries: int = 0

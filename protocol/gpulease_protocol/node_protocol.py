@@ -7,10 +7,10 @@ The age of a reading is never judged by a clock of the node. Every answer carrie
 of the last answer that the worker had *before it began to read*. So a reading is at most as old as that answer, by the
 daemon's own monotonic clock.
 
-Not every reading is a whole one: process lists are dear, and between two of them a report repeats the last. It then
-names the older ticket, that of its oldest part, so it is never taken for younger than it is. The GPUs that were read
-again all the same (`reread`: those that drain) are as recent as `reading_ticket`. An answer says with `fresh` that the
-next report must read again everything that a grant rests on.
+Not every reading is a whole one: process lists are expensive, and between two of them a report repeats the last. It
+then names the older ticket, that of its oldest part, so it is never taken for younger than it is. The GPUs that were
+read again all the same (`reread`: those that drain) are as recent as `reading_ticket`. An answer says with `complete`
+(`fresh` in JSON) that the next reading must cover everything that a grant rests on.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JobReport(Noun):
     started_at: datetime | None = None
     """When its first rank was up, or its launcher if it ended before that."""
     ended_at: datetime | None = None
-    """When its last process had ended."""
+    """When its last process ended."""
     exit_code: int | None = None
     """Exit code once it has exited, of the rank that failed first where that is known, else of the launcher; 128 + N
     when signal N ended it; null if nothing could be started."""
@@ -81,7 +81,7 @@ class OwnerState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseOwner(Noun):
-    """A process that owns leases: it ends, they end. Of one boot and one pid namespace, see
+    """A process that owns leases: when it ends, they end. Its pid counts in one boot and one pid namespace, see
     `gpulease_protocol.host.process_id.realm`."""
 
     pid: int
@@ -89,8 +89,8 @@ class LeaseOwner(Noun):
     start_ticks: int
     """Start time in clock ticks since boot, field 22 of /proc/PID/stat."""
     user: str | None = None
-    """Login name or number of the user as whom it must run for the worker to believe that it is the owner; null where
-    the daemon has confirmed it."""
+    """Login name or uid that it must run under for the worker to accept it as the owner; null where the daemon
+    has confirmed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class OwnerReport(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedGpu(Noun):
-    """A GPU of the node that its worker does not report for leases, because another worker of the host has claimed it:
+    """A GPU of the node that its worker does not offer for leases, because another worker of the host has claimed it:
     a GPU is in the ledger of one daemon."""
 
     device: Device
@@ -121,7 +121,7 @@ class NodeReport(Noun):
     """A worker's full view of its node."""
 
     worker_id: str
-    """Made at every start of the worker."""
+    """New at every start of the worker."""
     host: str
     """Host name."""
     ticket: int | None = None
@@ -201,8 +201,8 @@ class JobOrder(Noun):
     gpus: tuple[str, ...]
     """UUIDs of the GPUs it is bound to, in PCI order."""
     indices: tuple[int, ...] = ()
-    """Their places in the daemon's list of the node's GPUs. They are no numbers of CUDA's, which leaves out GPUs that
-    are lost: labels of simulated GPUs."""
+    """Their places in the daemon's list of the node's GPUs, which are the labels of simulated GPUs. These are not
+    CUDA's numbers, because CUDA leaves out GPUs that are lost."""
     simulated: bool = False
     """True when its GPUs are simulated: CUDA knows nothing of them, and a mask of indices has their labels."""
     spec: JobSpec

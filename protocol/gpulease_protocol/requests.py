@@ -167,8 +167,8 @@ class JobRequest(RequestBody):
     )
     """What starts the ranks. With `lightning` and `fabric` the script does, and with `plain` no one or the script."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The job's variables, at most 1 MiB; of the worker's it gets PATH, locale and library paths where these say
-    nothing else."""
+    """The job's variables, at most 1 MiB. PATH, locale and library paths are the worker's where these do not set
+    them."""
     working_directory: Annotated[str | None, Bounds(pattern="^/", maxLength=MAX_PATH)] = None
     """Absolute path where the command runs; the job's own directory when null."""
     interpreter: Annotated[str | None, Bounds(maxLength=MAX_PATH)] = None
@@ -176,7 +176,7 @@ class JobRequest(RequestBody):
     name: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text of your own."""
     timeout_s: Annotated[float | None, OVER_0] = None
-    """End the job after it has run for so long."""
+    """End the job after it has run for this long."""
     max_restarts: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
     """How many times `torchrun` or `accelerate` may start all ranks again, under the same lease; 0 to 100."""
     retries: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0

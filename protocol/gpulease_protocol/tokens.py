@@ -33,15 +33,15 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BearerToken(Noun):
-    """A bearer token, without what makes it one."""
+    """A bearer token, without its secret."""
 
     id: str
     """Unique, never reused; names the token, and is no secret."""
     user: str
     """Its user: requests with this token are made as this user."""
     uid: int | None = None
-    """That user's number on the daemon's host when the token was made, as whom the user's jobs run; null where the
-    host did not know the user. Such a token submits no jobs that a worker would run."""
+    """Uid of that user on the daemon's host when the token was created: jobs submitted with the token run under it.
+    Null where the host did not know the user; then no worker runs such jobs."""
     role: Role
     """What it allows."""
     node: str | None = None
@@ -55,12 +55,12 @@ class BearerToken(Noun):
     expires_at: datetime | None = None
     """From when on it is refused; null: never."""
     last_used_on: date | None = None
-    """The last day, in UTC, on which something was asked for with it; null: on none since this is recorded."""
+    """The last day, in UTC, on which it was used; null: not since use has been recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewBearerToken(BearerToken):
-    """A bearer token as it is shown once."""
+    """A bearer token with its secret, which is shown only once."""
 
     bearer: str
     """What to send as `Authorization: Bearer ...`, or to put into GPULEASE_TOKEN. It is not shown again."""
@@ -75,7 +75,7 @@ class TokenRequest(RequestBody):
     role: Role = Role.USER
     """What it allows: `viewer`, `user`, `admin` or `worker`."""
     expires_s: Annotated[float | None, Bounds(exclusiveMinimum=0, maximum=MAX_EXPIRES_S)] = None
-    """For how many seconds it is good; null: until it is revoked."""
+    """For how many seconds it is valid; null: until it is revoked."""
     node: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_NAME)] = None
     """With role `worker`, the only node that it may report for; when null, the first that it reports for."""
     note: Annotated[str, Bounds(maxLength=MAX_NOTE)] = ""

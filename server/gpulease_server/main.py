@@ -71,7 +71,8 @@ def _serve(settings: ServeSettings) -> int:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_traversable(data_dir)
     except OSError as error:
-        raise CannotStart(f"{data_dir} cannot be made: {error.strerror}.", remedy="Give another --data-dir.") from None
+        detail = f"{data_dir} cannot be created: {error.strerror}."
+        raise CannotStart(detail, remedy="Give another --data-dir.") from None
     url = settings.database_url or f"sqlite:///{data_dir / 'gpulease.db'}"
     with contextlib.ExitStack() as stack:
         stack.enter_context(FileLock(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
@@ -190,7 +191,7 @@ def listen_unix(path: Path, mode: int) -> socket.socket:
         listener.bind(str(path))
     except OSError as error:
         listener.close()
-        raise CannotStart(f"{path} cannot be made: {error.strerror}.", remedy="Give another --socket.") from None
+        raise CannotStart(f"{path} cannot be created: {error.strerror}.", remedy="Give another --socket.") from None
     finally:
         os.umask(before)
     closed = next((place for place in path.absolute().parents if not place.stat().st_mode & stat.S_IXOTH), None)

@@ -124,7 +124,7 @@ class ServeSettings:
     )
     behind_proxy: bool = setting(
         False,
-        "A proxy terminates TLS: callers over TCP are known by token alone.",
+        "A proxy terminates TLS: callers over TCP are identified by token alone.",
         variable="GPULEASE_BEHIND_PROXY",
         flag="--behind-proxy/--no-behind-proxy",
         group=NETWORK,

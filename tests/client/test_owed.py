@@ -259,7 +259,7 @@ def test_text_that_is_not_utf_8_is_an_invalid_request(daemon: FakeDaemon, kind: 
 
     with pytest.raises(errors.InvalidRequest, match=r"label: must be text in UTF-8, not .*caf\\udce9"):
         Client(daemon.url).lease(1, label=broken) if kind is Client else asyncio.run(ask(AsyncClient(daemon.url)))
-    with pytest.raises(errors.InvalidRequest, match="no text in UTF-8"):
+    with pytest.raises(errors.InvalidRequest, match="is not UTF-8 text"):
         Client(daemon.url).job(broken)
     assert not daemon.leases
     assert not DEBTS.owed_to(Destination.of(daemon.url, None, 1.0))

@@ -99,7 +99,7 @@ def test_a_long_file_may_come_compressed(running: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["no-such.js", "index.html", "__init__.py", "accept.py", "..%2fmain.py", "%2e%2e/main.py"]
+    "name", ["no-such.js", "index.html", "__init__.py", "content_negotiation.py", "..%2fmain.py", "%2e%2e/main.py"]
 )
 def test_there_are_no_other_files(running: DaemonProcess, name: str) -> None:
     assert running.call("GET", f"/dashboard/{name}").problem() == (404, "not_found")

@@ -136,7 +136,7 @@ class PlayedDebts(owed.Debts):
         self._debts = [debt for debt in self._debts if debt.failover is not failover]
 
     def settle_in_background(self) -> None:
-        """`PlayedOwner.settle` looks by itself."""
+        """`PlayedOwner._settle` looks by itself."""
 
 
 class PlayedOwner:

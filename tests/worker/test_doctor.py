@@ -81,7 +81,7 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
         ({"gpus": (gpu(0, health="mig"),)}, "NVML", "GPU 0 is mig", "-mig 0"),
         ({"gpus": (gpu(0, health="processes_unknown"),)}, "NVML", "GPU 0 is processes_unknown", "permission to list"),
         ({"gpus": (gpu(0, health="row_remap_failed"),)}, "NVML", "GPU 0 is row_remap_failed", "Replace the GPU."),
-        ({"pid_namespace": 4026532999}, "PID namespace", "look free", "--pid=host"),
+        ({"pid_namespace": 4026532999}, "PID namespace", "are hidden", "--pid=host"),
         (
             {"gpus": (gpu(0, health="fabric_not_ready"),), "cuda": None, "cuda_absent": True},
             "NVML",

@@ -218,7 +218,7 @@ GPULEASE_IDLE_MEMORY_BYTES is the memory that Windows may use."
     if facts.pid_namespace is None:
         return _unknown("PID namespace", "/proc/self/ns/pid cannot be read.")
     if facts.pid_namespace != INITIAL_PID_NAMESPACE:
-        sentence = "This is not the host's: processes outside it are hidden, and GPUs that they use look free."
+        sentence = "It is not the host's. Processes outside it are hidden; only memory and utilization show their use."
         return _wrong("PID namespace", sentence, "Run the worker in the host's: docker run --pid=host.")
     return _fine("PID namespace", "It is the host's: every process on a GPU is visible.")
 
@@ -314,7 +314,7 @@ def disk(facts: HostFacts) -> Finding:
         return _unknown("disk", f"{facts.data_dir} does not exist yet.")
     free = f"{facts.free_bytes / 2**30:.1f} GiB are free in {facts.data_dir}."
     if facts.free_bytes < MIN_FREE_BYTES:
-        return _wrong("disk", free, "Free some space: without it nothing can be granted, released or logged.")
+        return _wrong("disk", free, "Free some space: without it nothing can be granted or logged.")
     return _fine("disk", free)
 
 

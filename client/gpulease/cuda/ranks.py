@@ -6,7 +6,7 @@ script again for every other rank, with a copy of its environment.
 
 A variable alone proves nothing, because everything inherits it that a rank, a notebook or a terminal multiplexer
 starts. So the process tree counts too, with the environment that each process was *started* with: a process does not
-become a rank by setting a variable later (as Lightning's rank 0 sets LOCAL_RANK for itself). The exception are the
+become a rank by setting a variable later (as Lightning's rank 0 sets LOCAL_RANK for itself). The exceptions are the
 children of Python's multiprocessing: accelerate's notebook_launcher and torch's start_processes tell them their rank
 after the start, so there the current environment counts, and the process that started them is the launcher.
 

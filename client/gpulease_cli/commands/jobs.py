@@ -233,7 +233,7 @@ def _not_found(
     """Why the command cannot run from `directory`, and what to do; None if it can, as far as this shell sees.
 
     Checked before the job is queued, where it might wait for hours and then fail at once. The rules are the worker's
-    (`gpulease_worker.jobs.launch_plan.obstacle`), applied as the submitting user.
+    (`gpulease_worker.jobs.launch_plan.missing_path`), applied as the submitting user.
     """
     name = command[0]
     path = environment.get("PATH")

@@ -12,9 +12,10 @@ that. It is replaced by what is safe to believe, and no other part of the report
 
 Fields that it does not know are passed over. Everything else of another shape is refused.
 
-The daemon opens no path because a worker says so. The log directory of a job is taken from a worker that the kernel
-shows to be root or the daemon's own user on this host, who could read it without the daemon, and only where it is the
-directory that a worker makes for that job. Any other is kept for people, as `NODE:DIRECTORY`, and is never opened.
+The daemon opens no path just because a worker says so. The log directory of a job is taken from a worker that the
+kernel shows to be root or the daemon's own user on this host, who could read it without the daemon, and only where it
+is the directory that a worker makes for that job. Any other is kept for people, as `NODE:DIRECTORY`, and is never
+opened.
 """
 
 from __future__ import annotations

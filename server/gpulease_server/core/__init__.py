@@ -4,8 +4,8 @@ Authority
 ---------
 The `Ledger` in memory is the authority on who holds what, and every change to it reaches the database before anyone is
 told (see `gpulease_server.runtime`). The hardware is the authority on whether a GPU is clean; the core knows it only
-through node reports. A GPU is given out when both agree: the ledger has it unheld, and a reading that is at most
-`max_observation_age_s` old shows no process on it.
+through node reports. A GPU is given out when both agree: the ledger has it unheld, and a recent reading
+(`core.gpu.is_recent`) shows no process on it.
 
 A turn
 ------
@@ -31,9 +31,8 @@ from the end of the lease until a reading *begun after that end* shows it clean.
 Does a holder live?
 -------------------
 A lease has a deadline on the monotonic clock, in memory only. A renewal, and a wait for a queued lease, move it to
-`ttl_s` from then. That is all for liveness `heartbeat`. With liveness `process` a worker of the daemon's own host also
-watches the owner, queued or active (`core.liveness`); its report says of each owner that
-it was told of:
+`ttl_s` from then. That is all for liveness `heartbeat`. With liveness `process` a worker, on the daemon's host or
+another, also watches the owner, queued or active (`core.liveness`). Its report says of each owner that it was told of:
 
 - `gone`: the lease ends at once as `holder_died`, before anything is granted in the same turn. An owner is a pid with
   its start time, so what is gone stays gone: a report cannot be too old to say so, and no lease that was renewed,
@@ -46,8 +45,8 @@ it was told of:
 - nothing: the report was begun before the worker was told. It decides nothing.
 
 A pid and a start time name a process in one boot and one pid namespace only
-(`gpulease_protocol.host.process_id.realm`). A report from
-another realm makes its owners unknown, so that no daemon or worker in a container ends leases of the host.
+(`gpulease_protocol.host.process_id.realm`). A report from another realm makes its owners unknown, so that no daemon or
+worker in a container ends leases of the host.
 
 | what happens | what is decided |
 |---|---|

@@ -1,8 +1,8 @@
 """A job's life: submitted with its lease, launched by a worker, reported, ended; and, where it may, tried again.
 
 Every attempt has a lease of its own. The lease of an attempt that has failed ends like any other and its GPUs drain, so
-that an ill GPU is not taken again and nothing of the first attempt is left when the second begins; the next attempt's
-lease goes to the end of the queue, and takes part in it after a pause.
+that an unhealthy GPU is not taken again and nothing of the first attempt is left when the second begins; the next
+attempt's lease goes to the end of the queue, and takes part in it after a pause.
 """
 
 from __future__ import annotations

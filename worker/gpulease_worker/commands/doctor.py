@@ -23,7 +23,7 @@ else:
 def doctor(data_dir: DataDir = None, json: Json = False) -> int:
     """Look for problems on this host and say what to do: one line for each check. Exits 1 if something is wrong.
 
-    A `warning` is worth knowing and keeps no one from working."""
+    A `warning` is worth knowing about, but keeps no one from working."""
     with needs_extra("worker"):
         from gpulease_worker import doctor as checks  # noqa: PLC0415 - an extra
         from gpulease_worker import doctor_facts  # noqa: PLC0415

@@ -95,7 +95,7 @@ class ExitRecord(Noun):
     timed_out: bool = False
     """True when it was ended because of its `timeout_s`."""
     ended_at: datetime
-    """When its last process had ended."""
+    """When its last process ended."""
 
 
 def write(directory: Path, name: str, record: Any) -> None:

@@ -1,7 +1,7 @@
 """Prometheus metrics of the ledger at one moment. Pure: a `LedgerSnapshot` in, metric families out.
 
-A family of GPU metrics has one series for each GPU; a family by user has one for each of the `TOP_USERS`, and `OTHER`.
-The label `uuid` is NVML's, as in dcgm-exporter's label `UUID`.
+A family of GPU metrics has one series for each GPU; a family by user has one for each of the
+`top_users`, and `OTHER_USERS`. The label `uuid` is NVML's, as in dcgm-exporter's label `UUID`.
 """
 
 from __future__ import annotations

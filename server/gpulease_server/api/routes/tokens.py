@@ -34,7 +34,7 @@ async def create_token(
 ) -> NewBearerToken:
     """Create a bearer token, for callers whom the connection does not identify. Only this answer shows `bearer`.
 
-    An administrator by `--admin` only may not create a token with role `admin` or `worker`, nor one for another user of
+    Administrators named by `--admin` may not create a token with role `admin` or `worker`, nor one for another user of
     the daemon's host: it would give them more rights than they have.
     """
     bearers, account = _bearer_tokens(daemon), await asyncio.to_thread(find_account, body.user)
@@ -59,7 +59,7 @@ def _refuse_privilege_escalation(caller: Caller, role: Role, account: TokenAccou
     can free GPUs."""
     if caller.may_report:
         return
-    refused = "An administrator by --admin only may not create a token"
+    refused = "An administrator named by --admin may not create a token"
     remedy = "Ask root, the daemon's user, or a user with a token of role admin."
     if role in (Role.ADMIN, Role.WORKER):
         raise NotAllowed(f"{refused} with role {role}.", remedy=remedy)

@@ -35,8 +35,8 @@ async def wait_until(
 ) -> None:
     """Return when `condition` is true, after `wait_s`, when the client has disconnected, or when the daemon stops.
 
-    `keep_alive` is called now and then once in every slice while the client is still there. Raises `NotAuthenticated`
-    if the caller's token becomes invalid.
+    `keep_alive` is called at once, and then once in every slice while the client is still there. Raises
+    `NotAuthenticated` if the caller's token becomes invalid.
     """
     until_s = daemon.now().mono_s + wait_s
     while not condition() and not daemon.stopping.is_set() and not await request.is_disconnected():

@@ -64,7 +64,7 @@ def explain(
     # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
     in_the_way = [item for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
     details = " ".join(list(dict.fromkeys(item.sentence for item in in_the_way))[:16]) or (
-        "GPUs for it have just become free; they are granted when the queue is next gone through."
+        "GPUs for it have just become free; they are granted when the queue is processed next."
         if ledger.gpus
         else NONE_REPORTED
     )
