@@ -5,13 +5,12 @@ A body checks itself when it is made, so that the client refuses before it sends
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol import job_arrays
-from gpulease_protocol.bounds import MAX_NAME, MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, Bounds
+from gpulease_protocol.bounds import MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, Bounds, check_bounds
 from gpulease_protocol.codec import wire_name
 from gpulease_protocol.errors import shortened
 from gpulease_protocol.gpu_uuid import canonical_uuid
@@ -39,10 +38,12 @@ RESOURCE_LIMITS = frozenset(
     )
 )
 """Names of resource limits, as in setrlimit(2)."""
-NO_UUID = f"a UUID has at most {MAX_UUID} characters"
+NO_LIMIT = f"knows only {', '.join(sorted(RESOURCE_LIMITS))}"
+NO_UUID = f"must name GPUs by UUIDs of at most {MAX_UUID} characters"
+NO_COMMAND = "must name a script or program"
 LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same as text ("2", "1, 3", "-1")'
 
-GpuName = Annotated[str, Bounds(maxLength=MAX_UUID)]
+GpuName = Annotated[str, Bounds(maxLength=MAX_UUID, rule=NO_UUID)]
 """A UUID, in any case."""
 SoftHard = Annotated[list[Annotated[int, Bounds(minimum=-1, exclusiveMaximum=2**63)]], Bounds(minItems=2, maxItems=2)]
 """A resource limit."""
@@ -79,43 +80,37 @@ class LeaseRequest(RequestBody):
     """Only GPUs whose product name contains this text; case does not matter."""
     node: Annotated[str | None, NAME] = None
     """Only GPUs of this node."""
-    among: Annotated[list[GpuName] | None, Bounds(maxItems=MAX_COUNT)] = None
+    among: Annotated[list[GpuName] | None, Bounds(maxItems=MAX_COUNT, rule=f"must name at most {MAX_COUNT} GPUs")] = (
+        None
+    )
     """Only GPUs of this list of UUIDs."""
-    owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31)] = None
+    owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31, rule="must be a process id, over 0")] = (
+        None
+    )
     """Process that owns the lease; the caller when null. One that the daemon can watch ends its lease by ending: it
     must run on the daemon's host as the caller's user, and be the caller, an ancestor of it (`$$` of a shell that runs
     curl on the Unix socket), or be named with its start time. On another host with a worker it must run as the caller's
     user, and be named with its start time and realm."""
-    owner_start_ticks: Annotated[int | None, Bounds(minimum=0, exclusiveMaximum=2**63)] = None
+    owner_start_ticks: Annotated[
+        int | None, Bounds(minimum=0, exclusiveMaximum=2**63, rule="must be 0 or more clock ticks")
+    ] = None
     """Start time of that process in clock ticks since boot (field 22 of /proc/PID/stat), because a pid is used
     again."""
     watch_owner: bool = True
     """Whether the lease ends with that process where it can be watched; false: those who use the GPUs renew it."""
-    owner_realm: Annotated[str | None, Bounds(pattern=REALM_PATTERN)] = None
+    owner_realm: Annotated[
+        str | None, Bounds(pattern=REALM_PATTERN, rule="must be a boot id, a slash, and pid:[N]")
+    ] = None
     """Where that pid counts, for a caller on another host than the daemon's: `BOOT/NAMESPACE`, the content of
     /proc/sys/kernel/random/boot_id and the target of the link /proc/self/ns/pid."""
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         check_field(self.count is None or self.devices is None, "count", "give count or devices, not both")
         check_field(
-            self.count is None or 1 <= self.count <= MAX_COUNT, "count", f"must be 1 to {MAX_COUNT}, not {self.count}"
-        )
-        check_field(math.isfinite(self.ttl_s) and self.ttl_s > 0, "ttl_s", f"must be over 0 seconds, not {self.ttl_s}")
-        check_field(len(self.label) <= MAX_TEXT, "label", f"must be at most {MAX_TEXT} characters")
-        require_memory(self.min_free_memory_bytes)
-        check_field(self.among is None or len(self.among) <= MAX_COUNT, "among", f"must name at most {MAX_COUNT} GPUs")
-        check_field(all(len(uuid) <= MAX_UUID for uuid in self.among or ()), "among", NO_UUID)
-        require_lengths(self, node=MAX_NAME, gpu_model=MAX_NAME)
-        check_field(self.owner_pid is None or 0 < self.owner_pid < 2**31, "owner_pid", "must be a process id, over 0")
-        check_field(
-            self.owner_start_ticks is None or (self.owner_pid is not None and 0 <= self.owner_start_ticks < 2**63),
+            self.owner_start_ticks is None or self.owner_pid is not None,
             "owner_start_ticks",
-            "must be 0 or more clock ticks, and come with owner_pid",
-        )
-        check_field(
-            self.owner_realm is None or re.fullmatch(REALM_PATTERN, self.owner_realm) is not None,
-            "owner_realm",
-            "must be a boot id, a slash, and pid:[N]",
+            "must come with owner_pid",
         )
         if self.devices is not None:
             parse_devices(self.devices)
@@ -147,18 +142,14 @@ class ArrayRequest(RequestBody):
 
     def __post_init__(self) -> None:
         job_arrays.parse_indices(self.indices)
-        check_field(
-            self.at_most is None or 1 <= self.at_most <= job_arrays.MAX_JOBS,
-            "at_most",
-            f"must be 1 to {job_arrays.MAX_JOBS}, not {self.at_most}",
-        )
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest(RequestBody):
     """Body of `POST /v1/jobs`."""
 
-    command: Annotated[list[str], Bounds(minItems=1)]
+    command: Annotated[list[str], Bounds(minItems=1, rule=NO_COMMAND)]
     """Script and arguments; with launcher `plain`, the program and its arguments."""
     gpus: Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT)] = 1
     """How many GPUs; a launcher that starts ranks starts one on each."""
@@ -169,7 +160,10 @@ class JobRequest(RequestBody):
     environment: dict[str, str] = field(default_factory=dict)
     """The job's variables, at most 1 MiB. PATH, locale and library paths are the worker's where these do not set
     them."""
-    working_directory: Annotated[str | None, Bounds(pattern="^/", maxLength=MAX_PATH)] = None
+    working_directory: Annotated[
+        str | None,
+        Bounds(pattern="^/", maxLength=MAX_PATH, rule=f"must be absolute, and at most {MAX_PATH} characters"),
+    ] = None
     """Absolute path where the command runs; the job's own directory when null."""
     interpreter: Annotated[str | None, Bounds(maxLength=MAX_PATH)] = None
     """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
@@ -181,10 +175,10 @@ class JobRequest(RequestBody):
     """How many times `torchrun` or `accelerate` may start all ranks again, under the same lease; 0 to 100."""
     retries: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
     """How many times to start the job again after it has failed, after a pause and under a new lease; 0 to 100."""
-    umask: Annotated[int | None, Bounds(minimum=0, maximum=0o777)] = None
+    umask: Annotated[int | None, Bounds(minimum=0, maximum=0o777, rule="must be 0 to 511 (0o777)")] = None
     """File mode creation mask, 0 to 511 (0o777); the worker's when null."""
-    limits: Annotated[dict[str, SoftHard], Bounds(propertyNames={"enum": sorted(RESOURCE_LIMITS)})] = field(
-        default_factory=dict
+    limits: Annotated[dict[str, SoftHard], Bounds(propertyNames={"enum": sorted(RESOURCE_LIMITS)}, rule=NO_LIMIT)] = (
+        field(default_factory=dict)
     )
     """Resource limits, `[soft, hard]` by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
     mask: Literal["uuids", "indices"] | None = None
@@ -201,24 +195,12 @@ class JobRequest(RequestBody):
     `{index}` in `command` becomes its index."""
 
     def __post_init__(self) -> None:
-        require_lengths(self, node=MAX_NAME, gpu_model=MAX_NAME, interpreter=MAX_PATH, working_directory=MAX_PATH)
-        check_field(bool(self.command) and bool(self.command[0]), "command", "must name a script or program")
+        check_bounds(self)
+        check_field(bool(self.command[0]), "command", NO_COMMAND)
         check_field(not any("\0" in word for word in self.command), "command", "must not contain NUL")
         wrong = usage_error(Launcher(self.launcher), self.command, self.max_restarts)
         if wrong is not None:
             raise ValueError(wrong)
-        check_field(1 <= self.gpus <= MAX_COUNT, "gpus", f"must be 1 to {MAX_COUNT}, not {self.gpus}")
-        check_field(
-            self.timeout_s is None or self.timeout_s > 0, "timeout_s", f"must be over 0 seconds, not {self.timeout_s}"
-        )
-        require_memory(self.min_free_memory_bytes)
-        check_field(len(self.name) <= MAX_TEXT, "name", f"must be at most {MAX_TEXT} characters")
-        for name in ("max_restarts", "retries"):
-            value = getattr(self, name)
-            check_field(0 <= value <= MAX_RETRIES, name, f"must be 0 to {MAX_RETRIES}, not {value}")
-        check_field(
-            self.umask is None or 0 <= self.umask <= 0o777, "umask", f"must be 0 to 511 (0o777), not {self.umask}"
-        )
         check_environment(self.environment, self.command)
         check_resource_limits(self.limits)
         if self.array is not None:
@@ -232,11 +214,6 @@ class JobRequest(RequestBody):
                 f"{count} commands and environments of {size} bytes are over {MAX_ARRAY_BYTES}; leave out what the jobs"
                 " do not need",
             )
-        check_field(
-            self.working_directory is None or self.working_directory.startswith("/"),
-            "working_directory",
-            "must be absolute",
-        )
 
     def demand(self) -> Demand:
         """The GPUs asked for."""
@@ -278,7 +255,7 @@ class CancelRequest(RequestBody):
     """Seconds between SIGTERM to the launcher and SIGKILL to everything, 0 to 3600."""
 
     def __post_init__(self) -> None:
-        check_field(0 <= self.grace_s <= 3600, "grace_s", f"must be 0 to 3600 seconds, not {self.grace_s}")
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,18 +270,6 @@ def check_field(condition: bool, name: str, rule: str) -> None:
     """Raise ValueError that names the field, unless the condition holds."""
     if not condition:
         raise ValueError(f"{name}: {rule}")
-
-
-def require_memory(size_bytes: int | None) -> None:
-    """Raise ValueError unless this can be the size of a memory."""
-    check_field(size_bytes is None or 0 <= size_bytes < 2**62, "min_free_memory_bytes", "must be 0 to 2^62")
-
-
-def require_lengths(body: RequestBody, **limits: int) -> None:
-    """Raise ValueError that names a text of a body with more characters than its limit."""
-    for name, limit in limits.items():
-        text: str | None = getattr(body, name)
-        check_field(text is None or len(text) <= limit, name, f"must be at most {limit} characters")
 
 
 def _bytes_of(environment: dict[str, str]) -> int:
@@ -344,11 +309,6 @@ def check_environment(environment: dict[str, str], command: list[str]) -> None:
 def check_resource_limits(limits: dict[str, list[int]]) -> None:
     """Raise ValueError unless these can be resource limits."""
     for name, pair in limits.items():
-        check_field(
-            name in RESOURCE_LIMITS,
-            "limits",
-            f"knows no {shortened(name)!r}; there are {', '.join(sorted(RESOURCE_LIMITS))}",
-        )
         check_field(
             len(pair) == 2
             and all(-1 <= value < 2**63 for value in pair)

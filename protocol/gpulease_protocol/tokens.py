@@ -10,7 +10,7 @@ from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated
 
-from gpulease_protocol.bounds import MAX_NAME, Bounds
+from gpulease_protocol.bounds import MAX_NAME, Bounds, check_bounds
 from gpulease_protocol.model import Noun
 from gpulease_protocol.requests import RequestBody, check_field
 
@@ -19,6 +19,8 @@ MAX_USER = 50
 MAX_NOTE = 200
 """Characters in a token's note, at most."""
 MAX_EXPIRES_S = 36_500 * 24 * 3600.0
+NO_USER = f"must be a name of 1 to {MAX_USER} characters without spaces and colons"
+NO_EXPIRY = "must be over 0 seconds and at most 100 years"
 
 
 class Role(StrEnum):
@@ -70,11 +72,11 @@ class NewBearerToken(BearerToken):
 class TokenRequest(RequestBody):
     """Body of `POST /v1/tokens`."""
 
-    user: Annotated[str, Bounds(minLength=1, maxLength=MAX_USER, pattern="^[^ :]*$")]
+    user: Annotated[str, Bounds(minLength=1, maxLength=MAX_USER, pattern="^[^ :]*$", rule=NO_USER)]
     """Its user: a login name of the daemon's host, or any other name for a caller who has none there."""
     role: Role = Role.USER
     """What it allows: `viewer`, `user`, `admin` or `worker`."""
-    expires_s: Annotated[float | None, Bounds(exclusiveMinimum=0, maximum=MAX_EXPIRES_S)] = None
+    expires_s: Annotated[float | None, Bounds(exclusiveMinimum=0, maximum=MAX_EXPIRES_S, rule=NO_EXPIRY)] = None
     """For how many seconds it is valid; null: until it is revoked."""
     node: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_NAME)] = None
     """With role `worker`, the only node that it may report for; when null, the first that it reports for."""
@@ -82,19 +84,7 @@ class TokenRequest(RequestBody):
     """Free text: what it is for."""
 
     def __post_init__(self) -> None:
-        check_field(
-            0 < len(self.user) <= MAX_USER and self.user.isprintable() and not {" ", ":"} & set(self.user),
-            "user",
-            f"must be a name of 1 to {MAX_USER} characters without spaces and colons",
-        )
+        check_bounds(self)
+        check_field(self.user.isprintable(), "user", NO_USER)
         check_field(self.role in tuple(Role), "role", f"must be {', '.join(Role)}")
         check_field(self.node is None or self.role is Role.WORKER, "node", "is for tokens of role worker")
-        check_field(
-            self.node is None or 0 < len(self.node) <= MAX_NAME, "node", f"must have 1 to {MAX_NAME} characters"
-        )
-        check_field(len(self.note) <= MAX_NOTE, "note", f"must be at most {MAX_NOTE} characters")
-        check_field(
-            self.expires_s is None or 0 < self.expires_s <= MAX_EXPIRES_S,
-            "expires_s",
-            f"must be over 0 seconds and at most 100 years, not {self.expires_s}",
-        )

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of a field is what a request may have in it: no less, no more."""
+"""A request may have in a field what its bounds say, and so the OpenAPI document: no less, no more."""
 
 from __future__ import annotations
 

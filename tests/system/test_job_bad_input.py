@@ -50,7 +50,7 @@ def ended(running: DaemonProcess, job_id: str) -> dict[str, Any]:
         ({"umask": 512}, "umask: must be 0 to 511"),
         ({"retries": -1}, "retries: must be 0 to 100"),
         ({"max_restarts": 1}, "plain cannot restart its ranks"),
-        ({"limits": {"files": [1, 2]}}, "limits: knows no 'files'; there are as, core"),
+        ({"limits": {"files": [1, 2]}}, "limits: knows only as, core"),
         ({"limits": {"nofile": [3, 2]}}, "soft not over hard"),
         ({"limits": {"nofile": [3]}}, "must be [soft, hard]"),
         (OUTSIDE, "would take GPUs outside the lease"),

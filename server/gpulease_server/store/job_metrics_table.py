@@ -1,7 +1,8 @@
 """The table of job metrics: one row for each lease of a job, overwritten as the series grows.
 
 Not part of the ledger: no turn writes here and no decision rests on it. Rows contain compressed bytes; their format is
-that of `runtime.job_metrics.recorder`.
+that of `runtime.job_metrics.recorder`. One row for each bucket could be read with SQL and would take 15 times the
+disk: 1 MB instead of 70 kB for ten minutes on 8 GPUs.
 """
 
 from __future__ import annotations
