@@ -31,6 +31,8 @@ LARGEST_FAST_S = 30.0
 """A test that needs more belongs to the slow lane."""
 ALLOWANCE, USUAL_LOAD = 4.0, 4.0
 """How many budgets a test may take, up to which load; more in proportion where other programs load the machine."""
+LEAST_TIMEOUT_S = 300.0
+"""A test that hangs is ended after this, or five budgets, so that a slow machine is not taken for a hang."""
 SHOWN = 15
 CPU_S = pytest.StashKey[float]()
 
@@ -94,6 +96,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Check the markers, select the lane, form the groups, and put those with the largest budgets first."""
     for item in items:
         check(item)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(max(LEAST_TIMEOUT_S, 5 * budget_s(item))))
     if (chosen := config.getoption("lane")) is not None:
         name, _, alone = chosen.partition("-")
         kept = [item for item in items if lane(item) == name and bool(item.get_closest_marker("alone")) == bool(alone)]

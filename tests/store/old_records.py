@@ -19,7 +19,7 @@ from tests.store.large_ledger import device, lease
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 FIRST = 1_000_000
 """Numbers, tokens and seqs of the past begin here, so that they are not those of a world beside it."""
-CHUNK = 5000
+CHUNK = 1000
 MODEL = lease(1, (device(0),))
 
 
@@ -62,15 +62,16 @@ def event(seq: int, at: datetime) -> Event:
 
 
 def put(store: Store, records: Iterable[LeaseRecord | JobRecord | Event]) -> None:
-    """Write rows as they are, many at once, and what number, token and seq come next."""
-    with store.writing() as connection:
-        for chunk in _chunks(records):
-            by_table: dict[Any, list[dict[str, Any]]] = {}
-            for record in chunk:
-                table, row = rows.to_row(record)
-                by_table.setdefault(table, []).append(row)
-            for table, found in by_table.items():
+    """Write rows as they are, and what number, token and seq come next; a transaction has a bounded time."""
+    for chunk in _chunks(records):
+        by_table: dict[Any, list[dict[str, Any]]] = {}
+        for record in chunk:
+            table, row = rows.to_row(record)
+            by_table.setdefault(table, []).append(row)
+        for table, found in by_table.items():
+            with store.writing() as connection:
                 connection.execute(insert(table), found)
+    with store.writing() as connection:
         _count_on(connection)
 
 

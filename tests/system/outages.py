@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import threading
 import time
 import uuid
@@ -52,7 +53,7 @@ class Clients:
         while time.monotonic() < until_s:
             try:
                 answer = self.running.call("POST", path, body, **headers)
-            except OSError:  # killed, or on its way up again
+            except (OSError, http.client.HTTPException):  # killed, also within an answer, or on its way up again
                 self.stop.wait(0.05)
                 continue
             if answer.status != 503:

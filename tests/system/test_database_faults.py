@@ -62,6 +62,7 @@ def test_a_full_disk_costs_no_one_a_lease(small_disk: Path, crash: bool) -> None
         check(clients)
 
 
+@pytest.mark.budget(90)
 def test_a_job_that_prints_in_a_loop_is_cancelled_on_a_full_disk(small_disk: Path) -> None:
     loop = "import sys\nwhile True:\n try: sys.stdout.write('x' * 4096); sys.stdout.flush()\n except OSError: pass"
     with serving(small_disk / "d") as running:
@@ -72,7 +73,8 @@ def test_a_job_that_prints_in_a_loop_is_cancelled_on_a_full_disk(small_disk: Pat
         log = running.data_dir / "gpulease.db-wal"
         eventually(lambda: log.stat().st_blocks * 512 >= LOG_RESERVE_BYTES, 20, running.story)
         fill(small_disk)
-        eventually(lambda: running.call("POST", "/v1/leases", {}).status == 503, 60, running.story)
+        large = {"label": "x" * 4096}
+        eventually(lambda: running.call("POST", "/v1/leases", large).status == 503, 240, running.story)
         fill(small_disk)
         assert running.answers("/readyz"), "the ledger is in its reserve"
         assert running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]}).status == 200
