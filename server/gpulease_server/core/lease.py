@@ -19,7 +19,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, Unclaimed, WatchedOwner
+from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import too_much_undecided
 
@@ -137,9 +137,8 @@ def on_renewal_requested(turn: Turn, renewal: RenewalRequested) -> None:
         record = revive(turn, record)
     lease = record.lease
     if lease.liveness is not Liveness.JOB:
-        _claim(turn, lease)
-        extend_deadline(turn, lease)
         turn.put(replace(record, renewed_at=turn.now.at))
+        extend_deadline(turn, lease)
     turn.answer(renewal.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
 
 
@@ -192,13 +191,9 @@ def on_waiter_polled(turn: Turn, polled: WaiterPolled) -> None:
     if record is None or polled.lease_id not in turn.ledger.deadlines:
         return
     if record.lease.state is LeaseState.QUEUED or polled.lease_id in turn.ledger.unclaimed:
-        _claim(turn, record.lease)
+        if polled.lease_id in turn.ledger.unclaimed:
+            turn.put(replace(record, renewed_at=turn.now.at))
         extend_deadline(turn, record.lease)
-
-
-def _claim(turn: Turn, lease: Lease) -> None:
-    if lease.id in turn.ledger.unclaimed:
-        turn.put(Unclaimed(lease.id, unclaimed=False))
 
 
 def expire(turn: Turn) -> None:
