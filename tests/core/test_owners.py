@@ -160,6 +160,16 @@ def test_a_silent_worker_keeps_no_request_in_the_queue_and_no_lease_by_heartbeat
     assert world.now_of(waiter).end_reason is EndReason.HOLDER_DIED
 
 
+def test_a_silent_worker_keeps_no_lease_whose_owner_it_could_not_watch() -> None:
+    world = World().node(gpus=1)
+    world.owners[ANN] = UNKNOWN
+    lease = world.lease(1, owner=ANN, ttl_s=5.0)
+    world.report()
+    assert world.now_of(lease).liveness is Liveness.HEARTBEAT
+    world.pass_time(6, silent=("a",))
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+
+
 def wait_for(world: World, lease: Lease, seconds: float) -> None:
     """The holder long-polls for so long."""
     until_s = world.at_s + seconds

@@ -97,7 +97,7 @@ async def request_lease(
     if lease.state is LeaseState.QUEUED and wait_s > 0:
         await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
         lease = _view(daemon, await _find_lease(daemon, lease.id))
-        await _note_claim(daemon, request, caller, lease)
+    await _note_claim(daemon, request, caller, lease)
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
     response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
