@@ -9,7 +9,7 @@ import pytest
 from gpulease_protocol.errors import InvalidRequest, LeaseLost
 from gpulease_protocol.model import EndReason, Event, GpuState, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import JUST_STARTED, MAX_OWNERS, OwnerState
-from gpulease_server.core.happenings import Ticked, WaiterPolled
+from gpulease_server.core.happenings import AnswerLost, Ticked, WaiterPolled
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.presentation import lease_view
 from tests.core.build import World
@@ -248,6 +248,22 @@ def test_a_grant_at_once_is_known_to_its_holder() -> None:
     lease = world.lease(1, owner=ANN, ttl_s=2)
     world.pass_time(30)
     assert world.now_of(lease).state is LeaseState.ACTIVE
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_grant_at_once_of_which_no_one_was_told_ends_although_its_owner_lives(heard: bool) -> None:
+    world = World().node(gpus=1)
+    world.owners[ANN] = ALIVE
+    lease = world.lease(1, owner=ANN, ttl_s=5)
+    world.at_s += 0.1
+    if heard:
+        world.renew(lease)
+    world.turn(AnswerLost(cause="lost", lease_id=lease.id))
+    world.pass_time(4)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.pass_time(60)
+    assert world.now_of(lease).end_reason is (None if heard else EndReason.EXPIRED)
+    world.turn(AnswerLost(cause="lost", lease_id=lease.id), AnswerLost(cause="lost", lease_id="lease-0"))
 
 
 def test_a_waiter_that_dies_is_gone_at_once() -> None:

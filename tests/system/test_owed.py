@@ -7,7 +7,9 @@ import json
 import os
 import signal
 import socket
+import time
 
+import psutil
 import pytest
 
 from gpulease import AsyncClient, GpuleaseError
@@ -127,6 +129,36 @@ def test_a_grant_is_not_told_to_a_client_that_has_gone(running: DaemonProcess) -
     running.release(holder)
     eventually(lambda: waits["id"] in ends(running), 20, running.story)
     assert ends(running)[waits["id"]] in ("expired", "holder_died")
+    running.wait_free(20)
+
+
+@pytest.mark.budget(20)
+def test_a_client_that_gives_up_before_its_grant_leaves_no_lease_to_its_shell(running: DaemonProcess) -> None:
+    """As `curl -m 1` does in a loop, while a reading is awaited."""
+    assert running.process is not None
+    children = psutil.Process(running.process.pid).children()
+    worker = next(child for child in children if any("worker" in word for word in child.cmdline()))
+    body = json.dumps({"count": COUNT, "ttl_s": 2, **ProcessId.this_process().owner_fields(local=True)})
+    key = {"Idempotency-Key": "given up"}
+    head = (
+        f"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nIdempotency-Key: given up\r\n"
+    )
+
+    def asked_for() -> str | None:
+        """The lease that the request under this key asks for, once it has arrived."""
+        return running.call("POST", "/v1/leases", {"count": 99}, **key).json.get("made")
+
+    worker.suspend()
+    try:
+        time.sleep(0.6)  # no reading is recent enough for a grant now
+        with socket.socket(socket.AF_UNIX) as curl:
+            curl.connect(str(running.socket))
+            curl.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+            eventually(lambda: asked_for() is not None, 20, running.story)
+            lease_id = asked_for()
+    finally:
+        worker.resume()
+    eventually(lambda: lease_id in ends(running), 20, running.story)
     running.wait_free(20)
 
 

@@ -63,6 +63,7 @@ another realm makes its owners unknown, so that no daemon or worker in a contain
 | a request's owner dies before its verdict | refused, nothing is recorded |
 | no one waits for a queued request any more, though its owner lives | `holder_died` after `ttl_s` |
 | it is granted in that time | unclaimed: `expired` after `ttl_s`, unless its holder asks about it or renews |
+| the client goes away before it is told of a grant at once | unclaimed, likewise |
 | the daemon restarts in that time | the same: it is recorded whether the holder has asked |
 | the report was overtaken by a newer one | decides nothing; the newer one said it |
 

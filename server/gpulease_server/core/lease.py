@@ -9,6 +9,7 @@ from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
 from gpulease_server.core.footprint import lease_bytes, records_bytes
 from gpulease_server.core.grant import can_revive, revive
 from gpulease_server.core.happenings import (
+    AnswerLost,
     IdempotencyKey,
     LeaseRequested,
     ReleaseRequested,
@@ -194,6 +195,15 @@ def on_waiter_polled(turn: Turn, polled: WaiterPolled) -> None:
         if polled.lease_id in turn.ledger.unclaimed:
             turn.put(replace(record, renewed_at=turn.now.at))
         extend_deadline(turn, record.lease)
+
+
+def on_answer_lost(turn: Turn, lost: AnswerLost) -> None:
+    """No one was told of a grant: it is unclaimed, unless its holder has been heard since."""
+    record = turn.ledger.leases.get(lost.lease_id)
+    if record is None or record.lease.state is not LeaseState.ACTIVE or record.renewed_at != record.lease.granted_at:
+        return
+    turn.put(replace(record, renewed_at=None))
+    extend_deadline(turn, record.lease)
 
 
 def expire(turn: Turn) -> None:

@@ -52,7 +52,7 @@ class Ledger:
     node_observations: dict[str, NodeObservation] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)
     unclaimed: set[str] = field(default_factory=set)
-    """Ids of leases that were granted out of the queue, whose holders have not asked about them since."""
+    """Ids of leases of whose grant no one was told, and whose holders have not asked about them since."""
     keys: dict[str, KeyRecord] = field(default_factory=dict)
     draining_since: dict[str, float] = field(default_factory=dict)
     """By UUID: a reading that shows the GPU clean must have begun after this."""
