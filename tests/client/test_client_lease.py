@@ -136,6 +136,17 @@ def test_a_short_outage_loses_no_lease(daemon: FakeDaemon, client: Client, until
         assert not lease.lost.is_set()
 
 
+def test_a_lease_whose_renewals_a_newer_daemon_answers_in_another_shape_is_kept(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    with client.lease(1, ttl_s=3) as lease:
+        known = dict(daemon.only_lease())
+        daemon.only_lease()["liveness"] = {"of": "tomorrow"}
+        assert not lease.lost.wait(4)
+        daemon.only_lease()["liveness"] = known["liveness"]
+    assert daemon.count("renew") >= 2
+
+
 def test_a_failing_release_does_not_hide_the_exception_of_the_block(daemon, client, monkeypatch) -> None:
     monkeypatch.setattr("gpulease.lease.RELEASE_TIMEOUT_S", 0.3)
     with pytest.raises(KeyError), client.lease(1):  # noqa: PT012

@@ -66,6 +66,26 @@ def test_no_process_asks_again_before_it_has_said_what_it_owes(daemon: FakeDaemo
     ]
 
 
+@pytest.mark.parametrize("by", ["thread", "next request"])
+def test_a_debt_for_which_there_is_no_answer_keeps_no_other_waiting(
+    daemon: FakeDaemon, client: Client, until: Until, monkeypatch, by: str
+) -> None:
+    if by == "next request":
+        monkeypatch.setattr(DEBTS, "settle_in_background", lambda: None)
+    away = threading.Event()
+    away.set()
+    with client.lease(1), client.lease(1):
+        daemon.fault = lambda line: (
+            "html" if "L-2/release" in line else "503" if "release" in line and away.is_set() else None
+        )
+    assert [debt.lease_id for debt in owed_by(client)] == ["L-2", "L-1"]
+    away.clear()
+    if by == "next request":
+        client.lease(1).detach()
+    until(lambda: daemon.leases["L-1"]["end_reason"] == "released")
+    until(lambda: [debt.lease_id for debt in owed_by(client)] == ["L-2"])
+
+
 @pytest.mark.parametrize("after_the_request", [False, True])
 def test_a_task_that_is_cancelled_while_the_daemon_hangs_leaves_no_lease(
     daemon: FakeDaemon, until: Until, monkeypatch, after_the_request: bool

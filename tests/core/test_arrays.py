@@ -83,6 +83,18 @@ def test_an_array_at_its_limit_holds_no_one_back() -> None:
     assert world.ledger.jobs[newer].job.state is JobState.STARTING
 
 
+def test_a_job_of_a_lost_node_makes_way_for_the_next_of_its_array() -> None:
+    world = World(policy=Policy(node_lost_after_s=60.0)).node(gpus=1)
+    submit(world, count=2, at_most=1)
+    world.node("b", gpus=1)
+    world.jobs["a"] = [JobReport(job_id="array-job-0", state=RunState.RUNNING, log_directory="/j")]
+    world.report()
+    world.pass_time(59, silent=("a",))
+    assert states(world) == {0: "running", 1: "queued"}
+    world.pass_time(6, silent=("a",))
+    assert states(world) == {0: "lost", 1: "starting"}
+
+
 def test_explain_names_the_limit_of_an_array_to_its_own_jobs_only() -> None:
     world = World().node("a", gpus=2)
     submit(world, count=3, at_most=1)

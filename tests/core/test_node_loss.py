@@ -111,7 +111,7 @@ def test_a_cancelled_job_of_a_lost_node_is_over(started: bool) -> None:
     assert job_of(world, job_id).state is JobState.LOST
 
 
-def test_quotas_and_arrays_count_a_lost_job_no_more() -> None:
+def test_quotas_count_a_lost_job_no_more() -> None:
     world = world_of(limits=UserLimits(gpus=2))
     running(world)
     call = world.ask(1, user=None)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from gpulease_protocol.errors import InvalidRequest, LeaseLost
 from gpulease_protocol.model import EndReason, Event, GpuState, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import JUST_STARTED, MAX_OWNERS, OwnerState
-from gpulease_server.core.happenings import Ticked, WaiterPolled
+from gpulease_server.core.happenings import AnswerLost, Ticked, WaiterPolled
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.presentation import lease_view
 from tests.core.build import World
@@ -160,6 +160,16 @@ def test_a_silent_worker_keeps_no_request_in_the_queue_and_no_lease_by_heartbeat
     assert world.now_of(waiter).end_reason is EndReason.HOLDER_DIED
 
 
+def test_a_silent_worker_keeps_no_lease_whose_owner_it_could_not_watch() -> None:
+    world = World().node(gpus=1)
+    world.owners[ANN] = UNKNOWN
+    lease = world.lease(1, owner=ANN, ttl_s=5.0)
+    world.report()
+    assert world.now_of(lease).liveness is Liveness.HEARTBEAT
+    world.pass_time(6, silent=("a",))
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+
+
 def wait_for(world: World, lease: Lease, seconds: float) -> None:
     """The holder long-polls for so long."""
     until_s = world.at_s + seconds
@@ -238,6 +248,22 @@ def test_a_grant_at_once_is_known_to_its_holder() -> None:
     lease = world.lease(1, owner=ANN, ttl_s=2)
     world.pass_time(30)
     assert world.now_of(lease).state is LeaseState.ACTIVE
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_grant_at_once_of_which_no_one_was_told_ends_although_its_owner_lives(heard: bool) -> None:
+    world = World().node(gpus=1)
+    world.owners[ANN] = ALIVE
+    lease = world.lease(1, owner=ANN, ttl_s=5)
+    world.at_s += 0.1
+    if heard:
+        world.renew(lease)
+    world.turn(AnswerLost(cause="lost", lease_id=lease.id))
+    world.pass_time(4)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.pass_time(60)
+    assert world.now_of(lease).end_reason is (None if heard else EndReason.EXPIRED)
+    world.turn(AnswerLost(cause="lost", lease_id=lease.id), AnswerLost(cause="lost", lease_id="lease-0"))
 
 
 def test_a_waiter_that_dies_is_gone_at_once() -> None:

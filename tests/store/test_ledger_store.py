@@ -9,8 +9,9 @@ from sqlalchemy import text, update
 from sqlalchemy.exc import DataError
 
 from gpulease_protocol.codec import to_json
-from gpulease_protocol.model import LeaseState, Mask, NodeMode
-from gpulease_server.core.happenings import IdempotencyKey
+from gpulease_protocol.model import EndReason, LeaseState, Mask, NodeMode
+from gpulease_protocol.node_protocol import OwnerState
+from gpulease_server.core.happenings import IdempotencyKey, WaiterPolled
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.outage import reset_deadlines
@@ -51,6 +52,7 @@ def lasting(ledger: Ledger) -> dict[str, object]:
         "keys",
         "queue",
         "watched_owners",
+        "unclaimed",
         "next_number",
         "next_token",
         "next_seq",
@@ -77,6 +79,27 @@ def test_a_ledger_is_read_back_as_it_was(store: Store) -> None:
     world = busy_world()
     save(store, world)
     assert lasting(store.load()) == lasting(world.ledger)
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_restart_does_not_claim_a_grant_that_no_one_has_asked_about(store: Store, claimed: bool) -> None:
+    """Its owner is a shell or a notebook that lives on: it would hold the GPU for as long as that."""
+    before = World().node(gpus=1)
+    before.owners[7] = OwnerState.ALIVE
+    holder = before.lease(1, ttl_s=1000)
+    waiter = before.lease(1, owner=7, ttl_s=5)
+    before.release(holder)
+    before.report()
+    assert before.now_of(waiter).state is LeaseState.ACTIVE
+    if claimed:
+        before.turn(WaiterPolled(cause="poll", lease_id=waiter.id))
+    save(store, before)
+    world = World(ledger=store.load(), nodes=before.nodes, at_s=before.at_s, owners=before.owners)
+    reset_deadlines(world.ledger, world.now)
+    world.pass_time(4)
+    assert world.now_of(waiter).state is LeaseState.ACTIVE, "a full ttl from the restart on"
+    world.pass_time(60)
+    assert world.now_of(waiter).end_reason is (None if claimed else EndReason.EXPIRED)
 
 
 def test_turn_after_turn_is_read_back(store: Store) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
+import time
 
+import psutil
 import pytest
 
 from gpulease import AsyncClient, GpuleaseError
@@ -73,6 +77,28 @@ def test_a_task_that_is_cancelled_while_the_daemon_is_stopped_leaves_nothing(
     running.wait_free(20)
 
 
+@pytest.mark.budget(30)
+def test_a_task_that_is_cancelled_while_the_daemon_is_away_withdraws_its_request_when_it_is_back(
+    running: DaemonProcess,
+) -> None:
+    holder = running.request_lease(COUNT, wait_s=20)
+
+    async def work() -> None:
+        async with AsyncClient(f"unix://{running.socket}") as client:
+            asking = asyncio.create_task(client.lease(COUNT, ttl_s=300, wait_s=300).__aenter__())
+            await asyncio.to_thread(eventually, lambda: bool(running.leases("queued")), 20, running.story)
+            running.kill()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+    asyncio.run(work())
+    running.start()
+    eventually(lambda: not running.leases("queued"), 20, running.story)
+    running.release(holder)
+    running.wait_free(20)
+
+
 def test_a_request_that_no_one_waits_for_ends_although_its_process_lives(running: DaemonProcess) -> None:
     """As in a notebook or a shell whose user has pressed Ctrl-C: granted in the queue's next turn or not."""
     with running.client() as client:
@@ -86,6 +112,68 @@ def test_a_request_that_no_one_waits_for_ends_although_its_process_lives(running
         eventually(lambda: soon_granted.id in ends(running), 20, running.story)
         assert ends(running)[soon_granted.id] in ("expired", "holder_died")
         running.wait_free(20)
+
+
+@pytest.mark.budget(20)
+def test_a_grant_is_not_told_to_a_client_that_has_gone(running: DaemonProcess) -> None:
+    """As when Ctrl-C ends curl, which has asked with `wait_s`, in front of the shell that owns the lease."""
+    holder = running.request_lease(COUNT)
+    body = json.dumps({"count": COUNT, "ttl_s": 4, **ProcessId.this_process().owner_fields(local=True)})
+    head = f"POST /v1/leases?wait_s=60 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    with socket.socket(socket.AF_UNIX) as curl:
+        curl.connect(str(running.socket))
+        curl.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+        eventually(lambda: bool(running.leases("queued")), 20, running.story)
+        (waits,) = running.leases("queued")
+        assert waits["liveness"] == "process"
+    running.release(holder)
+    eventually(lambda: waits["id"] in ends(running), 20, running.story)
+    assert ends(running)[waits["id"]] in ("expired", "holder_died")
+    running.wait_free(20)
+
+
+@pytest.mark.budget(20)
+def test_a_client_that_gives_up_before_its_grant_leaves_no_lease_to_its_shell(running: DaemonProcess) -> None:
+    """As `curl -m 1` does in a loop, while a reading is awaited."""
+    assert running.process is not None
+    children = psutil.Process(running.process.pid).children()
+    worker = next(child for child in children if any("worker" in word for word in child.cmdline()))
+    body = json.dumps({"count": COUNT, "ttl_s": 2, **ProcessId.this_process().owner_fields(local=True)})
+    key = {"Idempotency-Key": "given up"}
+    head = (
+        f"POST /v1/leases HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nIdempotency-Key: given up\r\n"
+    )
+
+    def asked_for() -> str | None:
+        """The lease that the request under this key asks for, once it has arrived."""
+        return running.call("POST", "/v1/leases", {"count": 99}, **key).json.get("made")
+
+    worker.suspend()
+    try:
+        time.sleep(0.6)  # no reading is recent enough for a grant now
+        with socket.socket(socket.AF_UNIX) as curl:
+            curl.connect(str(running.socket))
+            curl.sendall(f"{head}Content-Type: application/json\r\n\r\n{body}".encode())
+            eventually(lambda: asked_for() is not None, 20, running.story)
+            lease_id = asked_for()
+    finally:
+        worker.resume()
+    eventually(lambda: lease_id in ends(running), 20, running.story)
+    running.wait_free(20)
+
+
+def test_a_request_that_is_repeated_under_its_key_learns_of_its_grant(running: DaemonProcess) -> None:
+    holder = running.request_lease(COUNT)
+    body = {"count": COUNT, "ttl_s": 4, **ProcessId.this_process().owner_fields(local=True)}
+    key = {"Idempotency-Key": "asked twice"}
+    assert running.call("POST", "/v1/leases", body, **key).status == 202
+    running.release(holder)
+    eventually(lambda: bool(running.leases("active")), 20, running.story)
+    granted = running.call("POST", "/v1/leases", body, **key)
+    assert (granted.status, granted.json["state"]) == (201, "active")
+    # Only the life of its owner moves it on, and that counts from when its holder knows of it.
+    before = granted.json["expires_at"]
+    eventually(lambda: any((one["expires_at"] or "") > before for one in running.leases("active")), 20, running.story)
 
 
 def ends(running: DaemonProcess) -> dict[str, str]:

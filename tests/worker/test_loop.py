@@ -384,6 +384,19 @@ def test_jobs_continue_while_the_daemon_refuses_reports(daemon: Daemon, host: Ho
     assert daemon.job(RunState.EXITED).jobs[0].exit_code == 2
 
 
+def test_an_order_that_the_worker_cannot_read_costs_no_other(daemon: Daemon, host: Host) -> None:
+    host.worker(poll_s=0.1)
+    newer: Any = codec.to_json(order("newer", spec("true"))) | {"spec": {"steps": []}}
+    daemon.want([lease("mine", GPU)], [newer, order("known", spec("true"))])
+
+    def both_ended(report: NodeReport) -> bool:
+        return {job.job_id: job.state for job in report.jobs} == dict.fromkeys(("newer", "known"), RunState.EXITED)
+
+    ended = {job.job_id: job for job in daemon.report(both_ended, "both have ended").jobs}
+    assert ended["known"].exit_code == 0
+    assert "upgrade gpulease on this node" in (ended["newer"].reason or "")
+
+
 def test_a_daemon_that_starts_later_is_found(tmp_path: Path) -> None:
     path = tmp_path / "s"
     host = Host(tmp_path / "data", f"unix://{path}")

@@ -97,6 +97,20 @@ def test_the_owner_and_whatever_descends_from_it_belong_to_the_lease() -> None:
             child.kill()
 
 
+def test_a_listed_process_whose_launcher_is_dead_is_no_stranger_on_its_own_gpu() -> None:
+    """As with two launchers in a row, of which the second is killed while the lease of the first goes on."""
+    launcher = ProcessId(2, 1)
+    with under("") as rank:
+        try:
+            known = ProcessId.of(rank.pid)
+            assert known is not None
+            for descendants, expected in (((), None), ((known,), "mine")):
+                held = seen("mine", owner=launcher, descendants=descendants)
+                assert leases_of(process_attribution.attribute(reading(rank.pid), [held])) == {rank.pid: expected}
+        finally:
+            rank.kill()
+
+
 def test_a_process_in_a_cgroup_of_the_leases_name_belongs_to_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from gpulease.sansio.effects import Emit, Flow, NextChunk, ResponseLost, Sleep
 from gpulease.sansio.failover import Destination, Failover, is_safe_to_resend, may_have_taken_effect
-from gpulease.sansio.owed import DEBTS, Debt, is_answer
+from gpulease.sansio.owed import DEBTS, Debt, is_about_its_debt, is_answer
 from gpulease_protocol import endpoints
 from gpulease_protocol.codec import from_json, to_json
 from gpulease_protocol.endpoints import ApiCall
@@ -305,7 +305,10 @@ class Flows:
         """Say what is owed before asking for GPUs again, so that no process waits behind its own former request."""
         unresponsive = set()
         for debt in DEBTS.owed_to(self.failover.destination):
-            if debt.failover not in unresponsive and (yield from DEBTS.settled(debt)) is not None:
+            if debt.failover in unresponsive:
+                continue
+            error = yield from DEBTS.settled(debt)
+            if error is not None and not is_about_its_debt(error):
                 unresponsive.add(debt.failover)
 
     def _renewed_if_old(self, lease: Lease, sent_at: float) -> Flow[tuple[Lease, float]]:

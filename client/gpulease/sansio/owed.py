@@ -20,6 +20,7 @@ it sees its owner alive, and the owner is this process, which goes on. So what c
 | the request had arrived, and was granted meanwhile | the grant is released |
 | the lease has ended, is unknown, or its holder may no longer ask | an answer (410, 412, 404, 401): settled |
 | a signal arrives while this is said, also a second Ctrl-C | it is owed from before the first attempt |
+| the daemon has no answer for one of them (500, or one that cannot be read) | the others are settled |
 | the daemon of one of several clients hangs | the others' debts wait for at most its time limit |
 """
 
@@ -92,6 +93,11 @@ def is_answer(error: BaseException) -> bool:
         return error.retry_after_s is None
     later = isinstance(error, DaemonUnavailable | Unavailable | TooSlow) or type(error) is GpuleaseError
     return isinstance(error, GpuleaseError) and not later
+
+
+def is_about_its_debt(error: GpuleaseError) -> bool:
+    """True if others that are owed to the same daemon may be settled all the same."""
+    return type(error) is GpuleaseError
 
 
 class Debts:
@@ -173,6 +179,8 @@ class Debts:
             for debt in debts:
                 if (error := transport.run(self.settled(debt))) is not None:
                     LOG.debug("Owed still: %s", error)
+                    if is_about_its_debt(error):
+                        continue
                     break
                 answered = True
         except Exception:

@@ -62,6 +62,8 @@ worker in a container ends leases of the host.
 | a request's owner dies before its verdict | refused, nothing is recorded |
 | no one waits for a queued request any more, though its owner lives | `holder_died` after `ttl_s` |
 | it is granted in that time | unclaimed: `expired` after `ttl_s`, unless its holder asks about it or renews |
+| the client goes away before it is told of a grant at once | unclaimed, likewise |
+| the daemon restarts in that time | the same: it is recorded whether the holder has asked |
 | the report was overtaken by a newer one | decides nothing; the newer one said it |
 
 What must always hold

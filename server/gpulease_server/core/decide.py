@@ -8,6 +8,7 @@ from dataclasses import replace
 from gpulease_protocol.model import LeaseState
 from gpulease_server.core.gpu import node_problem
 from gpulease_server.core.happenings import (
+    AnswerLost,
     BearerTokenChanged,
     CancelRequested,
     CordonRequested,
@@ -25,6 +26,7 @@ from gpulease_server.core.happenings import (
 from gpulease_server.core.job import on_cancel_requested, on_job_submitted
 from gpulease_server.core.lease import (
     expire,
+    on_answer_lost,
     on_lease_requested,
     on_release_requested,
     on_renewal_requested,
@@ -37,7 +39,7 @@ from gpulease_server.core.records import Deadline, KeyRemoved
 from gpulease_server.core.turn import Turn
 
 
-def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901
+def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901, PLR0912 - one case for each
     """Decide on one happening; its effects are in the turn. `settle` closes the turn."""
     turn.cause = happening.cause
     match happening:
@@ -49,6 +51,8 @@ def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901
             on_release_requested(turn, happening)
         case WaiterPolled():
             on_waiter_polled(turn, happening)
+        case AnswerLost():
+            on_answer_lost(turn, happening)
         case JobSubmitted():
             on_job_submitted(turn, happening)
         case CancelRequested():

@@ -16,8 +16,11 @@ from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
 
 
-def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
-    """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant."""
+def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], *, unclaimed: bool) -> None:
+    """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant.
+
+    `unclaimed`: it was granted out of the queue, and its holder must ask about it before its owner's life keeps it.
+    """
     ledger, lease = turn.ledger, record.lease
     token, node = ledger.next_token, gpus[0].device.node
     port = _free_port(turn, node, lease.id)
@@ -37,7 +40,7 @@ def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
         fencing_token=token,
         granted_at=turn.now.at,
     )
-    turn.put(replace(record, lease=granted, port=port, renewed_at=turn.now.at))
+    turn.put(replace(record, lease=granted, port=port, renewed_at=None if unclaimed else turn.now.at))
     for gpu in gpus:
         if gpu.lease_id is not None:
             raise AssertionError(f"GPU {gpu.device.uuid} is still held by {gpu.lease_id}")

@@ -95,6 +95,14 @@ class WaiterPolled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLost:
+    """The client that asked for this lease had gone before it was told of the grant. Not answered."""
+
+    cause: str
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CancelRequested:
     """A user wants the job to end."""
 
@@ -180,6 +188,7 @@ Happening = (
     | RenewalRequested
     | ReleaseRequested
     | WaiterPolled
+    | AnswerLost
     | CancelRequested
     | NodeReported
     | NodeModeRequested

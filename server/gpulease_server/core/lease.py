@@ -9,6 +9,7 @@ from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
 from gpulease_server.core.footprint import lease_bytes, records_bytes
 from gpulease_server.core.grant import can_revive, revive
 from gpulease_server.core.happenings import (
+    AnswerLost,
     IdempotencyKey,
     LeaseRequested,
     ReleaseRequested,
@@ -19,7 +20,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, Unclaimed, WatchedOwner
+from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import too_much_undecided
 
@@ -137,9 +138,8 @@ def on_renewal_requested(turn: Turn, renewal: RenewalRequested) -> None:
         record = revive(turn, record)
     lease = record.lease
     if lease.liveness is not Liveness.JOB:
-        _claim(turn, lease)
-        extend_deadline(turn, lease)
         turn.put(replace(record, renewed_at=turn.now.at))
+        extend_deadline(turn, lease)
     turn.answer(renewal.cause, lease_view(turn.ledger, turn.ledger.leases[lease.id], turn.now, turn.policy))
 
 
@@ -192,13 +192,18 @@ def on_waiter_polled(turn: Turn, polled: WaiterPolled) -> None:
     if record is None or polled.lease_id not in turn.ledger.deadlines:
         return
     if record.lease.state is LeaseState.QUEUED or polled.lease_id in turn.ledger.unclaimed:
-        _claim(turn, record.lease)
+        if polled.lease_id in turn.ledger.unclaimed:
+            turn.put(replace(record, renewed_at=turn.now.at))
         extend_deadline(turn, record.lease)
 
 
-def _claim(turn: Turn, lease: Lease) -> None:
-    if lease.id in turn.ledger.unclaimed:
-        turn.put(Unclaimed(lease.id, unclaimed=False))
+def on_answer_lost(turn: Turn, lost: AnswerLost) -> None:
+    """No one was told of a grant: it is unclaimed, unless its holder has been heard since."""
+    record = turn.ledger.leases.get(lost.lease_id)
+    if record is None or record.lease.state is not LeaseState.ACTIVE or record.renewed_at != record.lease.granted_at:
+        return
+    turn.put(replace(record, renewed_at=None))
+    extend_deadline(turn, record.lease)
 
 
 def expire(turn: Turn) -> None:

@@ -30,7 +30,6 @@ from gpulease_server.core.records import (
     NodeRecord,
     NodeRemoved,
     NotBefore,
-    Unclaimed,
 )
 
 MAX_ENDED_IN_MEMORY = 1000
@@ -53,7 +52,7 @@ class Ledger:
     node_observations: dict[str, NodeObservation] = field(default_factory=dict)
     deadlines: dict[str, float] = field(default_factory=dict)
     unclaimed: set[str] = field(default_factory=set)
-    """Ids of leases that were granted out of the queue, whose holders have not asked about them since."""
+    """Ids of leases of whose grant no one was told, and whose holders have not asked about them since."""
     keys: dict[str, KeyRecord] = field(default_factory=dict)
     draining_since: dict[str, float] = field(default_factory=dict)
     """By UUID: a reading that shows the GPU clean must have begun after this."""
@@ -119,8 +118,6 @@ class Ledger:
                 self.silent_s.pop(change.name, None)
             case Deadline():
                 self._put_deadline(change)
-            case Unclaimed():
-                (self.unclaimed.add if change.unclaimed else self.unclaimed.discard)(change.lease_id)
             case NotBefore():
                 self.not_before[change.lease_id] = change.at_s
             case BypassCounts():
@@ -181,6 +178,8 @@ class Ledger:
             del self.queue[at]
             self._waits_no_more(lease)
         self._put_watch(record)
+        is_unclaimed = lease.state is LeaseState.ACTIVE and record.renewed_at is None
+        (self.unclaimed.add if is_unclaimed else self.unclaimed.discard)(lease.id)
         if lease.state is not LeaseState.QUEUED:
             self.not_before.pop(lease.id, None)
             self.bypasses.pop(lease.id, None)
@@ -188,7 +187,6 @@ class Ledger:
         self.ended_bytes["leases"] -= self.ended_leases.pop(lease.id, 0)
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
-            self.unclaimed.discard(lease.id)
             self._put_ended_lease(lease)
 
     def _put_watch(self, record: LeaseRecord, *, over: bool = False) -> None:

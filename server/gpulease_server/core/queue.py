@@ -17,7 +17,7 @@ from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord, Unclaimed
+from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import (
     never_within_limits,
@@ -106,9 +106,7 @@ def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending
     if pending is not None:
         turn.cause = record.cause
         _record_pending(turn, pending)
-    elif record.lease.job_id is None:
-        turn.put(Unclaimed(record.lease.id, unclaimed=True))
-    grant(turn, record, gpus)
+    grant(turn, record, gpus, unclaimed=pending is None and record.lease.job_id is None)
     job = turn.ledger.jobs.get(record.lease.job_id or "")
     if job is not None:
         lease = turn.ledger.leases[record.lease.id].lease

@@ -42,7 +42,8 @@ class LeaseRecord:
     port: int | None = None
     """`MASTER_PORT`, leased with the GPUs."""
     renewed_at: datetime | None = None
-    """Last sign of life, for people; what a worker sees of an owner is not recorded."""
+    """Last sign of life; what a worker sees of an owner is not recorded. None from a grant of which no one was told, as
+    one out of the queue, until its holder asks about it: the lease is unclaimed."""
     watched_owner: WatchedOwner | None = None
     """Its owner, where that is known beyond a pid. It is watched while the lease's liveness is `process`."""
     requested_at_s: float = field(default=float("-inf"), compare=False)
@@ -190,15 +191,6 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Unclaimed:
-    """A lease was granted out of the queue, and its holder has not asked about it since; or has. In memory only: after
-    a restart every lease counts as claimed."""
-
-    lease_id: str
-    unclaimed: bool
-
-
-@dataclass(frozen=True, slots=True)
 class NotBefore:
     """A queued lease that takes part in the queue only from this moment on. In memory only: after a restart at once."""
 
@@ -247,7 +239,6 @@ Change = (
     | GpuRemoved
     | NodeRemoved
     | Deadline
-    | Unclaimed
     | NotBefore
     | BypassCounts
     | KeyRecord

@@ -25,7 +25,6 @@ from gpulease_server.core.records import (
     NodeRecord,
     NodeRemoved,
     NotBefore,
-    Unclaimed,
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
@@ -197,7 +196,7 @@ class Store:
 
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
-    return not isinstance(change, (NodeObservation, Deadline, Unclaimed, NotBefore, BypassCounts))
+    return not isinstance(change, (NodeObservation, Deadline, NotBefore, BypassCounts))
 
 
 def _key(table: Table) -> str:

@@ -11,7 +11,7 @@ from fastapi import Depends, Query, Request, Response
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import realm
-from gpulease_protocol.model import Holder, Lease, LeaseState, Page
+from gpulease_protocol.model import Holder, Lease, LeaseState, Liveness, Page
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_protocol.requests import HolderProof, LeaseRequest
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
@@ -25,6 +25,7 @@ from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody
 from gpulease_server.api.streams.long_poll import SLICE_S, Cursor, Limit, WaitSeconds, cursor_number, wait_until
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import (
+    AnswerLost,
     IdempotencyKey,
     LeaseRequested,
     ReleaseRequested,
@@ -97,7 +98,7 @@ async def request_lease(
     if lease.state is LeaseState.QUEUED and wait_s > 0:
         await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
         lease = _view(daemon, await _find_lease(daemon, lease.id))
-        await _note_claim(daemon, request, caller, lease)
+    await _note_told(daemon, request, caller, lease, is_repeated=lease.id != requested.lease_id)
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
     response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
@@ -257,6 +258,21 @@ async def _note_claim(daemon: DaemonState, request: Request, caller: Caller, lea
     unclaimed = lease.id in daemon.ledger.unclaimed and lease.state is LeaseState.ACTIVE
     if unclaimed and caller.owns(lease.holder) and not await request.is_disconnected():
         daemon.writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id=lease.id))
+
+
+async def _note_told(daemon: DaemonState, request: Request, caller: Caller, lease: Lease, *, is_repeated: bool) -> None:
+    """Note whether the client that asks for a lease is told of its grant, or has gone away meanwhile."""
+    if lease.state is not LeaseState.ACTIVE or lease.liveness is not Liveness.PROCESS:
+        return
+    cause = ids.new_id("request")
+    if await request.is_disconnected():
+        if not is_repeated:
+            daemon.writer.enqueue(AnswerLost(cause=cause, lease_id=lease.id))
+    elif is_repeated:
+        # Also where the first answer was lost and that is not decided yet.
+        daemon.writer.enqueue(RenewalRequested(cause=cause, lease_id=lease.id, fencing_token=lease.fencing_token))
+    else:
+        await _note_claim(daemon, request, caller, lease)
 
 
 def _view(daemon: DaemonState, record: LeaseRecord) -> Lease:
