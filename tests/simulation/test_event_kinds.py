@@ -42,7 +42,7 @@ def kinds_in_the_core() -> set[str]:
 
 
 def test_each_kind_of_event_and_each_end_reason_occurs_or_is_named_here() -> None:
-    log = simulate(4, steps=2500).log
+    log = simulate(2, steps=2500).log
     kinds, reasons = {event["kind"] for event in log}, {e["reason"] for e in log if e["kind"] == "lease.ended"}
 
     assert kinds_in_the_core() - kinds <= KINDS_ELSEWHERE.keys()
