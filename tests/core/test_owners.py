@@ -10,6 +10,7 @@ from gpulease_protocol.errors import InvalidRequest, LeaseLost
 from gpulease_protocol.model import EndReason, Event, GpuState, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import JUST_STARTED, MAX_OWNERS, OwnerState
 from gpulease_server.core.happenings import AnswerLost, Ticked, WaiterPolled
+from gpulease_server.core.liveness import ANSWER_LOST_S
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.presentation import lease_view
 from tests.core.build import World
@@ -412,3 +413,78 @@ def test_an_owner_is_told_to_the_nodes_of_its_realm_and_to_no_other() -> None:
     world.report("b")
     assert desired_state(world.ledger, "b", 0).leases[0].owner_pid is None
     assert desired_state(world.ledger, "a", 0).leases[0].owner_pid == ANN
+
+
+def leave(world: World, lease: Lease) -> None:
+    """The client that waits for a lease goes away."""
+    wait_for(world, lease, 5)
+    world.turn(AnswerLost(cause="lost", lease_id=lease.id))
+
+
+@pytest.mark.parametrize("owner", [None, ANN], ids=["by heartbeat", "by its process"])
+def test_a_client_that_goes_away_keeps_its_place_for_a_minute_whatever_its_ttl(owner: int | None) -> None:
+    """`gpulease acquire` leases for hours. Killed in the queue, it kept its place for as long."""
+    world = World().node(gpus=1)
+    world.owners[ANN] = ALIVE
+    world.lease(1, ttl_s=3600)
+    waiter = world.lease(1, owner=owner, ttl_s=300)
+    leave(world, waiter)
+    world.pass_time(ANSWER_LOST_S - 2)
+    assert world.now_of(waiter).state is LeaseState.QUEUED
+    world.pass_time(3)
+    assert world.now_of(waiter).end_reason is EndReason.HOLDER_DIED
+
+
+@pytest.mark.parametrize("come_back", ["poll", "renew"])
+def test_a_client_that_comes_back_within_a_minute_has_its_whole_ttl(come_back: str) -> None:
+    world = World().node(gpus=1)
+    world.lease(1, ttl_s=3600)
+    waiter = world.lease(1, ttl_s=300)
+    leave(world, waiter)
+    world.pass_time(50)
+    if come_back == "poll":
+        world.turn(WaiterPolled(cause="poll", lease_id=waiter.id))
+    else:
+        world.renew(waiter)
+    world.pass_time(290)
+    assert world.now_of(waiter).state is LeaseState.QUEUED
+
+
+def test_what_is_granted_to_a_client_that_has_gone_away_is_free_again_after_a_minute() -> None:
+    world = World().node(gpus=1)
+    holder = world.lease(1, ttl_s=3600)
+    waiter = world.lease(1, ttl_s=300)
+    leave(world, waiter)
+    world.pass_time(30)
+    world.release(holder)
+    world.report()
+    assert world.now_of(waiter).state is LeaseState.ACTIVE
+    world.pass_time(ANSWER_LOST_S - 2)
+    assert world.now_of(waiter).state is LeaseState.ACTIVE, "time to ask about it"
+    world.pass_time(3)
+    assert world.now_of(waiter).end_reason is EndReason.EXPIRED
+
+
+def test_what_is_granted_as_its_client_goes_away_is_free_again_after_a_minute() -> None:
+    world = World().node(gpus=1)
+    holder = world.lease(1, ttl_s=3600)
+    waiter = world.lease(1, ttl_s=300)
+    world.release(holder)
+    world.report()
+    assert world.now_of(waiter).state is LeaseState.ACTIVE
+    world.turn(AnswerLost(cause="lost", lease_id=waiter.id))
+    world.pass_time(ANSWER_LOST_S + 1)
+    assert world.now_of(waiter).end_reason is EndReason.EXPIRED
+
+
+def test_what_is_granted_to_one_who_asks_now_and_then_is_theirs_for_the_ttl() -> None:
+    world = World().node(gpus=1)
+    holder = world.lease(1, ttl_s=3600)
+    asks_now_and_then = world.lease(1, ttl_s=300)
+    world.pass_time(200)
+    world.release(holder)
+    world.report()
+    world.pass_time(290)
+    assert world.now_of(asks_now_and_then).state is LeaseState.ACTIVE
+    world.pass_time(20)
+    assert world.now_of(asks_now_and_then).end_reason is EndReason.EXPIRED

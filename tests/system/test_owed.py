@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+from datetime import datetime
 
 import psutil
 import pytest
@@ -130,6 +131,25 @@ def test_a_grant_is_not_told_to_a_client_that_has_gone(running: DaemonProcess) -
     eventually(lambda: waits["id"] in ends(running), 20, running.story)
     assert ends(running)[waits["id"]] in ("expired", "holder_died")
     running.wait_free(20)
+
+
+def test_a_client_that_breaks_off_a_long_poll_keeps_its_place_for_a_minute(running: DaemonProcess) -> None:
+    """As `gpulease acquire` that is killed: it leases for hours, and its shell lives on."""
+    holder = running.request_lease(COUNT)
+    body = {"count": COUNT, "ttl_s": 7200, **ProcessId.this_process().owner_fields(local=True)}
+    waits = running.call("POST", "/v1/leases", body).json
+
+    def lasts_s() -> float:
+        until_at = running.lease(waits["id"])["expires_at"]
+        return datetime.fromisoformat(until_at).timestamp() - time.time()
+
+    assert (waits["state"], waits["liveness"]) == ("queued", "process")
+    assert lasts_s() > 7000
+    with socket.socket(socket.AF_UNIX) as acquire:
+        acquire.connect(str(running.socket))
+        acquire.sendall(f"GET /v1/leases/{waits['id']}?wait_s=600 HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    eventually(lambda: lasts_s() < 61, 60, running.story)
+    running.release(holder)
 
 
 @pytest.mark.budget(20)

@@ -62,7 +62,7 @@ worker in a container ends leases of the host.
 | a request's owner dies before its verdict | refused, nothing is recorded |
 | no one waits for a queued request any more, though its owner lives | `holder_died` after `ttl_s` |
 | it is granted in that time | unclaimed: `expired` after `ttl_s`, unless its holder asks about it or renews |
-| the client goes away before it is told of a grant at once | unclaimed, likewise |
+| the client goes away while it waits, or before it is told of a grant at once | the same, after a minute at most |
 | the daemon restarts in that time | the same: it is recorded whether the holder has asked |
 | the report was overtaken by a newer one | decides nothing; the newer one said it |
 

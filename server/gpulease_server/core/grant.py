@@ -10,7 +10,7 @@ from gpulease_protocol.node_protocol import LEASE_PORTS
 from gpulease_server.core.gpu import claimed_elsewhere, node_mode, state_of
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.liveness import extend_deadline
+from gpulease_server.core.liveness import extend_deadline, extend_unclaimed
 from gpulease_server.core.records import Deadline, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
@@ -48,6 +48,8 @@ def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], *, uncla
         turn.put(replace(gpu, lease_id=lease.id, draining=False, fencing_token=token, baseline_bytes=baseline))
     if lease.liveness is Liveness.JOB:
         turn.put(Deadline(lease.id, None))
+    elif unclaimed:
+        extend_unclaimed(turn, lease)
     else:
         extend_deadline(turn, lease)
     turn.emit(

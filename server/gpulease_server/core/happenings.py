@@ -96,7 +96,7 @@ class WaiterPolled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLost:
-    """The client that asked for this lease had gone before it was told of the grant. Not answered."""
+    """The client that asked for this lease, or waited for it, had gone away before it was answered. Not answered."""
 
     cause: str
     lease_id: str

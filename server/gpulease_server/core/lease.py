@@ -17,7 +17,7 @@ from gpulease_server.core.happenings import (
     WaiterPolled,
 )
 from gpulease_server.core.lease_end import end_lease
-from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared
+from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared, shorten_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, WatchedOwner
@@ -198,12 +198,16 @@ def on_waiter_polled(turn: Turn, polled: WaiterPolled) -> None:
 
 
 def on_answer_lost(turn: Turn, lost: AnswerLost) -> None:
-    """No one was told of a grant: it is unclaimed, unless its holder has been heard since."""
+    """No one waits for a request any more, or was told of its grant: that is unclaimed, unless its holder has been
+    heard since."""
     record = turn.ledger.leases.get(lost.lease_id)
-    if record is None or record.lease.state is not LeaseState.ACTIVE or record.renewed_at != record.lease.granted_at:
+    if record is None or lost.lease_id not in turn.ledger.deadlines:
         return
-    turn.put(replace(record, renewed_at=None))
-    extend_deadline(turn, record.lease)
+    if record.lease.state is LeaseState.ACTIVE:
+        if record.renewed_at not in (None, record.lease.granted_at):
+            return
+        turn.put(replace(record, renewed_at=None))
+    shorten_deadline(turn, record.lease)
 
 
 def expire(turn: Turn) -> None:

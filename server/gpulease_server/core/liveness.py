@@ -3,7 +3,8 @@
 A process lives on when its user gives up a request: Ctrl-C in a notebook, a shell that runs curl. So the life of the
 owner keeps only what its holder is known to have. In the queue, waiting keeps a request. A lease that was granted out
 of the queue is *unclaimed* until its holder asks about it, and lasts `ttl_s` until then; so is one whose client had
-gone before it was told.
+gone before it was told. A client that goes away before it is answered leaves its request, or the grant, for a minute at
+most (`ANSWER_LOST_S`), unless it comes back.
 
 The failure table is in the package's essay (`gpulease_server.core`).
 """
@@ -21,6 +22,9 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import Deadline, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 
+ANSWER_LOST_S = 60.0
+"""How long a request lasts after its client has gone away, at most: time to mend a connection or restart a client. Its
+`ttl_s` may be hours, as that of `gpulease acquire`, and is meant for the time after the grant."""
 MIN_EXTENSION_S = 0.25
 """Sights of an owner that would move a deadline by less than this, or by less than a tenth, leave it where it is."""
 
@@ -45,6 +49,23 @@ def extend_deadline(turn: Turn, lease: Lease) -> None:
         if record.watched_owner is not None and _is_held(turn, record.lease):
             until_s = max(until_s, _silent_from_s(turn, record.watched_owner.node))
     turn.put(Deadline(lease.id, until_s))
+
+
+def extend_unclaimed(turn: Turn, lease: Lease) -> None:
+    """A lease is granted out of the queue. Where no one has waited for so long that the request would soon have ended,
+    it lasts no longer than after a lost answer."""
+    left_s = turn.ledger.deadlines.get(lease.id, float("inf")) - turn.now.mono_s
+    shortest_s = min(lease.ttl_s, ANSWER_LOST_S)
+    if left_s <= shortest_s:
+        turn.put(Deadline(lease.id, turn.now.mono_s + shortest_s))
+    else:
+        extend_deadline(turn, lease)
+
+
+def shorten_deadline(turn: Turn, lease: Lease) -> None:
+    """The client has gone away before it was answered."""
+    until_s = turn.now.mono_s + min(lease.ttl_s, ANSWER_LOST_S)
+    turn.put(Deadline(lease.id, min(until_s, turn.ledger.deadlines[lease.id])))
 
 
 def _silent_from_s(turn: Turn, node: str) -> float:

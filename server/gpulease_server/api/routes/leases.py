@@ -11,7 +11,7 @@ from fastapi import Depends, Query, Request, Response
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import realm
-from gpulease_protocol.model import Holder, Lease, LeaseState, Liveness, Page
+from gpulease_protocol.model import Holder, Lease, LeaseState, Page
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_protocol.requests import HolderProof, LeaseRequest
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
@@ -134,8 +134,8 @@ async def show_lease(
     ] = None,
 ) -> Lease:
     """One lease. With `wait_s`, a long poll: the answer is held until the state changes. Only a long poll or renewal by
-    the holder keeps a queued lease, each for its `ttl_s`. `token` and `env` are shown only to the holder and to
-    administrators."""
+    the holder keeps a queued lease, each for its `ttl_s`; a long poll that is broken off, for a minute. `token` and
+    `env` are shown only to the holder and to administrators."""
     record = await _find_lease(daemon, lease_id)
     if wait_s > 0:
         await _wait_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
@@ -251,6 +251,8 @@ async def _wait_while(
 
     slice_s = min(SLICE_S, record.lease.ttl_s / 3) if record.lease.ttl_s > 0 else SLICE_S
     await wait_until(daemon, request, caller, f"lease:{lease_id}", wait_s, has_changed, keep_alive, slice_s)
+    if state is LeaseState.QUEUED and caller.owns(record.lease.holder) and await request.is_disconnected():
+        daemon.writer.enqueue(AnswerLost(cause=ids.new_id("poll"), lease_id=lease_id))
 
 
 async def _note_claim(daemon: DaemonState, request: Request, caller: Caller, lease: Lease) -> None:
@@ -261,14 +263,12 @@ async def _note_claim(daemon: DaemonState, request: Request, caller: Caller, lea
 
 
 async def _note_told(daemon: DaemonState, request: Request, caller: Caller, lease: Lease, *, is_repeated: bool) -> None:
-    """Note whether the client that asks for a lease is told of its grant, or has gone away meanwhile."""
-    if lease.state is not LeaseState.ACTIVE or lease.liveness is not Liveness.PROCESS:
-        return
+    """Note whether the client that asks for a lease is told of it, or has gone away meanwhile."""
     cause = ids.new_id("request")
     if await request.is_disconnected():
         if not is_repeated:
             daemon.writer.enqueue(AnswerLost(cause=cause, lease_id=lease.id))
-    elif is_repeated:
+    elif lease.state is LeaseState.ACTIVE and is_repeated:
         # Also where the first answer was lost and that is not decided yet.
         daemon.writer.enqueue(RenewalRequested(cause=cause, lease_id=lease.id, fencing_token=lease.fencing_token))
     else:
