@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,10 @@ class Short(LimitedHttpProtocol):
     head_s = body_s = stalled_s = 0.5
     max_connections = 8
     peer_uid = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.peer_uid = type(self).peer_uid  # a test may change it for the next connection
+        super().connection_made(transport)
 
 
 class Served:
@@ -309,3 +314,59 @@ def test_one_user_cannot_take_all_connections(
             assert other.recv(12) == b"HTTP/1.1 200"
         served.soon(served.go.set)
         assert own[0].recv(12) == b"HTTP/1.1 200"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return when this is true."""
+    end, pause = time.monotonic() + PATIENCE_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < end
+        pause.wait(0.01)
+
+
+def posted(size: int, sent: int) -> bytes:
+    return b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % size + b"x" * sent
+
+
+@pytest.mark.parametrize(("uid", "most"), [(54321, 100_000), (None, 200_000)])
+def test_one_user_cannot_fill_the_memory_with_requests(
+    served: Served, monkeypatch: pytest.MonkeyPatch, uid: int | None, most: int
+) -> None:
+    monkeypatch.setattr(Short, "max_request_bytes", 400_000)
+    monkeypatch.setattr(Short, "body_s", 2 * PATIENCE_S)
+    monkeypatch.setattr(Short, "peer_uid", uid)
+    with served.connection() as first:
+        first.sendall(posted(size=500_000, sent=most - 10_000))
+        until(lambda: Short.request_bytes_by_uid[uid] >= most - 10_000)
+        assert served.answer(posted(size=20_000, sent=20_000)) == (503, "unavailable")
+        monkeypatch.setattr(Short, "peer_uid", 77777)
+        with served.connection() as other:
+            other.sendall(posted(size=20_000, sent=20_000))
+            assert other.recv(12) == b"HTTP/1.1 200"
+    until(lambda: not Short.request_bytes_by_uid)
+
+
+def test_a_request_counts_until_its_request_is_answered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Short, "max_request_bytes", 400_000)
+    monkeypatch.setattr(Short, "peer_uid", 54321)
+    with served.connection() as one:
+        for _ in range(10):
+            one.sendall(posted(size=60_000, sent=60_000))
+            answer = one.recv(2**20)
+            assert answer.startswith(b"HTTP/1.1 200")
+            while not answer.endswith(b"\r\n0\r\n\r\n"):
+                answer += one.recv(2**20)
+    until(lambda: not Short.request_bytes_by_uid)
+
+
+def test_heads_that_wait_for_their_answers_count_too(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Short, "max_request_bytes", 400_000)
+    monkeypatch.setattr(Short, "peer_uid", 54321)
+    large = b"GET /hold HTTP/1.1\r\nHost: x\r\nX-Large: %b\r\n\r\n" % (b"x" * 60_000)
+    with served.connection() as first:
+        first.sendall(large)
+        until(lambda: Short.request_bytes_by_uid[54321] >= 60_000)
+        assert served.answer(large) == (503, "unavailable")
+        served.soon(served.go.set)
+        assert first.recv(12) == b"HTTP/1.1 200"
+        until(lambda: not Short.request_bytes_by_uid)

@@ -15,6 +15,7 @@ with plain text. A connection here is in one of three states, each with its limi
 | over `max_pipelined` requests ahead of their responses | closed |
 | a client that does not read its response | closed when it has taken no byte for `stalled_s` |
 | over `max_connections` connections, or more than 1 / `USER_SHARE` of them from one user | 503, closed |
+| over `max_request_bytes` of unanswered requests, or over 1 / `USER_SHARE` of it from one user | 503, closed |
 
 A daemon that was stopped and continued, or is late, finds its timers due before it reads what arrived meanwhile. So a
 time limit is checked twice, `RECHECK_S` apart, and what is read in between counts.
@@ -26,7 +27,7 @@ import asyncio
 import logging
 import os
 import resource
-from collections import Counter
+from collections import Counter, deque
 from enum import Enum, auto
 from typing import Any, ClassVar
 
@@ -93,6 +94,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """User id of the peer; a subclass sets it before `connection_made`."""
     max_pipelined: ClassVar[int] = 32
     max_connections: ClassVar[int] = MAX_CONNECTIONS
+    max_request_bytes: ClassVar[int] = 256 * 2**20
+    request_bytes_by_uid: ClassVar[Counter[int | None]] = Counter()
+    """Bytes of unanswered requests, by user id: heads and bodies are in memory until the answer."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -106,6 +110,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._request_count = 0
         self._head_bytes = 0
         self._header_count = 0
+        self._unanswered: deque[int] = deque()
+        """Bytes that have arrived of each unanswered request, oldest first."""
         self._closing = False
         """True after the last response; further input is ignored."""
 
@@ -113,22 +119,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Accept the connection, or refuse it if too many are open."""
         super().connection_made(transport)
         self.open_by_uid[self.peer_uid] += 1
-        user_limit = self._user_limit()
+        user_limit = self._user_share(self.max_connections)
         if len(self.connections) > self.max_connections:
             detail = f"{self.max_connections} connections are open already."
             self._send_last_response(Unavailable(detail, remedy="Try again later."))
         elif self.open_by_uid[self.peer_uid] > user_limit:
-            whom = "callers without a user id" if self.peer_uid is None else "your user"
-            detail = f"{user_limit} connections from {whom} are open already."
+            detail = f"{user_limit} connections from {self._user_words} are open already."
             self._send_last_response(Unavailable(detail, remedy="Close some."))
         else:
             self._set_timer()
 
-    def _user_limit(self) -> int:
-        """How many connections the peer's user may have open."""
+    def _user_share(self, whole: int) -> int:
+        """How much of a shared resource the peer's user may take."""
         if self.peer_uid in (0, os.geteuid()):
-            return self.max_connections
-        return self.max_connections // (2 if self.peer_uid is None else USER_SHARE)
+            return whole
+        return whole // (2 if self.peer_uid is None else USER_SHARE)
+
+    @property
+    def _user_words(self) -> str:
+        return "callers without a user id" if self.peer_uid is None else "your user"
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers."""
@@ -136,6 +145,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.open_by_uid[self.peer_uid] -= 1
         if not self.open_by_uid[self.peer_uid]:
             del self.open_by_uid[self.peer_uid]
+        self._count_bytes(-sum(self._unanswered))
+        self._unanswered.clear()
         for timer in (self._timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
@@ -184,8 +195,39 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._closing = True
             self.transport.abort()
             raise RequestRefused
+        self._require_share(size)
         super().on_headers_complete()
+        self._unanswered.append(size)
+        self._count_bytes(size)
         self._part = RequestPart.BODY
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body."""
+        if not self.cycle.response_complete:  # else it is discarded
+            self._require_share(len(body))
+            self._unanswered[-1] += len(body)
+            self._count_bytes(len(body))
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        """A request is answered."""
+        if self._unanswered:  # else the connection is lost
+            self._count_bytes(-self._unanswered.popleft())
+        super().on_response_complete()
+
+    def _require_share(self, size_bytes: int) -> None:
+        """Refuse a request with so many bytes more if the unanswered ones would have too many."""
+        user_bytes = self.request_bytes_by_uid[self.peer_uid] + size_bytes
+        all_bytes = self.request_bytes_by_uid.total() + size_bytes
+        if user_bytes > self._user_share(self.max_request_bytes) or all_bytes > self.max_request_bytes:
+            detail = f"Requests from {self._user_words} that are not answered yet have {user_bytes} bytes."
+            self._refuse(Unavailable(detail, remedy="Send fewer large requests at once."))
+            raise RequestRefused
+
+    def _count_bytes(self, size_bytes: int) -> None:
+        self.request_bytes_by_uid[self.peer_uid] += size_bytes
+        if not self.request_bytes_by_uid[self.peer_uid]:
+            del self.request_bytes_by_uid[self.peer_uid]
 
     def on_message_complete(self) -> None:
         """The request is complete."""
