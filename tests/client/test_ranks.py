@@ -206,6 +206,25 @@ def test_the_parent_of_a_child_of_multiprocessing_is_known_dead_or_alive(
     assert ranks._find_pool_parent() == ProcessId.of(os.getppid())
 
 
+@pytest.mark.parametrize("reaper", ["systemd", "process 1"])
+def test_a_child_of_joblib_that_was_adopted_before_it_asked_is_an_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reaper: str
+) -> None:
+    """Its parent was killed while it imported torch. It would wait for work, with a GPU, for minutes."""
+    parent = os.getppid() if reaper == "systemd" else 1
+    proc = tree(tmp_path, (os.getpid(), parent, {}), (parent, 0, {}))
+    name = "systemd" if reaper == "systemd" else "sh"
+    (proc / str(parent) / "stat").write_text(f"{parent} ({name}) S 0 {parent}{FURTHER}")
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "joblib.externals.loky.backend.popen_loky_posix"])
+    found = ranks._find_pool_parent(proc)
+    assert found == ranks.ENDED_PROCESS
+    assert not found.alive()
+    monkeypatch.setattr(ranks, "_pool_parent", (os.getpid(), found))
+    with pytest.raises(LeaseLost, match="The process that started this one"):
+        ranks.check_not_orphaned(proc)
+
+
 def test_the_child_of_a_pool_whose_parent_has_ended_is_an_orphan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: ProcessId
 ) -> None:

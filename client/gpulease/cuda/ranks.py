@@ -51,6 +51,8 @@ LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "HOROVOD_LOC
 gloo. Slurm's SLURM_LOCALID is missing here because a batch script has it too."""
 WORLD_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "HOROVOD_SIZE")
 """How many ranks there are. A single rank, as in a shell used for debugging, shares with no other."""
+ENDED_PROCESS = ProcessId(0, 0)
+"""A process that has ended, and of which nothing else is known."""
 MAX_ANCESTORS = 64
 """How far up the process tree to look."""
 
@@ -90,13 +92,13 @@ _pool_parent: tuple[int, ProcessId | None] | None = None
 """The process that asked, and what it found."""
 
 
-def _find_pool_parent() -> ProcessId | None:
+def _find_pool_parent(proc: Path = Path("/proc")) -> ProcessId | None:
     process = sys.modules.get("multiprocessing.process")
     parent = None if process is None else process.parent_process()
     if parent is not None and parent.pid is not None:
         return ProcessId.of(parent.pid) or ProcessId(parent.pid, 0)
-    if any("loky.backend" in word for word in sys.orig_argv[:4]):
-        return ProcessId.of(os.getppid())
+    if any("loky.backend" in word for word in sys.orig_argv[:4]):  # it does not say which process started this one
+        return ENDED_PROCESS if _is_reaper(os.getppid(), {}, proc) else ProcessId.of(os.getppid())
     return None
 
 
@@ -106,7 +108,7 @@ def check_not_orphaned(proc: Path = Path("/proc")) -> None:
         return
     parent = pool_parent()
     if parent is not None and not parent.alive():
-        raise _orphaned(parent.pid)
+        raise _orphaned(parent.pid or None)
     own = _own_environment(proc)
     if not _is_one_of_several(own):
         return
