@@ -284,6 +284,54 @@ def test_of_two_first_reports_at_once_one_binds_the_token(running: DaemonProcess
     assert len(names & {"u1", "u2", "u3", "u4"}) == 1
 
 
+def test_a_bound_token_is_bound_after_a_restart(tmp_path: Path) -> None:
+    running = DaemonProcess(tmp_path / "d", "--no-worker")
+    try:
+        running.start(ready=False)
+        made = token(running, "w", role="worker")
+        assert report(running, made.json["bearer"], "t1").status == 200
+        running.kill()
+        running.start(ready=False)
+        assert node_of(running, made) == "t1"
+        assert report(running, made.json["bearer"], "t2").problem() == (403, "not_allowed")
+        assert report(running, made.json["bearer"], "t1").status == 200
+    finally:
+        running.stop()
+
+
+@ROOT_ONLY
+def test_a_path_of_a_workers_token_is_not_opened(running: DaemonProcess) -> None:
+    """Also on the daemon's host, where it looks like that of a worker: the daemon may read what this one may not."""
+    bearer = token(running, "w", role="worker", node="t9").json["bearer"]
+    reading = {"uuid": "GPU-00000000-0000-0000-0000-0000000000a9", "node": "t9", "index": 0}
+
+    def reported(**what: Any) -> Any:
+        body = {"worker_id": "of-t9", "host": "h", "gpus": [reading], "hold_s": 0.5, **what}
+        answer = call(running.port, "POST", "/v1/nodes/t9/exchange", body, bearer=bearer, uid=OWNER)
+        assert answer.status == 200, answer.json
+        return answer.json
+
+    answer = reported()
+    job = {"command": ["/bin/true"], "launcher": "plain", "node": "t9"}
+    submitted: list[Answer] = []
+    asking_for_it = threading.Thread(target=lambda: submitted.append(call(running.socket, "POST", "/v1/jobs", job)))
+    asking_for_it.start()
+    try:
+        answers = (answer := reported(ticket=answer["ticket"]) for _ in range(60))
+        assert any(one["jobs"] for one in answers), running.story()
+    finally:
+        asking_for_it.join(WITHIN_S)
+    job_id = submitted[0].json["id"]
+    directory = f"/var/lib/gpulease/worker/jobs/{job_id}/logs"
+    started = {"job_id": job_id, "state": "running", "started_at": "2026-11-22T00:00:00Z", "log_directory": directory}
+    reported(ticket=answer["ticket"], jobs=[started])
+    refused = call(running.socket, "GET", f"/v1/jobs/{job_id}/logs")
+    assert refused.problem() == (404, "not_found")
+    assert f"t9:{directory}" in refused.json["detail"]
+    reported(jobs=[{**started, "state": "exited", "exit_code": 0}])
+    assert call(running.socket, "GET", f"/v1/jobs/{job_id}").json["state"] == "succeeded"
+
+
 def test_only_a_workers_token_has_a_node(running: DaemonProcess) -> None:
     assert token(running, "ann", role="user", node="n1").problem() == (422, "invalid_request")
     assert token(running, "ann", role="worker", node="").problem() == (422, "invalid_request")

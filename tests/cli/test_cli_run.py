@@ -170,6 +170,25 @@ def test_nothing_of_the_command_outlives_a_program_that_is_killed(
         wait_until(lambda: not any(map(alive, (pid, command, guard))))
 
 
+def test_the_command_ends_when_its_guard_is_killed_with_the_program(daemon: FakeDaemon, tmp_path: Path) -> None:
+    """As by the kernel that runs out of memory, or SIGKILL to a whole session."""
+    started_all = tmp_path / "started"
+    with started(
+        daemon, sys.executable, "-c", f"import signal\nopen({str(started_all)!r}, 'w')\nsignal.pause()"
+    ) as run:
+        wait_until(started_all.exists)
+        (guard,) = children(run.pid)
+        (command,) = children(guard)
+        try:
+            os.kill(guard, signal.SIGSTOP)  # so that it cannot act before it dies
+            os.kill(run.pid, signal.SIGKILL)
+            os.kill(guard, signal.SIGKILL)
+            wait_until(lambda: not any(map(alive, (run.pid, guard, command))))
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(command, signal.SIGKILL)
+
+
 def test_a_command_that_cannot_be_executed_is_named(daemon: FakeDaemon, tmp_path: Path, capfd) -> None:
     (tmp_path / "broken").write_bytes(b"\x7fELF nothing")
     (tmp_path / "broken").chmod(0o755)

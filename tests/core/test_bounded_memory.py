@@ -14,7 +14,7 @@ from gpulease_server.core.footprint import RECORD_BYTES, job_bytes
 from gpulease_server.core.happenings import IdempotencyKey, JobSubmitted, SubmittedJob
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import JobRecord
+from gpulease_server.core.records import GpuRecord, JobRecord
 from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, uuid
 
@@ -203,6 +203,15 @@ def test_a_key_is_looked_up_and_not_searched_for_among_undecided_requests() -> N
     assert not here.pending.bytes_by_user
 
 
+class Unwalked(dict[str, GpuRecord]):
+    """GPUs that are looked up, and never gone through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("all GPUs are walked over")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
 def test_ended_leases_beyond_the_bound_cost_no_walk_over_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 GPUs were walked over at each end."""
     here = world(gpus=64)
@@ -213,3 +222,7 @@ def test_ended_leases_beyond_the_bound_cost_no_walk_over_the_gpus(monkeypatch: p
     assert len(here.ledger.ended_leases) <= 4
     assert len(here.ledger.last_leases) >= 60, "each is the last one of a GPU"
     assert len(here.ledger.leases) == 64
+    here.ledger.gpus = Unwalked(here.ledger.gpus)
+    for lease in leases:
+        here.ledger.apply(here.ledger.leases[lease.id])
+    assert len(here.ledger.ended_leases) <= 4

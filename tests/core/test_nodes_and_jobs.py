@@ -94,8 +94,8 @@ def test_a_missing_gpu_is_waited_for_again_each_time_that_it_was_shown_in_betwee
     for _ in range(3):
         world.node(gpus=[gpu(0)])
         world.pass_time(4)
+        assert set(world.ledger.gpus) == {uuid(0), uuid(1)}
         world.node(gpus=2)
-    assert set(world.ledger.gpus) == {uuid(0), uuid(1)}
     world.node(gpus=[gpu(0)])
     for _ in range(20):
         world.pass_time(1)
