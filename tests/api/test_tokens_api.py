@@ -284,6 +284,23 @@ def test_of_two_first_reports_at_once_one_binds_the_token(running: DaemonProcess
     assert len(names & {"u1", "u2", "u3", "u4"}) == 1
 
 
+def test_a_workers_token_takes_no_gpu_of_another_node(running: DaemonProcess) -> None:
+    """Not even one of a silent node, which may drain of a lease: reported clean, it would be granted again."""
+    reading = {"uuid": "GPU-00000000-0000-0000-0000-0000000000b1", "node": "t", "index": 0}
+    its, another = (token(running, "w", role="worker", node=node).json["bearer"] for node in ("t10", "t11"))
+
+    def gpu() -> Any:
+        return running.call("GET", f"/v1/gpus/{reading['uuid']}").json
+
+    assert report(running, its, "t10", gpus=[reading]).status == 200
+    eventually(lambda: running.call("GET", "/v1/nodes/t10").json["state"] == "unknown", WITHIN_S, running.story)
+    assert report(running, another, "t11", gpus=[reading]).status == 200
+    assert (gpu()["node"], gpu()["state"]) == ("t10", "unknown")
+    body = {"worker_id": "of-root", "host": "h", "hold_s": 0.0, "gpus": [reading]}
+    assert call(running.socket, "POST", "/v1/nodes/t12/exchange", body).status == 200
+    assert gpu()["node"] == "t12", "a worker that the kernel shows to be root may have a new name"
+
+
 def test_a_bound_token_is_bound_after_a_restart(tmp_path: Path) -> None:
     running = DaemonProcess(tmp_path / "d", "--no-worker")
     try:

@@ -122,6 +122,8 @@ class NodeReported:
     """The reading is not older than this, on the daemon's monotonic clock; None: of unknown age."""
     begun_at_s: float | None = None
     """The GPUs in `report.reread` were read no earlier than this; None: than `observed_at_s`."""
+    may_take_over: bool = True
+    """Whether it may show a GPU that another node has shown, and which has moved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

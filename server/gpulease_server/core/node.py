@@ -106,7 +106,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
     if report.problem is not None:
         return observation
     readings = {one.uuid: replace(mark_bystanders(one, turn.policy), node=name) for one in report.gpus}
-    _put_gpus(turn, name, readings, report.claimed_elsewhere)
+    _put_gpus(turn, name, readings, report.claimed_elsewhere, reported.may_take_over)
     observation = replace(
         observation,
         observed_at_s=observed_at_s,
@@ -146,9 +146,12 @@ def _put_node(turn: Turn, reported: NodeReported) -> None:
         turn.put(node)
 
 
-def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading], claimed: tuple[ClaimedGpu, ...]) -> None:
+def _put_gpus(
+    turn: Turn, node: str, readings: dict[str, GpuReading], claimed: tuple[ClaimedGpu, ...], may_take_over: bool
+) -> None:
     """Bring the ledger's list of the node's GPUs up to date. One that is missing is forgotten only after a while, see
-    `remove_missing_gpus`. `claimed`: those of another daemon's ledger."""
+    `remove_missing_gpus`. `claimed`: those of another daemon's ledger. `may_take_over`: also abandoned ones of other
+    nodes."""
     for reading in readings.values():
         device = Device(
             uuid=reading.uuid,
@@ -161,7 +164,7 @@ def _put_gpus(turn: Turn, node: str, readings: dict[str, GpuReading], claimed: t
         known = turn.ledger.gpus.get(reading.uuid)
         if known is None:
             turn.put(GpuRecord(device=device))
-        elif known.device != device and (known.device.node == node or _is_abandoned(turn, known)):
+        elif known.device != device and (known.device.node == node or (may_take_over and _is_abandoned(turn, known))):
             turn.put(replace(known, device=device))
     for device in (replace(one.device, node=node) for one in claimed):
         known = turn.ledger.gpus.get(device.uuid)

@@ -118,6 +118,7 @@ async def exchange(
             report=report,
             observed_at_s=daemon.tickets.issued_at_s(name, report.ticket),
             begun_at_s=daemon.tickets.issued_at_s(name, report.reading_ticket),
+            may_take_over=caller.role is not Role.WORKER,  # its token is for its node, and UUIDs are no secret
         )
     )
     daemon.recorder.record(name, report, daemon.ledger, daemon.now())
