@@ -168,7 +168,7 @@ def test_the_gpus_of_a_killed_process_are_released(client: Client, tmp_path: Pat
         pid, grandchild = map(int, (tmp_path / "pids").read_text().split())
         os.kill(pid, signal.SIGKILL)
         assert isinstance(future.exception(60), ProcessDied)
-        assert gone(grandchild), "what it has started goes with it"
+        eventually(lambda: gone(grandchild), 20, lambda: "what it has started goes with it")
     eventually(lambda: all_free(client), 20)
 
 
@@ -226,7 +226,8 @@ def test_a_lost_lease_ends_the_process(client: Client, tmp_path: Path, monkeypat
         (lease,) = client.leases("active")
         client.release(lease.id, lease.fencing_token)
         assert "was lost" in str(future.exception(60))
-    assert all(map(gone, map(int, (tmp_path / "pids").read_text().split())))
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    eventually(lambda: all(map(gone, pids)), 20)
 
 
 PROGRAM = """
