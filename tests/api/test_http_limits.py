@@ -276,7 +276,7 @@ def test_a_slow_reader_gets_the_complete_answer(served: Served) -> None:
         while piece := one.recv(2**20):
             size += len(piece)
             if size < 2**26:
-                pause.wait(0.05)
+                pause.wait(0.03)
         assert size > 2000 * 65536
 
 
