@@ -19,7 +19,7 @@ from typing import Any
 from gpulease import Client
 from tests.imported_program import ForkedProgram, completed
 
-START_S = 60.0
+START_S = 120.0
 READ_AT_START = ("LD_PRELOAD", "PYTHON", "TMPDIR", "TZ")
 """Variables that matter when a program begins: with others of these a daemon is executed, and not forked."""
 
@@ -109,7 +109,7 @@ class DaemonProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.kill()
                 raise AssertionError(f"the daemon did not end on SIGTERM; {self.story()}") from None
@@ -120,7 +120,7 @@ class DaemonProcess:
         payload = raw if raw is not None else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, payload, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return Answer(answer.status, answer.read(), dict(answer.headers))
         except urllib.error.HTTPError as error:
             return Answer(error.code, error.read(), dict(error.headers))
@@ -147,7 +147,7 @@ class DaemonProcess:
         """The state of each GPU."""
         return [gpu["state"] for gpu in self.gpus()]
 
-    def wait_free(self, within_s: float = 20) -> None:
+    def wait_free(self, within_s: float = 60) -> None:
         """Wait until every GPU is free."""
         eventually(lambda: set(self.gpu_states()) == {"free"}, within_s, lambda: f"{self.gpus()}\n{self.story()}")
 
@@ -165,7 +165,7 @@ class DaemonProcess:
         """The leases in a state."""
         return list(self.get(f"/v1/leases?limit=1000&state={state}").json["items"])
 
-    def wait_active(self, lease_id: str, within_s: float = 20) -> dict[str, Any]:
+    def wait_active(self, lease_id: str, within_s: float = 60) -> dict[str, Any]:
         """Wait until a queued lease is granted; the lease."""
         eventually(lambda: self.lease(lease_id)["state"] == "active", within_s, self.story)
         return self.lease(lease_id)

@@ -115,7 +115,7 @@ class PostgresServer:
 
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[Any, ...]]:
         """Run one statement as the superuser, in a connection of its own."""
-        with psycopg.connect(self.url(database), autocommit=True, connect_timeout=10) as connection:
+        with psycopg.connect(self.url(database), autocommit=True, connect_timeout=60) as connection:
             cursor = connection.execute(statement)
             return cursor.fetchall() if cursor.description else []
 

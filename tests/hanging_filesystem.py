@@ -68,7 +68,7 @@ def hanging(place: Path) -> Iterator[Hanging]:
     with subprocess.Popen([sys.executable, "-m", "tests.hanging_filesystem", str(place)]) as server:
         system = Hanging(place, server)
         try:
-            eventually(lambda: os.path.ismount(place) or server.poll() is not None, 20)
+            eventually(lambda: os.path.ismount(place) or server.poll() is not None, 60)
             if server.poll() is not None:
                 pytest.skip("FUSE cannot be mounted here")
             yield system

@@ -62,7 +62,7 @@ class Cable:
     def __exit__(self, *_: object) -> None:
         assert self._passing is not None
         ip("link", "delete", self._near)
-        self._passing.communicate("", timeout=30)  # its namespace goes with it
+        self._passing.communicate("", timeout=60)  # its namespace goes with it
 
     def pull(self) -> None:
         """From now on no packet arrives, in either direction."""
@@ -79,7 +79,7 @@ class Cable:
 
 def ip(*words: str, before: tuple[str, ...] = ()) -> str:
     """What iproute2's `ip` prints."""
-    return subprocess.run([*before, "ip", *words], check=True, timeout=30, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run([*before, "ip", *words], check=True, timeout=60, stdout=subprocess.PIPE, text=True).stdout
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -51,7 +51,7 @@ def api(shared_daemon: tuple[DaemonProcess, Hardware]) -> Iterator[DaemonProcess
             running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
         else:
             running.call("POST", f"/v1/jobs/{lease['job_id']}/cancel", {"grace_s": 0})
-    eventually(lambda: states(running) == ["free"] * 4, 20, running.story)
+    eventually(lambda: states(running) == ["free"] * 4, 60, running.story)
     return running
 
 

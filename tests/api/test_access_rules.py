@@ -130,7 +130,7 @@ def test_the_output_of_a_job_is_private_to_its_holder(here: Installation) -> Non
     asked = {"command": ["/bin/sh", "-c", f"{program}; exit 1"], "launcher": "plain"}
     here.ask("owner", "POST", f"/v1/jobs/{here.job['id']}/cancel", {"grace_s": 0})
     job = here.ask("owner", "POST", "/v1/jobs", asked).json
-    while (over := here.ask("owner", "GET", f"/v1/jobs/{job['id']}?wait_s=20")).json["ended_at"] is None:
+    while (over := here.ask("owner", "GET", f"/v1/jobs/{job['id']}?wait_s=60")).json["ended_at"] is None:
         assert over.status == 200
     assert "s3cret" in over.json["reason"], over.json
     for path in (f"/v1/jobs/{job['id']}", "/v1/jobs", "/v1/events?limit=1000", "/v1/leases", "/"):
@@ -184,7 +184,7 @@ def test_a_token_is_valid_until_it_is_revoked_or_expires(here: Installation) -> 
     assert call(port, "GET", "/v1/gpus", bearer=bearer).problem() == (401, "not_authenticated")
     assert call(here.running.socket, "DELETE", f"/v1/tokens/{token['id']}").problem() == (404, "not_found")
     short = here.token("nobody", expires_s=0.05)
-    eventually(lambda: call(port, "GET", "/v1/gpus", bearer=short).status == 401, 20, here.running.story)
+    eventually(lambda: call(port, "GET", "/v1/gpus", bearer=short).status == 401, 60, here.running.story)
 
 
 @ROOT_ONLY

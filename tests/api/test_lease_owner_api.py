@@ -130,24 +130,24 @@ def test_on_another_host_than_the_daemons_a_holder_is_watched_and_no_stranger_on
         unknown = ask_as(user, **{**owner, "owner_realm": f"{UNKNOWN_BOOT}/pid:[1]"})
         assert (unknown["liveness"], unknown["holder"]["host"]) == ("heartbeat", None)
         give_back(running, unknown)
-        eventually(lambda: state_of(running) == "free", 10, running.story)
+        eventually(lambda: state_of(running) == "free", 30, running.story)
         theirs = ask_as("another", **owner)
-        eventually(lambda: lease_of(running, theirs)["liveness"] == "heartbeat", 10, running.story)
+        eventually(lambda: lease_of(running, theirs)["liveness"] == "heartbeat", 30, running.story)
         assert training.poll() is None
         give_back(running, theirs)
-        eventually(lambda: state_of(running) == "free", 10, running.story)
+        eventually(lambda: state_of(running) == "free", 30, running.story)
 
         held = ask_as(user, **owner)
         assert (held["liveness"], held["holder"]["host"]) == ("process", socket.gethostname())
         show(training.pid)
-        eventually(lambda: activity_of(running) in ("active", "idle"), 10, running.story)
+        eventually(lambda: activity_of(running) in ("active", "idle"), 30, running.story)
         kinds = [event["kind"] for event in as_admin(running, "GET", "/v1/events?limit=1000")["items"]]
         assert "gpu.conflict" not in kinds, "it is no stranger to its own lease"
         training.kill()
         training.wait()
         show()
-        eventually(lambda: lease_of(running, held)["end_reason"] == "holder_died", 20, running.story)
-        eventually(lambda: state_of(running) == "free", 10, running.story)
+        eventually(lambda: lease_of(running, held)["end_reason"] == "holder_died", 60, running.story)
+        eventually(lambda: state_of(running) == "free", 30, running.story)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def test_a_lease_from_grant_to_release(api: DaemonProcess) -> None:
     assert renewed.json["expires_at"] > lease["expires_at"]
     released = api.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
     assert (released.status, released.json["end_reason"]) == (200, "released")
-    eventually(lambda: states(api) == ["free"] * 4, 20)
+    eventually(lambda: states(api) == ["free"] * 4, 60)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +155,17 @@ def test_a_queued_request_is_granted_by_a_push(api: DaemonProcess) -> None:
     answers: list[tuple[float, Answer]] = []
 
     def wait() -> None:
-        answer = api.call("GET", f"/v1/leases/{queued.json['id']}?wait_s=30&wait_while=queued")
+        answer = api.call("GET", f"/v1/leases/{queued.json['id']}?wait_s=60&wait_while=queued")
         answers.append((time.monotonic(), answer))
 
     waiter = threading.Thread(target=wait)
     waiter.start()
     begun = time.monotonic()
     api.call("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]})
-    waiter.join(30)
+    waiter.join(60)
     (at, answer), *_ = answers
     assert answer.json["state"] == "active"
-    assert at - begun < 20, "not pushed: the answer came when its time was over"
+    assert at - begun < 40, "not pushed: the answer came when its time was over"
 
 
 def test_a_post_that_waits_is_answered_with_the_grant(api: DaemonProcess) -> None:
@@ -182,7 +182,7 @@ def test_a_long_poll_ends_after_wait_s(api: DaemonProcess) -> None:
     begun = time.monotonic()
     answer = api.call("GET", f"/v1/leases/{lease['id']}?wait_s=0.5")
     assert answer.json["state"] == "active"
-    assert 0.45 <= time.monotonic() - begun < 5
+    assert 0.45 <= time.monotonic() - begun < 30
 
 
 def test_only_the_token_of_the_grant_acts_on_a_lease(api: DaemonProcess) -> None:
@@ -198,7 +198,7 @@ def test_only_the_token_of_the_grant_acts_on_a_lease(api: DaemonProcess) -> None
 
 def test_a_lease_that_expired_and_went_to_another_is_lost(api: DaemonProcess) -> None:
     lease = ask(api, {"devices": [0], "ttl_s": 0.3}).json
-    other = ask(api, {"devices": [0]}, "?wait_s=20").json
+    other = ask(api, {"devices": [0]}, "?wait_s=60").json
     assert other["state"] == "active"
     assert api.call("POST", f"/v1/leases/{lease['id']}/renew", {"token": lease["token"]}).problem() == (
         410,
@@ -238,9 +238,9 @@ def test_a_post_that_waits_for_a_request_that_is_withdrawn_gets_410(api: DaemonP
     def queued() -> list[str]:
         return [lease["id"] for lease in api.call("GET", "/v1/leases?state=queued").json["items"]]
 
-    eventually(queued, 20)
+    eventually(queued, 60)
     api.call("POST", f"/v1/leases/{queued()[0]}/release", {"token": None})
-    waiter.join(30)
+    waiter.join(60)
     assert answers[0].problem() == (410, "lease_lost")
     assert "ended before it was granted: cancelled" in answers[0].json["detail"]
 
@@ -255,7 +255,7 @@ def test_lists_are_paginated(api: DaemonProcess) -> None:
 
 def test_a_gpu_with_a_foreign_process_is_never_granted(api: DaemonProcess, hardware: Hardware) -> None:
     hardware.show({"processes": [{"pid": 4242, "memory_bytes": 2**30}]}, {}, {}, {})
-    eventually(lambda: states(api) == ["foreign", "free", "free", "free"], 20)
+    eventually(lambda: states(api) == ["foreign", "free", "free", "free"], 60)
     assert ask(api, {"devices": [0], "queue": False}).problem() == (409, "not_now")
     shown = api.call("GET", f"/v1/gpus/{hardware.uuid(0)}").json
     assert "pid 4242" in shown["reason"]
@@ -278,14 +278,14 @@ def test_a_broken_simulation_file_turns_the_node_unknown_and_nothing_else(
 ) -> None:
     held = ask(api, {"devices": [0]}).json
     hardware.path.write_text(broken)
-    eventually(lambda: set(states(api)) == {"unknown"}, 20)
+    eventually(lambda: set(states(api)) == {"unknown"}, 60)
     node = api.call("GET", "/v1/nodes/n1").json
     assert node["state"] == "unknown"
     assert str(hardware.path) in node["reason"]
     assert ask(api, {"queue": False}).problem() == (409, "not_now")
     assert api.call("POST", f"/v1/leases/{held['id']}/renew", {"token": held["token"]}).status == 200
     hardware.show({}, {}, {}, {})
-    eventually(lambda: states(api) == ["leased", "free", "free", "free"], 20)
+    eventually(lambda: states(api) == ["leased", "free", "free", "free"], 60)
 
 
 def test_curl_sees_a_table(api: DaemonProcess) -> None:
@@ -306,7 +306,7 @@ def test_a_reserved_gpu_says_so_in_the_list_by_itself_and_in_the_table(api: Daem
         younger = ask(api).json
         assert younger["state"] == "active"
         api.call("POST", f"/v1/leases/{younger['id']}/release", {"token": younger["token"]})
-        eventually(lambda: states(api).count("free") == 3, 20, api.story)
+        eventually(lambda: states(api).count("free") == 3, 60, api.story)
     free = [gpu for gpu in api.call("GET", "/v1/gpus").json["items"] if gpu["state"] == "free"]
     assert len(free) == 3
     for gpu in free:

@@ -59,7 +59,7 @@ def test_a_grant_waits_for_a_reading_that_began_after_it_was_requested(running: 
     worker.report(ticket=old, seen=seen, hold_s=0.6)  # now the reading is older than a grant may rest on
     answers: list[Answer] = []
     asking = threading.Thread(
-        target=lambda: answers.append(running.call("POST", "/v1/leases?wait_s=20", {"count": 1, "ttl_s": 60}))
+        target=lambda: answers.append(running.call("POST", "/v1/leases?wait_s=60", {"count": 1, "ttl_s": 60}))
     )
     asking.start()
     try:
@@ -73,7 +73,7 @@ def test_a_grant_waits_for_a_reading_that_began_after_it_was_requested(running: 
         assert not answers, "and nothing was granted on it"
         worker.report(ticket=again["ticket"])
     finally:
-        asking.join(30)
+        asking.join(60)
     assert [answer.status for answer in answers] == [201]
 
 

@@ -82,7 +82,7 @@ def nonsense(seed: int) -> Iterator[bytes]:
 
 def throw(running: DaemonProcess, pieces: Iterator[bytes]) -> None:
     """Send it and read the answer, whichever side closes first."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", running.port), 5) as one:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", running.port), 60) as one:
         for piece in pieces:
             one.sendall(piece)
         one.shutdown(socket.SHUT_WR)

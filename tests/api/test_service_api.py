@@ -151,7 +151,7 @@ def test_leases_outlive_a_restart(tmp_path: Path) -> None:
         other = running.call("POST", "/v1/leases", {"count": 1, "queue": False})
         assert other.problem() == (409, "not_now")
         running.call("POST", f"/v1/leases/{kept['id']}/release", {"token": kept["token"]})
-        granted = running.call("GET", f"/v1/leases/{waiting['id']}?wait_s=20&wait_while=queued").json
+        granted = running.call("GET", f"/v1/leases/{waiting['id']}?wait_s=60&wait_while=queued").json
         assert granted["token"] > kept["token"]
         assert [event["seq"] for event in events(running)] == list(range(1, len(events(running)) + 1))
 

@@ -31,12 +31,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             return False
 
     try:
-        wait_until(four_gpus, 30)
+        wait_until(four_gpus, 60)
         yield address
     finally:
         daemon.send_signal(signal.SIGTERM)
         try:
-            daemon.wait(20)
+            daemon.wait(60)
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()

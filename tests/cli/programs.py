@@ -12,7 +12,7 @@ from gpulease_protocol.launchers import strip_launcher_variables
 Program = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def wait_until(condition: Callable[[], object], within_s: float = 20.0, story: Callable[[], str] = str) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = 60.0, story: Callable[[], str] = str) -> None:
     """Return when the condition holds; fail with the story after `within_s`."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -26,7 +26,7 @@ def lines(stderr: str) -> list[str]:
 
 def test_run_binds_the_command_passes_on_its_exit_code_and_releases(client: Client, gpulease: Program) -> None:
     show = "echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER; exit 7"
-    result = gpulease("run", "-n", "2", "--wait", "20s", "--label", "mine", "--", "sh", "-c", show, LOCAL_RANK="3")
+    result = gpulease("run", "-n", "2", "--wait", "60s", "--label", "mine", "--", "sh", "-c", show, LOCAL_RANK="3")
     assert result.returncode == 7, result.stderr
     mask, order = result.stdout.split()
     assert mask.split(",") == [gpu.uuid for gpu in client.gpus() if gpu.index < 2]
@@ -35,14 +35,14 @@ def test_run_binds_the_command_passes_on_its_exit_code_and_releases(client: Clie
 
 
 def test_run_reports_the_signal_that_ended_the_command(client: Client, gpulease: Program) -> None:
-    assert gpulease("run", "--wait", "20s", "--", "sh", "-c", "kill -9 $$").returncode == 128 + 9
+    assert gpulease("run", "--wait", "60s", "--", "sh", "-c", "kill -9 $$").returncode == 128 + 9
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_run_forwards_signals(client: Client, url: str, number: signal.Signals) -> None:
     command = f"trap 'exit 9' {number.name[3:]}; echo up; while :; do sleep 0.05; done"
     program = subprocess.Popen(
-        [sys.executable, "-m", "gpulease_cli", "run", "--wait", "20s", "--", "bash", "-c", command],
+        [sys.executable, "-m", "gpulease_cli", "run", "--wait", "60s", "--", "bash", "-c", command],
         env=environ(GPULEASE_URL=url),
         stdout=subprocess.PIPE,
         text=True,
@@ -52,7 +52,7 @@ def test_run_forwards_signals(client: Client, url: str, number: signal.Signals) 
         assert program.stdout is not None
         assert program.stdout.readline() == "up\n"
         program.send_signal(number)
-        assert program.wait(20) == 9
+        assert program.wait(60) == 9
     finally:
         program.kill()
         program.wait()
@@ -63,7 +63,7 @@ def test_run_forwards_signals(client: Client, url: str, number: signal.Signals) 
 
 def test_run_ends_the_command_and_exits_4_when_the_lease_is_lost(client: Client, url: str, tmp_path: Path) -> None:
     program = subprocess.Popen(
-        [sys.executable, "-m", "gpulease_cli", "run", "--wait", "20s", "--ttl", "1s", "--", "sleep", "100"],
+        [sys.executable, "-m", "gpulease_cli", "run", "--wait", "60s", "--ttl", "1s", "--", "sleep", "100"],
         env=environ(GPULEASE_URL=url),
         stderr=subprocess.PIPE,
         text=True,
@@ -72,7 +72,7 @@ def test_run_ends_the_command_and_exits_4_when_the_lease_is_lost(client: Client,
         wait_until(lambda: client.leases(LeaseState.ACTIVE))
         (lease,) = client.leases(LeaseState.ACTIVE)
         client.release(lease.id, lease.fencing_token)
-        stderr = program.communicate(timeout=20)[1]
+        stderr = program.communicate(timeout=60)[1]
         assert program.returncode == 4
         assert "gpulease: lease lost" in stderr
     finally:
@@ -89,7 +89,7 @@ def test_run_leases_nothing_for_a_command_that_does_not_exist(client: Client, gp
 
 
 def test_run_without_free_gpus_says_who_holds_them(client: Client, gpulease: Program) -> None:
-    with client.lease(4, wait_s=20, label="sweep 12") as lease:
+    with client.lease(4, wait_s=60, label="sweep 12") as lease:
         for wait in ("0", "0.2s"):
             result = gpulease("run", "--wait", wait, "--", "true")
             assert result.returncode == 1
@@ -105,7 +105,7 @@ def test_run_with_more_gpus_than_exist_is_refused_at_once(client: Client, gpulea
 
 
 def test_a_lease_from_acquire_to_release(client: Client, gpulease: Program) -> None:
-    acquired = gpulease("acquire", "-n", "2", "--wait", "20s", "--ttl", "1h", "--label", "by hand")
+    acquired = gpulease("acquire", "-n", "2", "--wait", "60s", "--ttl", "1h", "--label", "by hand")
     assert acquired.returncode == 0, acquired.stderr
     shell = f'{acquired.stdout}\necho "$GPULEASE_LEASE_ID $GPULEASE_LEASE_TOKEN $CUDA_VISIBLE_DEVICES"'
     told = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True, env=environ())
@@ -127,7 +127,7 @@ def test_a_lease_from_acquire_to_release(client: Client, gpulease: Program) -> N
 
 
 def test_acquire_json_is_the_rest_noun(client: Client, gpulease: Program) -> None:
-    noun = json.loads(gpulease("acquire", "--wait", "20s", "--json").stdout)
+    noun = json.loads(gpulease("acquire", "--wait", "60s", "--json").stdout)
     assert noun["state"] == "active"
     assert {"id", "token", "gpus", "env", "holder", "expires_at"} <= set(noun)
     listed = json.loads(gpulease("leases", "--json").stdout)
@@ -139,7 +139,7 @@ def test_acquire_json_is_the_rest_noun(client: Client, gpulease: Program) -> Non
 
 
 def test_status_shows_holders_and_the_queue(client: Client, gpulease: Program, url: str) -> None:
-    with client.lease(3, wait_s=20, label="night run"):
+    with client.lease(3, wait_s=60, label="night run"):
         waiting = subprocess.Popen(
             [sys.executable, "-m", "gpulease_cli", "run", "-n", "2", "--wait", "30s", "--", "true"],
             env=environ(GPULEASE_URL=url),
@@ -147,7 +147,7 @@ def test_status_shows_holders_and_the_queue(client: Client, gpulease: Program, u
         wait_until(lambda: client.leases(LeaseState.QUEUED))
         table = gpulease("status").stdout
         explained = gpulease("explain", client.leases(LeaseState.QUEUED)[0].id).stdout
-    assert waiting.wait(30) == 0
+    assert waiting.wait(60) == 0
     assert table.count("(night run)") == 3
     assert table.count("free") == 1
     assert "2 GPUs" in table.split("QUEUE")[1]
@@ -155,7 +155,7 @@ def test_status_shows_holders_and_the_queue(client: Client, gpulease: Program, u
 
 
 def test_explain_names_each_obstacle_once_and_takes_the_id_of_a_job(client: Client, gpulease: Program) -> None:
-    with client.lease(3, wait_s=20, label="night run"):
+    with client.lease(3, wait_s=60, label="night run"):
         job_id = gpulease("submit", "--launcher", "plain", "-n", "2", "--", "true").stdout.strip()
         waiting = gpulease("explain", job_id)
         asked = gpulease("explain", client.job(job_id).lease_id or "")
@@ -173,7 +173,7 @@ def test_explain_names_each_obstacle_once_and_takes_the_id_of_a_job(client: Clie
 
 
 def test_a_refusal_says_not_now_only_once(client: Client, gpulease: Program) -> None:
-    with client.lease(4, wait_s=20):
+    with client.lease(4, wait_s=60):
         what, why, _ = lines(gpulease("acquire").stderr)
     assert (what, why[:26]) == ("gpulease: not now", "  why: Asked for 1 GPU. GP")
 
@@ -208,11 +208,11 @@ def test_status_watch_continues_until_ctrl_c(client: Client, url: str) -> None:
     try:
         assert program.stdout is not None
         first = [program.stdout.readline() for _ in range(5)]
-        with client.lease(1, wait_s=20, label="night run"):
+        with client.lease(1, wait_s=60, label="night run"):
             while "night run" not in program.stdout.readline():
                 pass
         program.send_signal(signal.SIGINT)
-        assert program.wait(20) == 0
+        assert program.wait(60) == 0
         assert (first[0][:3], program.communicate()[1]) == ("GPU", "")
     finally:
         program.kill()

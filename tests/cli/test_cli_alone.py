@@ -186,7 +186,7 @@ def test_options_after_the_command_belong_to_the_command() -> None:
 
 def test_without_the_extra_it_says_what_to_install() -> None:
     program = "import sys; sys.modules['typer'] = None; from gpulease_cli import main; sys.exit(main(['status']))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 1
     assert "pip install 'gpulease[cli]'" in result.stderr
 
@@ -196,7 +196,7 @@ def test_without_the_package_of_the_command_it_says_what_to_install(command: str
     program = (
         f"import sys; sys.modules['{module}'] = None; from gpulease_cli import main; sys.exit(main(['{command}']))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 1
     assert "pip install 'gpulease[" in result.stderr
 

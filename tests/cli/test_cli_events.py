@@ -66,7 +66,7 @@ def test_an_event_on_one_line(event: Event, line: str) -> None:
 
 
 def test_json_prints_one_event_of_the_rest_api_per_line(client: Client, gpulease: Program, url: str) -> None:
-    with client.lease(1, wait_s=20):
+    with client.lease(1, wait_s=60):
         pass
     shown = [json.loads(line) for line in gpulease("events", "--after", "0", "--json").stdout.splitlines()]
     curl = ["curl", "-s", "--unix-socket", url.removeprefix("unix://"), "http://d/v1/events?limit=1000"]
@@ -79,7 +79,7 @@ def test_json_prints_one_event_of_the_rest_api_per_line(client: Client, gpulease
 
 
 def test_without_a_number_the_newest_are_shown_and_with_it_those_after(client: Client, gpulease: Program) -> None:
-    with client.lease(1, wait_s=20) as lease:
+    with client.lease(1, wait_s=60) as lease:
         pass
     wait_until(lambda: all(gpu.state == "free" for gpu in client.gpus()))
     everything = gpulease("events", "--after", "0").stdout.splitlines()
@@ -92,7 +92,7 @@ def test_without_a_number_the_newest_are_shown_and_with_it_those_after(client: C
 
 
 def test_the_newest_are_those_that_the_caller_may_see(client: Client, gpulease: Program) -> None:
-    with client.lease(1, wait_s=20):
+    with client.lease(1, wait_s=60):
         pass
     wait_until(lambda: all(gpu.state == "free" for gpu in client.gpus()))
     viewer = client.create_token(TokenRequest(user="ann", role=Role.VIEWER))
@@ -135,29 +135,29 @@ def read_until(program: subprocess.Popen[str], *words: str) -> list[str]:
 
 def test_follow_continues_after_a_daemon_restart_without_a_gap(tmp_path: Path) -> None:
     with daemon(tmp_path) as running, following(running.url, "--after", "0", "--json") as program:
-        with running.client() as client, client.lease(1, wait_s=20) as lease:
+        with running.client() as client, client.lease(1, wait_s=60) as lease:
             before = read_until(program, "lease.granted", lease.id)
         running.stop()
         running.start()
-        with running.client() as client, client.lease(1, wait_s=20) as lease:
+        with running.client() as client, client.lease(1, wait_s=60) as lease:
             after = read_until(program, "lease.granted", lease.id)
         seqs = [json.loads(line)["seq"] for line in before + after]
         assert seqs == list(range(1, len(seqs) + 1)), "one is missing, or was shown twice"
         program.send_signal(signal.SIGINT)
-        assert program.wait(20) == 130
+        assert program.wait(60) == 130
         assert program.stderr is not None
         assert program.stderr.read() == ""
 
 
 def test_follow_with_a_limit_ends_by_itself(client: Client, url: str) -> None:
     with following(url, "--after", "0", "--limit", "2") as program:
-        assert len(program.communicate(timeout=30)[0].splitlines()) == 2
+        assert len(program.communicate(timeout=60)[0].splitlines()) == 2
         assert program.returncode == 0
 
 
 def test_pruned_events_are_refused_with_the_first_that_is_kept(gpulease: Program, tmp_path: Path) -> None:
     with daemon(tmp_path) as running:
-        with running.client() as client, client.lease(1, wait_s=20):
+        with running.client() as client, client.lease(1, wait_s=60):
             pass
         running.stop()
         with closing(sqlite3.connect(running.data_dir / "gpulease.db")) as database, database:

@@ -51,7 +51,7 @@ class Running:
     def end(self) -> int:
         code = self.process.wait(60)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(30)
         self.close()
         return code
 

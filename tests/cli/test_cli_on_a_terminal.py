@@ -58,13 +58,13 @@ class Terminal:
         if number is not None:
             self.process.send_signal(number)
         code = self.process.wait(40)
-        self._reader.join(20)
+        self._reader.join(60)
         return code
 
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._reader.join(20)
+        self._reader.join(60)
         os.close(self._ours)
 
 
@@ -89,7 +89,7 @@ def frames(drawn: str) -> list[list[str]]:
 def test_watch_redraws_in_place_and_restores_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
     watching = terminal("status", "--watch")
     watching.shows("free")
-    with client.lease(1, wait_s=20, label="night run"):
+    with client.lease(1, wait_s=60, label="night run"):
         watching.shows("night run")
     assert watching.end(signal.SIGINT) == 0
     assert watching.drawn.startswith(ENTER)
@@ -114,7 +114,7 @@ def test_the_place_in_the_queue_is_one_line_that_is_removed_after_the_wait(
 ) -> None:
     wait = () if words[0] == "submit" else ("--wait", "5m")
     program = () if words[0] == "acquire" else ("--", "echo", "it", "runs")
-    with client.lease(4, wait_s=20, label="sweep 12"):
+    with client.lease(4, wait_s=60, label="sweep 12"):
         waiting = terminal(*words, *wait, *program, columns=100)
         waiting.shows("place 1 in the queue: ")
         times = re.compile(r"waiting (\d+)s")
@@ -130,7 +130,7 @@ def test_the_place_in_the_queue_is_one_line_that_is_removed_after_the_wait(
 
 
 def test_a_wait_without_success_ends_with_only_the_error(client: Client, terminal: Callable[..., Terminal]) -> None:
-    with client.lease(4, wait_s=20):
+    with client.lease(4, wait_s=60):
         waiting = terminal("run", "--wait", "4s", "--", "true")
         assert waiting.end() == 1
     assert waiting.drawn.rpartition("\r\x1b[K")[2].startswith("gpulease: not now\r\n")

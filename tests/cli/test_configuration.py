@@ -319,11 +319,11 @@ def test_daemon_and_worker_use_the_file_as_it_was_at_the_start(tmp_path: Path) -
 
             config.write_text("[worker]\nnonsense = 1\n")
             first.send_signal(signal.SIGKILL)
-            eventually(lambda: (now := worker()) is not None and now.pid != first.pid, 30, daemon.story)
+            eventually(lambda: (now := worker()) is not None and now.pid != first.pid, 60, daemon.story)
             again = worker()
             assert again is not None
             assert again.cmdline() == words
-            eventually(lambda: client.nodes()[0].state is NodeState.READY, 30, daemon.story)
+            eventually(lambda: client.nodes()[0].state is NodeState.READY, 60, daemon.story)
     finally:
         daemon.stop()
 

@@ -75,7 +75,7 @@ print(len(gpulease.Client().leases("active")))
 """
     program = f"""
 import os, sys, gpulease
-print(gpulease.find_usable_cuda_devices(2, wait_s=20), flush=True)
+print(gpulease.find_usable_cuda_devices(2, wait_s=60), flush=True)
 os.execv(sys.executable, [sys.executable, "-c", {after!r}])
 """
     assert lines(program, python) == ["[0, 1]", "[0, 1] [0] 1 1", "InUse", "0"]
@@ -96,7 +96,7 @@ def interrupted(*arguments, **options):
     signal.raise_signal(signal.SIGUSR1)
     return reserve(*arguments, **options)
 find_devices._reserve = interrupted
-print(gpulease.find_usable_cuda_devices(1, wait_s=20), gpulease.find_usable_cuda_devices(1))
+print(gpulease.find_usable_cuda_devices(1, wait_s=60), gpulease.find_usable_cuda_devices(1))
 """
     assert lines(program, python) == ["InUse", "[0] [0]"]
 
@@ -108,7 +108,7 @@ def test_two_trainings_started_from_a_rank_being_debugged_take_a_lease_each(clie
         found = [said(one, 2), said(two, 2)]
         held = client.leases(LeaseState.ACTIVE)
         for launcher in (one, two):
-            launcher.communicate("", timeout=30)
+            launcher.communicate("", timeout=60)
     assert sorted(found) == [["[0, 1]"] * 2, ["[2, 3]"] * 2]
     assert {lease.holder.owner_pid for lease in held} == {one.pid, two.pid}
 
@@ -122,7 +122,7 @@ def test_two_trainings_of_one_parent_at_different_ports_take_a_lease_each(client
     ) as parent:
         assert said(parent, 2) == ["[0, 1]", "[2, 3]"]
         assert len(client.leases(LeaseState.ACTIVE)) == 2
-        parent.communicate("", timeout=30)
+        parent.communicate("", timeout=60)
 
 
 def test_a_rank_that_asks_for_something_else_is_refused_and_takes_no_lease(client: Client, url: str) -> None:
@@ -132,14 +132,14 @@ def test_a_rank_that_asks_for_something_else_is_refused_and_takes_no_lease(clien
         assert first == "[0, 1]"
         assert second.startswith("InUse Another rank")
         assert len(client.leases(LeaseState.ACTIVE)) == 1
-        launcher.communicate("", timeout=30)
+        launcher.communicate("", timeout=60)
 
 
 def test_numbers_follow_a_mask_that_is_changed_before_cuda_starts(client: Client, python: Program) -> None:
     program = """
 import os, gpulease
 find = gpulease.find_usable_cuda_devices
-print(find(2, wait_s=20))
+print(find(2, wait_s=60))
 os.environ["CUDA_VISIBLE_DEVICES"] = "3,1,0"
 print(find(2), find(-1), find(1))
 os.environ["CUDA_VISIBLE_DEVICES"] = "3"
@@ -179,7 +179,7 @@ subprocess.Popen(command, env=os.environ | place, start_new_session=True)
     assert sorted(found) == ["[0]", "[1]"]
     assert not [lease for lease in client.leases(LeaseState.ACTIVE) if lease.holder.owner_pid in (1, os.getppid())]
     for script in running:
-        script.communicate("", timeout=30)
+        script.communicate("", timeout=60)
 
 
 SPAWNED = """
@@ -188,7 +188,7 @@ import multiprocessing, os, sys, gpulease
 def rank(number, say, go):
     os.environ |= {"LOCAL_RANK": str(number), "RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": "29500"}
     try:
-        found = gpulease.find_usable_cuda_devices(2, wait_s=20)
+        found = gpulease.find_usable_cuda_devices(2, wait_s=60)
     except Exception as error:
         found = type(error).__name__
     say.put((number, found))
@@ -228,7 +228,7 @@ POOL = """
 import multiprocessing, os, sys, time, gpulease
 
 def child(say):
-    lease = gpulease.Client().lease(count=1, wait_s=20, ttl_s=600)
+    lease = gpulease.Client().lease(count=1, wait_s=60, ttl_s=600)
     say.put(os.getpid())
     lease.lost.wait()
     try:

@@ -22,7 +22,7 @@ def test_the_same_call_gives_the_same_in_one_process_and_in_its_threads(client: 
     program = """
 import gpulease
 from concurrent.futures import ThreadPoolExecutor
-find = lambda *wanted, **more: gpulease.find_usable_cuda_devices(*wanted, **more, wait_s=20)
+find = lambda *wanted, **more: gpulease.find_usable_cuda_devices(*wanted, **more, wait_s=60)
 with ThreadPoolExecutor(8) as pool:
     print(*pool.map(find, [2] * 8))
 print(find(2), find(1), find(-1), find())
@@ -52,7 +52,7 @@ def test_threads_that_do_not_reuse_get_different_gpus(client: Client, python: Pr
 import gpulease
 from concurrent.futures import ThreadPoolExecutor
 with ThreadPoolExecutor(4) as pool:
-    print(sorted(sum(pool.map(lambda _: gpulease.find_usable_cuda_devices(1, wait_s=20, reuse=False), range(4)), [])))
+    print(sorted(sum(pool.map(lambda _: gpulease.find_usable_cuda_devices(1, wait_s=60, reuse=False), range(4)), [])))
 """
     assert lines(program, python) == ["[0, 1, 2, 3]"]
 
@@ -61,7 +61,7 @@ def test_a_call_with_other_requirements_is_not_the_same_call(client: Client, pyt
     program = """
 import gpulease
 find = gpulease.find_usable_cuda_devices
-print(find(1, wait_s=20, gpu_model="H100"), find(1), find(1, gpu_model="H100"))
+print(find(1, wait_s=60, gpu_model="H100"), find(1), find(1, gpu_model="H100"))
 try:
     find(1, min_free_memory_bytes=1)
 except RuntimeError as error:
@@ -75,7 +75,7 @@ def test_a_multiprocessing_child_gets_the_gpus_that_its_parent_found(client, tmp
     program = tmp_path / "train.py"
     program.write_text("""
 import multiprocessing, os, sys, gpulease
-found = gpulease.find_usable_cuda_devices(2, wait_s=20)  # at module level: spawn runs this again in each child
+found = gpulease.find_usable_cuda_devices(2, wait_s=60)  # at module level: spawn runs this again in each child
 
 def train(rank, queue):
     queue.put((found, gpulease.find_usable_cuda_devices(-1), len(gpulease.reserved_leases())))
@@ -100,11 +100,11 @@ if __name__ == "__main__":
 def test_a_forked_child_does_not_rely_on_an_ended_lease(client: Client, python: Program) -> None:
     program = """
 import os, gpulease
-print(gpulease.find_usable_cuda_devices(1, wait_s=20), flush=True)
+print(gpulease.find_usable_cuda_devices(1, wait_s=60), flush=True)
 read, write = os.pipe()
 if os.fork() == 0:
     os.read(read, 1)
-    print(gpulease.find_usable_cuda_devices(4, wait_s=20), len(gpulease.reserved_leases()), flush=True)
+    print(gpulease.find_usable_cuda_devices(4, wait_s=60), len(gpulease.reserved_leases()), flush=True)
     for held in gpulease.reserved_leases():
         held.release()
     os._exit(0)
@@ -121,7 +121,7 @@ import os, subprocess, sys, gpulease
 def rank(program, **more):
     subprocess.run([sys.executable, "-c", "import gpulease; find = gpulease.find_usable_cuda_devices; " + program],
                    env=os.environ | {"LOCAL_RANK": "1"} | more, check=False, stderr=subprocess.STDOUT)
-print(gpulease.find_usable_cuda_devices(2, wait_s=20), flush=True)
+print(gpulease.find_usable_cuda_devices(2, wait_s=60), flush=True)
 rank("print(find(2), find(-1), find(1))")
 rank("print(find(2))", CUDA_VISIBLE_DEVICES="3,1,0")
 rank("print(len(gpulease.Client().leases('active')))")
@@ -138,8 +138,8 @@ def test_an_independent_program_gets_gpus_of_its_own(client: Client, python: Pro
     """A sweep that holds a GPU itself starts its trials as programs, with its environment."""
     program = """
 import os, subprocess, sys, gpulease
-trial = "import gpulease; print(gpulease.find_usable_cuda_devices(1, wait_s=20), flush=True); input()"
-print(gpulease.find_usable_cuda_devices(1, wait_s=20), flush=True)
+trial = "import gpulease; print(gpulease.find_usable_cuda_devices(1, wait_s=60), flush=True); input()"
+print(gpulease.find_usable_cuda_devices(1, wait_s=60), flush=True)
 trials = []
 for _ in range(2):
     trials.append(subprocess.Popen([sys.executable, "-c", trial], stdin=subprocess.PIPE, stdout=subprocess.PIPE))
@@ -152,9 +152,9 @@ for one in trials:
 
 def test_variables_of_another_users_process_give_no_access(client: Client, python: Program) -> None:
     """As in a terminal that was opened from a notebook which has found GPUs, or where a user was debugging."""
-    with client.lease(1, wait_s=20) as lease:
+    with client.lease(1, wait_s=60) as lease:
         left = {"GPULEASE_LEASE_ID": lease.id, "GPULEASE_FOUND_BY": "1:1", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        program = "import gpulease; print(gpulease.find_usable_cuda_devices(1, wait_s=20))"
+        program = "import gpulease; print(gpulease.find_usable_cuda_devices(1, wait_s=60))"
         assert lines(program, python, **left) == ["[1]"]
 
 
@@ -163,15 +163,15 @@ def test_a_program_under_a_lease_finds_the_gpus_of_that_lease(
     client, gpulease: Program, asked: str, found: str
 ) -> None:
     program = f"import gpulease; print(gpulease.find_usable_cuda_devices({asked}))"
-    with client.lease(devices=[0], wait_s=20):
-        result = gpulease("run", "-n", "2", "--wait", "20s", "--", sys.executable, "-c", program)
+    with client.lease(devices=[0], wait_s=60):
+        result = gpulease("run", "-n", "2", "--wait", "60s", "--", sys.executable, "-c", program)
     assert result.stdout.strip() == found, result.stderr
     assert [len(event.gpus) for event in client.events() if event.kind == "lease.granted"][-1] == 2
 
 
 def test_a_program_under_a_lease_never_finds_more_than_that(client: Client, gpulease: Program) -> None:
     program = "import gpulease; gpulease.find_usable_cuda_devices(3)"
-    result = gpulease("run", "-n", "2", "--wait", "20s", "--", sys.executable, "-c", program)
+    result = gpulease("run", "-n", "2", "--wait", "60s", "--", sys.executable, "-c", program)
     assert "You requested to find 3 devices but this machine only has 2 GPUs." in result.stderr
 
 
@@ -179,14 +179,14 @@ def test_the_mask_can_be_narrowed_to_what_was_reserved(client: Client, python: P
     program = """
 import os, subprocess, sys, gpulease
 find = gpulease.find_usable_cuda_devices
-print(find(2, wait_s=20, set_visible=True), find(2, set_visible=True), find(2), flush=True)
+print(find(2, wait_s=60, set_visible=True), find(2, set_visible=True), find(2), flush=True)
 index = {gpu.uuid: gpu.index for gpu in gpulease.reserved_leases()[0].gpus}
 mask = [index[uuid] for uuid in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
 print(mask, os.environ["CUDA_DEVICE_ORDER"], flush=True)
 rank = "import gpulease; print(gpulease.find_usable_cuda_devices(2), gpulease.find_usable_cuda_devices(1))"
 subprocess.run([sys.executable, "-c", rank], env=os.environ | {"LOCAL_RANK": "1"})
 """
-    with client.lease(devices=[0], wait_s=20):
+    with client.lease(devices=[0], wait_s=60):
         said = lines(program, python, CUDA_VISIBLE_DEVICES="0,3,1")
     assert said == ["[0, 1] [0, 1] [0, 1]", "[3, 1] PCI_BUS_ID", "[0, 1] [0]"]
 
@@ -194,7 +194,7 @@ subprocess.run([sys.executable, "-c", rank], env=os.environ | {"LOCAL_RANK": "1"
 def test_a_later_call_does_not_narrow_a_mask_that_was_left_wide(client: Client, python: Program) -> None:
     program = """
 import os, gpulease
-gpulease.find_usable_cuda_devices(1, wait_s=20)
+gpulease.find_usable_cuda_devices(1, wait_s=60)
 try:
     gpulease.find_usable_cuda_devices(1, set_visible=True)
 except RuntimeError as error:

@@ -27,7 +27,7 @@ def client(daemon: FakeDaemon) -> Iterator[Client]:
 def until() -> Callable[..., None]:
     """Waits for a condition, with a deadline."""
 
-    def wait(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    def wait(condition: Callable[[], bool], within_s: float = 60.0) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, "the condition did not come true in time"

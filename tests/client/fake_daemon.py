@@ -44,6 +44,8 @@ class FakeDaemon:
         self.keys: dict[str, str] = {}
         self.request_lines: list[str] = []
         self.request_times_s: list[float] = []
+        self.hang_s = 2.0
+        """How long a fault `hang` lasts, after which the connection breaks."""
         self.retry_after: str | None = None
         """Sent with each 503."""
         self.as_of: str | None = None
@@ -152,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.daemon.request_times_s.append(time.monotonic())
         fault = self.daemon.fault(line)
         if fault == "hang":
-            time.sleep(2)
+            time.sleep(self.daemon.hang_s)
         if fault in ("503", "unknown"):
             outcome = {"outcome": "unknown"} if fault == "unknown" else {}
             self._answer(503, {"code": "unavailable", "detail": "not recorded", **outcome})

@@ -28,21 +28,21 @@ def within(seconds: float, work: Callable[[], Awaitable[T]]) -> T:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for a condition, with a deadline."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - it comes true in another thread
             await asyncio.sleep(0.005)
 
 
 def test_a_lease_is_renewed_while_the_block_runs_and_released_once(daemon: FakeDaemon) -> None:
     async def work() -> None:
-        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.9) as lease:
+        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=6) as lease:
             assert [gpu.uuid for gpu in lease.gpus] == ["GPU-0"]
             assert (lease.id, lease.fencing_token) == ("L-1", 7)
             await until(lambda: daemon.count("renew") >= 3)
             assert not lease.is_lost
         await lease.release()
 
-    within(20, work)
+    within(60, work)
     assert daemon.count("release") == 1
     assert daemon.only_lease()["end_reason"] == "released"
 
@@ -54,21 +54,21 @@ def test_a_lease_can_be_awaited_and_released_explicitly(daemon: FakeDaemon) -> N
         await lease.release()
         await client.close()
 
-    within(10, work)
+    within(60, work)
     assert daemon.only_lease()["end_reason"] == "released"
 
 
 def test_a_lease_survives_an_event_loop_blocked_longer_than_the_ttl(daemon: FakeDaemon) -> None:
     async def work() -> None:
-        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=0.6) as lease:
-            end = time.monotonic() + 1.5
+        async with AsyncClient(daemon.url) as client, client.lease(1, ttl_s=2) as lease:
+            end = time.monotonic() + 3
             while time.monotonic() < end:
                 sum(range(1000))
             assert not lease.is_lost
             await asyncio.sleep(0)
             assert not lease.lost.is_set()
 
-    within(20, work)
+    within(60, work)
 
 
 def test_a_lost_lease_sets_the_event_and_calls_a_coroutine_function(daemon: FakeDaemon, caplog) -> None:
@@ -86,7 +86,7 @@ def test_a_lost_lease_sets_the_event_and_calls_a_coroutine_function(daemon: Fake
             await until(lambda: told == [lease])
 
     with caplog.at_level(logging.WARNING, "gpulease"):
-        within(10, work)
+        within(60, work)
     assert "is lost" in caplog.text
 
 
@@ -106,7 +106,7 @@ def test_on_lost_that_fails_is_reported(daemon: FakeDaemon, caplog, coroutine: b
             daemon.end(lease.id)
             await until(lambda: "of the callback" in caplog.text)
 
-    within(10, work)
+    within(60, work)
 
 
 @pytest.mark.parametrize("granted_meanwhile", [False, True])
@@ -141,7 +141,7 @@ def test_cancelling_a_waiting_task_withdraws_its_request(
             with pytest.raises(asyncio.CancelledError):
                 await waiting
 
-    within(20, work)
+    within(60, work)
     assert daemon.only_lease()["end_reason"] == "released"
 
 
@@ -151,11 +151,13 @@ def test_cancelling_a_task_before_the_response_releases_its_lease(daemon: FakeDa
 
     async def work() -> None:
         async with AsyncClient(daemon.url) as client:
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await client.lease(1)
+            asking = asyncio.ensure_future(client.lease(1))
+            await until(lambda: not faults)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
 
-    within(20, work)
+    within(60, work)
     assert daemon.only_lease()["end_reason"] == "released"
     assert daemon.count("POST /v1/leases?") == 2, "the same request again, to learn its id"
 
@@ -181,7 +183,7 @@ def test_a_release_completes_even_if_the_task_is_cancelled(daemon: FakeDaemon) -
             with pytest.raises(asyncio.CancelledError):
                 await holding
 
-    within(20, work)
+    within(60, work)
     assert daemon.only_lease()["end_reason"] == "released"
 
 
@@ -195,7 +197,7 @@ def test_a_wait_that_times_out_names_the_holder_and_withdraws_the_request(daemon
             with pytest.raises(NotNow, match=r"within 0\.2 s.*leased to ada"):
                 await client.lease(1, wait_s=0.2)
 
-    within(10, work)
+    within(60, work)
     assert daemon.only_lease()["end_reason"] == "released"
 
 
@@ -217,7 +219,7 @@ def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon) -
             daemon.grant("L-1")
             assert await holding == "L-1"
 
-    within(30, work)
+    within(60, work)
 
 
 def test_many_tasks_of_one_loop_hold_leases_at_once(daemon: FakeDaemon) -> None:
@@ -231,7 +233,7 @@ def test_many_tasks_of_one_loop_hold_leases_at_once(daemon: FakeDaemon) -> None:
 
             assert len(set(await asyncio.gather(*(hold() for _ in range(16))))) == 16
 
-    within(30, work)
+    within(60, work)
     assert {lease["end_reason"] for lease in daemon.leases.values()} == {"released"}
 
 
@@ -243,7 +245,7 @@ def test_one_client_serves_one_event_loop_after_another(daemon: FakeDaemon) -> N
         await client.close()
 
     for _ in range(2):
-        within(10, work)
+        within(60, work)
 
 
 def test_the_environment_for_a_child_is_complete(daemon: FakeDaemon, monkeypatch) -> None:
@@ -255,7 +257,7 @@ def test_the_environment_for_a_child_is_complete(daemon: FakeDaemon, monkeypatch
             assert lease.environ().items() >= lease.env.items()
             return lease.environ()
 
-    environ = within(10, work)
+    environ = within(60, work)
     assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-0"
     assert environ["OF_MY_OWN"] == "stays"
     assert "MASTER_PORT" not in environ, "the stand-in leases none, and the inherited one is another training's"
@@ -269,7 +271,7 @@ def test_errors_are_the_same_as_those_of_the_client(daemon: FakeDaemon) -> None:
             with pytest.raises(InvalidRequest):
                 client.lease(0)
 
-    within(10, work)
+    within(60, work)
 
 
 def test_a_log_stream_that_breaks_off_is_resumed(daemon: FakeDaemon) -> None:
@@ -280,7 +282,7 @@ def test_a_log_stream_that_breaks_off_is_resumed(daemon: FakeDaemon) -> None:
         async with AsyncClient(daemon.url) as client:
             return "".join([piece async for piece in client.job_logs("j", follow=True)])
 
-    assert within(10, work) == "one\ntwo\n"
+    assert within(60, work) == "one\ntwo\n"
     assert daemon.count("/logs") == 2
 
 
@@ -292,7 +294,7 @@ def test_a_request_whose_response_was_lost_is_retried_and_granted_once(daemon: F
         async with AsyncClient(daemon.url) as client:
             return (await client.request_lease(LeaseRequest(count=1))).id
 
-    assert within(10, work) == "L-1"
+    assert within(60, work) == "L-1"
     assert list(daemon.leases) == ["L-1"]
 
 
@@ -304,7 +306,7 @@ def test_a_daemon_that_never_responds_times_out(daemon: FakeDaemon) -> None:
             with pytest.raises(DaemonUnavailable, match="did not answer GET /v1/gpus within"):
                 await client.gpus()
 
-    within(2, work)
+    within(60, work)
 
 
 def test_a_connection_opened_during_close_is_closed_after_its_response(daemon: FakeDaemon, monkeypatch) -> None:
@@ -323,5 +325,5 @@ def test_a_connection_opened_during_close_is_closed_after_its_response(daemon: F
         assert await client.gpus() == ()
         assert [one.is_closing() for one in sockets] == [True] * len(sockets)
 
-    within(10, work)
+    within(60, work)
     assert sockets

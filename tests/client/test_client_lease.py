@@ -23,10 +23,10 @@ from tests.client.fake_daemon import FakeDaemon
 
 def test_a_lease_is_renewed_while_the_block_runs_and_released_once(daemon: FakeDaemon, client: Client, until) -> None:
     begun, before = time.monotonic(), set(threading.enumerate())
-    with client.lease(1, ttl_s=2) as lease:
-        until(lambda: lease.lost.is_set() or time.monotonic() > begun + 3)
+    with client.lease(1, ttl_s=4) as lease:
+        until(lambda: lease.lost.is_set() or daemon.count("renew") >= 4)
         assert not lease.lost.is_set()
-        assert 3 <= daemon.count("renew") <= 7
+        assert 4 < time.monotonic() - begun < 12, "a few times in each ttl"
         assert lease.fencing_token == 7
         assert [gpu.uuid for gpu in lease.gpus] == ["GPU-0"]
     lease.release()
@@ -40,7 +40,7 @@ def test_a_lease_ended_by_the_daemon_is_lost_at_once_and_reported_once(daemon, c
     lost: list[HeldLease] = []
     with caplog.at_level(logging.WARNING, "gpulease"), client.lease(1, ttl_s=0.6, on_lost=lost.append) as lease:
         daemon.end(lease.id)
-        assert lease.lost.wait(20)
+        assert lease.lost.wait(60)
         until(lambda: bool(lost))
     assert lost == [lease]
     assert len([record for record in caplog.records if "is lost" in record.message]) == 1
@@ -87,14 +87,14 @@ def test_a_lease_is_lost_in_time_even_if_renewing_raises_an_unexpected_error(cli
             return send(call, **bounds)
 
         monkeypatch.setattr(client, "send", fail)
-        assert lease.lost.wait(5)
+        assert lease.lost.wait(30)
     assert "a defect" in caplog.text
 
 
 def test_closing_the_client_at_any_moment_loses_no_lease(
     daemon: FakeDaemon, client: Client, monkeypatch, until
 ) -> None:
-    with client.lease(1, ttl_s=1.5) as lease:
+    with client.lease(1, ttl_s=6) as lease:
         build = sync_transport.build_request
 
         def build_and_close(connection: Any, attempt: Attempt, bearer_token: str | None) -> object:
@@ -127,7 +127,7 @@ def test_programs_started_by_on_lost_block_no_signals(daemon, client, until, exp
 
 
 def test_a_short_outage_loses_no_lease(daemon: FakeDaemon, client: Client, until) -> None:
-    with client.lease(1, ttl_s=2) as lease:
+    with client.lease(1, ttl_s=8) as lease:
         daemon.fault = lambda line: "503" if "renew" in line else None
         until(lambda: daemon.count("renew") >= 2)
         daemon.fault = lambda line: None
@@ -160,6 +160,7 @@ def test_a_release_without_a_response_can_be_repeated(daemon: FakeDaemon, client
     daemon.stop()
     with pytest.raises(DaemonUnavailable):
         lease.release()
+    monkeypatch.setattr("gpulease.lease.RELEASE_TIMEOUT_S", 60.0)
     daemon.start()
     lease.release()
     assert daemon.only_lease()["end_reason"] == "released"
@@ -175,6 +176,7 @@ def test_repeating_a_release_after_expiry_reports_no_loss(daemon, client, monkey
     daemon.stop()
     with pytest.raises(DaemonUnavailable):
         lease.release()
+    monkeypatch.setattr("gpulease.lease.RELEASE_TIMEOUT_S", 60.0)
     daemon.start()
     daemon.end(lease.id)
     lease.release()
@@ -187,7 +189,7 @@ def test_concurrent_releases_send_one_release(daemon: FakeDaemon, client: Client
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert daemon.count("release") == 1
 
 
@@ -263,7 +265,7 @@ def test_ctrl_c_while_waiting_withdraws_the_request(daemon, client, granted_mean
 
     daemon.fault = interrupt
     with pytest.raises(KeyboardInterrupt):
-        client.lease(1, wait_s=20)
+        client.lease(1, wait_s=60)
     assert daemon.only_lease()["end_reason"] == "released"
 
 
@@ -336,6 +338,6 @@ def test_a_program_releases_its_leases_at_exit(daemon: FakeDaemon, child: str) -
     program = (
         f"import gpulease; lease = gpulease.Client({daemon.url!r}).lease(1)\n{child}\nassert not lease.lost.is_set()"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert daemon.only_lease()["end_reason"] == "released"
     assert daemon.count("release") == 1

@@ -114,7 +114,7 @@ def test_a_watched_holder_that_was_stopped_waits_a_bounded_time_for_a_response(d
         begun = time.monotonic()
         script.send_signal(signal.SIGCONT)
         assert word(script) == "lost"
-        assert ASK_S - 0.1 < time.monotonic() - begun < ASK_S + 2
+        assert ASK_S - 0.1 < time.monotonic() - begun < ASK_S + 10
         assert daemon.count("renew") > asked + 2
 
 
@@ -127,11 +127,14 @@ def test_a_heartbeat_holder_that_was_stopped_has_lost_its_lease(daemon: FakeDaem
 
 
 @pytest.mark.alone
-def test_a_watched_holder_that_was_not_stopped_gives_up_at_its_ttl(daemon: FakeDaemon, client: Client) -> None:
+def test_a_watched_holder_that_was_not_stopped_gives_up_at_its_ttl(
+    daemon: FakeDaemon, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The daemon may let it expire: if its worker is silent as well, no one sees the holder."""
+    monkeypatch.setattr("gpulease.lease.LATE_WAKEUP_S", 5.0)  # a busy machine does not pass for a stop
     daemon.liveness = Liveness.PROCESS
     with client.lease(1, ttl_s=TTL_S) as lease:
         begun = time.monotonic()
         daemon.fault = lambda line: "503" if "renew" in line else None
-        assert lease.lost.wait(10)
-        assert TTL_S / 2 < time.monotonic() - begun < TTL_S + 0.4
+        assert lease.lost.wait(60)
+        assert TTL_S / 2 < time.monotonic() - begun < TTL_S + 3

@@ -82,14 +82,14 @@ def test_an_endless_outage_is_not_retried_forever(daemon: FakeDaemon, client: Cl
 def test_a_restart_of_the_daemon_during_a_wait_is_survived(daemon: FakeDaemon, client: Client, until) -> None:
     daemon.free = False
     held: list[object] = []
-    waiter = threading.Thread(target=lambda: held.append(client.lease(1, wait_s=20)))
+    waiter = threading.Thread(target=lambda: held.append(client.lease(1, wait_s=60)))
     waiter.start()
     until(lambda: daemon.count("wait_while=queued") == 1)
     daemon.stop()
     daemon.start()
     until(lambda: daemon.count("wait_while=queued") >= 2)
     daemon.grant("L-1")
-    waiter.join(5)
+    waiter.join(30)
     assert held
     held[0].release()  # type: ignore[attr-defined]
 
@@ -123,7 +123,7 @@ def test_concurrent_first_calls_leave_no_connection_open(daemon, monkeypatch) ->
     build = httpx2.Client.__init__
 
     def build_together(connection: httpx2.Client, **options: object) -> None:
-        gate.wait(20)  # every thread has seen that there is none yet
+        gate.wait(60)  # every thread has seen that there is none yet
         build(connection, **options)  # type: ignore[arg-type]
         opened.append(connection)
 
@@ -133,7 +133,7 @@ def test_concurrent_first_calls_leave_no_connection_open(daemon, monkeypatch) ->
         for call in calls:
             call.start()
         for call in calls:
-            call.join(20)
+            call.join(60)
         assert daemon.count("/v1/gpus") == threads
     assert len(opened) == threads
     assert all(connection.is_closed for connection in opened)
@@ -211,5 +211,7 @@ def test_a_socket_without_a_listener_is_skipped(daemon: FakeDaemon, tmp_path: Pa
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(tmp_path / "gpulease.sock"))
     places = (unix(tmp_path / "gpulease.sock"), parse(daemon.url))
-    with Client.for_destination(Destination(places, interchangeable=False, bearer_token=None, timeout_s=1.0)) as client:
+    with Client.for_destination(
+        Destination(places, interchangeable=False, bearer_token=None, timeout_s=30.0)
+    ) as client:
         assert client.gpus() == ()

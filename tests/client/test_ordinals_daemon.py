@@ -26,7 +26,7 @@ using_cuda.put(case["changed"])
 before = using_cuda.calls_of(os.getpid())
 told = {}
 try:
-    numbers = gpulease.find_usable_cuda_devices(case["count"], wait_s=20)
+    numbers = gpulease.find_usable_cuda_devices(case["count"], wait_s=60)
 except (RuntimeError, ValueError) as error:
     told["refused"] = f"{type(error).__name__}: {error}"
 else:
@@ -64,7 +64,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]
 def everything_is_free(running: DaemonProcess) -> None:
     """Wait for it."""
     with running.client() as client:
-        eventually(lambda: {gpu.state for gpu in client.gpus()} == {"free"}, 20, running.story)
+        eventually(lambda: {gpu.state for gpu in client.gpus()} == {"free"}, 60, running.story)
 
 
 def ask(
@@ -142,7 +142,7 @@ import os, subprocess, sys, gpulease, using_cuda
 if {initialised}:
     using_cuda.init()
 using_cuda.put({{"CUDA_VISIBLE_DEVICES": {mask!r}}})
-numbers = gpulease.find_usable_cuda_devices(2, wait_s=20)
+numbers = gpulease.find_usable_cuda_devices(2, wait_s=60)
 subprocess.run([sys.executable, "-c", {rank!r}], env=os.environ | {{"LOCAL_RANK": "1"}}, check=True)
 shown = using_cuda.shown()
 print(sorted(shown[number] for number in numbers))

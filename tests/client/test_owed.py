@@ -97,7 +97,7 @@ def test_a_task_that_is_cancelled_while_the_daemon_hangs_leaves_no_lease(
     def fault(line: str) -> str | None:
         if after_the_request or "GET /v1/leases/L-1" in line or hangs.is_set():
             hangs.set()
-            return None if continues.wait(20) else "503"
+            return None if continues.wait(60) else "503"
         return None
 
     daemon.fault = fault
@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_does_not_lose_the_release(daemon: FakeDaemon, client: C
     def interrupt(line: str) -> str | None:
         if "release" in line and not continues.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            return None if continues.wait(20) else "503"
+            return None if continues.wait(60) else "503"
         return None
 
     with pytest.raises(KeyboardInterrupt), client.lease(1):  # noqa: PT012
@@ -255,7 +255,7 @@ def test_a_renewal_that_is_never_answered_leaves_time_for_another(
 
     def silent_once(line: str) -> None:
         if "renew" in line and daemon.count("renew") == 1:
-            over.wait(20)
+            over.wait(60)
 
     daemon.fault = silent_once
     with client.lease(1, ttl_s=6) as lease:

@@ -61,4 +61,4 @@ def running(module_daemon: DaemonProcess, machine: DriverMachine) -> Iterator[Da
         machine.quieten()
         for held in module_daemon.call("GET", "/v1/leases?state=active&state=queued").json["items"]:
             release(module_daemon, held)
-        eventually(lambda: states(module_daemon) == ["free"] * GPUS, 20, module_daemon.story)
+        eventually(lambda: states(module_daemon) == ["free"] * GPUS, 60, module_daemon.story)

@@ -63,7 +63,7 @@ def test_a_context_is_listed_and_has_its_memory_until_a_while_after_its_process(
     training.kill()
     training.wait()
     gone_s = time.monotonic()
-    eventually(lambda: machine.gone_at_s("lease-on-3", 3) is not None, 20)
+    eventually(lambda: machine.gone_at_s("lease-on-3", 3) is not None, 60)
     assert shown(machine)[3] == (0, [])
     (context,) = (one for one in machine.ended if one.gpu == 3)
     assert context.dead_at_s is not None
@@ -74,14 +74,14 @@ def test_a_context_is_listed_and_has_its_memory_until_a_while_after_its_process(
 
 def test_a_dead_rank_stays_listed_as_long_as_a_worker_that_it_forked_lives(machine: DriverMachine) -> None:
     training = machine.start("-w", "1", "-e", "60", env=lease(0))
-    eventually(lambda: len(children(training.pid)) == 1, 20)
+    eventually(lambda: len(children(training.pid)) == 1, 60)
     (worker,) = children(training.pid)
     training.kill()
     training.wait()
     assert shown(machine)[0] == (CONTEXT_BYTES, [training.pid])
     assert machine.left_of("lease-on-0", 0)
     os.kill(worker, signal.SIGKILL)
-    eventually(lambda: not machine.left_of("lease-on-0", 0), 20)
+    eventually(lambda: not machine.left_of("lease-on-0", 0), 60)
     assert shown(machine)[0] == (0, [])
 
 
@@ -92,10 +92,10 @@ def children(pid: int) -> list[int]:
 
 def test_two_ranks_have_a_context_each_and_every_device_file_open(machine: DriverMachine) -> None:
     job = machine.start("-r", "-n", env=lease(5, 6), wait=True)
-    eventually(lambda: [len(pids) for _, pids in shown(machine)] == [0, 0, 0, 0, 0, 1, 1, 0], 20)
+    eventually(lambda: [len(pids) for _, pids in shown(machine)] == [0, 0, 0, 0, 0, 1, 1, 0], 60)
     job.terminate()
-    assert job.wait(5) == 0, "as a launcher it passes SIGTERM on, and waits for its ranks"
-    eventually(lambda: not machine.entries, 20)
+    assert job.wait(30) == 0, "as a launcher it passes SIGTERM on, and waits for its ranks"
+    eventually(lambda: not machine.entries, 60)
 
 
 def test_a_list_waits_while_a_context_is_made(machine: DriverMachine) -> None:
@@ -103,7 +103,7 @@ def test_a_list_waits_while_a_context_is_made(machine: DriverMachine) -> None:
     machine.state.context_us = 1_000_000
     begun_s = time.monotonic()
     training = machine.start(env=lease(1), wait=False)
-    eventually(lambda: bool(machine.left_of("lease-on-1", 1)), 20)
+    eventually(lambda: bool(machine.left_of("lease-on-1", 1)), 60)
     shown(machine)
     assert time.monotonic() - begun_s > 0.6, "eight lists, each behind a call of a tenth of a second"
     assert training.stdout is not None
@@ -123,7 +123,7 @@ def test_the_machine_testifies_against_two_leases_on_one_gpu(machine: DriverMach
 def test_cuda_fails_until_the_fabric_is_up_and_moves_up_past_a_lost_gpu(machine: DriverMachine) -> None:
     machine.fabric(FABRIC_IN_PROGRESS)
     failed = machine.start(env=lease(0), wait=False)
-    assert failed.wait(5) == 2
+    assert failed.wait(30) == 2
     assert failed.stdout is not None
     assert failed.stdout.read() == "failed 802\n"
     machine.fabric(3)

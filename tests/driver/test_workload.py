@@ -16,6 +16,8 @@ from tests.driver.workload import FAST_SETTINGS, Figures, run_workload
 pytestmark = [pytest.mark.slow, pytest.mark.busy]
 LATE_S = 3.0
 """A GPU may drain this long after the last process of its lease is gone: 2 s, and 1 s more on a busy machine."""
+LOADED_S = 12.0
+"""The same beside other tests; what is held back by others' open files drains for `RETAINED_S`, or for good."""
 
 
 @pytest.fixture
@@ -39,21 +41,21 @@ def running(machine: DriverMachine, place: Path) -> Iterator[DaemonProcess]:
         process.stop()
 
 
-def judge(figures: Figures) -> None:
+def judge(figures: Figures, late_s: float) -> None:
     """What a workload must show."""
     print(figures)
     assert figures.violations == []
     assert figures.failed == []
     assert figures.unclean == []
     assert figures.refused_for_age == []
-    assert figures.late_s < LATE_S, [one for one in figures.delays if one.late_s >= LATE_S]
+    assert figures.late_s < late_s, [one for one in figures.delays if one.late_s >= late_s]
 
 
 def test_a_minute_of_many_users_and_every_fault(running: DaemonProcess, machine: DriverMachine, place: Path) -> None:
     figures = run_workload(
         running, machine, place / "notes", seconds=40.0, leases=30, jobs=4, blocked_s=4.0, strange=False
     )
-    judge(figures)
+    judge(figures, LOADED_S)
     assert figures.jobs == 4
     assert figures.leases == 30
     assert any(one.fault == "blocked calls" for one in figures.delays)
@@ -63,7 +65,7 @@ def test_a_minute_of_many_users_and_every_fault(running: DaemonProcess, machine:
 @pytest.mark.timeout(1500)
 def test_ten_minutes_of_many_users_and_every_fault(running: DaemonProcess, machine: DriverMachine, place: Path) -> None:
     figures = run_workload(running, machine, place / "notes")
-    judge(figures)
+    judge(figures, LATE_S)
     assert figures.jobs == 20
     assert figures.leases == 200
     assert any(one.fault == "blocked calls" for one in figures.delays)

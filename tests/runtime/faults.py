@@ -54,7 +54,7 @@ class FaultyStore(Store):
     def write(self, changes: list[Change], ledger: Ledger) -> None:  # type: ignore[override]
         self.writes += 1
         self.entered.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(60)
         fate = self.fates.pop(0) if self.fates else Fate.DONE
         if fate is Fate.FAILED:
             raise StoreFailed("the disk is full")

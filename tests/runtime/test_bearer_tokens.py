@@ -44,7 +44,7 @@ def daemon(url: str, *, writer: bool = True) -> Iterator[tuple[BearerTokens, Sto
 
 
 async def eventually(look: Callable[[], Awaitable[Result]], wanted: Callable[[Result], bool]) -> Result:
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while not wanted(found := await look()) and time.monotonic() < until_s:  # noqa: ASYNC110 - it asks the database
         await asyncio.sleep(0.05)
     assert wanted(found)

@@ -240,7 +240,7 @@ def test_a_kill_in_the_middle_leaves_whole_batches(database_url: str, kills: int
         while eldest(store) == before and process.is_alive() and clock.now().mono_s < until_s:
             pass
         process.kill()
-        process.join(30)
+        process.join(60)
         left = count(store)
         killed_within += left["event"] > ALWAYS_KEPT
         assert left["job"] == left["job_metrics"], "a job went without its metrics, or they without it"

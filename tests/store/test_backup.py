@@ -71,7 +71,7 @@ def busy_writer(url: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        writing.join(30)
+        writing.join(60)
         store.close()
 
 

@@ -74,9 +74,9 @@ class Clients:
 
     def _one(self) -> None:
         key = uuid.uuid4().hex
-        answer = self.until_answered("/v1/leases?wait_s=20", {"ttl_s": 60}, **{"Idempotency-Key": key})
+        answer = self.until_answered("/v1/leases?wait_s=60", {"ttl_s": 60}, **{"Idempotency-Key": key})
         while answer is not None and answer.status == 202:  # the same key asks for the same lease
-            answer = self.until_answered("/v1/leases?wait_s=20", {"ttl_s": 60}, **{"Idempotency-Key": key})
+            answer = self.until_answered("/v1/leases?wait_s=60", {"ttl_s": 60}, **{"Idempotency-Key": key})
         if answer is None or answer.status != 201:
             self.wrong.append(f"asked, and answered {answer and answer.content!r}")
             return
@@ -142,7 +142,7 @@ class Holder:
 
     def __init__(self, running: DaemonProcess) -> None:
         self.running = running
-        self.lease: dict[str, Any] = running.call("POST", "/v1/leases?wait_s=20", {"ttl_s": TTL_S}).json
+        self.lease: dict[str, Any] = running.call("POST", "/v1/leases?wait_s=60", {"ttl_s": TTL_S}).json
         assert self.lease["state"] == "active"
         self.renewals = 0
         self.lost: Answer | None = None
@@ -173,7 +173,7 @@ class Holder:
         until_s = time.monotonic() + for_s
         while (left_s := until_s - time.monotonic()) > 0 or left_s > -0.5:
             before = self.renewals
-            eventually(lambda before=before: self.lost is not None or self.renewals > before, 25, self.running.story)
+            eventually(lambda before=before: self.lost is not None or self.renewals > before, 60, self.running.story)
             assert self.lost is None, self.lost.content
 
 

@@ -104,7 +104,7 @@ def worker(running: DaemonProcess, directory: Path) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 @contextmanager

@@ -36,16 +36,16 @@ def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> str:
     with Client(running.url) as administrator:
         bearer = administrator.create_token(TokenRequest(user=getpass.getuser(), role=Role.ADMIN)).bearer
     with Client(running.url, token=bearer) as client:
-        held = client.request_lease(LeaseRequest(count=2, label="held\nERROR forged"))
+        held = client.request_lease(LeaseRequest(count=2, label="held\nERROR forged"), 60)
         with pytest.raises(NotNow):
             client.request_lease(LeaseRequest(count=2, queue=False))
         waiting = client.request_lease(LeaseRequest(count=2))
         assert waiting.state is LeaseState.QUEUED
         hardware.set_wrong({0: {"processes": [{"pid": 3999999, "memory_bytes": GIB}]}})
-        eventually(lambda: bool(logged(running, "gpu.conflict", lease_id=held.id)), 30, running.story)
+        eventually(lambda: bool(logged(running, "gpu.conflict", lease_id=held.id)), 60, running.story)
         hardware.set_wrong({})
         client.release(held.id, held.fencing_token)
-        eventually(lambda: client.lease_by_id(waiting.id).state is LeaseState.ACTIVE, 30, running.story)
+        eventually(lambda: client.lease_by_id(waiting.id).state is LeaseState.ACTIVE, 60, running.story)
         granted = client.lease_by_id(waiting.id)
         client.release(granted.id, granted.fencing_token)
         program = [sys.executable, "-c", f"print({SECRET!r}); raise SystemExit(3)"]
@@ -120,7 +120,7 @@ def test_a_log_for_people_where_that_is_wanted(tmp_path: Path) -> None:
     try:
         running.start()
         with running.client() as client:
-            lease = client.request_lease(LeaseRequest(count=1))
+            lease = client.request_lease(LeaseRequest(count=1), 60)
     finally:
         running.stop()
     text = running.output.read_text()

@@ -38,7 +38,7 @@ def gpulease(*words: str, **environment: str) -> subprocess.CompletedProcess[str
 def test_a_daemon_on_postgresql_keeps_everything_over_a_kill(tmp_path: Path, postgres: PostgresServer) -> None:
     url = postgres.database(empty=True)
     with ready(tmp_path, url) as running:
-        kept = running.call("POST", "/v1/leases", {"count": 1, "label": "über"}).json
+        kept = running.call("POST", "/v1/leases?wait_s=60", {"count": 1, "label": "über"}).json
         waiting = running.call("POST", "/v1/leases", {"count": 2}).json
         job = running.call("POST", "/v1/jobs", {"command": ["true"], "launcher": "plain"}).json
         running.kill()
@@ -95,7 +95,7 @@ def test_a_daemon_that_was_stopped_steps_down_when_another_one_has_taken_over(
 ) -> None:
     with ready(tmp_path / "first", postgres_url) as first:
         assert first.process is not None
-        kept = first.call("POST", "/v1/leases", {"count": 1, "ttl_s": 600}).json
+        kept = first.call("POST", "/v1/leases?wait_s=60", {"count": 1, "ttl_s": 600}).json
         first.process.send_signal(signal.SIGSTOP)
         second = DaemonProcess(tmp_path / "second", "--simulate", "2", "--node", "n1")
         second.environment = {"GPULEASE_DATABASE_URL": postgres_url}
@@ -109,7 +109,7 @@ def test_a_daemon_that_was_stopped_steps_down_when_another_one_has_taken_over(
             held = second.call("GET", f"/v1/leases/{kept['id']}").json
             assert (held["state"], held["token"]) == ("active", kept["token"])
             assert [(event["seq"], event["kind"]) for event in events(second)][: len(before)] == before
-            other = second.call("POST", "/v1/leases", {"count": 1}).json
+            other = second.call("POST", "/v1/leases?wait_s=60", {"count": 1}).json
             assert other["token"] > kept["token"]
             assert other["gpus"][0]["uuid"] != kept["gpus"][0]["uuid"]
         finally:
@@ -132,7 +132,7 @@ def test_a_daemon_outlives_a_restart_of_the_server(tmp_path: Path) -> None:
     try:
         url = server.start().database()
         with ready(tmp_path, url) as running:
-            kept = running.call("POST", "/v1/leases", {"count": 1, "ttl_s": 600}).json
+            kept = running.call("POST", "/v1/leases?wait_s=60", {"count": 1, "ttl_s": 600}).json
             server.stop()
             refused = running.call("POST", "/v1/leases", {"count": 1})
             assert refused.problem() == (503, "unavailable")
@@ -148,20 +148,20 @@ def test_a_daemon_outlives_a_restart_of_the_server(tmp_path: Path) -> None:
 def test_a_backup_restores_to_a_working_daemon_with_the_leases_in_it(tmp_path: Path) -> None:
     file = tmp_path / "copy.db"
     with daemon(tmp_path, "--simulate", "2", "--node", "n1") as running:
-        kept = running.call("POST", "/v1/leases", {"count": 1, "ttl_s": 600}).json
+        kept = running.call("POST", "/v1/leases?wait_s=60", {"count": 1, "ttl_s": 600}).json
         place = ("--data-dir", str(running.data_dir))
         made = gpulease("db", "backup", str(file), *place)
         assert (made.returncode, made.stderr) == (0, ""), made
         assert gpulease("db", "check", *place).stdout == "nothing is wrong\n"
         assert gpulease("db", "backup", str(file), *place).returncode == 1
-        later = running.call("POST", "/v1/leases", {"count": 1}).json
+        later = running.call("POST", "/v1/leases?wait_s=60", {"count": 1}).json
         seen = events(running)[-1]["seq"]
     (tmp_path / "new").mkdir()
     with daemon(tmp_path / "new", "--simulate", "2", "--node", "n1", "--database-url", f"sqlite:///{file}") as restored:
         again = restored.call("GET", f"/v1/leases/{kept['id']}").json
         assert again | {"expires_at": None} == kept | {"expires_at": None}
         assert restored.call("GET", f"/v1/leases/{later['id']}").status == 404
-        other = restored.call("POST", "/v1/leases", {"count": 1}).json
+        other = restored.call("POST", "/v1/leases?wait_s=60", {"count": 1}).json
         assert other["token"] > later["token"], "a token of before is given out again"
         assert events(restored)[-1]["seq"] > seen
         renewed = restored.call("POST", f"/v1/leases/{kept['id']}/renew", {"token": kept["token"]})

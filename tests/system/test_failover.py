@@ -145,7 +145,7 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
         writer, standby = two.writer, two.standby
         assert stands_by(standby)
         assert writer.process is not None
-        lease = writer.call("POST", "/v1/leases", {"count": 1, "ttl_s": 600, "label": "x"}).json
+        lease = writer.call("POST", "/v1/leases?wait_s=60", {"count": 1, "ttl_s": 600, "label": "x"}).json
         queued = writer.call("POST", "/v1/leases", {"count": 5, "ttl_s": 600}).json
 
         def holders() -> list[str]:
@@ -171,7 +171,7 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
             ("POST", "/v1/jobs", {"command": ["true"], "launcher": "plain"}),
             ("POST", "/v1/nodes/n1/drain", None),
             ("POST", "/v1/nodes/n1/exchange", {"worker_id": "w", "host": "h", "hold_s": 0.0}),
-            ("GET", f"/v1/leases/{queued['id']}?wait_s=20&wait_while=queued", None),
+            ("GET", f"/v1/leases/{queued['id']}?wait_s=60&wait_while=queued", None),
         ):
             refused = standby.call(method, path, body)
             assert refused.problem() == (503, "unavailable"), path
@@ -183,7 +183,7 @@ def test_a_standby_reads_out_its_copy_says_so_and_refuses_all_else(tmp_path: Pat
                 "of a copy and the original the client takes the copy"
             )
             assert both.lease_by_id(lease["id"]).id == lease["id"]
-            with both.lease(count=1) as other:
+            with both.lease(count=1, wait_s=60) as other:
                 assert other.fencing_token > lease["token"]
         tells_of_itself_alone(standby)
         assert scrape(writer).value("gpulease_standing", standing="writer") == 1

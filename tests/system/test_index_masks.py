@@ -69,9 +69,9 @@ def running(place: Path, cuda: Cuda, tmp_path_factory: pytest.TempPathFactory) -
     started = DaemonProcess(data, "--node", "n", environment=driver.environment | paces)
     try:
         started.start()
-        eventually(lambda: states(started).get(WHOLE.uuid) == (1, "free"), 30, lambda: str(states(started)))
+        eventually(lambda: states(started).get(WHOLE.uuid) == (1, "free"), 60, lambda: str(states(started)))
         driver.says(("count", EVERY, 3), ("idle", 0, 1), ("nvmlDeviceGetHandleByIndex_v2", 0, GPU_IS_LOST))
-        eventually(lambda: states(started)[WHOLE.uuid] == (1, "unhealthy"), 30, lambda: str(states(started)))
+        eventually(lambda: states(started)[WHOLE.uuid] == (1, "unhealthy"), 60, lambda: str(states(started)))
         yield started
     finally:
         started.stop()
@@ -89,7 +89,7 @@ def gpulease(cuda: Cuda, running: DaemonProcess, *words: str, **more: str) -> su
 
 def free(running: DaemonProcess) -> None:
     """Wait until the last GPU, the only one that can be granted, is free."""
-    eventually(lambda: states(running)[THIRD.uuid] == (2, "free"), 30, lambda: str(states(running)))
+    eventually(lambda: states(running)[THIRD.uuid] == (2, "free"), 60, lambda: str(states(running)))
 
 
 def program(place: Path, name: str) -> str:

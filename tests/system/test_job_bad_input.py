@@ -120,7 +120,7 @@ def test_a_fork_bomb_of_500_sleepers_is_ended_to_the_last(running: DaemonProcess
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(running: DaemonProcess) -> None:
     script = "trap '' TERM; echo up; while :; do sleep 0.1; done"
     job_id = running.submit("sh", "-c", script)
-    eventually(lambda: "up" in running.job_log(job_id), 20)
+    eventually(lambda: "up" in running.job_log(job_id), 60)
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.3})
     job = ended(running, job_id)
     assert (job["state"], job["exit_code"]) == ("cancelled", 137)

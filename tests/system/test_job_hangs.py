@@ -30,8 +30,8 @@ READS_IN_A_THREAD = (
     f"import sys, threading, time\nthreading.Thread(target=lambda: exec({READS!r})).start()\ntime.sleep(600)"
 )
 LEAVES_A_READER = (
-    f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', {READS!r}, sys.argv[1]])\n"
-    "time.sleep(1)\nsys.exit(4)"
+    f"import subprocess, sys, time\nreader = subprocess.Popen([sys.executable, '-c', {READS!r}, sys.argv[1]])\n"
+    "while open(f'/proc/{reader.pid}/wchan').read() != 'request_wait_answer': time.sleep(0.01)\nsys.exit(4)"
 )
 
 LOCKS_ITS_MEMORY = """
@@ -60,13 +60,13 @@ def running(tmp_path: Path, system: Hanging) -> Iterator[DaemonProcess]:
     with daemon(tmp_path, "--simulate", "1") as started:
         yield started
         system.abort()  # before the daemon ends, so that nothing of the jobs outlives the test
-        eventually(lambda: started.gpu_states() == ["free"], 20, started.story)
+        eventually(lambda: started.gpu_states() == ["free"], 60, started.story)
 
 
 def job(running: DaemonProcess, job_id: str) -> dict[str, Any]:
     begun = time.monotonic()
     found: dict[str, Any] = running.call("GET", f"/v1/jobs/{job_id}").json
-    assert time.monotonic() - begun < 5, "the daemon hangs"
+    assert time.monotonic() - begun < 30, "the daemon hangs"
     return found
 
 
@@ -95,13 +95,13 @@ def quarantined(running: DaemonProcess, job_id: str, waiting: str, pid: int) -> 
     assert (shown["state"], shown["ended_at"]) == ("stopping", None), shown
     assert f"SIGKILL does not end: {pid} (hangs in the kernel, in request_wait_answer)" in shown["reason"]
     # A busy machine may be late with a reading, and the GPU is unknown then, to everyone.
-    eventually(lambda: running.gpu_states() != ["unknown"], 30, running.story)
+    eventually(lambda: running.gpu_states() != ["unknown"], 60, running.story)
     (gpu,) = running.call("GET", "/v1/gpus").json["items"]
     assert (gpu["state"], gpu["lease_id"]) == ("leased", shown["lease_id"])
     assert f"SIGKILL does not end: {pid}" in gpu["reason"]
     assert job(running, waiting)["state"] == "queued"
     explained = f"/v1/leases/{job(running, waiting)['lease_id']}/explain"
-    eventually(lambda: "is unknown" not in running.call("GET", explained).json["sentence"], 30, running.story)
+    eventually(lambda: "is unknown" not in running.call("GET", explained).json["sentence"], 60, running.story)
     why = running.call("GET", explained).json
     assert why["verdict"] == "not_now"
     assert f"job {job_id}) and its job is stopping: " in why["sentence"]
@@ -118,11 +118,11 @@ def test_a_job_that_hangs_in_the_kernel_stops_until_it_has_ended_and_keeps_its_g
 ) -> None:
     job_id = running.submit(sys.executable, "-c", script, str(system.file))
     lease_id = job(running, job_id)["lease_id"]
-    eventually(lambda: bool(hung(lease_id)), 30, running.story)
+    eventually(lambda: bool(hung(lease_id)), 60, running.story)
     (pid,) = hung(lease_id)
     waiting = running.submit("true")
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
-    eventually(lambda: is_beyond_signals(pid), 30)
+    eventually(lambda: is_beyond_signals(pid), 60)
     eventually(lambda: says_why(running, job_id), 40, running.story)
     quarantined(running, job_id, waiting, pid)
     running.kill()
@@ -132,7 +132,7 @@ def test_a_job_that_hangs_in_the_kernel_stops_until_it_has_ended_and_keeps_its_g
     quarantined(running, job_id, waiting, pid)
     assert is_beyond_signals(pid)
     system.abort()
-    eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
+    eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
     done = job(running, job_id)
     assert (done["state"], done["reason"], done["exit_code"]) == ("cancelled", "cancelled", 143)
     assert not procfs.marked_processes({lease_id})
@@ -145,14 +145,14 @@ def test_a_job_whose_directory_does_not_answer_can_be_cancelled_before_it_has_be
 ) -> None:
     job_id = running.submit("true", working_directory=str(system.nowhere))
     supervisor = running.data_dir / "worker" / "jobs" / job_id / "supervisor.log"
-    eventually(supervisor.exists, 20, running.story)
+    eventually(supervisor.exists, 60, running.story)
     waiting = running.submit("true")
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
-    eventually(lambda: says_why(running, job_id), 30, running.story)
+    eventually(lambda: says_why(running, job_id), 60, running.story)
     assert job(running, job_id)["state"] == "stopping"
     assert job(running, waiting)["state"] == "queued"
     system.abort()
-    eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
+    eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
     assert (job(running, job_id)["state"], job(running, job_id)["started_at"]) == ("cancelled", None)
 
 
@@ -168,23 +168,23 @@ def test_who_hangs_with_the_lock_of_its_memory_hangs_no_one_who_looks_for_proces
                 pid = launcher_of(running, job_id)
             else:
                 pid = stranger.pid
-            eventually(lambda: cannot_be_read(pid), 30)
+            eventually(lambda: cannot_be_read(pid), 60)
             if stranger is None:
                 running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
-                eventually(lambda: says_why(running, job_id), 30, running.story)
+                eventually(lambda: says_why(running, job_id), 60, running.story)
                 assert (job(running, job_id)["state"], running.gpu_states()) == ("stopping", ["leased"])
             else:
                 job_id = running.submit("sh", "-c", "setsid sleep 600 & exit 3")
-                eventually(lambda: job(running, job_id)["state"] == "failed", 30, running.story)
-                eventually(lambda: running.gpu_states() == ["free"], 30, running.story)
+                eventually(lambda: job(running, job_id)["state"] == "failed", 60, running.story)
+                eventually(lambda: running.gpu_states() == ["free"], 60, running.story)
             running.kill()
             running.start()
             waiting = running.submit("true")
             if stranger is None:
-                eventually(lambda: running.gpu_states() == ["leased"], 30, running.story)
+                eventually(lambda: running.gpu_states() == ["leased"], 60, running.story)
                 assert job(running, waiting)["state"] == "queued"
                 system.abort()
-            eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
+            eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
         finally:
             system.abort()
             if stranger is not None:
@@ -198,7 +198,7 @@ def launcher_of(running: DaemonProcess, job_id: str) -> int:
         found = job_records.read(directory, job_records.START, job_records.StartRecord)
         return found if found is not None and found.launcher is not None else None
 
-    eventually(lambda: start() is not None, 30, running.story)
+    eventually(lambda: start() is not None, 60, running.story)
     found = start()
     assert found is not None
     assert found.launcher is not None
@@ -209,7 +209,7 @@ def cannot_be_read(pid: int) -> bool:
     """True when reading a process's environment hangs."""
     with subprocess.Popen(["cat", f"/proc/{pid}/environ"], stdout=subprocess.DEVNULL) as reader:
         try:
-            reader.wait(0.5)
+            reader.wait(5)
         except subprocess.TimeoutExpired:
             reader.kill()
             return True
@@ -225,7 +225,7 @@ def test_what_a_job_that_failed_has_left_in_the_kernel_keeps_its_gpu_and_not_its
     (pid,) = hung(job(running, job_id)["lease_id"])
     quarantined(running, job_id, waiting, pid)
     system.abort()
-    eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
+    eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
     assert (job(running, job_id)["state"], job(running, job_id)["exit_code"]) == ("failed", 4)
 
 
@@ -234,19 +234,19 @@ def test_the_worker_keeps_watch_where_the_supervisor_of_such_a_job_is_killed(
 ) -> None:
     job_id = running.submit(sys.executable, "-c", READS, str(system.file))
     lease_id = job(running, job_id)["lease_id"]
-    eventually(lambda: bool(hung(lease_id)), 30, running.story)
+    eventually(lambda: bool(hung(lease_id)), 60, running.story)
     (pid,) = hung(lease_id)
     waiting = running.submit("true")
     start = job_records.read(running.data_dir / "worker" / "jobs" / job_id, job_records.START, job_records.StartRecord)
     assert start is not None
     os.kill(start.supervisor.pid, signal.SIGKILL)
-    eventually(lambda: says_why(running, job_id), 30, running.story)
+    eventually(lambda: says_why(running, job_id), 60, running.story)
     quarantined(running, job_id, waiting, pid)
     assert is_beyond_signals(pid)
     running.kill()
     running.start()
     quarantined(running, job_id, waiting, pid)
     system.abort()
-    eventually(lambda: job(running, waiting)["state"] == "succeeded", 30, running.story)
+    eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
     assert job(running, job_id)["state"] == "failed"
     assert "supervisor died" in job(running, job_id)["reason"]

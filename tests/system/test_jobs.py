@@ -34,7 +34,7 @@ def test_three_jobs_of_two_gpus_on_four_take_turns(running: DaemonProcess, tmp_p
     gate = tmp_path / "gate"
     wait = python(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)")
     jobs = [running.submit(*wait, gpus=2) for _ in range(3)]
-    eventually(lambda: [running.job(item)["state"] for item in jobs] == ["running", "running", "queued"], 20)
+    eventually(lambda: [running.job(item)["state"] for item in jobs] == ["running", "running", "queued"], 60)
     assert running.gpu_states() == ["leased"] * 4
     gate.touch()
     assert [running.wait_job(item)["state"] for item in jobs] == ["succeeded"] * 3
@@ -78,8 +78,8 @@ def test_a_job_that_takes_too_long_is_ended(running: DaemonProcess) -> None:
 
 def test_a_cancelled_job_ends_with_all_its_processes(running: DaemonProcess) -> None:
     job_id = running.submit("sh", "-c", "setsid sleep 600 & sleep 600")
-    eventually(lambda: running.job(job_id)["state"] == "running", 20)
-    eventually(lambda: len(marked(running.job(job_id)["lease_id"])) >= 3, 20)
+    eventually(lambda: running.job(job_id)["state"] == "running", 60)
+    eventually(lambda: len(marked(running.job(job_id)["lease_id"])) >= 3, 60)
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 1})
     done = running.wait_job(job_id)
     assert done["state"] == "cancelled"
@@ -91,7 +91,7 @@ def test_a_running_job_survives_the_daemon_and_is_found_again(running: DaemonPro
     gate = tmp_path / "gate"
     code = f"import os, time\nprint(os.getpid(), flush=True)\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)"
     job_id = running.submit(*python(code))
-    eventually(lambda: running.call("GET", f"/v1/jobs/{job_id}/logs").content.strip().isdigit(), 20)
+    eventually(lambda: running.call("GET", f"/v1/jobs/{job_id}/logs").content.strip().isdigit(), 60)
     pid = int(running.call("GET", f"/v1/jobs/{job_id}/logs").content)
     for _ in range(2):
         running.kill()
@@ -113,16 +113,16 @@ def test_jobs_submitted_before_a_crash_run_after_it(running: DaemonProcess) -> N
 
 
 def test_a_gpu_drains_while_a_child_of_its_holder_lives(running: DaemonProcess) -> None:
-    lease = running.request_lease()
+    lease = running.request_lease(wait_s=60)
     child = subprocess.Popen(["sleep", "600"], env=os.environ | lease["env"])
     try:
         uuid = lease["gpus"][0]["uuid"]
-        eventually(lambda: running.call("GET", f"/v1/gpus/{uuid}").json["activity"] in ("active", "idle"), 10)
+        eventually(lambda: running.call("GET", f"/v1/gpus/{uuid}").json["activity"] in ("active", "idle"), 30)
         running.release(lease)
         waiting = running.call("POST", "/v1/leases", {"devices": [uuid]}).json
         shown = running.call("GET", f"/v1/gpus/{uuid}").json
         assert shown["state"] == "draining"
-        eventually(lambda: f"pid {child.pid}" in running.call("GET", f"/v1/gpus/{uuid}").json["reason"], 10)
+        eventually(lambda: f"pid {child.pid}" in running.call("GET", f"/v1/gpus/{uuid}").json["reason"], 30)
         assert running.lease(waiting["id"])["state"] == "queued"
     finally:
         child.kill()

@@ -53,7 +53,7 @@ def show(running: DaemonProcess, hardware: Hardware, *gpus: dict[str, Any]) -> N
         shown = zip(gpus, running.gpus(), strict=True)
         return all(gpu[name] == value for what, gpu in shown for name, value in what.items())
 
-    eventually(is_read, 20, running.story)
+    eventually(is_read, 60, running.story)
 
 
 def submit(running: DaemonProcess, gate: Path, **what: Any) -> str:
@@ -92,16 +92,16 @@ def test_utilization_that_changes_while_a_job_runs_is_kept_over_restarts(
     gate = tmp_path / "gate"
     show(running, hardware, {"utilization_ratio": 0.25, "power_w": 200}, {"utilization_ratio": None, "power_w": 90}, {})
     job_id = submit(running, gate, gpus=2)
-    eventually(lambda: known(running, job_id).count(0.25) >= 3, 30, running.story)
+    eventually(lambda: known(running, job_id).count(0.25) >= 3, 60, running.story)
     hardware.show({"utilization_ratio": 0.75, "power_w": 400}, {"utilization_ratio": None, "power_w": 90}, {})
-    eventually(lambda: known(running, job_id).count(0.75) >= 2, 30, running.story)
+    eventually(lambda: known(running, job_id).count(0.75) >= 2, 60, running.story)
     running.stop()
     running.start()
     kept = known(running, job_id)  # the bucket that was being filled when they were counted may have become a mixed one
     assert kept.count(0.25) >= 2, "lost in the restart"
     assert kept.count(0.75) >= 1, "lost in the restart"
     hardware.show({"utilization_ratio": 1.0, "power_w": 700}, {"utilization_ratio": None, "power_w": 90}, {})
-    eventually(lambda: known(running, job_id).count(1.0) >= 2, 30, running.story)
+    eventually(lambda: known(running, job_id).count(1.0) >= 2, 60, running.story)
     let_end(gate)
     running.wait_job(job_id, "succeeded")
     ended = metrics(running, job_id)
@@ -119,7 +119,7 @@ def test_utilization_that_changes_while_a_job_runs_is_kept_over_restarts(
         if mean is not None
     )
     assert busy["gpu_hours_used"] * 3600 == pytest.approx(used_s, rel=0.01)
-    eventually(lambda: metrics(running, job_id) == ended, 20)
+    eventually(lambda: metrics(running, job_id) == ended, 60)
     running.stop()
     running.start()
     assert metrics(running, job_id) == ended, "an ended job's metrics are not what they were"
@@ -131,10 +131,10 @@ def test_a_daemon_that_is_killed_loses_no_gpu_hours_held_and_says_what_it_does_n
     gate = tmp_path / "gate"
     show(running, hardware, {"utilization_ratio": 1.0}, {}, {})
     job_id = submit(running, gate)
-    eventually(lambda: known(running, job_id).count(1.0) >= 2, 30, running.story)
+    eventually(lambda: known(running, job_id).count(1.0) >= 2, 60, running.story)
     running.kill()
     running.start()
-    eventually(lambda: known(running, job_id).count(1.0) >= 1, 30, running.story)
+    eventually(lambda: known(running, job_id).count(1.0) >= 1, 60, running.story)
     let_end(gate)
     running.wait_job(job_id, "succeeded")
     found, job = metrics(running, job_id), running.call("GET", f"/v1/jobs/{job_id}").json
@@ -151,7 +151,7 @@ def test_a_driver_that_hangs_leaves_a_gap(running: DaemonProcess, hardware: Hard
     gate = tmp_path / "gate"
     show(running, hardware, {"utilization_ratio": 0.5}, {}, {})
     job_id = submit(running, gate)
-    eventually(lambda: known(running, job_id).count(0.5) >= 2, 30, running.story)
+    eventually(lambda: known(running, job_id).count(0.5) >= 2, 60, running.story)
 
     def unknown_s() -> float:
         return float(metrics(running, job_id)["gpu_hours_unknown"]) * 3600
@@ -171,7 +171,7 @@ def test_every_attempt_is_shown_with_its_own_gpus(running: DaemonProcess, hardwa
     gate = tmp_path / "gate"
     show(running, hardware, {"utilization_ratio": 0.5}, {"utilization_ratio": 0.5}, {"utilization_ratio": 0.5})
     job_id = submit(running, gate, retries=1)
-    eventually(lambda: len(known(running, job_id)) >= 1, 30, running.story)
+    eventually(lambda: len(known(running, job_id)) >= 1, 60, running.story)
     let_end(gate, 3)
     running.wait_job(job_id, "failed")
     found = metrics(running, job_id)
@@ -184,7 +184,7 @@ def test_formats_bounds_and_refusals(running: DaemonProcess, hardware: Hardware,
     gate = tmp_path / "gate"
     show(running, hardware, {"utilization_ratio": 0.5}, {"utilization_ratio": None}, {})
     job_id = submit(running, gate, gpus=2)
-    eventually(lambda: len(known(running, job_id)) >= 4, 30, running.story)
+    eventually(lambda: len(known(running, job_id)) >= 4, 60, running.story)
     let_end(gate)
     running.wait_job(job_id, "succeeded")
     address = f"/v1/jobs/{job_id}/metrics"
@@ -232,7 +232,7 @@ def test_the_command_shows_hours_and_a_line_over_time(
         {},
     )
     job_id = submit(running, gate, gpus=2)
-    eventually(lambda: len(known(running, job_id)) >= 3, 30, running.story)
+    eventually(lambda: len(known(running, job_id)) >= 3, 60, running.story)
     let_end(gate)
     running.wait_job(job_id, "succeeded")
     shown = program(running, "metrics", job_id)

@@ -50,21 +50,22 @@ def shown(daemon: DaemonProcess) -> dict[str, str]:
 @pytest.mark.budget(20)
 def test_a_gpu_is_in_one_ledger(two: list[DaemonProcess]) -> None:
     """B6 of the first walks through gpulease: a user starts a daemon beside the lab's, and both grant the same GPUs."""
-    eventually(lambda: all(len(shown(each)) == 3 for each in two), 30, two[0].story)
-    states = [shown(each) for each in two]
-    mine, others = sorted(two, key=lambda each: "free" not in shown(each).values())
-    for uuid in states[0]:
-        assert [state[uuid] == "unknown" for state in states].count(True) == 1, states
-    free = [uuid for uuid, state in shown(mine).items() if state == "free"]
-    granted = []
-    for each in two:
-        for uuid in free:
-            answer = each.call("POST", "/v1/leases", {"devices": [uuid], "queue": False})
-            granted += [uuid] if answer.status == 201 else []
-            if answer.status != 201:
-                assert answer.json["code"] == "not_now", "not never: the other daemon may end"
-                assert "in the ledger of another gpulease daemon, whose worker is pid" in answer.json["detail"]
-    assert sorted(granted) == sorted(free)
+    eventually(lambda: all(len(shown(each)) == 3 for each in two), 60, two[0].story)
+    states: list[dict[str, str]] = []
+
+    def each_gpu_is_unknown_to_one() -> bool:
+        states[:] = [shown(each) for each in two]
+        return all([state[uuid] == "unknown" for state in states].count(True) == 1 for uuid in states[0])
+
+    eventually(each_gpu_is_unknown_to_one, 60, lambda: str(states))
+    mine, others = two if "free" in states[0].values() else two[::-1]
+    free = [uuid for uuid, state in states[two.index(mine)].items() if state == "free"]
+    assert free
+    for uuid in free:
+        answer = others.call("POST", "/v1/leases", {"devices": [uuid], "queue": False})
+        assert answer.problem() == (409, "not_now"), "not never: the other daemon may end"
+        assert "in the ledger of another gpulease daemon, whose worker is pid" in answer.json["detail"]
+        assert mine.call("POST", "/v1/leases?wait_s=60", {"devices": [uuid]}).status == 201
     assert "is not leased here: it is in the ledger of another gpulease daemon" in others.output.read_text()
 
 
@@ -75,7 +76,7 @@ def test_master_ports_of_two_daemons_never_meet(tmp_path: Path) -> None:
         given = []
         for each in made:
             each.start()
-            given.append([each.request_lease()["env"]["MASTER_PORT"] for _ in range(8)])
+            given.append([each.request_lease(wait_s=60)["env"]["MASTER_PORT"] for _ in range(8)])
         assert len({port for ports in given for port in ports}) == 16
         for each in made:
             assert set(each.gpu_states()) == {"leased"}, "simulated GPUs of the same UUIDs keep no other from its own"

@@ -64,7 +64,7 @@ COMMANDS = {
 def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
     running: DaemonProcess, tmp_path: Path, launched_by: str, end: str
 ) -> None:
-    running.wait_free(30)
+    running.wait_free(60)
     before = {lease["id"] for lease in leases(running)}
     script, command = COMMANDS[launched_by]
     (tmp_path / "train.py").write_text(script)
@@ -92,15 +92,15 @@ def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
         # After a gloo collective torch may abort while the interpreter ends, with all its work done.
         expected = {"exit": code in (0, -signal.SIGABRT), "SIGTERM": True}.get(end, code != 0)
         assert expected, (tmp_path / "errors").read_text()
-        eventually(lambda: running.lease(lease["id"])["state"] == "ended", 20)
+        eventually(lambda: running.lease(lease["id"])["state"] == "ended", 60)
     finally:
         launcher.kill()
         launcher.wait()
         if not (tmp_path / "go").exists():
             go(tmp_path, "the launcher is gone")  # which leaves its ranks alive
     for view in views:
-        eventually(lambda pid=view["pid"]: not os.path.exists(f"/proc/{pid}"), 30)
-    running.wait_free(30)
+        eventually(lambda pid=view["pid"]: not os.path.exists(f"/proc/{pid}"), 60)
+    running.wait_free(60)
 
 
 def go(place: Path, error: str) -> None:

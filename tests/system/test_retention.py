@@ -136,4 +136,4 @@ def test_less_than_the_ledger_has_in_memory_cannot_be_kept(tmp_path: Path, optio
     with pytest.raises(AssertionError, match="must be at least"):
         running.start()
     assert running.process is not None
-    assert running.process.wait(20) == 2
+    assert running.process.wait(60) == 2

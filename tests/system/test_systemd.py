@@ -160,5 +160,5 @@ def test_the_capabilities_of_the_unit_are_enough(tmp_path: Path) -> None:
     finally:
         if worker is not None:
             worker.send_signal(signal.SIGTERM)
-            worker.wait(30)
+            worker.wait(60)
         process.stop()

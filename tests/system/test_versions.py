@@ -82,14 +82,14 @@ class Installation:
         else:
             assert self.worker is not None
             self.worker.terminate()
-            self.worker.wait(30)
+            self.worker.wait(60)
             self.worker_python = HERE
             self.start_worker()
 
     def close(self) -> None:
         if self.worker is not None and self.worker.poll() is None:
             self.worker.terminate()
-            self.worker.wait(30)
+            self.worker.wait(60)
         if self.daemon.process is not None:
             self.daemon.stop()
 
@@ -183,7 +183,7 @@ def test_leases_and_jobs_go_on_while_daemon_and_worker_are_upgraded(
     for job in jobs:
         assert (here.daemon.wait_job(job)["state"], here.daemon.job(job)["attempts"]) == ("succeeded", 1)
     for holder in holders:
-        kept, _ = holder.communicate(timeout=30)
+        kept, _ = holder.communicate(timeout=60)
         assert (kept.strip(), holder.returncode) == ("kept", 0)
     for holder in waiting:  # whichever is granted first gives way to the other
         assert holder.stdin is not None
@@ -220,7 +220,7 @@ def everything_works(here: Installation, former: Path, leases: list[str], jobs: 
         assert here.daemon.lease(lease_id)["state"] == "active"
     for job in jobs:
         assert here.daemon.job(job)["state"] == "running"
-        eventually(lambda job=job: len(here.daemon.job_log(job)) > len(logs[job]), 20, here.story)  # type: ignore[misc]
+        eventually(lambda job=job: len(here.daemon.job_log(job)) > len(logs[job]), 60, here.story)  # type: ignore[misc]
     assert len(here.daemon.leases("queued")) == 2
 
 

@@ -100,7 +100,7 @@ def get(url: str, body: dict[str, Any] | None = None) -> Any:
     """The JSON at an address; with a body, what a POST of it answers."""
     sent = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data=sent, headers={"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
@@ -123,7 +123,7 @@ def test_it_migrates_an_empty_database(installed: Path, tmp_path: Path) -> None:
 
 def test_it_serves_and_leases(daemon: str) -> None:
     gpus = get(daemon + "/v1/gpus")["items"]
-    lease = get(daemon + "/v1/leases?wait_s=10", {"count": 2})
+    lease = get(daemon + "/v1/leases?wait_s=30", {"count": 2})
 
     assert len(gpus) == 4
     assert lease["state"] == "active"

@@ -45,7 +45,7 @@ def lease(lease_id: str, *gpus: str, state: LeaseState = LeaseState.ACTIVE) -> N
     return NodeLease(id=lease_id, state=state, gpus=gpus)
 
 
-def until(condition: Callable[[], Value], what: str, deadline_s: float = 30.0) -> Value:
+def until(condition: Callable[[], Value], what: str, deadline_s: float = 60.0) -> Value:
     """The first true value of a condition. Fails when it does not come true in time."""
     end, pause_s = time.monotonic() + deadline_s, 0.01
     while not (value := condition()):

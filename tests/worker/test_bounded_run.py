@@ -21,7 +21,7 @@ def test_a_program_is_run_to_its_end() -> None:
 
 def test_a_program_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
-        bounded_run(["sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 60"], 0.5)
+        bounded_run(["sh", "-c", f"echo $$ > {tmp_path / 'pid'}; exec sleep 60"], 3.0)
     until(lambda: ProcessId.of(int((tmp_path / "pid").read_text())) is None, "it has ended")
 
 

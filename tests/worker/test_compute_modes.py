@@ -223,7 +223,7 @@ def test_a_simulated_mode_changes_through_the_probe_until_the_file_names_another
         (tmp_path / "new").rename(path)
 
     async def story() -> None:
-        probe = ProbeClient("n", str(path), 5.0)
+        probe = ProbeClient("n", str(path), 20.0)
         try:
             await reading_that(probe, problem=False)
             change = ComputeModeChange(pci_bus_id=BUS, expected=DEFAULT, mode=EXCLUSIVE)
@@ -264,7 +264,7 @@ def test_the_driver_is_asked_by_bus_id_and_changes_only_what_is_as_expected(
     back = ComputeModeChange(pci_bus_id=WHOLE.pci_bus_id or "", expected=EXCLUSIVE, mode=DEFAULT)
 
     async def story() -> None:
-        probe = ProbeClient("n", None, 5.0)
+        probe = ProbeClient("n", None, 20.0)
         try:
             before = await reading_that(probe, problem=False)
             assert [gpu.compute_mode for gpu in before.gpus] == [PROHIBITED, EXCLUSIVE]
@@ -290,7 +290,7 @@ def test_a_call_that_hangs_while_a_mode_is_changed_is_named_and_the_probe_replac
     library.install(monkeypatch)
 
     async def story() -> None:
-        probe = ProbeClient("n", None, 20.0, Pace(call_deadline_s=0.5))
+        probe = ProbeClient("n", None, 20.0, Pace(call_deadline_s=2.0))
         try:
             await reading_that(probe, problem=False)
             library.says(("nvmlDeviceSetComputeMode", 0, HANGS))

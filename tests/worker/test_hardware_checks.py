@@ -168,7 +168,7 @@ def test_a_step_that_hangs_costs_the_rows_it_owes_and_leaves_nothing_behind(on_s
     check = next(check for check in CHECKS if check.letter == "C")
     reading = Reading(gpus=(WHOLE, THIRD), driver_version="580.95.05")
     on_stand_ins.says(*IDLE, ("nvmlDeviceGetTemperature", EVERY, HANGS))
-    (row,) = run.take(check, Survey(reading, THIRD, {}), quick=True, left_s=6)
+    (row,) = run.take(check, Survey(reading, THIRD, {}), quick=True, left_s=15)
     assert isinstance(row, Row)
     assert (row.step, row.verdict) == ("C", Verdict.HUNG)
     assert "calls of NVML as the machine is" in row.asked

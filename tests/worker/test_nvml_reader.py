@@ -247,7 +247,7 @@ def test_a_gpu_that_did_not_answer_when_the_session_began_is_watched_for_xids_on
         library.says()
         assert probe.read().gpus == (POOR, WHOLE)
         library.says(("xid", 0, 79))
-        until(lambda: probe.read(complete=False).gpus[1].health == "xid:79", "it is told", 5)
+        until(lambda: probe.read(complete=False).gpus[1].health == "xid:79", "it is told", 30)
 
 
 def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_others_their_indices(
@@ -257,7 +257,7 @@ def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_ot
     library.install(monkeypatch)
 
     async def story() -> None:
-        probe = ProbeClient("n", None, 10.0)
+        probe = ProbeClient("n", None, 30.0)
         try:
             while not (first := await probe.read(())).gpus:
                 pass
@@ -272,13 +272,13 @@ def test_a_gpu_that_is_lost_when_its_probe_is_replaced_keeps_its_name_and_the_ot
         finally:
             await probe.close()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), 120))
 
 
 def test_an_xid_of_the_gpus_own_counts_until_it_has_recovered_and_an_applications_does_not(tmp_path: Path) -> None:
     library = Driver(tmp_path)
     seen = [("xid", 0, xid) for xid in (13, 31, 43, 8, 63, 69, 94, 154, 109, 45, 68)]
-    with library.probe(Pace(health_s=0.3, call_deadline_s=20)) as probe:
+    with library.probe(Pace(health_s=1.5, call_deadline_s=20)) as probe:
         assert probe.read().gpus == (POOR, WHOLE)
         library.says(*seen)
         shown = [WHOLE]
@@ -303,7 +303,7 @@ def test_while_one_gpu_is_lost_the_xids_of_the_others_are_heard_of(tmp_path: Pat
         library.says(three, lost)
         until(lambda: probe.read(complete=False).gpus[1] == silent(WHOLE, "lost"), "it is lost")
         library.says(three, lost, ("xid", 2, 79))
-        until(lambda: probe.read(complete=False).gpus[2].health == "xid:79", "the other one is heard of", 10)
+        until(lambda: probe.read(complete=False).gpus[2].health == "xid:79", "the other one is heard of", 30)
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -323,7 +323,7 @@ def test_a_critical_xid_outlasts_the_probe_that_saw_it(tmp_path: Path, monkeypat
     library.install(monkeypatch)
 
     async def story() -> None:
-        probe = ProbeClient("n", None, 10.0)
+        probe = ProbeClient("n", None, 30.0)
         try:
             library.says(("xid", 0, 79))
             while not (first := await probe.read(())).gpus or first.gpus[1].health == "ok":
@@ -336,7 +336,7 @@ def test_a_critical_xid_outlasts_the_probe_that_saw_it(tmp_path: Path, monkeypat
         finally:
             await probe.close()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), 120))
 
 
 def test_between_two_whole_readings_processes_are_repeated_and_that_is_said(tmp_path: Path) -> None:
@@ -560,7 +560,7 @@ def test_the_least_memory_that_was_seen_outlasts_the_probe_that_saw_it(
     none = [(name, EVERY, NOT_SUPPORTED) for name in (LISTS, GRAPHICS, MPS)]
 
     async def story() -> None:
-        probe = ProbeClient("n", None, 10.0)
+        probe = ProbeClient("n", None, 30.0)
         try:
             seen = []
             for used_mib in (3, 30):
@@ -573,7 +573,7 @@ def test_the_least_memory_that_was_seen_outlasts_the_probe_that_saw_it(
         finally:
             await probe.close()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(story(), 120))
 
 
 @pytest.mark.parametrize(
@@ -610,11 +610,11 @@ def test_how_long_the_driver_may_take_to_be_opened_is_a_limit_of_its_own(
     library.says(("nvmlDeviceGetHandleByIndex_v2", EVERY, HANGS))
 
     async def problem(start_s: float, limited: bool) -> str | None:
-        probe = ProbeClient("n", None, 0.5, start_s=start_s)
+        probe = ProbeClient("n", None, 2.0, start_s=start_s)
         try:
-            for _ in range(4):
+            for _ in range(2):
                 found = (await probe.read(())).problem
-                assert limited or probe.starting, "it is not killed after the 0.5 s that a reading has"
+                assert limited or probe.starting, "it is not killed after the 2 s that a reading has"
             library.says()
             while not limited and (found := (await probe.read(())).problem) is not None:
                 assert found == STARTING
@@ -629,15 +629,15 @@ def test_how_long_the_driver_may_take_to_be_opened_is_a_limit_of_its_own(
 
 def test_a_call_that_hangs_is_named_and_the_probe_ends(tmp_path: Path) -> None:
     library = Driver(tmp_path)
-    with library.probe(Pace(call_deadline_s=0.3)) as probe:
+    with library.probe(Pace(call_deadline_s=2.0)) as probe:
         probe.read()
         library.says(("nvmlDeviceGetPowerUsage", 0, HANGS))
         reading = probe.read()
         assert reading.over
         assert reading.problem == (
-            "nvmlDeviceGetPowerUsage did not answer within 0.3 s; the GPU driver hangs. See `dmesg` for Xid lines."
+            "nvmlDeviceGetPowerUsage did not answer within 2 s; the GPU driver hangs. See `dmesg` for Xid lines."
         )
-        assert probe.process.wait(10) == 3
+        assert probe.process.wait(30) == 3
 
 
 def test_a_process_is_attributed_to_its_lease(tmp_path: Path) -> None:
@@ -652,6 +652,11 @@ def test_a_process_is_attributed_to_its_lease(tmp_path: Path) -> None:
     assert seen.user is not None
 
 
+def looked_at(reading: Reading) -> Reading | None:
+    """A reading whose first GPU was looked for in open files."""
+    return None if reading.gpus[0].opened_by is None else reading
+
+
 @pytest.mark.parametrize("state", [LeaseState.ENDED, LeaseState.ACTIVE])
 def test_who_keeps_the_device_open_is_looked_for_while_its_lease_drains(tmp_path: Path, state: LeaseState) -> None:
     mine = f"lease-{os.urandom(4).hex()}"
@@ -664,8 +669,10 @@ def test_who_keeps_the_device_open_is_looked_for_while_its_lease_drains(tmp_path
         try:
             until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
             with library.probe() as probe:
-                # One that is asked for as fresh does not wait for the look; the next one does.
+                # One that is asked for as fresh does not wait for the look; the next one does, though not forever.
                 whole, later = probe.read(asked), probe.read(asked, complete=False)
+                if state is LeaseState.ENDED and later.gpus[0].opened_by is None:
+                    later = until(lambda: looked_at(probe.read(asked, complete=False)), "it was looked for")
                 readings = (later,) if state is LeaseState.ENDED else (whole, later)
         finally:
             process.kill()
@@ -695,7 +702,9 @@ def test_who_was_looked_for_before_readings_failed_says_nothing_when_they_come_a
                 assert probe.read(asked).problem is not None
                 library.says()
                 first = probe.read(asked).gpus[0].opened_by
-                later = probe.read(asked, complete=False).gpus[0].opened_by
+                later = (
+                    until(lambda: looked_at(probe.read(asked, complete=False)), "it was looked for").gpus[0].opened_by
+                )
             finally:
                 process.kill()
     assert first != (), "there was no scan since"

@@ -63,7 +63,7 @@ class Watch:
 
     async def news(self) -> dict[int, OwnerState]:
         """What is seen after the next change."""
-        await asyncio.wait_for(self.changed.wait(), 20)
+        await asyncio.wait_for(self.changed.wait(), 60)
         self.changed.clear()
         return self.states()
 

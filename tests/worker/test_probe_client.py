@@ -20,12 +20,12 @@ from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import Pace, Reading
 from gpulease_worker.processes import procfs
 from gpulease_worker.settings import WorkerSettings
-from tests.worker.build import GPUS
+from tests.worker.build import GPUS, until
 
-DEADLINE_S = 0.5
+DEADLINE_S = 2.0
 
 
-async def reading_that(probe: ProbeClient, problem: bool, deadline_s: float = 30.0) -> Reading:
+async def reading_that(probe: ProbeClient, problem: bool, deadline_s: float = 60.0) -> Reading:
     """The first reading with a problem, or without one."""
     end = time.monotonic() + deadline_s
     while True:
@@ -60,24 +60,26 @@ def test_a_hung_probe_is_a_problem_within_its_deadline_and_is_replaced(tmp_path:
             machine(path, hang_s=3600)
             begun = time.monotonic()
             reading = await probe.read(())
-            assert time.monotonic() - begun < DEADLINE_S + 10
+            assert time.monotonic() - begun < DEADLINE_S + 30
             assert reading.problem is not None
-            assert "did not answer within 0.5 s" in reading.problem
+            assert "did not answer within 2 s" in reading.problem
             assert not reading.gpus
-            assert ProcessId.of(first) is None, "the hung probe was killed"
+            async with asyncio.timeout(60):
+                while ProcessId.of(first) is not None:  # noqa: ASYNC110 - it was killed
+                    await asyncio.sleep(0.01)
             machine(path)
             assert len((await reading_that(probe, problem=False)).gpus) == 2
             assert first not in probe_pids()
         finally:
             await probe.close()
-        assert not probe_pids()
+        until(lambda: not probe_pids(), "none is left")
 
     asyncio.run(story())
 
 
 def test_a_probe_that_dies_is_replaced_at_most_once_a_second(tmp_path: Path) -> None:
     async def story() -> None:
-        probe = ProbeClient("n", "2", 5.0)
+        probe = ProbeClient("n", "2", 20.0)
         try:
             await reading_that(probe, problem=False)
             seen = set()
@@ -102,13 +104,13 @@ def test_a_driver_that_hangs_tells_the_probe_which_call_it_was(tmp_path: Path) -
     machine(path)
 
     async def story() -> None:
-        probe = ProbeClient("n", str(path), 20.0, Pace(call_deadline_s=0.3))
+        probe = ProbeClient("n", str(path), 20.0, Pace(call_deadline_s=1.5))
         try:
             await reading_that(probe, problem=False)
             machine(path, hang_s=3600)
             reading = await probe.read(())
             assert reading.problem == (
-                "the simulated driver did not answer within 0.3 s; the GPU driver hangs. See `dmesg` for Xid lines."
+                "the simulated driver did not answer within 1.5 s; the GPU driver hangs. See `dmesg` for Xid lines."
             )
             machine(path)
             assert len((await reading_that(probe, problem=False)).gpus) == 2
@@ -121,12 +123,12 @@ def test_a_driver_that_hangs_tells_the_probe_which_call_it_was(tmp_path: Path) -
 def test_a_probe_that_ends_by_itself_says_so_unasked() -> None:
     async def story() -> None:
         ended = asyncio.Event()
-        probe = ProbeClient("n", "2", 5.0, ended=ended.set)
+        probe = ProbeClient("n", "2", 20.0, ended=ended.set)
         try:
             await reading_that(probe, problem=False)
             assert not ended.is_set()
             os.kill(*probe_pids(), signal.SIGKILL)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await ended.wait()
         finally:
             await probe.close()
@@ -139,7 +141,7 @@ def test_probes_that_no_signal_reaches_are_not_started_without_end(monkeypatch: 
     monkeypatch.setattr(probe_client, "MIN_START_INTERVAL_S", 0.01)
 
     async def story() -> None:
-        probe = ProbeClient("n", "2", 5.0)
+        probe = ProbeClient("n", "2", 20.0)
         monkeypatch.setattr(
             asyncio.subprocess.Process, "kill", lambda process: os.kill(process.pid, signal.SIGSTOP), raising=True
         )
@@ -152,14 +154,14 @@ def test_probes_that_no_signal_reaches_are_not_started_without_end(monkeypatch: 
             stuck = probe_pids()
             assert len(stuck) == probe_client.MAX_UNKILLABLE
             os.kill(stuck[0], signal.SIGKILL)
-            probe._deadline_s = 5.0
+            probe._deadline_s = 20.0
             assert len((await reading_that(probe, problem=False)).gpus) == 2, "one has ended, so another may start"
         finally:
             monkeypatch.undo()
             for pid in probe_pids():
                 os.kill(pid, signal.SIGKILL)
             for end in list(probe._ends.values()):
-                await asyncio.wait({end}, timeout=5)
+                await asyncio.wait({end}, timeout=60)
             await probe.close()
 
     asyncio.run(story())
@@ -174,7 +176,7 @@ def test_a_node_is_not_said_to_be_paused_while_a_probe_that_was_killed_lives_on(
     async def story() -> None:
         exchange, active, paused = WorkerLoop(settings), DesiredState(ticket=1), DesiredState(ticket=2, paused=True)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while (await exchange._read(active)).reading.problem is not None:
                     pass
             (stuck,) = probe_pids()
@@ -188,7 +190,7 @@ def test_a_node_is_not_said_to_be_paused_while_a_probe_that_was_killed_lives_on(
                 assert problem == f"{PAUSED}, but a probe that was killed has not ended yet"
             monkeypatch.undo()
             os.kill(stuck, signal.SIGKILL)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while (await exchange._read(paused)).reading.problem != PAUSED:
                     pass
             assert not probe_pids()
@@ -206,7 +208,7 @@ def test_a_broken_file_is_the_problem_and_the_probe_lives_on(tmp_path: Path) -> 
     path.write_text("{")
 
     async def story() -> None:
-        probe = ProbeClient("n", str(path), 5.0)
+        probe = ProbeClient("n", str(path), 20.0)
         try:
             problem = (await reading_that(probe, problem=True)).problem
             assert problem is not None

@@ -210,7 +210,7 @@ def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
 
     def openers(paths: Collection[str]) -> open_file_scanner.ScanResult:
         looks.append(paths)
-        assert done.wait(20)
+        assert done.wait(60)
         return real(paths)
 
     monkeypatch.setattr(open_file_scanner, "scan", openers)
@@ -244,7 +244,7 @@ def test_a_look_that_failed_does_not_mean_that_no_process_has_the_device_open(
         looks.append(1)
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
 
-    scanner = open_file_scanner.OpenFileScanner(wait_s=20)
+    scanner = open_file_scanner.OpenFileScanner(wait_s=60)
 
     def opened_by() -> tuple[Process, ...] | None:
         return process_attribution.attribute(reading(), [seen("mine", ended=True)], {}, scanner).gpus[0].opened_by

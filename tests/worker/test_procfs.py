@@ -106,7 +106,7 @@ def test_a_user_database_that_hangs_blocks_no_reading_and_gets_one_query_at_a_ti
 
     def getpwuid(uid: int) -> SimpleNamespace:
         asked.append(uid)
-        assert answers.wait(20)
+        assert answers.wait(60)
         if uid == 2:
             raise KeyError(uid)
         return SimpleNamespace(pw_name=f"user{uid}")
@@ -115,7 +115,7 @@ def test_a_user_database_that_hangs_blocks_no_reading_and_gets_one_query_at_a_ti
     names = procfs.UserNameCache()
     begun_s = time.monotonic()
     assert [names.name_of(uid) for uid in (1, 2, 3, 1)] == ["1", "2", "3", "1"]
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 30
     assert asked == [1]
     answers.set()
     until(lambda: [names.name_of(uid) for uid in (1, 2, 3)] == ["user1", "2", "user3"], "it answers")

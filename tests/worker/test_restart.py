@@ -90,9 +90,12 @@ def stopped_at_once() -> Iterator[list[ProcessId]]:
     """A process that is started meanwhile is stopped before it has done anything; later searches miss it."""
     found: list[ProcessId] = []
 
-    def start(*words: Any, **members: Any) -> int:
-        pid = real(*words, **members)
-        os.kill(pid, signal.SIGSTOP)
+    def start(program: Any, words: Any, environ: Any, **members: Any) -> int:
+        # It stops itself: a signal from here might come late.
+        stopping = ["sh", "-c", 'kill -STOP $$; exec "$0" "$@"', program, *words[1:]]
+        pid = real("/bin/sh", stopping, environ, **members)
+        state = Path(f"/proc/{pid}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it has stopped")
         identity = ProcessId.of(pid)
         assert identity is not None
         found.append(identity)
@@ -367,7 +370,7 @@ def test_a_job_with_an_unreadable_record_is_given_up_without_a_supervisor(
             assert left.poll() is None
             os.close(lock)
             report = await worker.end_of(job)
-            assert left.wait(10) == -signal.SIGKILL
+            assert left.wait(30) == -signal.SIGKILL
         assert report.reason is not None
         assert "start.json cannot be read" in report.reason
 
@@ -408,6 +411,6 @@ def test_a_worker_ends_without_waiting_for_unkillable_processes(
     told = time.monotonic()
     assert not (tmp_path / "jobs" / "j" / job_records.EXIT).exists(), "its end is unknown yet"
     monkeypatch.undo()
-    left = procfs.kill_marked(job.lease_id, 10)
+    left = procfs.kill_marked(job.lease_id, 30)
     assert not left
-    assert time.monotonic() - told < 10
+    assert time.monotonic() - told < 30

@@ -30,7 +30,7 @@ def test_a_worker_cancelled_while_it_cancels_a_request_ends() -> None:
         with pytest.raises(asyncio.CancelledError):
             await worker
 
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 @pytest.mark.parametrize("error", [None, OSError("no")])
