@@ -64,7 +64,11 @@ def test_a_full_disk_costs_no_one_a_lease(small_disk: Path, crash: bool) -> None
 
 @pytest.mark.budget(90)
 def test_a_job_that_prints_in_a_loop_is_cancelled_on_a_full_disk(small_disk: Path) -> None:
-    loop = "import sys\nwhile True:\n try: sys.stdout.write('x' * 4096); sys.stdout.flush()\n except OSError: pass"
+    # It ends by itself should the test fail: until then it takes a whole core.
+    loop = (
+        "import sys, time\nuntil_s = time.monotonic() + 600\nwhile time.monotonic() < until_s:\n"
+        " try: sys.stdout.write('x' * 4096); sys.stdout.flush()\n except OSError: pass"
+    )
     with serving(small_disk / "d") as running:
         lease = running.call("POST", "/v1/leases", {"ttl_s": 600}).json
         body = {"command": [sys.executable, "-c", loop], "launcher": "plain"}
