@@ -45,7 +45,7 @@ def test_the_key_of_an_old_job_and_of_an_old_lease(tmp_path: Path, monkeypatch: 
                 writer=writer, store=store, tickets=DesiredStateTickets(), recorder=nothing, host="here"
             )
             peer = PeerCredentials(uid=0, local=True, connection=ConnectionType.SOCKET)
-            http = Request({"type": "http", "method": "POST", "path": "/", "headers": []})
+            http = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, asyncio.Event().wait)
 
             async def submit(text: str) -> Any:
                 return await jobs.submit(JOB, key(text), daemon, ROOT, peer, Response())

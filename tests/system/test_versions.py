@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
-from tests.other_version import ROOT, install, other_commit
+from tests.other_version import ROOT, install, other_commit, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default:This clone does not have")]
 
@@ -63,7 +63,7 @@ class Installation:
         self.start_worker()
 
     def start_worker(self) -> None:
-        command = [str(self.worker_python), "-m", "gpulease_cli", "worker", "--url", self.daemon.url, "--node", "n"]
+        command = [program(self.worker_python), "worker", "--url", self.daemon.url, "--node", "n"]
         command += ["--data-dir", str(self.directory / "worker"), "--simulate", "7"]
         with (self.directory / "worker.log").open("ab") as output:
             self.worker = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
@@ -98,7 +98,7 @@ class Installation:
 
     def program(self, python: Path, *words: str) -> str:
         """Run the program of a version; what it printed."""
-        command, url = [str(python), "-m", "gpulease_cli", *words], {"GPULEASE_URL": self.daemon.url}
+        command, url = [program(python), *words], {"GPULEASE_URL": self.daemon.url}
         done = subprocess.run(
             command, env=environment() | url, capture_output=True, text=True, timeout=120, check=False, cwd="/"
         )
@@ -120,7 +120,7 @@ class _Daemon(DaemonProcess):
 
     @property
     def command(self) -> list[str]:
-        return [str(self.python), *super().command[1:]]
+        return [program(self.python), *super().command[3:]]
 
 
 def environment() -> dict[str, str]:

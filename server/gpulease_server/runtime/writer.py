@@ -90,7 +90,8 @@ class Writer:
         self._ledger = Ledger()
         self._pending = PendingRequests()
         self._futures: dict[str, asyncio.Future[Answer]] = {}
-        self._unanswered: set[asyncio.Future[Answer]] = set()
+        self._unanswered: dict[asyncio.Future[Answer], None] = {}
+        """Oldest first."""
         self._queue: asyncio.Queue[Submission] = asyncio.Queue(MAX_QUEUED)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._last_tick_s = self._ran_at_s = clock.now().mono_s
@@ -119,13 +120,13 @@ class Writer:
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         begun_s = clock.now().mono_s
         self._add(Submission(happening, future))
-        self._unanswered.add(future)
+        self._unanswered[future] = None
         try:
             answer = _raise_if_error(await future)
             self.metrics.observe_answer(happening, answer, begun_s)
             return answer
         finally:
-            self._unanswered.discard(future)
+            del self._unanswered[future]
 
     def enqueue(self, happening: Happening) -> None:
         """Queue a happening that needs no answer. It is dropped if nothing can be recorded now or the queue is full."""
