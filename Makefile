@@ -7,11 +7,11 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
-# One lane of tests: four at once on two cores, because most long tests only wait; then those that measure time: two at once in
-# the fast lane, where they have bounds in seconds, and one by one in the slow lane, where some are ratios.
+# One lane of tests: several at once on two cores, because most long tests only wait; then those that measure time: two at once
+# in the fast lane, where they have bounds in seconds, and one by one in the slow lane, where some are ratios.
 # build/tests/*.xml records what each took. tests/lanes.py says more.
 LANE = $(BIN)/python -m pytest -q --lane $(1) --junit-xml=build/tests/$(1).xml $(PYTEST_ARGS)
-lane = $(call LANE,$(1)) -n 4 --dist loadgroup && $(call LANE,$(1)-alone) -n $(2) --dist loadgroup
+lane = $(call LANE,$(1)) -n $(2) --dist loadgroup && $(call LANE,$(1)-alone) -n $(3) --dist loadgroup
 
 # Whatever the environment says, bytecode is kept: otherwise every process of a lane would compile all tests again.
 export PYTHONDONTWRITEBYTECODE :=
@@ -40,10 +40,10 @@ demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
-	$(call lane,fast,2)
+	$(call lane,fast,6,2)
 
 test-slow: $(STAMP) packages promtool ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
-	$(call lane,slow,0)
+	$(call lane,slow,4,0)
 
 test-all: test test-slow ## both lanes
 
