@@ -25,7 +25,7 @@ from tests.http_as_user import call
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.busy,
+    pytest.mark.busy("image"),
     pytest.mark.budget(300),
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a root file system"),
