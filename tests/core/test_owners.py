@@ -226,21 +226,25 @@ def test_a_grant_that_no_one_asks_about_ends_although_its_owner_lives() -> None:
     assert world.state() is GpuState.FREE
 
 
-@pytest.mark.parametrize("by", ["poll", "renewal"])
-def test_a_grant_that_its_holder_asks_about_lasts_as_long_as_its_owner(by: str) -> None:
+def test_a_grant_of_which_its_holder_was_told_lasts_as_long_as_its_owner() -> None:
     world = World().node(gpus=1)
     lease = granted_out_of_the_queue(world, ttl_s=5)
     world.pass_time(4)
-    if by == "poll":
-        world.turn(WaiterPolled(cause="poll", lease_id=lease.id))
-    else:
-        world.renew(world.now_of(lease))
+    world.renew(world.now_of(lease))
     world.pass_time(60)
     assert world.now_of(lease).state is LeaseState.ACTIVE
     before = world.ledger.deadlines[lease.id]
     world.at_s += 0.1
     world.turn(WaiterPolled(cause="poll", lease_id=lease.id))
     assert world.ledger.deadlines[lease.id] == before, "a look at a lease that is held is no renewal"
+
+
+def test_a_poll_that_is_decided_after_the_grant_tells_no_one_of_it() -> None:
+    world = World().node(gpus=1)
+    lease = granted_out_of_the_queue(world, ttl_s=5)
+    world.turn(WaiterPolled(cause="poll", lease_id=lease.id))
+    world.pass_time(60)
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
 
 
 def test_a_grant_at_once_is_known_to_its_holder() -> None:
@@ -316,6 +320,21 @@ def test_a_report_that_was_overtaken_decides_nothing() -> None:
     world.report()
     world.owners[ANN] = GONE
     world.report(age_s=3.0)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+
+
+def test_the_start_of_a_worker_that_is_reported_once_more_does_not_hide_its_silence() -> None:
+    """A proxy repeated it: the node counted as heard, and the lease expired beside a silent worker."""
+    world = World().node(gpus=1)
+    world.owners[ANN] = ALIVE
+    world.report(problem=JUST_STARTED)
+    world.report()
+    lease = world.lease(1, owner=ANN, ttl_s=2)
+    world.at_s += 2.5
+    world.report(problem=JUST_STARTED)
+    assert world.ledger.node_observations["a"].problem is None
+    world.at_s += 2.5
+    world.turn(Ticked(cause="tick", since_last_s=0.1))
     assert world.now_of(lease).state is LeaseState.ACTIVE
 
 

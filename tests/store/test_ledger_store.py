@@ -11,7 +11,7 @@ from sqlalchemy.exc import DataError
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.model import EndReason, LeaseState, Mask, NodeMode
 from gpulease_protocol.node_protocol import OwnerState
-from gpulease_server.core.happenings import IdempotencyKey, WaiterPolled
+from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.outage import reset_deadlines
@@ -92,7 +92,7 @@ def test_a_restart_does_not_claim_a_grant_that_no_one_has_asked_about(store: Sto
     before.report()
     assert before.now_of(waiter).state is LeaseState.ACTIVE
     if claimed:
-        before.turn(WaiterPolled(cause="poll", lease_id=waiter.id))
+        before.renew(before.now_of(waiter))
     save(store, before)
     world = World(ledger=store.load(), nodes=before.nodes, at_s=before.at_s, owners=before.owners)
     reset_deadlines(world.ledger, world.now)

@@ -88,7 +88,7 @@ class ReleaseRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaiterPolled:
-    """The holder waits for this lease, or is told of its grant, at this moment. Not answered."""
+    """The holder waits for this lease at this moment. Not answered."""
 
     cause: str
     lease_id: str

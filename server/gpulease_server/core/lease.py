@@ -187,13 +187,11 @@ def on_release_requested(turn: Turn, release: ReleaseRequested) -> None:
 
 
 def on_waiter_polled(turn: Turn, polled: WaiterPolled) -> None:
-    """The holder waits for a queued lease, or has been told of its grant."""
+    """The holder waits for a queued lease. One that was granted meanwhile is theirs when they have been told."""
     record = turn.ledger.leases.get(polled.lease_id)
     if record is None or polled.lease_id not in turn.ledger.deadlines:
         return
-    if record.lease.state is LeaseState.QUEUED or polled.lease_id in turn.ledger.unclaimed:
-        if polled.lease_id in turn.ledger.unclaimed:
-            turn.put(replace(record, renewed_at=turn.now.at))
+    if record.lease.state is LeaseState.QUEUED:
         extend_deadline(turn, record.lease)
 
 

@@ -73,8 +73,10 @@ def _begun_at_s(reported: NodeReported) -> float | None:
 
 
 def _is_overtaken(before: NodeObservation | None, report: NodeReport, reported: NodeReported) -> bool:
-    """True for a reading that was begun before one that has been taken in already."""
+    """True for a reading that was begun before one that has been taken in already, or a start that was reported."""
     begun_at_s = _begun_at_s(reported)
+    if before is not None and before.worker_id == report.worker_id and report.problem == JUST_STARTED:
+        return before.problem != JUST_STARTED
     return (
         before is not None
         and report.problem is None

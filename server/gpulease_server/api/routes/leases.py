@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
 
-from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound
+from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.model import Holder, Lease, LeaseState, Page
@@ -97,8 +98,9 @@ async def request_lease(
     lease = answer
     if lease.state is LeaseState.QUEUED and wait_s > 0:
         await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
-        lease = _view(daemon, await _find_lease(daemon, lease.id))
-    await _note_told(daemon, request, caller, lease, is_repeated=lease.id != requested.lease_id)
+    await _note_told(daemon, request, caller, lease.id, is_repeated=lease.id != requested.lease_id)
+    if (record := daemon.ledger.leases.get(lease.id)) is not None:
+        lease = _view(daemon, record)
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
     response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
@@ -139,9 +141,8 @@ async def show_lease(
     record = await _find_lease(daemon, lease_id)
     if wait_s > 0:
         await _wait_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
-        record = await _find_lease(daemon, lease_id)
-    await _note_claim(daemon, request, caller, record.lease)
-    return redact_lease(caller, _view(daemon, record))
+    await _claim(daemon, request, caller, lease_id)
+    return redact_lease(caller, _view(daemon, await _find_lease(daemon, lease_id)))
 
 
 @router.post(
@@ -255,24 +256,38 @@ async def _wait_while(
         daemon.writer.enqueue(AnswerLost(cause=ids.new_id("poll"), lease_id=lease_id))
 
 
-async def _note_claim(daemon: DaemonState, request: Request, caller: Caller, lease: Lease) -> None:
-    """Note that the holder is told of a grant out of the queue, unless its client has gone away meanwhile."""
-    unclaimed = lease.id in daemon.ledger.unclaimed and lease.state is LeaseState.ACTIVE
-    if unclaimed and caller.owns(lease.holder) and not await request.is_disconnected():
-        daemon.writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id=lease.id))
+async def _claim(daemon: DaemonState, request: Request, caller: Caller, lease_id: str) -> None:
+    """Record that the holder is told of a grant, before it is told; not if its client has gone away meanwhile.
+
+    A database that cannot be written raises `Unavailable`: the holder asks again, and is told then.
+    """
+    record = daemon.ledger.leases.get(lease_id)
+    if record is None or lease_id not in daemon.ledger.unclaimed or not caller.owns(record.lease.holder):
+        return
+    if not await request.is_disconnected():
+        await _renew(daemon, record)
 
 
-async def _note_told(daemon: DaemonState, request: Request, caller: Caller, lease: Lease, *, is_repeated: bool) -> None:
+async def _note_told(
+    daemon: DaemonState, request: Request, caller: Caller, lease_id: str, *, is_repeated: bool
+) -> None:
     """Note whether the client that asks for a lease is told of it, or has gone away meanwhile."""
-    cause = ids.new_id("request")
+    record = daemon.ledger.leases.get(lease_id)
     if await request.is_disconnected():
         if not is_repeated:
-            daemon.writer.enqueue(AnswerLost(cause=cause, lease_id=lease.id))
-    elif lease.state is LeaseState.ACTIVE and is_repeated:
-        # Also where the first answer was lost and that is not decided yet.
-        daemon.writer.enqueue(RenewalRequested(cause=cause, lease_id=lease.id, fencing_token=lease.fencing_token))
+            daemon.writer.enqueue(AnswerLost(cause=ids.new_id("request"), lease_id=lease_id))
+    elif record is not None and record.lease.state is LeaseState.ACTIVE and is_repeated:
+        await _renew(daemon, record)  # also where the first answer was lost and that is not decided yet
     else:
-        await _note_claim(daemon, request, caller, lease)
+        await _claim(daemon, request, caller, lease_id)
+
+
+async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
+    renewal = RenewalRequested(
+        cause=ids.new_id("request"), lease_id=record.lease.id, fencing_token=record.lease.fencing_token
+    )
+    with contextlib.suppress(LeaseLost, StaleToken, NotFound):  # it ends at this moment, and is shown as it is
+        await daemon.writer.submit(renewal)
 
 
 def _view(daemon: DaemonState, record: LeaseRecord) -> Lease:
