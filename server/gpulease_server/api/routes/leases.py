@@ -124,7 +124,7 @@ async def list_leases(
     return Page(items=items, next=str(records[-1].number) if len(records) == limit else None)
 
 
-@router.get("/{lease_id}", responses=error_responses("not_found"))
+@router.get("/{lease_id}", responses=error_responses("not_found", "unavailable"))
 async def show_lease(
     lease_id: str,
     daemon: DaemonDep,
