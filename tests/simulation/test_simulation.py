@@ -44,6 +44,7 @@ def test_a_fault_is_caught(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.budget(200)
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_fault_is_caught_within_twenty_seeds(name: str) -> None:
     """Short runs catch most faults, so each seed runs longer than the one before."""
