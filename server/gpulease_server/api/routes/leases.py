@@ -99,8 +99,7 @@ async def request_lease(
     if lease.state is LeaseState.QUEUED and wait_s > 0:
         await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
     await _note_told(daemon, request, caller, lease.id, is_repeated=lease.id != requested.lease_id)
-    if (record := daemon.ledger.leases.get(lease.id)) is not None:
-        lease = _view(daemon, record)
+    lease = _view(daemon, await _find_lease(daemon, lease.id))
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
     response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
