@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -223,6 +225,32 @@ def test_a_disk_that_is_full_loses_nothing_in_the_meantime(daemon: Daemon, caplo
         connection.execute(text("ALTER TABLE away RENAME TO job_metrics"))
     daemon.save(everything=True)
     assert "written again" in caplog.text
+    daemon.restart()
+    assert daemon.metrics(job).gpu_hours_used * 3600 == pytest.approx(5, abs=0.1)
+
+
+def test_a_write_that_is_interrupted_when_the_daemon_stops_is_not_lost(daemon: Daemon) -> None:
+    """The last job ended within the second in which the daemon stops; its write still waits for a thread."""
+    job = daemon.world.submit(1)
+    daemon.show(busy(0, 1.0), seconds=5)
+    daemon.end(job)
+    daemon.commit()
+
+    async def stop() -> None:
+        loop, gate = asyncio.get_running_loop(), threading.Event()
+        loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+        loop.run_in_executor(None, gate.wait, 60)
+        saving = asyncio.create_task(daemon.recorder.save(daemon.world.at_s))
+        for _ in range(10):
+            await asyncio.sleep(0)  # it has begun
+        saving.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        await daemon.recorder.save(daemon.world.at_s, everything=True)
+
+    asyncio.run(stop())
     daemon.restart()
     assert daemon.metrics(job).gpu_hours_used * 3600 == pytest.approx(5, abs=0.1)
 

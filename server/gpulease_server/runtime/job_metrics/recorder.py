@@ -49,6 +49,8 @@ SAVE_S = 60.0
 """Time between two writes of the series of one lease: what a killed daemon may lose."""
 CHECK_S = 1.0
 """Time between two checks for what must be written."""
+STOP_WAIT_S = 10.0
+"""How long a daemon that stops waits for a write that has begun."""
 MAX_UNSAVED_LEASES = 1000
 """Ended leases that could not be written and stay in memory, at most; the oldest are dropped first."""
 MAX_VALUE = 2.0**60
@@ -153,12 +155,18 @@ class JobMetricsRecorder:
 
     async def _save(self, lease_id: str, history: LeaseMetrics) -> bool:
         history.unsaved, content = False, encode_series(history.series)
+        writing = asyncio.create_task(asyncio.to_thread(job_metrics_table.save, self._store, lease_id, content))
         try:
-            await asyncio.to_thread(job_metrics_table.save, self._store, lease_id, content)
+            await asyncio.shield(writing)
         except StoreFailed as error:
             history.unsaved = True
             self._log_problem(f"metrics of jobs cannot be written: {error.detail} Trying again.")
             return False
+        except asyncio.CancelledError:
+            # The daemon stops, and writes next what is not written. This write must not come after that one.
+            await asyncio.wait({writing}, timeout=STOP_WAIT_S)
+            history.unsaved = history.unsaved or not writing.done() or writing.exception() is not None
+            raise
         self._log_problem("")
         return True
 
