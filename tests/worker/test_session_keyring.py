@@ -22,7 +22,7 @@ SESSION_KEYRING = -3
 KEYCTL_READ = 11
 FULL = STRANGER + 1
 """A user who has as many keys as one may have."""
-USERS = (STRANGER, STRANGER, STRANGER + 2) if ROOT else (os.getuid(),) * 3
+USERS = (STRANGER, STRANGER, STRANGER + 2, 0, 0) if ROOT else (os.getuid(),) * 2
 SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 2, 38, 22
 
 

@@ -15,6 +15,7 @@ counts all processes of a user, and each job may fork as many.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Mapping
@@ -135,7 +136,12 @@ def _enable(controller: str, directory: Path) -> None:
         _move_to_leaf(directory)
     switch = directory / "cgroup.subtree_control"
     if controller not in switch.read_text().split():
-        switch.write_text(f"+{controller}")
+        try:
+            switch.write_text(f"+{controller}")
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise OSError(f"there are other processes in {directory}") from error
+            raise
 
 
 def _has_no_process_of_ours(directory: Path) -> bool:

@@ -98,7 +98,7 @@ def _keep(descriptor: int, service: str, user: str) -> None:
     try:
         pam = _Pam(service, user)
         pam.open()
-    except (OSError, SessionRefusedError) as error:
+    except SessionRefusedError as error:
         _send(supervisor, {"error": str(error)})
         return
     signal.alarm(0)
@@ -134,9 +134,12 @@ class _Pam:
     """libpam, for one session (pam(3))."""
 
     def __init__(self, service: str, user: str) -> None:
-        """Raises OSError where there is no libpam."""
+        """Raises SessionRefusedError where there is no libpam."""
         self._service, self._user = service, user
-        self._library: Any = ctypes.CDLL(LIBRARY)
+        try:
+            self._library: Any = ctypes.CDLL(LIBRARY)
+        except OSError as error:
+            raise SessionRefusedError(f"PAM cannot be used on this node: {error}.") from error
         self._library.pam_strerror.restype = ctypes.c_char_p
         self._handle = ctypes.c_void_p()
         # No one can be asked anything, and no one reads messages.
