@@ -10,7 +10,7 @@ jobs' are made, and the kernel refuses that, or has no use for it, while process
 worker belongs one level below it, into LEAF, where its supervisors are then, too. systemd puts it there from version
 254 on (`DelegateSubgroup=`). Elsewhere the worker moves itself, if it is alone in its cgroup; but not out of the cgroup
 of a service, because systemd could not start the worker there again while a job runs. RLIMIT_NPROC is no substitute: it
-counts all processes of a user, and each job may fork as many.
+counts all processes of a user, those outside of jobs too.
 """
 
 from __future__ import annotations
