@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pwd
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -19,15 +20,15 @@ from tests.worker.build import kill, order, spec, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import ROOT, end_of, in_a_process, log_of, passable
 
-NOBODY = 65534
+USER = pwd.getpwnam("nobody")
 SERVICE, CLONE_NEWNS = "gpulease-test", 0x20000
 SETTINGS = JobSettings(pam_service=SERVICE)
 LIMITS = """
-nobody hard nofile 300
-nobody soft nofile 200
-nobody hard nproc 4000
-nobody soft nproc 4000
-nobody - priority 3
+{name} hard nofile 300
+{name} soft nofile 200
+{name} hard nproc 4000
+{name} soft nproc 4000
+{name} - priority 3
 """
 SESSION = """
 account required pam_permit.so
@@ -42,13 +43,13 @@ cut -d " " -f 19 /proc/self/stat
 echo "${FROM_PAM-none}"
 """
 NOTE = '"$PAM_TYPE $PAM_USER $PAM_TTY $FROM_PAM"'
-OPENED_AND_CLOSED = ["open_session nobody gpulease yes", "close_session nobody gpulease yes"]
+OPENED_AND_CLOSED = [f"{what}_session {USER.pw_name} gpulease yes" for what in ("open", "close")]
 
 
 @pytest.fixture
 def public() -> Iterator[Path]:
     with passable() as directory:
-        (directory / "limits.conf").write_text(LIMITS)
+        (directory / "limits.conf").write_text(LIMITS.format(name=USER.pw_name))
         (directory / "environment").write_text("FROM_PAM DEFAULT=yes\n")
         (directory / "note").write_text(
             f'#!/bin/sh\necho "$PAM_TYPE $PAM_USER $PAM_TTY $FROM_PAM" >> {directory}/notes\n'
@@ -70,7 +71,7 @@ def run_a_job(public: str, service: str, *command: str) -> None:
     configure(Path(public), service)
     # More than the login has; what is not submitted is the login's.
     limits = {"nofile": (250, 5000)}
-    report = end_of(Path(public), *command, uid=NOBODY, limits=limits, settings=SETTINGS)
+    report = end_of(Path(public), *command, uid=USER.pw_uid, limits=limits, settings=SETTINGS)
     print(json.dumps([report.exit_code, report.reason, log_of(report)]))
 
 
@@ -106,12 +107,12 @@ def test_a_user_whom_pam_refuses_gets_no_job(public: Path, service: str, reason:
         return
     code, said, _ = json.loads(in_a_process(run_a_job, str(public), service, "true"))
     assert code is None
-    assert said.startswith(f"PAM refuses nobody (service {SERVICE}, {reason}")
+    assert said.startswith(f"PAM refuses {USER.pw_name} (service {SERVICE}, {reason}")
 
 
 def kill_a_supervisor(public: str) -> None:
     configure(Path(public), SESSION)
-    job = order("j", spec("sleep", "600"), uid=NOBODY, gid=NOBODY)
+    job = order("j", spec("sleep", "600"), uid=USER.pw_uid, gid=USER.pw_gid)
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
@@ -132,12 +133,12 @@ def test_a_session_is_closed_although_the_supervisor_was_killed(public: Path) ->
 
 def stop_a_job_that_waits_for_pam(public: str) -> None:
     configure(Path(public), SESSION)
-    job = order("j", spec("true"), uid=NOBODY, gid=NOBODY)
+    job = order("j", spec("true"), uid=USER.pw_uid, gid=USER.pw_gid)
 
     async def story(worker: Worker) -> None:
         worker.jobs.reconcile([job])
         until((Path(public) / "hangs").exists, "PAM hangs")
-        stopped = order("j", job.spec, lease=job.lease_id, uid=NOBODY, gid=NOBODY, stop=True, grace_s=1.0)
+        stopped = order("j", job.spec, lease=job.lease_id, uid=USER.pw_uid, gid=USER.pw_gid, stop=True, grace_s=1.0)
         report = await worker.end_of(stopped)
         assert report.reason == "It was stopped before it started."
 

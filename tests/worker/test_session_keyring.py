@@ -59,7 +59,7 @@ def add_key(description: str, content: bytes) -> int:
 
 
 def look_for_a_key_of_the_worker(public: str, probe: str, uid: int) -> None:
-    session_keyring.join_new()  # so that the keyring of whoever runs the tests stays as it is
+    session_keyring.join_new()  # so that the keyring of the session that runs the tests stays as it is
     serial = add_key("gpulease-test", b"of the worker")
     print(log_of(end_of(Path(public), probe, "gpulease-test", str(serial), uid=uid)), end="")
     content = ctypes.create_string_buffer(64)
