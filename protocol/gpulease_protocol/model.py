@@ -286,7 +286,7 @@ class JobSpec(Noun):
     retries: int = 0
     """How many times the job is started again after it failed, each time under a new lease."""
     umask: int | None = None
-    """File mode creation mask; the worker's when null."""
+    """File mode creation mask; when null 0o022 under a root worker, else the worker's."""
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
     mask: Mask | None = None

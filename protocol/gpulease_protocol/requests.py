@@ -176,7 +176,7 @@ class JobRequest(RequestBody):
     retries: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
     """How many times to start the job again after it has failed, after a pause and under a new lease; 0 to 100."""
     umask: Annotated[int | None, Bounds(minimum=0, maximum=0o777, rule="must be 0 to 511 (0o777)")] = None
-    """File mode creation mask, 0 to 511 (0o777); the worker's when null."""
+    """File mode creation mask, 0 to 511 (0o777); when null 0o022 under a root worker, else the worker's."""
     limits: Annotated[dict[str, SoftHard], Bounds(propertyNames={"enum": sorted(RESOURCE_LIMITS)}, rule=NO_LIMIT)] = (
         field(default_factory=dict)
     )

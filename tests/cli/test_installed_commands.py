@@ -17,7 +17,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.settings import ServeSettings
 from gpulease_server.store.retention import RetentionLimits
-from gpulease_worker.jobs.launch_plan import LOG_BYTES
+from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.reconciler import KEEP_JOBS
 from gpulease_worker.probe.probe_protocol import IDLE_BYTES, Pace
 from gpulease_worker.settings import WorkerSettings
@@ -72,7 +72,8 @@ def test_defaults_of_settings_are_those_of_the_parts_that_they_set() -> None:
     )
     pace = Pace(processes_s=worker.processes_s, health_s=worker.health_s, call_deadline_s=worker.call_deadline_s)
     assert pace == Pace()
-    assert (worker.log_bytes, worker.keep_jobs, worker.idle_memory_bytes) == (LOG_BYTES, KEEP_JOBS, IDLE_BYTES)
+    assert worker.of_jobs == JobSettings()
+    assert (worker.keep_jobs, worker.idle_memory_bytes) == (KEEP_JOBS, IDLE_BYTES)
 
 
 @pytest.mark.parametrize(("name", "settings"), [("serve", ServeSettings), ("worker", WorkerSettings)])

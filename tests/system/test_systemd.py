@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from gpulease_worker.jobs import cgroup
 from tests.daemon import DaemonProcess, eventually
 from tests.imported_program import ForkedProgram, completed
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 WITHIN_S = 60.0
+DELEGATE_SUBGROUP = 254
+"""The version of systemd that came with this setting."""
 
 
 @pytest.fixture
@@ -85,9 +89,18 @@ def analyze(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["systemd-analyze", *words], capture_output=True, text=True, timeout=120, check=False)
 
 
+def version() -> int:
+    return int(analyze("--version").stdout.split()[1])
+
+
 def test_systemd_understands_the_units(units: Path) -> None:
     done = analyze("verify", *map(str, units.glob("*.service")))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    if version() < DELEGATE_SUBGROUP:
+        (line,) = done.stderr.splitlines()
+        assert re.search("Unknown key .*'DelegateSubgroup' .*, ignoring", line)
+    else:
+        assert done.stderr == ""
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_systemd_would_say_what_it_does_not_understand(units: Path) -> None:
@@ -117,6 +130,8 @@ def test_a_worker_starts_after_what_cuda_needs_and_needs_none_of_it() -> None:
 def test_jobs_outlive_their_worker_and_inherit_no_confinement() -> None:
     worker = settings("gpulease-worker.service")
     assert (worker["KillMode"], worker["Delegate"], worker["OOMPolicy"]) == ("process", "yes", "continue")
+    # Limits of jobs take controllers in the unit's cgroup, and no process in it: the worker itself is in one below.
+    assert worker["DelegateSubgroup"] == cgroup.LEAF
     confining = ("Private", "Protect", "Restrict", "System", "NoNew", "Capability", "Lock", "Memory", "ReadOnly")
     assert [name for name in worker if name.startswith(confining) and name not in ("RestartPreventExitStatus",)] == []
 

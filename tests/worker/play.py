@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
+from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.reconciler import KEEP_JOBS, JobReconciler
 
 DEADLINE_S = 60.0
@@ -15,9 +16,9 @@ DEADLINE_S = 60.0
 class Worker:
     """The jobs of one data directory, as a worker has them."""
 
-    def __init__(self, data_dir: Path, keep: int = KEEP_JOBS) -> None:
+    def __init__(self, data_dir: Path, keep: int = KEEP_JOBS, settings: JobSettings | None = None) -> None:
         self.changed = asyncio.Event()
-        self.jobs = JobReconciler(data_dir, "http://127.0.0.1:1", self.changed.set, keep=keep)
+        self.jobs = JobReconciler(data_dir, "http://127.0.0.1:1", self.changed.set, settings, keep)
         self.jobs.recover()
 
     async def until(self, orders: Sequence[JobOrder], state: RunState) -> tuple[JobReport, ...]:
@@ -36,9 +37,14 @@ class Worker:
         return report
 
 
-def play(data_dir: Path, story: Callable[[Worker], Awaitable[None]], keep: int = KEEP_JOBS) -> None:
+def play(
+    data_dir: Path,
+    story: Callable[[Worker], Awaitable[None]],
+    keep: int = KEEP_JOBS,
+    settings: JobSettings | None = None,
+) -> None:
     async def act() -> None:
-        worker = Worker(data_dir, keep)
+        worker = Worker(data_dir, keep, settings)
         try:
             await story(worker)
         finally:

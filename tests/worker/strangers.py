@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from gpulease_protocol.host import log_files
 from gpulease_protocol.node_protocol import JobReport
-from tests.worker.build import order, spec
+from gpulease_worker.jobs.job_settings import JobSettings
+from tests.worker.build import order, python, spec
 from tests.worker.play import Worker, play
 
 STRANGER = 54321
@@ -30,14 +32,36 @@ def passable() -> Iterator[Path]:
         subprocess.run(["rm", "-rf", str(directory)], check=True)  # goes down further than shutil's rmtree
 
 
-def end_of(directory: Path, *command: str, uid: int = STRANGER, **members: object) -> JobReport:
+def in_a_process(function: Callable[..., None], *arguments: object) -> str:
+    """What a function of a test module prints in a process of its own, which may change what its children inherit."""
+    module = function.__module__
+    call = f"import json, sys; from {module} import {function.__name__} as f; f(*json.loads(sys.argv[1]))"
+    ran = subprocess.run(
+        python("-c", call, json.dumps(arguments)),
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def end_of(
+    directory: Path,
+    *command: str,
+    uid: int = STRANGER,
+    settings: JobSettings | None = None,
+    **members: object,
+) -> JobReport:
     """The end of that user's job."""
     found: list[JobReport] = []
 
     async def story(worker: Worker) -> None:
         found.append(await worker.end_of(order("j", spec(*command, **members), uid=uid, gid=uid)))
 
-    play(directory, story)
+    play(directory, story, settings=settings)
     return found[0]
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from gpulease_worker.jobs import cgroup, job_records
+from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.processes import procfs
 from tests.worker.build import order, spec, until
 from tests.worker.play import Worker, play
+from tests.worker.strangers import in_a_process
 
 V1 = "17 31 0:35 / /sys/fs/cgroup/pids rw - cgroup cgroup rw,pids\n"
 UNIFIED = "20 41 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
@@ -37,6 +41,8 @@ def test_the_cgroup_of_a_process_is_found_wherever_it_is_mounted(mounts: str, ow
 def test_cgroups_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPULEASE_CGROUPS", "off")
     assert cgroup.create("lease-never-made") is None
+    said = "pids.max of 5 is not set for jobs: this worker cannot have cgroups (version 2)"
+    assert cgroup.prepare({"pids.max": 5}) == [said]
 
 
 def test_a_process_outside_tree_and_marker_is_ended_with_the_cgroup(tmp_path: Path) -> None:
@@ -73,3 +79,80 @@ def test_a_process_outside_tree_and_marker_is_a_member_of_the_cgroup() -> None:
         sleeper.kill()
         sleeper.wait()
     assert group.remove()
+
+
+def limit_a_job(place: str, file: str) -> None:
+    """As a worker whose only process is this one: move below `place`, and run a job with a limit."""
+    (Path(place) / "cgroup.procs").write_text("0")
+    limits = {file: 4096 * 2**21}
+    print(cgroup.prepare(limits), cgroup.own_directory() == Path(place) / cgroup.LEAF, cgroup.prepare(limits))
+    group = cgroup.create("lease-of-a-test", limits)
+    assert group is not None
+    job = subprocess.run(["cat", "/proc/self/cgroup"], preexec_fn=group.enter, check=True, capture_output=True)
+    print(group.limited, (group.path / file).read_text().strip(), b"/lease-of-a-test" in job.stdout, group.remove())
+
+
+def limit_beside_others(place: str, file: str) -> None:
+    """As a worker that is not alone in its cgroup."""
+    (Path(place) / "cgroup.procs").write_text("0")
+    beside = subprocess.Popen(["sleep", "60"])
+    try:
+        (problem,) = cgroup.prepare({file: 1})
+        group = cgroup.create("lease-of-a-test", {file: 1})
+        assert group is not None
+        print(problem.partition(place)[0], group.limited, group.remove())
+    finally:
+        beside.kill()
+        beside.wait()
+
+
+@pytest.fixture
+def limitable() -> Iterator[tuple[str, str] | None]:
+    """A cgroup of the test's own whose children can be limited, with the file of a limit: that of processes where the
+    kernel has this controller in version 2; None where root may not change cgroups, or there is no controller."""
+    parent = cgroup.own_directory()
+    files = {"pids": "pids.max", "hugetlb": "hugetlb.2MB.max"}
+    try:
+        if parent is None:
+            raise FileNotFoundError
+        switch = parent / "cgroup.subtree_control"
+        found = [name for name in files if name in (parent / "cgroup.controllers").read_text().split()]
+        enabled = set(found) & {*switch.read_text().split()}
+        switch.write_text(f"+{found[0]}")
+        place = parent / f"gpulease-test-{os.getpid()}"
+        place.mkdir()
+    except (OSError, IndexError):
+        yield None
+        return
+    try:
+        yield str(place), files[found[0]]
+    finally:
+        assert cgroup.Cgroup(place).remove()
+        if found[0] not in enabled:
+            with suppress(OSError):
+                switch.write_text(f"-{found[0]}")
+
+
+def test_a_worker_that_is_alone_in_its_cgroup_limits_its_jobs_and_another_says_that_it_does_not(
+    limitable: tuple[str, str] | None,
+) -> None:
+    if limitable is None:
+        assert cgroup.prepare({"pids.max": 1}) != []
+        return
+    said = in_a_process(limit_beside_others, *limitable)
+    assert said == f"{limitable[1]} of 1 is not set for jobs: there are other processes in  False True\n"
+    prepared, limited = in_a_process(limit_a_job, *limitable).splitlines()
+    assert prepared == "[] True []"
+    assert limited == f"True {4096 * 2**21} True True"
+
+
+def test_a_worker_that_systemd_has_started_in_its_units_cgroup_stays_there(tmp_path: Path) -> None:
+    place = tmp_path / "gpulease-worker.service"
+    place.mkdir()
+    with pytest.raises(OSError, match="from version 254 on it does not"):
+        cgroup._move_to_leaf(place)
+
+
+def test_limits_are_of_the_controllers_that_are_asked_for() -> None:
+    assert JobSettings().cgroup_limits == {"pids.max": 32768}
+    assert JobSettings(max_processes=0, memory_bytes=2**40).cgroup_limits == {"memory.max": 2**40}

@@ -11,7 +11,7 @@ import pytest
 
 from gpulease_protocol.host import log_files
 from gpulease_protocol.model import Launcher
-from gpulease_worker.jobs import spawn, user_accounts
+from gpulease_worker.jobs import resource_limits, user_accounts
 from tests.worker.build import python
 from tests.worker.strangers import ROOT, STRANGER, end_of, log_of, passable, refused
 
@@ -114,9 +114,9 @@ def test_only_a_worker_as_root_runs_other_users_jobs(uid: int | None, own: int, 
 
 def test_a_limit_over_the_workers_own_is_capped() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    assert spawn._lower(-1, hard) == hard
-    assert spawn._lower(hard + 5, hard) == hard
-    assert spawn._lower(7, -1) == 7
+    assert resource_limits.lower(-1, hard) == hard
+    assert resource_limits.lower(hard + 5, hard) == hard
+    assert resource_limits.lower(7, -1) == 7
 
 
 def test_a_job_of_the_workers_own_user_needs_no_root(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from gpulease_protocol.node_protocol import (
     OwnerState,
     RunState,
 )
-from gpulease_worker.jobs import job_records
+from gpulease_worker.jobs import cgroup, job_records
 from gpulease_worker.probe.simulation import idle_gpus
 from tests.worker.build import kill, lease, living, number_in, order, python, spec, under, until
 from tests.worker.stand_in import EVERY, HANGS, LINKS, NOT_SUPPORTED, POOR, THIRD, WHOLE, Driver
@@ -414,10 +414,21 @@ def test_a_daemon_that_starts_later_is_found(tmp_path: Path) -> None:
     try:
         worker = host.worker(stderr=subprocess.PIPE)
         assert worker.stderr is not None
-        assert b"cannot report to the daemon at unix://" in worker.stderr.readline()
+        assert any(b"cannot report to the daemon at unix://" in line for line in worker.stderr)
         for daemon in serving(UnixServer(str(path), Answer), Daemon()):
             daemon.report(lambda report: len(report.gpus) == 2, "a reading")
             host.close()
+    finally:
+        host.close()
+
+
+def test_a_worker_says_at_its_start_that_it_cannot_limit_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cgroup.SWITCH, "off")
+    host = Host(tmp_path / "data", f"unix://{tmp_path / 's'}")
+    try:
+        worker = host.worker(stderr=subprocess.PIPE)
+        assert worker.stderr is not None
+        assert b"pids.max of 32768 is not set for jobs: this worker cannot have cgroups" in worker.stderr.readline()
     finally:
         host.close()
 

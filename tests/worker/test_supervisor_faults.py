@@ -162,7 +162,7 @@ def test_a_launcher_that_cannot_be_signalled_does_not_end_the_supervision(tmp_pa
 def test_an_unkillable_launcher_is_reported_and_awaited(tmp_path: Path) -> None:
     fault = (
         "supervisor.UNKILLABLE_AFTER_S = 0.2; process_tree.signal_all = lambda *_: None\n"
-        "supervisor.cgroup.create = lambda name: None\n"
+        "supervisor.cgroup.create = lambda *_: None\n"
         "def refuse(pid, number): raise PermissionError(1, 'Operation not permitted')\nos.kill = refuse"
     )
     directory = furnished(tmp_path / "j", order("j", spec("sleep", "60")))

@@ -30,6 +30,7 @@ gpulease worker
     └── launcher                 torchrun, or the plain command, in a session of its own
         └── ranks ...            with the marker GPULEASE_LEASE_ID in their environment
 ```
+With `--pam-service` each supervisor starts one more process, which keeps its job's PAM session (`jobs.pam_session`).
 
 The life of a job
 -----------------
@@ -61,7 +62,8 @@ The life of a job
 What must always hold
 ---------------------
 - An attempt of a job is launched at most once, whatever is killed when. Each has its own directory and lease.
-- A job runs as the user who submitted it, or not at all (`jobs.user_accounts`). That user owns its log directory, so
+- A job runs as the user who submitted it, or not at all (`jobs.user_accounts`), and with nothing that was the worker's
+  (`jobs.inherited_state`, `jobs.session_keyring`). That user owns its log directory, so
   the logs are read without following links (`gpulease_protocol.host.log_files`).
 - While a job's lock is held, another process has the job: the worker searches for the supervisor and does not clean up
   (`jobs.supervisor_watch`).
@@ -85,6 +87,7 @@ What each failure does
   up, and everything with its marker is killed.
 - A process hangs with the lock of its memory, and so does every reader of its environment: the process is skipped
   (`processes.bounded_read`).
+- PAM hangs: the job is not started, and says so after 30 s. It refuses: so does the job.
 - The driver hangs: the report says so; jobs are started, stopped and reported as usual.
 - A job prints without end: its supervisor returns the oldest blocks of its log files to the file system
   (`jobs.log_size_limit`), and all but the last MiB of each while the disk is nearly full. The job writes the files
@@ -101,5 +104,5 @@ What each failure does
 
 Deliberately absent: a listening socket, because the worker only ever calls the daemon; and a need for cgroups, which
 take root or delegation: where a job can have one (`jobs.cgroup`) it is ended through it, and elsewhere the marker and
-the subreaper suffice.
+the subreaper suffice. Only the limits of a whole job need one; the worker's log says where they have no effect.
 """

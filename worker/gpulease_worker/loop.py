@@ -75,7 +75,7 @@ class WorkerLoop:
             settings.data_dir.absolute(),
             ",".join(settings.urls),
             self._changed.set,
-            settings.log_bytes,
+            settings.of_jobs,
             settings.keep_jobs,
         )
         self._leases = LeaseCache(settings.data_dir.absolute())

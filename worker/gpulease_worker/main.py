@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.addresses import make_traversable
 from gpulease_protocol.host.logging import logging_to_stderr
+from gpulease_worker.jobs import cgroup
 from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.settings import WorkerSettings
 
@@ -22,6 +24,8 @@ LOCK_WAIT_S = 15.0
 LOCK_RETRY_S = 0.1
 PARENT_VARIABLE = "GPULEASE_PARENT_PID"
 """Set by a parent that starts a worker with `with_parent`, so that the worker notices if it has died already."""
+
+log = logging.getLogger(__name__)
 
 __all__ = ["WorkerSettings", "run"]
 
@@ -43,6 +47,8 @@ def _run(settings: WorkerSettings) -> int:
         lock = _lock(settings.data_dir / "worker.lock")
         if lock is None:
             return _refuse(f"Another worker uses {settings.data_dir}.", "Stop it, or give this one its own --data-dir.")
+        for problem in cgroup.prepare(settings.of_jobs.cgroup_limits):
+            log.log(logging.WARNING if os.geteuid() == 0 else logging.INFO, "%s", problem)
         with suppress(asyncio.CancelledError):
             asyncio.run(_run_until_signal(settings))
     except OSError as error:

@@ -20,6 +20,7 @@ from gpulease_protocol.host.settings import (
     setting,
     shared,
 )
+from gpulease_worker.jobs.job_settings import LOG_BYTES, MAX_PROCESSES, JobSettings
 
 DAEMON, READINGS, JOBS = "Daemon", "Readings", "Jobs"
 """Headings in `gpulease worker --help`."""
@@ -85,7 +86,7 @@ class WorkerSettings:
     kill_leftovers: bool = shared(False, KILL_LEFTOVERS)
     manage_compute_mode: bool = shared(False, MANAGE_COMPUTE_MODE)
     log_bytes: int = setting(
-        256 * 2**20,
+        LOG_BYTES,
         "How much of each log file of a job to keep; the oldest part goes first. Bytes.",
         variable="GPULEASE_LOG_BYTES",
         minimum=2**16,
@@ -100,6 +101,38 @@ class WorkerSettings:
         maximum=1_000_000,
         group=JOBS,
     )
+    job_pids: int = setting(
+        MAX_PROCESSES,
+        "How many processes and threads a job may have, where it has a cgroup with the controller pids; 0 means no "
+        "limit.",
+        variable="GPULEASE_JOB_PIDS",
+        minimum=0,
+        maximum=2**22,
+        group=JOBS,
+    )
+    job_memory_bytes: int = setting(
+        0,
+        "How much memory a job may use, where it has a cgroup with the controller memory; 0 means no limit. Bytes.",
+        variable="GPULEASE_JOB_MEMORY_BYTES",
+        minimum=0,
+        maximum=2**60,
+        group=JOBS,
+    )
+    pam_service: str | None = setting(
+        None,
+        "Open a session of this PAM service for each job, as for a login: jobs then have no more than the user's "
+        "limits of limits.conf. For a worker that runs as root.",
+        variable="GPULEASE_PAM_SERVICE",
+        metavar="NAME",
+        group=JOBS,
+    )
+    no_new_privs: bool = setting(
+        False,
+        "Let no program of a job gain privileges: setuid programs such as sudo do not work in jobs.",
+        variable="GPULEASE_NO_NEW_PRIVS",
+        flag="--no-new-privs/--new-privs",
+        group=JOBS,
+    )
     log_format: LogFormat = shared(LogFormat.AUTO, LOG_FORMAT)
     log_level: LogLevel = shared(LogLevel.INFO, LOG_LEVEL)
     token: str | None = field(default=None, repr=False)
@@ -108,6 +141,17 @@ class WorkerSettings:
     """End when the process that started this one ends."""
     leftover_grace_s: float = 5.0
     """Time between SIGTERM and SIGKILL for leftover processes."""
+
+    @property
+    def of_jobs(self) -> JobSettings:
+        """Those of each job."""
+        return JobSettings(
+            log_bytes=self.log_bytes,
+            max_processes=self.job_pids,
+            memory_bytes=self.job_memory_bytes,
+            no_new_privs=self.no_new_privs,
+            pam_service=self.pam_service,
+        )
 
     @property
     def urls(self) -> tuple[str, ...]:

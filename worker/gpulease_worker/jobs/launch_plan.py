@@ -14,6 +14,7 @@ from gpulease_protocol.launchers import LAUNCHERS, choose_mask, strip_launcher_v
 from gpulease_protocol.model import Launcher, Mask, Noun
 from gpulease_protocol.node_protocol import JobOrder
 from gpulease_worker.jobs import launcher_argv
+from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.user_accounts import UserAccount
 
 INHERITED = re.compile(r"PATH|LANG|LANGUAGE|LC_\w+|TZ|LD_LIBRARY_PATH|CUDA_HOME|CUDA_PATH|\w+_proxy|\w+_PROXY")
@@ -21,8 +22,6 @@ INHERITED = re.compile(r"PATH|LANG|LANGUAGE|LC_\w+|TZ|LD_LIBRARY_PATH|CUDA_HOME|
 secrets, and would make a job depend on how the worker happened to be started."""
 INHERITED_BY_SAME_USER = re.compile(r"HOME|USER|LOGNAME|SHELL|TMPDIR|XDG_\w+")
 """Further variables that a job inherits when it runs as the worker's own user."""
-LOG_BYTES = 256 * 2**20
-"""How much of a log file stays on disk by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +51,11 @@ class LaunchPlan(Noun):
     account: UserAccount | None = None
     """The user it runs as; null for the supervisor's own."""
     umask: int | None = None
-    """File mode creation mask; the supervisor's when null."""
+    """File mode creation mask, as in `JobSpec`."""
     limits: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Resource limits, as in `JobSpec`."""
-    log_bytes: int = LOG_BYTES
-    """How much of each of its log files stays on disk."""
+    settings: JobSettings = field(default_factory=JobSettings)
+    """What the worker's settings say."""
     indexed_gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs that the mask must name by CUDA's indices, which CUDA is asked for just before the launch;
     empty where the mask in `environment` is final."""
@@ -73,7 +72,7 @@ def plan_launch(
     work: Path,
     logs: Path,
     account: UserAccount | None = None,
-    log_bytes: int = LOG_BYTES,
+    settings: JobSettings | None = None,
 ) -> LaunchPlan:
     """How a job is run.
 
@@ -85,7 +84,7 @@ def plan_launch(
         work: Working directory for jobs that name none.
         logs: Directory of its log files, absolute.
         account: The user it runs as, where that is not the worker's own.
-        log_bytes: How much of each of its log files stays on disk.
+        settings: What the worker's settings say; the defaults where None.
 
     Raises:
         ValueError: the lease lacks something that the launcher needs.
@@ -109,7 +108,7 @@ def plan_launch(
         account=account,
         umask=spec.umask,
         limits=spec.limits,
-        log_bytes=log_bytes,
+        settings=settings or JobSettings(),
         indexed_gpus=order.gpus if needs_indices else (),
         interpreter=interpreter,
     )

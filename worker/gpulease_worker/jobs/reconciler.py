@@ -24,6 +24,7 @@ from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState, attem
 from gpulease_worker.desired_state import UnreadableOrder
 from gpulease_worker.jobs import job_records, launch_plan, launcher_argv, user_accounts
 from gpulease_worker.jobs.directory_removal import DirectoryRemover
+from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.local_job import LocalJob
 from gpulease_worker.jobs.supervisor_watch import SupervisorWatcher
 
@@ -45,7 +46,7 @@ class JobReconciler:
         data_dir: Absolute; the jobs are in its `jobs/`.
         url: The daemon, for the jobs' environment.
         changed: Called from the event loop when a job has changed by itself.
-        log_bytes: How much of each log file of a job stays on disk.
+        settings: What the worker's settings say about jobs; the defaults where None.
         keep: How many directories of forgotten jobs are kept.
     """
 
@@ -54,12 +55,12 @@ class JobReconciler:
         data_dir: Path,
         url: str,
         changed: Callable[[], None],
-        log_bytes: int = launch_plan.LOG_BYTES,
+        settings: JobSettings | None = None,
         keep: int = KEEP_JOBS,
     ) -> None:
         self._root = data_dir / "jobs"
         self._url = url
-        self._log_bytes = log_bytes
+        self._settings = settings
         self._keep = keep
         self._supervisors = SupervisorWatcher(changed)
         self._remover = DirectoryRemover()
@@ -155,7 +156,7 @@ class JobReconciler:
             work=work,
             logs=logs,
             account=account,
-            log_bytes=self._log_bytes,
+            settings=self._settings,
         )
         job = LocalJob(directory=directory, lease_id=order.lease_id)
         made = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))

@@ -1,7 +1,8 @@
 """Forks and executes a job's processes as its user, in its directory, with its limits; and checks what is missing.
 
 Every step that may fail runs as the job's user and in the job's own process: root enters no directory for a user who
-may not, and a user's file system that hangs blocks that user's job alone.
+may not, and a user's file system that hangs blocks that user's job alone. A job keeps nothing of the worker's
+(`inherited_state`, `session_keyring`, `resource_limits`); where a step towards that fails, it does not start.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import os
 import resource
 import signal
-from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 
 from gpulease_protocol.host.process_id import ProcessId, stat
 from gpulease_protocol.host.process_tree import signal_on_parent_death
+from gpulease_worker.jobs import inherited_state, resource_limits, session_keyring
 from gpulease_worker.jobs.cgroup import Cgroup
 from gpulease_worker.jobs.launch_plan import LaunchPlan, missing_path
+from gpulease_worker.jobs.pam_session import LoginLimits
 from gpulease_worker.jobs.user_accounts import UserAccount
 
 EXEC_S = 60.0
@@ -99,10 +101,11 @@ def preflight_error(plan: LaunchPlan, code: int, output: str) -> str | None:
     return f"The interpreter {python} does not work: {output.splitlines()[-1]}."
 
 
-def spawn(plan: LaunchPlan, output: int, group: Cgroup | None) -> SpawnedProcess:
+def spawn(plan: LaunchPlan, output: int, group: Cgroup | None, login: LoginLimits | None = None) -> SpawnedProcess:
     """Start the program of a plan, with its output going to a descriptor. Raises LaunchError.
 
-    The caller has one thread, so it is safe to run Python between fork and exec.
+    The caller has one thread, so it is safe to run Python between fork and exec. `login` is what the user's login has,
+    where PAM was asked.
     """
     reading, writing = os.pipe()
     supervisor = os.getpid()
@@ -115,7 +118,7 @@ def spawn(plan: LaunchPlan, output: int, group: Cgroup | None) -> SpawnedProcess
     if pid == 0:
         try:
             _detach(supervisor, output, writing)
-            _enter(plan, group, writing)
+            _enter(_steps(plan, group, login), writing)
             _execute(plan, writing)
         finally:
             os._exit(255)
@@ -130,9 +133,7 @@ def _detach(supervisor: int, output: int, error_pipe: int) -> None:
     It has no marker yet. If the supervisor were killed now, no one would find this process, and it would start the job
     under a lease that has ended.
     """
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+    inherited_state.reset_signals()
     _end_with(supervisor)
     os.setsid()
     for standard in (1, 2):
@@ -160,32 +161,8 @@ def _execute(plan: LaunchPlan, error_pipe: int) -> None:
         os.write(error_pipe, f"The program {argv[0]!r} could not be started: {why}.".encode(errors="replace"))
 
 
-def _enter(plan: LaunchPlan, group: Cgroup | None, error_pipe: int) -> None:
-    """In the new process: set cgroup, umask, user, directory and limits. On an error, write why to `error_pipe` and
-    raise OSError.
-
-    The limits come last, with the user's own rights: they are as submitted, and root could raise them to anything.
-    """
-    if group is not None:
-        with suppress(OSError):  # the marker and the subreaper suffice
-            group.enter()
-    steps: list[tuple[str, Callable[[], object]]] = []
-    if plan.umask is not None:
-        steps.append(("Its umask cannot be set", lambda: os.umask(plan.umask or 0)))
-    if (account := plan.account) is not None:
-        steps.append(("The worker's privileges over other processes cannot be given up", _drop_privileges_over_others))
-        steps.append((f"It cannot be run as {account.name}", lambda: _become(account)))
-        supervisor = os.getppid()
-        steps.append(("It cannot be made to end with its supervisor", lambda: _end_with(supervisor)))
-    who = account.name if account is not None else "this user"
-    steps.append(("", lambda: _check_paths(plan)))
-    steps.append(
-        (
-            f"The working directory {plan.working_directory} cannot be entered by {who}",
-            lambda: os.chdir(plan.working_directory),
-        )
-    )
-    steps.append(("Its resource limits cannot be set", lambda: _limit(plan)))
+def _enter(steps: Sequence[tuple[str, Callable[[], object]]], error_pipe: int) -> None:
+    """In the new process: take each step. On an error, write why to `error_pipe` and raise OSError."""
     for what, step in steps:
         try:
             step()
@@ -195,21 +172,65 @@ def _enter(plan: LaunchPlan, group: Cgroup | None, error_pipe: int) -> None:
             raise
 
 
+def _steps(plan: LaunchPlan, group: Cgroup | None, login: LoginLimits | None) -> list[tuple[str, Callable[[], object]]]:
+    """What makes a process of the worker one of the job, with what each failure means. What follows `_become` has the
+    user's own rights. The limits come last: root could raise them, and Python itself needs memory until then."""
+    is_root, account, keyring = os.geteuid() == 0, plan.account, "It cannot be given a session keyring of its own"
+    steps: list[tuple[str, Callable[[], object]]] = [
+        ("It cannot enter its cgroup", lambda: _join_cgroup(group)),
+        ("Its umask cannot be set", lambda: _set_umask(plan, is_root)),
+        (keyring, session_keyring.join_new),
+    ]
+    if is_root:
+        uid = 0 if account is None else account.uid
+        steps.append(("It cannot be given the usual priority", lambda: _reset_service_state(uid, login)))
+    if account is not None:
+        steps.append((f"It cannot be run as {account.name}", lambda: _become(account)))
+        supervisor = os.getppid()
+        steps.append(("It cannot be made to end with its supervisor", lambda: _end_with(supervisor)))
+        steps.append((keyring, session_keyring.join_new))  # the first is root's
+    if not is_root or account is not None:
+        steps.append(("The worker's capabilities cannot be given up", inherited_state.drop_capabilities))
+    who = account.name if account is not None else "this user"
+    steps += [
+        ("", lambda: _check_paths(plan)),
+        (
+            f"The working directory {plan.working_directory} cannot be entered by {who}",
+            lambda: os.chdir(plan.working_directory),
+        ),
+        ("Its resource limits cannot be set", lambda: _limit(plan, login, is_root)),
+    ]
+    if plan.settings.no_new_privs:
+        steps.append(("It cannot be kept from gaining privileges", inherited_state.set_no_new_privileges))
+    return steps
+
+
+def _join_cgroup(group: Cgroup | None) -> None:
+    """Enter the job's cgroup. Where it limits nothing the marker and the subreaper suffice, so errors are ignored."""
+    if group is not None:
+        with nullcontext() if group.limited else suppress(OSError):
+            group.enter()
+
+
+def _set_umask(plan: LaunchPlan, is_root: bool) -> None:
+    if plan.umask is not None or is_root:
+        os.umask(inherited_state.UMASK if plan.umask is None else plan.umask)
+
+
+def _reset_service_state(uid: int, login: LoginLimits | None) -> None:
+    """As root: take back what makes a service's process special."""
+    inherited_state.reset_scheduling()
+    if login is not None:
+        os.setpriority(os.PRIO_PROCESS, 0, login.nice)
+    inherited_state.reset_securebits()
+    inherited_state.set_login_user(uid)
+
+
 def _check_paths(plan: LaunchPlan) -> None:
     """Raise OSError with a whole sentence where this user finds no such directory, program or script."""
     missing = missing_path(plan)
     if missing is not None:
         raise OSError(missing)
-
-
-def _drop_privileges_over_others() -> None:
-    """Give up settings of the service that its jobs must not inherit: protection from the out-of-memory killer, and a
-    higher CPU priority."""
-    score = Path("/proc/self/oom_score_adj")
-    if int(score.read_text()) < 0:
-        score.write_text("0")
-    if os.getpriority(os.PRIO_PROCESS, 0) < 0:
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def _become(account: UserAccount) -> None:
@@ -222,21 +243,10 @@ def _become(account: UserAccount) -> None:
     os.setresuid(account.uid, account.uid, account.uid)
 
 
-def _limit(plan: LaunchPlan) -> None:
-    """Set the limits as submitted, as far as the supervisor's own allow."""
-    for name, submitted in plan.limits.items():
-        number = getattr(resource, f"RLIMIT_{name.upper()}", None)
-        if number is None:
-            continue  # a limit that only the submitter's system has
-        soft, hard = (resource.RLIM_INFINITY if value < 0 else value for value in submitted)
-        try:
-            resource.setrlimit(number, (soft, hard))
-        except (ValueError, PermissionError):
-            own = resource.getrlimit(number)[1]
-            resource.setrlimit(number, (_lower(soft, own), _lower(hard, own)))
-
-
-def _lower(one: int, other: int) -> int:
-    """The lower of two limits."""
-    limited = [limit for limit in (one, other) if limit != resource.RLIM_INFINITY]
-    return min(limited) if limited else resource.RLIM_INFINITY
+def _limit(plan: LaunchPlan, login: LoginLimits | None, is_root: bool) -> None:
+    """Set the limits as submitted, as far as those of the worker and of the user's login allow."""
+    if login is not None:
+        resource_limits.lower_to(login.limits)
+    if is_root and "core" not in plan.limits:
+        resource_limits.write_no_core()
+    resource_limits.set_submitted(plan.limits)

@@ -31,6 +31,8 @@ from gpulease_protocol.host.process_id import ProcessId, boot_id
 from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, spawn, unkillable_processes
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
+from gpulease_worker.jobs.pam_session import OPEN_S, LoginLimits, PamSession, SessionRefusedError
+from gpulease_worker.jobs.user_accounts import account_of
 from gpulease_worker.processes import procfs
 
 TIMEOUT_GRACE_S = 35.0
@@ -61,9 +63,12 @@ RANK_POLL_S = (0.1, 0.5)
 class Supervisor:
     """Runs one plan in a job's directory, from launch to the last process's end."""
 
-    def __init__(self, directory: Path, plan: LaunchPlan) -> None:
+    def __init__(self, directory: Path, plan: LaunchPlan, session: PamSession | None = None) -> None:
         self._directory = directory
         self._plan = plan
+        self._session = session
+        self._login: LoginLimits | None = None
+        """What the user's login has, once the session is open."""
         self._statuses: dict[int, int] = {}
         """Wait statuses of the processes that it has forked and that have ended, by pid."""
         self._forked: set[int] = set()
@@ -79,7 +84,7 @@ class Supervisor:
         self._rank_poll_s = RANK_POLL_S[0]
         self._cgroup: cgroup.Cgroup | None = None
         uid = os.geteuid() if plan.account is None else plan.account.uid
-        self._logs = LogSizeLimiter(directory / job_records.LOGS, plan.log_bytes, uid, self._log_error)
+        self._logs = LogSizeLimiter(directory / job_records.LOGS, plan.settings.log_bytes, uid, self._log_error)
         self._wake, wake_end = socket.socketpair()
         self._wake.setblocking(False)
         wake_end.setblocking(False)
@@ -88,7 +93,7 @@ class Supervisor:
     def run(self) -> None:
         """Launch the job, watch it, end what it left, and record the end."""
         self._catch_signals()
-        self._cgroup = cgroup.create(self._plan.lease_id)
+        self._cgroup = cgroup.create(self._plan.lease_id, self._plan.settings.cgroup_limits)
         place = None if self._cgroup is None else str(self._cgroup.path)
         self._start = job_records.StartRecord(boot_id=boot_id(), supervisor=ProcessId.this_process(), cgroup=place)
         try:
@@ -140,6 +145,8 @@ class Supervisor:
             self._directory / job_records.LOGS, "launcher.log", flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT
         )
         try:
+            if self._session is not None:
+                self._open_session(self._session)
             self._preflight()
             plan = self._plan
             if plan.indexed_gpus:
@@ -147,6 +154,19 @@ class Supervisor:
             return self._spawn(plan, log)
         finally:
             os.close(log)
+
+    def _open_session(self, session: PamSession) -> None:
+        """Wait until PAM has opened the session. Raises LaunchError if it refuses."""
+
+        def is_open() -> bool:
+            self._login = session.opened()
+            return self._login is not None
+
+        try:
+            timeout_error = f"PAM did not open a session within {OPEN_S} s."
+            self._wait(is_open, 2 * OPEN_S, timeout_error, session.fileno())
+        except SessionRefusedError as error:
+            raise spawn.LaunchError(str(error)) from error
 
     def _preflight(self) -> None:
         """Have the job's own interpreter check for script and launcher. Raises LaunchError if anything is missing."""
@@ -178,7 +198,7 @@ class Supervisor:
 
     def _spawn(self, plan: LaunchPlan, output: int) -> spawn.SpawnedProcess:
         """Fork a process of the job, and wait until it has executed its program. Raises LaunchError."""
-        child = spawn.spawn(plan, output, self._cgroup)
+        child = spawn.spawn(plan, output, self._cgroup, self._login)
         self._forked.add(child.pid)
         where = f"the file system of {plan.working_directory} or of {plan.argv[0]!r} does not answer"
         timeout_error = f"It could not be started within {spawn.EXEC_S:g} s: {where}."
@@ -393,8 +413,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{directory} has no {job_records.ORDER}", file=sys.stderr)
         return 1
     os.chdir("/")  # so that it keeps no directory of the worker in use
+    session = None
+    if plan.settings.pam_service is not None and os.geteuid() == 0:
+        session = PamSession(plan.settings.pam_service, (plan.account or account_of(0)).name)
     process_tree.adopt_orphans()
-    Supervisor(directory, plan).run()
+    Supervisor(directory, plan, session).run()
     return 0
 
 
