@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.host.addresses import make_traversable
+from gpulease_protocol.host.addresses import candidates, make_traversable
 from gpulease_protocol.host.logging import fields, logging_to_stderr
 from gpulease_server import dashboard, other_daemons, systemd_notify
 from gpulease_server.api.access_settings import AccessSettings
@@ -59,6 +59,7 @@ def _serve(settings: ServeSettings) -> int:
     check_simulation(settings.simulate)
     check_exposure(settings, settings.host)
     check_tls(settings)
+    check_peers(settings)
     data_dir = settings.data_dir.absolute()
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -130,6 +131,17 @@ def check_tls(settings: ServeSettings) -> None:
         except (OSError, ValueError) as error:  # SSLError is an OSError
             detail = f"{settings.tls.certificate} and {settings.tls.key} do not work for TLS: {error}."
             raise CannotStart(detail, remedy="Give a certificate and its key, in PEM, without a password.") from None
+
+
+def check_peers(settings: ServeSettings) -> None:
+    """Raise `CannotStart` if the worker that this daemon starts would refuse to report to a peer."""
+    peers = candidates(settings.peers) if settings.peers else ()
+    unknown = next((peer for peer in peers if not peer.shows_server), None)
+    if unknown is not None and settings.worker and "--plain-http" not in settings.worker_options:
+        raise CannotStart(
+            f"--peer {unknown.shown} is plain HTTP to another host, where nothing shows that a daemon answers.",
+            remedy="Use https, or --no-worker and a worker with --plain-http.",
+        )
 
 
 def _no_password() -> str:

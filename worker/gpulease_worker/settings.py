@@ -125,7 +125,7 @@ class WorkerSettings:
         `plain_http`: who answers there gives orders to this worker."""
         addresses = candidates(self.url)
         for address in addresses:
-            if not (self.plain_http or address.local or address.origin.startswith("https:")):
+            if not (self.plain_http or address.shows_server):
                 raise InvalidRequest(
                     f"url: {address.shown} is plain HTTP to another host, where nothing shows that the daemon answers.",
                     remedy="Use https (gpulease serve --tls-cert), or ssh -L and http://127.0.0.1:PORT; on the daemon's"

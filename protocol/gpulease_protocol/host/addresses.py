@@ -40,6 +40,11 @@ class Address:
         return re.sub(r"(//[^/@]*?:)[^/@]*@", r"\1...@", self.url)
 
     @property
+    def shows_server(self) -> bool:
+        """True if it shows who answers there: by the kernel on this host, else by the certificate of https."""
+        return self.local or self.origin.startswith("https:")
+
+    @property
     def local(self) -> bool:
         """True when a proxy can have no part in reaching it."""
         return self.socket is not None or urlsplit(self.origin).hostname in ("127.0.0.1", "::1", "localhost")
