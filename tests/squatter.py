@@ -25,14 +25,18 @@ CONNECTED = b"[connected]"
 class Squatter:
     """Eve's process, which listens at `address` from entry to exit. Needs root, to be another user."""
 
-    def __init__(self, address: tuple[str, int] | Path, record: Path, *, accepts: bool = True) -> None:
+    def __init__(
+        self, address: tuple[str, int] | Path, record: Path, *, accepts: bool = True, answers: bool = True
+    ) -> None:
         self._record = record
         record.touch()
         if isinstance(address, Path):
             address.parent.chmod(0o777)
         self._control, self._child_end = CONTEXT.Pipe()
         place = str(address) if isinstance(address, Path) else address
-        self._process = CONTEXT.Process(target=squat, args=(place, str(record), self._child_end, accepts), daemon=True)
+        self._process = CONTEXT.Process(
+            target=squat, args=(place, str(record), self._child_end, accepts, answers), daemon=True
+        )
 
     def __enter__(self) -> Self:
         self._process.start()
@@ -56,7 +60,7 @@ class Squatter:
         return set(self.recorded.split(CONNECTED)) == {b""} and CONNECTED in self.recorded
 
 
-def squat(address: str | tuple[str, int], record: str, control: Connection, accepts: bool) -> None:
+def squat(address: str | tuple[str, int], record: str, control: Connection, accepts: bool, answers: bool) -> None:
     """In eve's process: listen, and record."""
     written = os.open(record, os.O_WRONLY | os.O_APPEND)
     os.setgroups([])
@@ -75,15 +79,17 @@ def squat(address: str | tuple[str, int], record: str, control: Connection, acce
     while True:
         if accepts:
             caller, _ = listener.accept()
-            threading.Thread(target=answer, args=(caller, written), daemon=True).start()
+            threading.Thread(target=answer, args=(caller, written, answers), daemon=True).start()
         else:
             threading.Event().wait()
 
 
-def answer(caller: socket.socket, written: int) -> None:
-    """Record what one caller sends, and refuse it."""
+def answer(caller: socket.socket, written: int, answers: bool) -> None:
+    """Record what one caller sends, and refuse it, or hang up."""
     os.write(written, CONNECTED)
     with caller, suppress(OSError):
         while piece := caller.recv(65536):
             os.write(written, piece)
+            if not answers:
+                return
             caller.sendall(ANSWER)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,12 @@ from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.settings import WorkerSettings
 from tests.client.fake_daemon import FakeDaemon
 from tests.daemon import eventually, free_port
-from tests.imported_program import completed
+from tests.imported_program import CONTEXT, completed
 from tests.squatter import EVE, ROOT, TOKEN, Squatter
 
 AS_ANOTHER_USER = pytest.mark.skipif(not ROOT, reason="only root can be another user")
+ADA = 54322
+"""Another user whom no database knows."""
 REFUSED = rf"served by user {EVE}, not by root; nothing was sent to it"
 
 Ask = Callable[..., Any]
@@ -122,6 +125,46 @@ def test_each_new_connection_is_checked(daemon: FakeDaemon, tmp_path: Path) -> N
             eventually(eve.has_got_nothing, 60, lambda: repr(eve.recorded))
         daemon.start()
         assert client.gpus() == ()
+
+
+def ask_as(uid: int, url: str, own_url: str, answer: Connection) -> None:
+    """In a process of its own: be this user, and send how a client is answered at a URL."""
+    with Client(own_url) as client:
+        client.gpus()  # imports what the user may not be able to read
+    os.environ["GPULEASE_CONFIG"] = os.devnull
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    try:
+        with Client(url, token=TOKEN) as client:
+            answer.send(str(client.gpus()))
+    except DaemonUnavailable as error:
+        answer.send(error.detail)
+
+
+@AS_ANOTHER_USER
+@pytest.mark.parametrize(
+    ("uid", "of_eve", "said"),
+    [
+        (ADA, False, "()"),
+        (ADA, True, f"served by user {EVE}, not by root or you; nothing was sent to it"),
+        (EVE, True, "broke off during"),
+    ],
+    ids=["the daemon is root's", "it is another user's", "it is their own"],
+)
+def test_an_ordinary_user_believes_root_and_themselves(
+    daemon: FakeDaemon, tmp_path: Path, uid: int, of_eve: bool, said: str
+) -> None:
+    own, theirs = CONTEXT.Pipe()
+    with Squatter(("127.0.0.1", 0), tmp_path / "record", answers=False) as eve:
+        url = f"http://127.0.0.1:{eve.port}" if of_eve else daemon.url
+        process = CONTEXT.Process(target=ask_as, args=(uid, url, daemon.url, theirs), daemon=True)
+        process.start()
+        assert own.poll(60)
+        assert said in own.recv()
+        process.join(60)
+        if of_eve and uid != EVE:
+            eventually(eve.has_got_nothing, 60, lambda: repr(eve.recorded))
 
 
 @AS_ANOTHER_USER
