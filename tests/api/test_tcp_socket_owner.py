@@ -143,6 +143,18 @@ def test_a_real_server_is_found_before_and_after_it_accepts(host: str, proc_net:
         assert owner_of_server(there, here, Path(proc_net)) is None
 
 
+def test_a_kernel_without_tcp_diagnostics_is_asked_by_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sock_diag.finds_sockets()
+    monkeypatch.setattr(sock_diag, "_ask", lambda family, socket_id: None)
+    monkeypatch.setattr(sock_diag, "finds_sockets", sock_diag.finds_sockets.__wrapped__)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as caller:
+        assert owner_of_server(caller.getpeername(), caller.getsockname()) == os.getuid()
+        accepted, _ = listener.accept()
+        with accepted:
+            assert owner_of_server(caller.getpeername(), caller.getsockname()) == os.getuid()
+            assert owner_of_connection(caller.getsockname(), accepted.getsockname()) == os.getuid()
+
+
 def test_a_server_that_speaks_ipv4_on_an_ipv6_socket_is_found() -> None:
     with (
         socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener,

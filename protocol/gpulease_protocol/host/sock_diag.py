@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import socket
 import struct
+from functools import cache
 from typing import NamedTuple
 
 SOCK_DIAG_BY_FAMILY, NLMSG_ERROR, NLM_F_REQUEST = 20, 2, 1
@@ -65,6 +66,16 @@ def listening(local: tuple[str, int]) -> TcpSocket | None:
     # No connection comes from port 0, so that the kernel can answer only with the listener.
     answer = _ask(family, SOCKET_ID.pack(local[1], 0, *addresses))
     return None if answer is None or answer[2].state != TCP_LISTEN else answer[2]
+
+
+@cache
+def finds_sockets() -> bool:
+    """False if the kernel finds no TCP socket at all: without the module tcp_diag it answers as if there were none.
+
+    Raises OSError, as `connected`.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listening(listener.getsockname()) is not None
 
 
 def _ask(family: int, socket_id: bytes) -> tuple[int, bytes, TcpSocket] | None:

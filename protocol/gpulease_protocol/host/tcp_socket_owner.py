@@ -101,7 +101,9 @@ def _connected(local: Endpoint, remote: Endpoint, proc_net: Path) -> TcpSocket |
     """The socket that is connected from `local` to `remote`: from sock_diag, or from the tables if that fails."""
     if proc_net is PROC_NET:
         with suppress(OSError):
-            return sock_diag.connected(local, remote)
+            found = sock_diag.connected(local, remote)
+            if found is not None or sock_diag.finds_sockets():
+                return found
     for path, version in _tables(proc_net):
         endpoints = [_proc_format(*endpoint, version) for endpoint in (local, remote)]
         if None not in endpoints:
@@ -115,7 +117,9 @@ def _listening(local: Endpoint, proc_net: Path) -> TcpSocket | None:
     """The socket that listens at `local`, or else at its port of every address."""
     if proc_net is PROC_NET:
         with suppress(OSError):
-            return sock_diag.listening(local)
+            found = sock_diag.listening(local)
+            if found is not None or sock_diag.finds_sockets():
+                return found
     for path, version in _tables(proc_net):
         for host in (local[0], "0.0.0.0" if version == 4 else "::"):  # noqa: S104 - is compared, not bound
             endpoint = _proc_format(host, local[1], version)
