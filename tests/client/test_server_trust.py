@@ -25,7 +25,7 @@ from gpulease_protocol.host.server_owner import may_be_daemon, server_uid
 from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.settings import WorkerSettings
 from tests.client.fake_daemon import FakeDaemon
-from tests.daemon import eventually, free_port
+from tests.daemon import eventually
 from tests.imported_program import CONTEXT, completed
 from tests.squatter import EVE, ROOT, TOKEN, Squatter
 
@@ -316,5 +316,7 @@ def test_a_server_that_hangs_up_at_once_is_no_stranger(gpus: Ask) -> None:
 
 
 def test_a_closed_port_is_still_a_refused_connection(gpus: Ask) -> None:
-    with pytest.raises(DaemonUnavailable, match="Connection refused"):
-        gpus(f"http://127.0.0.1:{free_port()}")
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        with pytest.raises(DaemonUnavailable, match="Connection refused"):
+            gpus(f"http://127.0.0.1:{reserved.getsockname()[1]}")

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease import Client, DaemonUnavailable
 from gpulease_server import listeners
-from tests.daemon import Answer, DaemonProcess, eventually, free_port
+from tests.daemon import Answer, DaemonProcess, eventually
 from tests.http_as_user import call
 from tests.squatter import EVE, ROOT, TOKEN, Squatter
 
@@ -119,12 +119,12 @@ def test_a_host_without_ipv6_has_one_address(monkeypatch: pytest.MonkeyPatch) ->
         return socket.create_server((self.host, self.port))
 
     monkeypatch.setattr(listeners.TcpAddress, "try_listen", listen)
-    made, missing = listeners.listen_tcp("localhost", free_port())
+    made, missing = listeners.listen_tcp("localhost", 0)
     assert (len(made), missing) == (1, [])
     made[0].close()
 
 
 def test_an_address_that_is_named_stands_alone() -> None:
-    made, _ = listeners.listen_tcp("::1", free_port())
+    made, _ = listeners.listen_tcp("::1", 0)
     assert [one.getsockname()[0] for one in made] == ["::1"]
     made[0].close()
