@@ -39,7 +39,7 @@ from gpulease.sansio.failover import Destination
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_protocol.launchers import strip_launcher_variables
+from gpulease_protocol.launchers import lease_variables, strip_launcher_variables
 from gpulease_protocol.model import Device, Lease, Liveness, Mask, Node
 
 Answer = TypeVar("Answer")
@@ -177,8 +177,8 @@ class HeldLease:
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables that bind a process to the GPUs."""
-        return dict(self._lease.env)
+        """Environment variables that bind a process to the GPUs; only those in `LEASE_VARIABLES`."""
+        return lease_variables(self._lease.env)
 
     def environ(self, mask: Mask | Literal["uuids", "indices"] = Mask.UUIDS) -> dict[str, str]:
         """The complete environment for a child process: this process's, without variables of launchers, and `env`.
@@ -187,7 +187,7 @@ class HeldLease:
         are not known in advance, so CUDA is queried in two short processes: a second or two, up to two minutes if the
         driver hangs. Raises UnknownOrdinals if it cannot be queried or does not show the GPUs.
         """
-        bound = strip_launcher_variables(os.environ) | self._lease.env
+        bound = strip_launcher_variables(os.environ) | self.env
         if Mask(mask) is Mask.UUIDS:
             return bound
         nodes = {gpu.node for gpu in self.gpus}

@@ -75,7 +75,7 @@ def _command(words: list[str]) -> str | None:
     for word in rest:
         if not word.startswith("-"):
             return word
-        if word in ("--url", "--token", "--config"):
+        if word in ("--url", "--token", "--daemon-user", "--config"):
             next(rest, None)
     return None
 

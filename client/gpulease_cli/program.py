@@ -13,6 +13,7 @@ from gpulease_cli.commands import config, events, jobs, leases, maintenance, met
 from gpulease_cli.help_format import HELP_OPTIONS, SUBJECTS, Command, CommandsBySubject, group
 from gpulease_cli.installed_commands import Commands
 from gpulease_protocol.host import config_file
+from gpulease_protocol.host.server_owner import DAEMON_USER_VARIABLE
 
 
 class Program(CommandsBySubject):
@@ -75,6 +76,16 @@ def program(
             help="Bearer token. Visible in `ps`; prefer GPULEASE_TOKEN or the configuration file.",
         ),
     ] = None,
+    daemon_user: Annotated[
+        str | None,
+        typer.Option(
+            metavar="USER",
+            envvar=DAEMON_USER_VARIABLE,
+            help="As whom the daemon of this host runs; several separated by commas. Any other user who listens at its"
+            " address is sent nothing.",
+            show_default="root, or you",
+        ),
+    ] = None,
     config: Annotated[
         str | None,
         typer.Option(
@@ -93,7 +104,8 @@ def program(
     gpulease status shows the GPUs; gpulease run -n 2 -- python train.py leases two GPUs and runs a command on them.
     """
     # For the client library, and for what `run` starts.
-    variables = {"GPULEASE_URL": url, "GPULEASE_TOKEN": token, config_file.VARIABLE: config and os.path.abspath(config)}
+    variables = {"GPULEASE_URL": url, "GPULEASE_TOKEN": token, DAEMON_USER_VARIABLE: daemon_user}
+    variables[config_file.VARIABLE] = config and os.path.abspath(config)
     os.environ.update({name: value for name, value in variables.items() if value})
     if context.invoked_subcommand in WITH_FILES:
         sections = config_file.load()

@@ -53,6 +53,13 @@ RESERVED_VARIABLES = re.compile(_LAUNCH + r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)
 """Variables that even a request that names them one by one cannot set, because the launcher and the lease set them. A
 switch such as CUDA_LAUNCH_BLOCKING is intended in a request, and a leftover in an environment that exists anyway."""
 
+LEASE_VARIABLES = re.compile(
+    r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NVIDIA_VISIBLE_DEVICES|MASTER_ADDR|MASTER_PORT"
+    r"|GPULEASE_(LEASE|JOB|ARRAY|MEMBER)_[A-Z0-9_]+"
+)
+"""Variables that a lease may set in the process of its holder. Not CUDA_* and GPULEASE_* as a whole:
+CUDA_INJECTION64_PATH names a library to load, GPULEASE_URL another daemon."""
+
 GPU_SELECTION_OPTIONS = ("--num_gpus", "--num_nodes", "--include", "--exclude", "--hostfile", "-i", "-e", "-H")
 """deepspeed's own options for choosing GPUs. With any of them it takes physical GPUs from 0 on, whatever is leased."""
 READS_INDICES = {
@@ -121,6 +128,20 @@ def strip_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def strip_reserved_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """A copy of the variables that a request names, without those that the launcher and the lease set."""
     return _without(RESERVED_VARIABLES, environment)
+
+
+def lease_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a lease's `env` that its holder's process takes over: those in `LEASE_VARIABLES`, in one line.
+
+    Everything that starts a process under a lease, or prints its variables for a shell, takes them from here. A daemon
+    of a newer version may name others, and a program that stands for the daemon any, such as LD_PRELOAD: all those are
+    left out.
+    """
+    return {
+        name: value
+        for name, value in env.items()
+        if LEASE_VARIABLES.fullmatch(name) and isinstance(value, str) and value.isprintable()
+    }
 
 
 def _without(names: re.Pattern[str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import signal
 import socket
 import ssl
-import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +18,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.host.addresses import Address, make_traversable
+from gpulease_protocol.host.addresses import candidates, make_traversable
 from gpulease_protocol.host.logging import fields, logging_to_stderr
 from gpulease_server import dashboard, other_daemons, systemd_notify
 from gpulease_server.api.access_settings import AccessSettings
@@ -31,6 +28,7 @@ from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import LimitedHttpProtocol, raise_connection_limit
 from gpulease_server.core.policy import DESKTOP_NAMES, MONITOR_NAMES, Policy
 from gpulease_server.core.user_limits import UserLimits
+from gpulease_server.listeners import BACKLOG, CannotStart, Listeners, TcpAddress, check_exposure, opened
 from gpulease_server.local_worker import supervise_worker
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
@@ -41,20 +39,14 @@ from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
+from gpulease_server.socket_activation import is_activated
 from gpulease_server.store.database import database_file, redacted, unusable_error, upgrade
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
 
 log = logging.getLogger("gpulease.serve")
-LOOPBACK = {"127.0.0.1", "::1", "localhost"}
-SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket on Linux (unix(7))."""
-
-
-class CannotStart(GpuleaseError):
-    """The daemon cannot start with these settings."""
-
-    code, title = "cannot_start", "Cannot start"
+TAKE_PORT_S = 5.0
+"""Time between two attempts to take a port that another user has."""
 
 
 def serve(settings: ServeSettings) -> int:
@@ -65,7 +57,9 @@ def serve(settings: ServeSettings) -> int:
 
 def _serve(settings: ServeSettings) -> int:
     check_simulation(settings.simulate)
-    check_exposure(settings)
+    check_exposure(settings, settings.host)
+    check_tls(settings)
+    check_peers(settings)
     data_dir = settings.data_dir.absolute()
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -82,18 +76,16 @@ def _serve(settings: ServeSettings) -> int:
             holder = _stand_by(lock, url)
         else:
             acquire_or_raise(lock)
-            other = other_daemons.first_of(other_daemons.usual_addresses())
-            if other is not None:
+            # If systemd holds the usual addresses, this daemon would find itself there.
+            others = () if is_activated() else other_daemons.usual_addresses()
+            if (other := other_daemons.first_of(others)) is not None:
                 log.warning("%s; what its worker has claimed is not leased here (`gpulease status`)", other)
-        tcp = stack.enter_context(listen_tcp(settings.host, settings.port))
-        path = settings.socket or data_dir / "gpulease.sock"
-        local = stack.enter_context(listen_unix(path, int(settings.socket_mode, 8)))
-        stack.callback(path.unlink, missing_ok=True)
+        listeners = stack.enter_context(opened(settings, data_dir))
         store = stack.enter_context(contextlib.closing(Store(url)))
         if holder is None:
             lock.keep_alive(store.fence.check)
             take_over(store, url)
-        return _Serving(settings, data_dir, url, store, lock).run(holder, tcp, local, path)
+        return _Serving(settings, data_dir, url, store, lock).run(holder, listeners)
 
 
 def _stand_by(lock: WriterLock, url: str) -> str | None:
@@ -129,14 +121,8 @@ def check_simulation(simulate: str | None) -> None:
     raise CannotStart(detail, remedy="Use --simulate 4, or see docs/simulation.md for the file.")
 
 
-def check_exposure(settings: ServeSettings) -> None:
-    """Raise `CannotStart` if tokens would cross a network unencrypted, or if TLS does not work."""
-    if settings.host not in LOOPBACK and settings.tls is None and not settings.behind_proxy:
-        raise CannotStart(
-            f"{settings.host} is not a loopback address. Without TLS, anyone on the network can read the tokens.",
-            remedy="Give --tls-cert and --tls-key, or --behind-proxy where a proxy speaks TLS, or use --host 127.0.0.1"
-            " and ssh -L.",
-        )
+def check_tls(settings: ServeSettings) -> None:
+    """Raise `CannotStart` if TLS does not work."""
     if settings.tls is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
@@ -147,57 +133,19 @@ def check_exposure(settings: ServeSettings) -> None:
             raise CannotStart(detail, remedy="Give a certificate and its key, in PEM, without a password.") from None
 
 
+def check_peers(settings: ServeSettings) -> None:
+    """Raise `CannotStart` if the worker that this daemon starts would refuse to report to a peer."""
+    peers = candidates(settings.peers) if settings.peers else ()
+    unknown = next((peer for peer in peers if not peer.shows_server), None)
+    if unknown is not None and settings.worker and "--plain-http" not in settings.worker_options:
+        raise CannotStart(
+            f"--peer {unknown.shown} is plain HTTP to another host, where nothing shows that a daemon answers.",
+            remedy="Use https, or --no-worker and a worker with --plain-http.",
+        )
+
+
 def _no_password() -> str:
     raise ValueError("the key has a password")
-
-
-def listen_tcp(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises `CannotStart` if the address is not one of this host or the port is in use."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except (OSError, OverflowError) as error:
-        listener.close()
-        reason, remedy = getattr(error, "strerror", None) or str(error), "Give another --port; 0 takes a free one."
-        name = f"[{host}]" if ":" in host else host
-        there = Address(url=f"http://{name}:{port}", origin=f"http://{name}:{port}")
-        other = other_daemons.at(there) if getattr(error, "errno", None) == errno.EADDRINUSE else None
-        if other is not None:
-            reason, remedy = str(other), "You need none of your own: `gpulease status` shows its GPUs."
-        raise CannotStart(f"Port {port} of {host}: {reason}.", remedy=remedy) from None
-    return listener
-
-
-def listen_unix(path: Path, mode: int) -> socket.socket:
-    """A bound Unix socket with this mode.
-
-    A socket file that an earlier daemon left is replaced, since the lock on the data directory is held. Raises
-    `CannotStart` if a process listens on it.
-    """
-    if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
-        detail = f"The socket path {path} is longer than {SOCKET_PATH_BYTES} bytes."
-        raise CannotStart(detail, remedy="Give a shorter --socket.")
-    if path.exists():
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
-            probe.connect(str(path))
-            raise CannotStart(f"Another process listens on {path}.", remedy="Give another --socket.")
-        if not path.is_socket():
-            raise CannotStart(f"{path} is not a socket.", remedy="Move it away, or give another --socket.")
-        path.unlink()
-    listener = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o777 & ~mode)
-    try:
-        listener.bind(str(path))
-    except OSError as error:
-        listener.close()
-        raise CannotStart(f"{path} cannot be created: {error.strerror}.", remedy="Give another --socket.") from None
-    finally:
-        os.umask(before)
-    closed = next((place for place in path.absolute().parents if not place.stat().st_mode & stat.S_IXOTH), None)
-    if closed is not None and mode & stat.S_IWOTH:
-        log.info("other users cannot reach %s, because they may not enter %s; they can use loopback TCP", path, closed)
-    return listener
 
 
 class _Serving:
@@ -253,7 +201,7 @@ class _Serving:
             bearer_tokens=self.bearer_tokens,
         )
 
-    def run(self, holder: str | None, tcp: socket.socket, local: socket.socket, path: Path) -> int:
+    def run(self, holder: str | None, listeners: Listeners) -> int:
         """Serve until stopped; as a standby first, while `holder` has the lock."""
         settings, fence = self.settings, self.daemon.store.fence
         if holder is None:
@@ -261,18 +209,15 @@ class _Serving:
         else:
             self.standby.begin(holder)
         app = create_app(self.daemon, self._lifespan, self.access.origins, dashboard.routes)
-        server = TwoSocketServer(_config(app, settings.tls), self.daemon, local)
+        server = SocketsServer(_config(app, settings.tls), self.daemon, listeners)
         LimitedHttpProtocol.max_connections = raise_connection_limit()
-        self.server, self.addresses = server, (f"unix://{path}", *settings.peer_urls)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        scheme = "http" if settings.tls is None else "https"
-        server.announce = f"gpulease listens on {scheme}://{host}:{tcp.getsockname()[1]} and unix://{path}"
+        self.server, self.addresses = server, (f"unix://{listeners.path}", *settings.peer_urls)
         fence.on_superseded = self._step_down
         fence.check()  # the callback was not set before
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn raises the signal again once it has shut down; by default that ends the process without clean-up.
             signal.signal(number, lambda *_: None)
-        server.run(sockets=[tcp])
+        server.run(sockets=listeners.tcp)
         if server.failure is not None:
             raise server.failure
         return 0
@@ -357,19 +302,19 @@ def _config(app: FastAPI, tls: Tls | None) -> uvicorn.Config:
         server_header=False,
         timeout_graceful_shutdown=5,
         timeout_keep_alive=75,
-        backlog=2048,
+        backlog=BACKLOG,
     )
 
 
-class TwoSocketServer(uvicorn.Server):
-    """uvicorn on a TCP and a Unix socket; long polls end when it stops."""
+class SocketsServer(uvicorn.Server):
+    """uvicorn on TCP and a Unix socket; long polls end when it stops."""
 
-    def __init__(self, config: uvicorn.Config, daemon: DaemonState, local: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, daemon: DaemonState, listeners: Listeners) -> None:
         super().__init__(config)
         self.daemon = daemon
-        self.local = local
-        self.announce = ""
+        self.listeners = listeners
         self.worker: asyncio.Task[None] | None = None
+        self.taking: list[asyncio.Task[None]] = []
         self.failure: GpuleaseError | None = None
 
     def end(self, failure: GpuleaseError) -> None:
@@ -377,23 +322,38 @@ class TwoSocketServer(uvicorn.Server):
         self.failure, self.should_exit = failure, True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen on both."""
+        """Listen on all, and take a port that is missing when it is free."""
         await super().startup(sockets)
-
         loop: Any = asyncio.get_running_loop()
-
-        def protocol() -> asyncio.Protocol:
-            return PeerCredentialsProtocol(
-                self.config, self.server_state, self.lifespan.state, asyncio.get_running_loop()
-            )
-
-        self.servers.append(await loop.create_unix_server(protocol, sock=self.local, backlog=self.config.backlog))
-        log.info(self.announce, extra=fields(event="daemon.listens"))
+        listeners = self.listeners
+        local = await loop.create_unix_server(self._protocol, sock=listeners.local, backlog=self.config.backlog)
+        self.servers.append(local)
+        urls = listeners.urls("https" if self.config.ssl else "http")
+        log.info("gpulease listens on %s", " and ".join(urls), extra=fields(event="daemon.listens"))
+        self.taking = [asyncio.create_task(self._take(address)) for address in listeners.missing]
         systemd_notify.notify("READY=1")
+
+    def _protocol(self) -> asyncio.Protocol:
+        return PeerCredentialsProtocol(self.config, self.server_state, self.lifespan.state, asyncio.get_running_loop())
+
+    async def _take(self, address: TcpAddress) -> None:
+        """Listen on an address that another user has, once they have left it."""
+        while True:
+            await asyncio.sleep(TAKE_PORT_S)
+            with contextlib.suppress(OSError):
+                listener = address.try_listen()
+                break
+        loop = asyncio.get_running_loop()
+        self.servers.append(
+            await loop.create_server(self._protocol, sock=listener, ssl=self.config.ssl, backlog=BACKLOG)
+        )
+        log.warning("gpulease listens on %s now", address)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the worker and the long polls, then the rest."""
         systemd_notify.notify("STOPPING=1")
+        for task in self.taking:
+            task.cancel()
         if self.worker is not None:
             self.worker.cancel()
             await asyncio.wait([self.worker])

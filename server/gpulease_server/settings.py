@@ -87,7 +87,7 @@ class ServeSettings:
 
     host: str = setting(
         "127.0.0.1",
-        "Address to listen on; one other than loopback needs TLS or --behind-proxy.",
+        "Address to listen on, with the default ::1 too; one other than loopback needs TLS or --behind-proxy.",
         # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
         variable="GPULEASE_LISTEN_HOST",
         metavar="ADDRESS",

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpulease_server.api.auth import sock_diag, user_names
-from gpulease_server.api.auth.tcp_socket_owner import is_loopback, owner_of_connection
+from gpulease_protocol.host import sock_diag
+from gpulease_protocol.host.tcp_socket_owner import is_loopback, owner_of_connection, owner_of_server
+from gpulease_server.api.auth import user_names
 from tests.daemon import DaemonProcess
 
 HERE, THERE = ("127.0.0.1", 40000), ("127.0.0.1", 8750)
@@ -106,13 +107,71 @@ def test_a_client_that_has_disconnected_is_not_identified() -> None:
             assert owner_of_connection(own, listener.getsockname()) is None
 
 
+@pytest.mark.parametrize(
+    ("rows", "uid"),
+    [
+        ([row(DAEMONS, MINE, 1000, 88)], 1000),
+        # Not accepted yet: it is in the listener's queue.
+        ([row(DAEMONS, MINE, 0, 0), row(DAEMONS, "00000000:0000", 1000, 77, "0A")], 1000),
+        ([row(DAEMONS, MINE, 0, 0, "03"), row("00000000:222E", "00000000:0000", 1000, 77, "0A")], 1000),
+        ([row(DAEMONS, MINE, 0, 0), row(DAEMONS, "00000000:0000", 0, 77, "0A")], 0),
+        # Accepted and closed: who listens now need not be who had it.
+        ([row(DAEMONS, MINE, 0, 0, "05"), row(DAEMONS, "00000000:0000", 0, 77, "0A")], None),
+        ([row(DAEMONS, MINE, 0, 0)], None),
+        # In another network namespace there may be a server, and here a listener at the same port.
+        ([row(DAEMONS, "00000000:0000", 0, 77, "0A")], None),
+    ],
+)
+def test_a_server_is_who_has_accepted_or_else_who_listens(tmp_path: Path, rows: list[str], uid: int | None) -> None:
+    (tmp_path / "tcp").write_text(HEAD + "".join(rows))
+    assert owner_of_server(THERE, HERE, tmp_path) == uid
+
+
+@pytest.mark.parametrize("proc_net", ["/proc/net", "/proc/self/net"], ids=["sock_diag", "tables"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_real_server_is_found_before_and_after_it_accepts(host: str, proc_net: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as caller,
+    ):
+        there, here = caller.getpeername()[:2], caller.getsockname()[:2]
+        assert owner_of_server(there, here, Path(proc_net)) == os.getuid()
+        accepted, _ = listener.accept()
+        assert owner_of_server(there, here, Path(proc_net)) == os.getuid()
+        accepted.close()
+        assert owner_of_server(there, here, Path(proc_net)) is None
+
+
+def test_a_kernel_without_tcp_diagnostics_is_asked_by_its_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sock_diag.finds_sockets()
+    monkeypatch.setattr(sock_diag, "_ask", lambda family, socket_id: None)
+    monkeypatch.setattr(sock_diag, "finds_sockets", sock_diag.finds_sockets.__wrapped__)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as caller:
+        assert owner_of_server(caller.getpeername(), caller.getsockname()) == os.getuid()
+        accepted, _ = listener.accept()
+        with accepted:
+            assert owner_of_server(caller.getpeername(), caller.getsockname()) == os.getuid()
+            assert owner_of_connection(caller.getsockname(), accepted.getsockname()) == os.getuid()
+
+
+def test_a_server_that_speaks_ipv4_on_an_ipv6_socket_is_found() -> None:
+    with (
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener,
+        socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as caller,
+    ):
+        for proc_net in ("/proc/net", "/proc/self/net"):
+            assert owner_of_server(caller.getpeername(), caller.getsockname(), Path(proc_net)) == os.getuid()
+
+
 def test_sock_diag_and_proc_net_tcp_agree() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as caller:
         here, there = caller.getsockname(), listener.getsockname()
-        told = sock_diag.socket_owner(here, there)
-        assert told == (os.getuid(), os.fstat(caller.fileno()).st_ino)
+        told = sock_diag.connected(here, there)
+        assert told is not None
+        assert (told.uid, told.inode) == (os.getuid(), os.fstat(caller.fileno()).st_ino)
         assert owner_of_connection(here, there, Path("/proc/self/net")) == os.getuid()
-        assert sock_diag.socket_owner(there, (there[0], here[1] ^ 1)) is None, "who listens is not who has called"
+        assert sock_diag.connected(there, (there[0], here[1] ^ 1)) is None, "who listens is not who has called"
 
 
 def test_a_request_of_a_client_that_has_disconnected_is_not_carried_out(api: DaemonProcess) -> None:

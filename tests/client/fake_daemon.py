@@ -48,6 +48,8 @@ class FakeDaemon:
         """How long a fault `hang` lasts, after which the connection breaks."""
         self.retry_after: str | None = None
         """Sent with each 503."""
+        self.more_env: dict[str, str] = {}
+        """Added to `env` of the leases that it grants."""
         self.as_of: str | None = None
         """`Gpulease-As-Of` of a standby."""
         self.fault: Callable[[str], str | None] = lambda line: None
@@ -86,7 +88,12 @@ class FakeDaemon:
             self.leases[lease_id] |= {
                 "state": "active",
                 "token": 7,
-                "env": {"CUDA_VISIBLE_DEVICES": "GPU-0", "GPULEASE_LEASE_ID": lease_id, "GPULEASE_LEASE_TOKEN": "7"},
+                "env": {
+                    "CUDA_VISIBLE_DEVICES": "GPU-0",
+                    "GPULEASE_LEASE_ID": lease_id,
+                    "GPULEASE_LEASE_TOKEN": "7",
+                    **self.more_env,
+                },
                 "gpus": [to_json(Device(uuid="GPU-0", node="a", index=0))],
             }
             self.changed.notify_all()

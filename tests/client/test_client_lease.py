@@ -97,8 +97,8 @@ def test_closing_the_client_at_any_moment_loses_no_lease(
     with client.lease(1, ttl_s=6) as lease:
         build = sync_transport.build_request
 
-        def build_and_close(connection: Any, attempt: Attempt, bearer_token: str | None) -> object:
-            request = build(connection, attempt, bearer_token)
+        def build_and_close(connection: Any, attempt: Attempt, *rest: Any) -> object:
+            request = build(connection, attempt, *rest)
             if "renew" in attempt.call.path and not daemon.count("renew"):
                 monkeypatch.undo()
                 client.close()

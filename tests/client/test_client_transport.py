@@ -198,7 +198,8 @@ def test_an_invalid_address_is_refused_with_an_example(url: str) -> None:
         Client(url)
 
 
-def test_addresses_come_from_argument_environment_or_local_sockets(tmp_path: Path) -> None:
+def test_addresses_come_from_argument_environment_or_local_sockets(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("gpulease_protocol.host.addresses.SYSTEM_DATA_DIR", tmp_path / "none")
     place = tmp_path / "gpulease"
     place.mkdir()
     environ = {"GPULEASE_URL": "http://b:1", "XDG_DATA_HOME": str(tmp_path)}

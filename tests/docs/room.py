@@ -90,8 +90,8 @@ class Room:
         output, code = self.run(f"{{ {command.rstrip()}\n}} >>{shlex.quote(str(self.log))} 2>&1 &")
         assert code == 0, output
         if "gpulease serve" in command:
-            ready = "for n in {1..600}; do curl -sf localhost:8750/readyz >/dev/null && break; sleep 0.1; done"
-            output, code = self.run(f"{ready}; curl -sS localhost:8750/readyz >/dev/null")
+            ready = "for n in {1..600}; do curl -sf 127.0.0.1:8750/readyz >/dev/null && break; sleep 0.1; done"
+            output, code = self.run(f"{ready}; curl -sS 127.0.0.1:8750/readyz >/dev/null")
             assert code == 0, f"{output}\n{self.story()}"
 
     def story(self) -> str:

@@ -36,7 +36,7 @@ def method(words: list[str]) -> str:
 
 
 def path(words: list[str]) -> str:
-    (address,) = (word for word in words if word.startswith("localhost:8750"))
+    (address,) = (word for word in words if word.startswith("127.0.0.1:8750"))
     return urlsplit(f"http://{address}").path
 
 

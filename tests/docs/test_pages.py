@@ -23,16 +23,16 @@ TYPED = {"bash", "console", *PROGRAMS}
 MOST_NOT_RUN = 13
 GIVE_BACK = """
 unset ${!GPULEASE_*}
-for job in $(curl -s 'localhost:8750/v1/jobs?limit=1000' | jq -r '.items[] | select(.ended_at == null) | .id'); do
-    curl -s -o /dev/null localhost:8750/v1/jobs/$job/cancel -H 'Content-Type: application/json' -d '{"grace_s": 0}'
+for job in $(curl -s '127.0.0.1:8750/v1/jobs?limit=1000' | jq -r '.items[] | select(.ended_at == null) | .id'); do
+    curl -s -o /dev/null 127.0.0.1:8750/v1/jobs/$job/cancel -H 'Content-Type: application/json' -d '{"grace_s": 0}'
 done
-curl -s 'localhost:8750/v1/leases?limit=1000' |
+curl -s '127.0.0.1:8750/v1/leases?limit=1000' |
     jq -rc '.items[] | select(.ended_at == null and .job_id == null) | .id, {token}' |
     while read -r lease && read -r proof; do
-        curl -s -o /dev/null localhost:8750/v1/leases/$lease/release -H 'Content-Type: application/json' -d "$proof"
+        curl -s -o /dev/null 127.0.0.1:8750/v1/leases/$lease/release -H 'Content-Type: application/json' -d "$proof"
     done
 for n in {1..300}; do
-    [ "$(curl -s localhost:8750/v1/gpus | jq -c '[.items[].state] | unique')" = '["free"]' ] && break; sleep 0.1
+    [ "$(curl -s 127.0.0.1:8750/v1/gpus | jq -c '[.items[].state] | unique')" = '["free"]' ] && break; sleep 0.1
 done
 test "$n" -lt 300
 """

@@ -30,7 +30,7 @@ def read_page(room: Room) -> list[tuple[Block, str, list[dict[str, object]]]]:
             continue
         printed, code = room.run(block.text)
         assert code == 0, f"{block.text}{printed}\n{room.story()}"
-        answer, _ = room.run(f"curl -s 'localhost:8750/v1/events?limit=1000&after={seq}'")
+        answer, _ = room.run(f"curl -s '127.0.0.1:8750/v1/events?limit=1000&after={seq}'")
         events = json.loads(answer)["items"]
         seq = events[-1]["seq"]
         done.append((block, printed, events))

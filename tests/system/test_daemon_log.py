@@ -125,5 +125,6 @@ def test_a_log_for_people_where_that_is_wanted(tmp_path: Path) -> None:
         running.stop()
     text = running.output.read_text()
     assert re.search(rf"INFO    lease.granted seq=\d+ lease_id={lease.id} node=", text)
-    assert f"INFO    gpulease listens on {running.url} and unix://{running.socket}\n" in text
+    addresses = (running.url, f"http://[::1]:{running.port}", f"unix://{running.socket}")
+    assert f"INFO    gpulease listens on {' and '.join(addresses)}\n" in text
     assert '{"' not in text

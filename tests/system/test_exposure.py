@@ -103,6 +103,7 @@ def test_who_asks_too_often_is_told_when_to_come_back_and_others_are_served(expo
         (["--tls-cert", "/no/such", "--tls-key", "/no/such"], "/no/such"),
         (["--tls-cert", "/no/such"], "together"),
         (["--socket-mode", "rw"], "file mode"),
+        (["--worker", "--peer", "https://b.example:8750", "--peer", "http://a.example:8750"], "plain HTTP to another"),
     ],
 )
 def test_what_would_be_unsafe_or_cannot_be_is_refused_before_anything_is_made(

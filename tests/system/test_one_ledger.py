@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,3 +107,21 @@ def test_a_second_daemon_is_told_of_the_first(tmp_path: Path) -> None:
 def test_what_is_no_daemon_is_not_taken_for_one(tmp_path: Path) -> None:
     assert other_daemons.at(other_daemons.unix(tmp_path / "none")) is None
     assert other_daemons.at(other_daemons.parse("http://127.0.0.1:1")) is None
+
+
+def test_a_daemon_that_hangs_up_after_its_answer_is_named_all_the_same() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            caller, _ = listener.accept()
+            with caller:
+                head = caller.recv(65536).decode()
+                (nonce,) = re.findall(r"(?im)^x-request-id: (\w+)", head)
+                ends = f"X-Request-Id: {nonce}\r\nConnection: close\r\nContent-Length: 15"
+                caller.sendall(f'HTTP/1.1 200 OK\r\n{ends}\r\n\r\n{{"status":"ok"}}'.encode())
+
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        found = other_daemons.at(other_daemons.parse(url))
+    assert found is not None
+    assert found.user == f"user {pwd.getpwuid(os.getuid()).pw_name}"

@@ -12,9 +12,11 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from gpulease_protocol.host.addresses import DEFAULT_URL, SOCKET_NAME, SYSTEM_DATA_DIR
 from gpulease_worker.jobs import cgroup
 from tests.daemon import DaemonProcess, eventually
 from tests.imported_program import ForkedProgram, completed
@@ -79,7 +81,7 @@ def units(tmp_path: Path) -> Path:
     """The units with a program that is there."""
     program = tmp_path / "gpulease"
     program.symlink_to("/bin/true")
-    for unit in UNITS.glob("*.service"):
+    for unit in UNITS.iterdir():
         (tmp_path / unit.name).write_text(unit.read_text().replace("/opt/gpulease/bin/gpulease", str(program)))
     return tmp_path
 
@@ -94,7 +96,7 @@ def version() -> int:
 
 
 def test_systemd_understands_the_units(units: Path) -> None:
-    done = analyze("verify", *map(str, units.glob("*.service")))
+    done = analyze("verify", *(str(units / unit.name) for unit in UNITS.iterdir()))
     if version() < DELEGATE_SUBGROUP:
         (line,) = done.stderr.splitlines()
         assert re.search("Unknown key .*'DelegateSubgroup' .*, ignoring", line)
@@ -119,6 +121,15 @@ def settings(unit: str, section: str = "Service") -> configparser.SectionProxy:
     parsed.optionxform = str  # type: ignore[assignment, method-assign]
     parsed.read(UNITS / unit)
     return parsed[section]
+
+
+def test_systemd_holds_the_addresses_at_which_clients_look() -> None:
+    opened = re.findall(r"^ListenStream=(.*)$", (UNITS / "gpulease.socket").read_text(), re.MULTILINE)
+    port = urlsplit(DEFAULT_URL).port
+    assert opened == [str(SYSTEM_DATA_DIR / SOCKET_NAME), f"127.0.0.1:{port}", f"[::1]:{port}"]
+    service = settings("gpulease.service", "Unit")
+    assert "gpulease.socket" in service["Wants"].split()
+    assert "gpulease.socket" in service["After"].split()
 
 
 def test_a_worker_starts_after_what_cuda_needs_and_needs_none_of_it() -> None:

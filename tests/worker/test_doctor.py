@@ -14,6 +14,7 @@ from gpulease_protocol.model import ComputeMode, GpuReading
 from gpulease_worker import doctor_facts
 from gpulease_worker.doctor import CHECKS, INITIAL_PID_NAMESPACE, Finding, HostFacts, Outcome, examine
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
+from tests.squatter import EVE, ROOT, Squatter
 from tests.worker.stand_in import POOR, WHOLE, Driver
 
 
@@ -144,6 +145,7 @@ def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
             "GPU 0: pid 42, user root; GPU 1: pid 7, user ada",
             "Stop all but one",
         ),
+        ({"port_strangers": ("[::1]:8750 (user eve)",)}, "port", "you have [::1]:8750 (user eve).", "End that program"),
     ],
 )
 def test_what_should_be_known_but_prevents_nothing_is_a_warning(
@@ -237,6 +239,13 @@ def test_cuda_itself_is_asked_whether_it_starts(
     finding = found(doctor_facts.gather(tmp_path, deadline_s=deadline_s))["CUDA"]
     assert finding.health is health
     assert said in finding.sentence
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can be another user")
+def test_another_user_at_the_port_is_named(tmp_path: Path) -> None:
+    with Squatter(("::1", 0), tmp_path / "record") as eve:
+        assert doctor_facts.port_strangers(eve.port) == (f"[::1]:{eve.port} (user {EVE})",)
+    assert doctor_facts.port_strangers(eve.port) == ()
 
 
 def test_the_facts_of_this_host_are_gathered_in_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,8 @@ class HostFacts:
     """Its permissions; None if it does not exist."""
     socket_opens: bool = False
     """Whether this user may connect to it."""
+    port_strangers: tuple[str, ...] = ()
+    """Other users who listen where browsers and curl look for the daemon, such as "127.0.0.1:8750 (user eve)"."""
     wall_s: float = 0.0
     """The wall clock, seconds since 1970."""
     newest_s: float | None = None
@@ -286,6 +288,17 @@ def socket(facts: HostFacts) -> Finding:
     return _fine("socket", f"{facts.socket} lets this user connect (mode {facts.socket_mode:04o}).")
 
 
+def port(facts: HostFacts) -> Finding:
+    """Does another user listen at the daemon's port? Clients of gpulease send them nothing, but curl does."""
+    if facts.port_strangers:
+        return _warning(
+            "port",
+            f"Neither the daemon nor you have {' and '.join(facts.port_strangers)}.",
+            "End that program: the daemon takes the port when it is free. Until then use the socket.",
+        )
+    return _fine("port", "No other user listens at the daemon's port.")
+
+
 def clock(facts: HostFacts) -> Finding:
     """Is the wall clock plausible? Leases use a monotonic clock, but people and logs use this one."""
     if facts.wall_s < RELEASED_S:
@@ -329,6 +342,7 @@ CHECKS: Sequence[Callable[[HostFacts], Finding]] = (
     persistence,
     compute_modes,
     socket,
+    port,
     clock,
     daemon,
     disk,

@@ -11,12 +11,15 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from gpulease.client import Client
 from gpulease.cuda import libcuda
 from gpulease.cuda.ordinals import MASK, ORDER
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.host.addresses import SOCKET_NAME
+from gpulease_protocol.host.addresses import DEFAULT_URL, SOCKET_NAME
+from gpulease_protocol.host.server_owner import may_be_daemon, user_name
+from gpulease_protocol.host.tcp_socket_owner import owner_of_listener
 from gpulease_protocol.model import NodeState
 from gpulease_worker import gpu_claims
 from gpulease_worker.doctor import HostFacts
@@ -63,6 +66,7 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> HostFacts:
         socket=str(path),
         socket_mode=_mode(path),
         socket_opens=_opens(path),
+        port_strangers=port_strangers(urlsplit(DEFAULT_URL).port or 0),
         wall_s=time.time(),
         newest_s=_newest(data_dir),
         daemon_problem=daemon_problem,
@@ -151,6 +155,16 @@ def _daemon_problem() -> tuple[str | None, str, str | None, bool]:
         what, _, remedy = str(ready["detail"]).partition(". ")
         return f"{what}.", remedy, None, has_readings
     return None, "", None, has_readings
+
+
+def port_strangers(port: int) -> tuple[str, ...]:
+    """Who listens at this port of loopback and may not be the daemon."""
+    found = []
+    for host, name in (("127.0.0.1", f"127.0.0.1:{port}"), ("::1", f"[::1]:{port}")):
+        uid = owner_of_listener((host, port))
+        if uid is not None and not may_be_daemon(uid):
+            found.append(f"{name} (user {user_name(uid)})")
+    return tuple(found)
 
 
 def _opens(path: Path) -> bool:

@@ -66,7 +66,15 @@ class WorkerLoop:
         self._changed = asyncio.Event()
         """Set when a job or an owner has changed since the last report."""
         # Without the proxies of the environment: the daemon is reached directly.
-        destination = Destination(candidates(settings.url), True, settings.token, ANSWER_TIMEOUT_S, use_proxies=False)
+        destination = Destination(
+            candidates(settings.url),
+            True,
+            settings.token,
+            ANSWER_TIMEOUT_S,
+            use_proxies=False,
+            obeys=True,
+            plain_http=settings.plain_http,
+        )
         self._destination = destination
         self._failover = Failover(destination)
         self._transport = AsyncTransport(destination)

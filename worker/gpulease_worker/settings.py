@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.addresses import DEFAULT_URL, candidates, default_data_dir
 from gpulease_protocol.host.logging import LogFormat, LogLevel
 from gpulease_protocol.host.settings import (
@@ -48,6 +49,14 @@ class WorkerSettings:
         "Where the daemon listens; several addresses of one service are separated by commas.",
         variable="GPULEASE_URL",
         metavar="URL",
+        group=DAEMON,
+    )
+    plain_http: bool = setting(
+        False,
+        "Take orders over plain HTTP from a daemon on another host. Anyone who controls the network in between can "
+        "then run programs here, for a worker of root as any user.",
+        variable="GPULEASE_PLAIN_HTTP",
+        flag="--plain-http/--no-plain-http",
         group=DAEMON,
     )
     node: str = shared(host_node_name, NODE)
@@ -156,5 +165,14 @@ class WorkerSettings:
     @property
     def urls(self) -> tuple[str, ...]:
         """Where the daemon is, `http://HOST:PORT` or `unix:///path/to/gpulease.sock`; several where one takes over from
-        another. Raises `InvalidRequest` for what is not an address."""
-        return tuple(address.url for address in candidates(self.url))
+        another. Raises `InvalidRequest` for what is not an address, and for plain HTTP to another host without
+        `plain_http`: who answers there gives orders to this worker."""
+        addresses = candidates(self.url)
+        for address in addresses:
+            if not (self.plain_http or address.shows_server):
+                raise InvalidRequest(
+                    f"url: {address.shown} is plain HTTP to another host, where nothing shows that the daemon answers.",
+                    remedy="Use https (gpulease serve --tls-cert), or ssh -L and http://127.0.0.1:PORT; on the daemon's"
+                    " own host its socket. --plain-http is for a network that you trust as you trust root.",
+                )
+        return tuple(address.url for address in addresses)

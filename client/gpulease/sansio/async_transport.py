@@ -24,6 +24,7 @@ from gpulease.sansio.effects import (
     Sleep,
 )
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.server_check import ServerCheck
 from gpulease.sansio.sync_transport import (
     MAX_RESPONSE_BYTES,
     build_request,
@@ -158,7 +159,8 @@ class AsyncTransport:
         if attempt.check_listening and connects_directly(attempt.address):
             await _check_listening(attempt.address, attempt.connect_timeout_s)
         connection = self._connection(attempt.address)
-        request = build_request(connection, attempt, self._destination.bearer_token)
+        trace = ServerCheck(attempt.address, self._destination).asynchronous
+        request = build_request(connection, attempt, self._destination.bearer_token, trace)
         try:
             return _Stream(await connection.send(request, stream=True), connection)
         except (httpx2.RequestError, OSError) as error:

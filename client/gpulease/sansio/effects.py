@@ -85,6 +85,15 @@ class NotConnected(Exception):
     """Nothing was sent, because no connection was made."""
 
 
+class NotTrusted(NotConnected):
+    """Who listens may not be a daemon, so the connection was closed before anything was sent."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+        """What to do."""
+
+
 class ResponseLost(Exception):
     """The daemon may have acted on the call, but no complete response came."""
 

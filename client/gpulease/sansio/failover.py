@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-from gpulease.sansio.effects import Attempt, Flow, NotConnected, Response, ResponseLost
+from gpulease.sansio.effects import Attempt, Flow, NotConnected, NotTrusted, Response, ResponseLost
 from gpulease_protocol.endpoints import ApiCall, without_refused_fields
 from gpulease_protocol.errors import (
     DaemonUnavailable,
@@ -66,6 +66,10 @@ class Destination:
     """Time limit for a response, beyond `ApiCall.hold_s`."""
     use_proxies: bool = True
     """Use the proxies that the environment names, if any, to reach other hosts."""
+    obeys: bool = False
+    """This process does what the daemon orders, as a worker does, so it believes fewer users (`server_check`)."""
+    plain_http: bool = True
+    """Plain HTTP may lead to another host, where nothing shows who answers."""
 
     @classmethod
     def of(cls, url: str | Sequence[str] | None, bearer_token: str | None, timeout_s: float) -> Self:
@@ -152,7 +156,7 @@ class Failover:
     def _send(
         self, call: ApiCall[Answer], timeout_s: float | None, stale_responses: list[tuple[Address, Response]]
     ) -> Flow[Answer]:
-        failures: list[str] = []
+        failures = _Failures()
         failure: GpuleaseError | None = None
         for attempt in self._attempts(call, self.destination.timeout_s if timeout_s is None else timeout_s):
             try:
@@ -165,16 +169,16 @@ class Failover:
                 answer = _read(attempt.address, call, response)
             except NotConnected as error:
                 self._check_first = True
-                failures.append(f"{attempt.address.shown} ({error})")
+                failures.add(attempt.address, error)
             except ResponseLost as error:
                 self._failed(attempt.address, error.timed_out)
                 failure = _outcome_unknown(attempt, error)
-                failures.append(f"{attempt.address.shown} ({error})")
+                failures.add(attempt.address, error)
                 if self.is_single or not _may_try_next_address(call):
                     raise failure from error
             except Unavailable as error:
                 self._succeeded(attempt.address)
-                failures.append(f"{attempt.address.shown} ({error.detail})")
+                failures.add(attempt.address, error)
                 failure = failure if isinstance(failure, OutcomeUnknown) else error
                 if self.is_single or not (isinstance(error, Misdirected) or _had_no_effect(error, call)):
                     raise
@@ -188,7 +192,7 @@ class Failover:
 
     def open_stream(self, call: ApiCall[str], silence_s: float) -> Flow[None]:
         """Begin a streamed response. Raises as `send`."""
-        failures: list[str] = []
+        failures = _Failures()
         for attempt in self._attempts(call, silence_s, stream=True):
             try:
                 response = yield attempt
@@ -196,14 +200,14 @@ class Failover:
                     raise _error_from(attempt.address, response)
             except NotConnected as error:
                 self._check_first = True
-                failures.append(f"{attempt.address.shown} ({error})")
+                failures.add(attempt.address, error)
             except ResponseLost as error:
                 self._failed(attempt.address)
                 raise _outcome_unknown(attempt, error) from error
             else:
                 self._succeeded(attempt.address)
                 return
-        raise _no_daemon(failures)
+        raise self._no_daemon(failures)
 
     def stream_lost(self) -> None:
         """Note that the stream from the current address broke off."""
@@ -249,13 +253,38 @@ class Failover:
         index = self.destination.addresses.index(address)
         self._current = index if self.is_single else (index + 1) % len(self.destination.addresses)
 
-    def _overall_failure(self, failure: GpuleaseError | None, failures: Sequence[str]) -> GpuleaseError:
+    def _overall_failure(self, failure: GpuleaseError | None, failures: _Failures) -> GpuleaseError:
         if failure is None:
-            return _no_daemon(failures)
-        if len(failures) == 1:
+            return self._no_daemon(failures)
+        if len(failures.places) == 1:
             return failure
         kind = OutcomeUnknown if isinstance(failure, OutcomeUnknown) else Unavailable
-        return kind(f"No daemon serves at {', '.join(failures)}.", remedy=failure.remedy, extra=failure.extra)
+        return kind(f"No daemon serves at {failures}.", remedy=failure.remedy, extra=failure.extra)
+
+    def _no_daemon(self, failures: _Failures) -> DaemonUnavailable:
+        not_tried = ""
+        if not self.destination.interchangeable and self.destination.addresses[-1].socket is not None:
+            not_tried = (
+                f" {addresses.DEFAULT_URL} was not tried: this host has {addresses.SYSTEM_DATA_DIR}, so its daemon is "
+                "looked for at its socket only."
+            )
+        return DaemonUnavailable(f"No daemon answers at {failures}.{not_tried}", remedy=failures.remedy)
+
+
+class _Failures:
+    """Why each address failed."""
+
+    def __init__(self) -> None:
+        self.places: list[str] = []
+        self.remedy = "Start one with `gpulease serve`, or set GPULEASE_URL."
+
+    def add(self, address: Address, error: Exception) -> None:
+        self.places.append(f"{address.shown} ({getattr(error, 'detail', error)})")
+        if isinstance(error, NotTrusted):
+            self.remedy = error.remedy
+
+    def __str__(self) -> str:
+        return ", ".join(self.places)
 
 
 def _may_try_next_address(call: ApiCall[Any]) -> bool:
@@ -314,12 +343,6 @@ def _error_from(address: Address, response: Response) -> GpuleaseError:
         error.retry_after_s = response.retry_after_s
         return error
     return GpuleaseError(detail, remedy=remedy)
-
-
-def _no_daemon(tried: Sequence[str]) -> DaemonUnavailable:
-    return DaemonUnavailable(
-        f"No daemon answers at {', '.join(tried)}.", remedy="Start one with `gpulease serve`, or set GPULEASE_URL."
-    )
 
 
 def _outcome_unknown(attempt: Attempt, error: ResponseLost) -> OutcomeUnknown:

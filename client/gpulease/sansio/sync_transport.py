@@ -29,6 +29,7 @@ from gpulease.sansio.effects import (
     Sleep,
 )
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.server_check import ServerCheck
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.addresses import Address
@@ -123,7 +124,8 @@ class Transport:
         if attempt.check_listening and connects_directly(attempt.address):
             _check_listening(attempt.address, attempt.connect_timeout_s)
         connection = self._connection(attempt.address)
-        request = build_request(connection, attempt, self._destination.bearer_token)
+        trace = ServerCheck(attempt.address, self._destination)
+        request = build_request(connection, attempt, self._destination.bearer_token, trace)
         try:
             return _Stream(connection.send(request, stream=True), connection)
         except (httpx2.RequestError, OSError) as error:
@@ -190,9 +192,12 @@ def ssl_verification(address: Address) -> ssl.SSLContext | bool:
 
 
 def build_request(
-    connection: httpx2.Client | httpx2.AsyncClient, attempt: Attempt, bearer_token: str | None
+    connection: httpx2.Client | httpx2.AsyncClient, attempt: Attempt, bearer_token: str | None, trace: Any
 ) -> httpx2.Request:
-    """The HTTP request of an attempt. Raises InvalidRequest, naming the field, for text that UTF-8 cannot encode."""
+    """The HTTP request of an attempt, whose new connections `trace` checks.
+
+    Raises InvalidRequest, naming the field, for text that UTF-8 cannot encode.
+    """
     call = attempt.call
     try:
         return connection.build_request(
@@ -202,6 +207,7 @@ def build_request(
             json=call.body,
             headers=headers(call, bearer_token),
             timeout=httpx2.Timeout(attempt.timeout_s, connect=attempt.connect_timeout_s),
+            extensions={} if attempt.address.origin.startswith("https:") else {"trace": trace},
         )
     except UnicodeEncodeError as error:
         fields: dict[str, Any] = {**dict(call.query), **(call.body or {})}

@@ -12,6 +12,7 @@ import typer
 from gpulease.client import Client
 from gpulease_cli import output, wait_progress
 from gpulease_cli.options import Gpus, Json, Label, Model, Node, Token, Wait, checked, duration
+from gpulease_protocol.launchers import lease_variables
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import align_columns, describe_demand, describe_holder, format_duration, printable
@@ -64,7 +65,7 @@ def acquire(
         f"{lease.id} lasts {format_duration(lease.ttl_s)} unless renewed; `gpulease release {lease.id}` ends it",
         err=True,
     )
-    for name, value in lease.env.items():
+    for name, value in lease_variables(lease.env).items():
         typer.echo(f"export {name}={shlex.quote(value)}")
 
 

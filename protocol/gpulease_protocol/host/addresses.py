@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:8750"
 MAX_ADDRESSES = 16
 """Addresses of one service, at most: they share the time in which a client finds out that none answers."""
 SYSTEM_DATA_DIR = Path("/var/lib/gpulease")
-"""Data directory of a daemon that runs as root."""
+"""Data directory of a daemon that runs as root. Where it exists, clients look for its daemon nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,11 @@ class Address:
     def shown(self) -> str:
         """`url` for people to read: a password in it is left out."""
         return re.sub(r"(//[^/@]*?:)[^/@]*@", r"\1...@", self.url)
+
+    @property
+    def shows_server(self) -> bool:
+        """True if it shows who answers there: by the kernel on this host, else by the certificate of https."""
+        return self.local or self.origin.startswith("https:")
 
     @property
     def local(self) -> bool:
@@ -73,8 +78,11 @@ def unix(path: Path) -> Address:
 
 
 def candidates(url: str | Iterable[str] | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Address, ...]:
-    """Addresses to try, in order: `url`, else GPULEASE_URL, else the configuration file's, else every local socket that
-    exists and then loopback.
+    """Addresses to try, in order: `url`, else GPULEASE_URL, else the configuration file's, else a local socket of this
+    user's own that exists, and then the system's socket, or loopback on a host without a system's data directory.
+
+    Any user can take the port while no daemon listens there, as during a restart. So a client never changes from
+    the system's socket, which only root can make, to the port.
 
     Several addresses of one service are a list, or one text with commas. Raises InvalidRequest for what is no address,
     and for a configuration file that cannot be used.
@@ -86,8 +94,32 @@ def candidates(url: str | Iterable[str] | None = None, environ: Mapping[str, str
     configured = config_file.client(environ).get("url")
     if configured:
         return _several(configured, "url in the configuration file")
-    places = dict.fromkeys(place / SOCKET_NAME for place in (default_data_dir(environ), SYSTEM_DATA_DIR))
-    return (*(unix(path) for path in places if path.is_socket()), parse(DEFAULT_URL))
+    own, systems = default_data_dir(environ), SYSTEM_DATA_DIR
+    last = unix(systems / SOCKET_NAME) if has_system_socket() else parse(DEFAULT_URL)
+    first = unix(own / SOCKET_NAME)
+    return (first, last) if first != last and _is_socket(own / SOCKET_NAME) else (last,)
+
+
+def has_system_socket() -> bool:
+    """True on a host with a data directory of the system's that this user may enter."""
+    return owner_of_system_data_dir() is not None and os.access(SYSTEM_DATA_DIR, os.X_OK)
+
+
+def owner_of_system_data_dir() -> int | None:
+    """The user to whom root has given the system's data directory; None where there is none that root has made."""
+    try:
+        parent, found = SYSTEM_DATA_DIR.parent.stat(), SYSTEM_DATA_DIR.lstat()
+    except OSError:
+        return None
+    made_by_root = parent.st_uid == 0 and not parent.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid if made_by_root and stat.S_ISDIR(found.st_mode) else None
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return path.is_socket()
+    except OSError:  # in a directory that this user may not enter
+        return False
 
 
 def _several(urls: str | Iterable[str], source: str) -> tuple[Address, ...]:

@@ -30,7 +30,7 @@ from gpulease_protocol.errors import InvalidRequest
 SYSTEM = Path("/etc/gpulease/config.toml")
 """The system's file."""
 SECTIONS = ("client", "serve", "worker")
-CLIENT_KEYS = ("url", "token")
+CLIENT_KEYS = ("url", "token", "daemon_user")
 """Keys of `[client]`; each is a string."""
 VARIABLE = "GPULEASE_CONFIG"
 MAX_BYTES = 2**20
@@ -121,6 +121,16 @@ def checked_client(entries: Mapping[str, Entry]) -> dict[str, str]:
         if not isinstance(entry.value, str) or not entry.value:
             raise refused("client", key, entry, 'must be a string, such as "http://127.0.0.1:8750"')
     return {key: entry.value for key, entry in entries.items()}
+
+
+def trusted_client_value(key: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The value of a key of `[client]` that says whom to trust; None if no file has it. Raises `ConfigurationRefused`
+    for a file that another user owns: they could give the key any value."""
+    entries = load(environ)["client"]
+    value = checked_client(entries).get(key)
+    if value is not None and entries[key].file.stat().st_uid not in (0, os.geteuid()):
+        raise refused("client", key, entries[key], "counts only in a file of root's or of your own")
+    return value
 
 
 def unknown_key(section: str, key: str, entry: Entry, known: Iterable[str]) -> ConfigurationRefused:

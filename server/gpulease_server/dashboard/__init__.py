@@ -5,7 +5,7 @@ The page requests all its data from the REST API of its own origin, as any calle
 the API. The files contain no data, so they need no authentication: a caller from another host must have the page before
 they can sign in with a token. The page is read-only: it sends only GET requests.
 
-`curl localhost:8750/` still prints the text table: the page is for clients whose `Accept` prefers `text/html`, as that
+`curl 127.0.0.1:8750/` still prints the text table: the page is for clients whose `Accept` prefers `text/html`, as that
 of browsers does.
 
 | property | mechanism |

@@ -14,19 +14,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import struct
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from gpulease_protocol.host.process_id import Stat, stat
+from gpulease_protocol.host.server_owner import unix_peer
+from gpulease_protocol.host.tcp_socket_owner import is_loopback, is_overflow_uid, owner_of_connection
 from gpulease_protocol.node_protocol import LeaseOwner
-from gpulease_server.api.auth.tcp_socket_owner import is_loopback, is_overflow_uid, owner_of_connection
 from gpulease_server.api.auth.user_names import user_name
 from gpulease_server.api.http_limits import LimitedHttpProtocol
 
-UCRED = struct.Struct("3i")
-"""struct ucred: pid, uid, gid."""
 MAX_ANCESTORS = 16
 """How many ancestors of the caller are searched for the owner: one short read of /proc each, on the event loop."""
 
@@ -119,10 +117,10 @@ def peer_credentials_of(transport: asyncio.BaseTransport) -> PeerCredentials:
     if sock is None:
         return PeerCredentials()
     if sock.family == socket.AF_UNIX:
-        pid, uid, gid = UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
-        is_known = not is_overflow_uid(uid)
+        pid, owner, gid = unix_peer(sock)
+        is_known = not is_overflow_uid(owner)
         return PeerCredentials(
-            uid=uid if is_known else None,
+            uid=owner if is_known else None,
             pid=pid or None,  # 0: a process that this pid namespace does not show
             gid=gid if is_known else None,
             local=True,
