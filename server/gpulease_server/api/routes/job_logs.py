@@ -154,12 +154,7 @@ class LogTail:
             )
         await self._open_directory(record.log_directory)
         length, kept = await self._pool.run(self._reader.sizes) if self._reader else (0, 0)
-        return {
-            LOG_OFFSET: self.offset,
-            LOG_BYTES: str(length),
-            LOG_KEPT_BYTES: str(kept),
-            "X-Content-Type-Options": "nosniff",
-        }
+        return {LOG_OFFSET: self.offset, LOG_BYTES: str(length), LOG_KEPT_BYTES: str(kept)}
 
     @property
     def offset(self) -> str:
