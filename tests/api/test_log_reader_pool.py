@@ -1,4 +1,4 @@
-"""Log files that do not answer hold a few threads, and nobody's logs but their own user's."""
+"""Log files that do not answer hold a few threads, and delay no one's logs but those of their own user."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def play(story: Callable[[LogReaderPool], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_reads_that_hang_end_their_users_reading_and_nobody_elses(
+def test_reads_that_hang_delay_no_one_but_readers_of_their_own_user(
     answers: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LogReaderPool, "patience_s", 0.3)

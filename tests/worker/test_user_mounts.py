@@ -1,4 +1,4 @@
-"""A job's user mounts a file system of their own in the job's directory, which never answers: whoever asks it hangs."""
+"""A job's user mounts a file system of their own in the job's directory, which never answers: who asks it hangs."""
 
 from __future__ import annotations
 

@@ -71,7 +71,8 @@ def _detach_first(root: bytes, path: bytes, users: set[int]) -> bool:
             if (number := mount_id(inner)) != mount:
                 os.close(inner)
                 flags = MNT_DETACH | UMOUNT_NOFOLLOW | (MNT_FORCE if number in users else 0)
-                return _libc.umount2(b"/proc/self/fd/%d/%s" % (place, part), flags) == 0
+                result: int = _libc.umount2(b"/proc/self/fd/%d/%s" % (place, part), flags)
+                return result == 0
             os.close(place)
             place = inner
     except OSError:  # it was removed meanwhile, or is a link now

@@ -2,7 +2,7 @@
 
 A log lies where its job's user owns the directory, and they may see to it that a read of it never ends: with a write to
 the same file that hangs in a file system of their own, for instance. No thread can be taken back from such a read. So
-the files of one user hold at most `THREADS_PER_USER` of the `THREADS`, and whoever else reads them is answered 503. The
+the files of one user hold at most `THREADS_PER_USER` of the `THREADS`, and requests for them are answered 503. The
 threads are daemon threads, and not those of an executor, which the interpreter would wait for at its end.
 """
 
@@ -23,7 +23,7 @@ from gpulease_server.api.streams.file_poller import FilePoller, Signatures
 
 THREADS = 32
 THREADS_PER_USER = 2
-"""Threads for the files of one user, whoever reads them."""
+"""Threads for the files of one user, of all their readers together."""
 
 Result = TypeVar("Result")
 
