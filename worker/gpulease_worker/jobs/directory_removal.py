@@ -73,11 +73,11 @@ class DirectoryRemover:
                 return "rm hangs in the kernel, and SIGKILL does not end it"
             if process.returncode == 0:
                 return None
-            if not ended and not mounted:
+            if not mounted and detach_beneath(directory) == 0:
+                if ended:
+                    return f"rm ended with {process.returncode}; try `rm -rf --one-file-system` by hand"
                 self._queue.put(directory)
                 return None
-            if not mounted:
-                return f"rm ended with {process.returncode}; try `rm -rf --one-file-system` by hand"
         return "its user mounts file systems in it, again and again"
 
     def _end(self, process: subprocess.Popen[bytes]) -> bool:
