@@ -1,8 +1,9 @@
 """A file system that takes a request and never answers it, so that a process hangs in the kernel.
 
-`python -m tests.hanging_filesystem DIR` mounts it (FUSE, by hand: mount(2) and a few answers) and serves it until it is
-ended. A read of `DIR/hangs` is not answered, nor is anything about `DIR/nowhere`; `DIR/written` can be read and mapped,
-and what is written back to it is not answered. A process that waits for such an answer takes no signal, SIGKILL
+`python -m tests.hanging_filesystem DIR UID` mounts it (FUSE, by hand: mount(2) and a few answers), in the name of a
+user, and serves it until it is ended. A read of `DIR/hangs` is not answered, nor is anything about `DIR/nowhere`;
+`DIR/written` can be read and mapped, and what is written back to it is not answered. With `mute` as a third argument
+nothing at all is answered, not even what `DIR` is. A process that waits for such an answer takes no signal, SIGKILL
 included, once the request was taken, until the connection ends: here, when this process ends.
 """
 
@@ -15,9 +16,11 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -25,9 +28,11 @@ from gpulease_protocol.host.process_tree import signal_on_parent_death
 from tests.daemon import eventually
 
 ROOT, HANGS, WRITTEN = 1, 2, 3
+INIT = 26
 NAMES = {b"hangs": HANGS, b"written": WRITTEN}
 DIRECT_IO, KEEP_CACHE = 1, 2
 MNT_DETACH = 2
+Result = TypeVar("Result")
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -60,15 +65,16 @@ class Hanging:
 
 
 @contextmanager
-def hanging(place: Path) -> Iterator[Hanging]:
-    """The file system at a new directory; aborted and unmounted at the end, whatever happens."""
+def hanging(place: Path, user: int = 0, mute: bool = False) -> Iterator[Hanging]:
+    """The file system at a directory, as a user would mount it; aborted and unmounted at the end, whatever happens."""
     if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("only root can mount FUSE, and only where there is /dev/fuse")
-    place.mkdir()
-    with subprocess.Popen([sys.executable, "-m", "tests.hanging_filesystem", str(place)]) as server:
+    place.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tests.hanging_filesystem", str(place), str(user), *["mute"] * mute]
+    with subprocess.Popen(command) as server:
         system = Hanging(place, server)
         try:
-            eventually(lambda: os.path.ismount(place) or server.poll() is not None, 60)
+            eventually(lambda: is_mounted(place) or server.poll() is not None, 60)
             if server.poll() is not None:
                 pytest.skip("FUSE cannot be mounted here")
             yield system
@@ -77,16 +83,31 @@ def hanging(place: Path) -> Iterator[Hanging]:
             libc.umount2(os.fsencode(place), MNT_DETACH)
 
 
-def serve(place: str) -> None:
+def is_mounted(place: Path) -> bool:
+    """True while something is mounted at a path. Does not ask what is mounted."""
+    return f" {place} " in Path("/proc/self/mountinfo").read_text()
+
+
+def in_time(call: Callable[[], Result], within_s: float = 30.0) -> Result:
+    """The result of a call that must not hang."""
+    results: list[Result] = []
+    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
+    thread.start()
+    thread.join(within_s)
+    assert not thread.is_alive(), "it hangs"
+    return results[0]
+
+
+def serve(place: str, user: int, mute: bool) -> None:
     """Mount the file system at a directory, and answer what is to be answered."""
     connection = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={connection},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
+    options = f"fd={connection},rootmode=40000,user_id={user},group_id={user},allow_other".encode()
     if libc.mount(b"tests", os.fsencode(place), b"fuse", 6, options) != 0:
         sys.exit(f"not mounted: {os.strerror(ctypes.get_errno())}")
     while True:
         request = os.read(connection, 2**20)
         _, operation, number, node, *_ = struct.unpack_from("<IIQQIIII", request)
-        answer = _answer(operation, node, request[40:])
+        answer = None if mute and operation != INIT else _answer(operation, node, request[40:])
         if answer is not None:
             error, content = answer
             os.write(connection, struct.pack("<IiQ", 16 + len(content), -error, number) + content)
@@ -95,7 +116,7 @@ def serve(place: str) -> None:
 def _answer(operation: int, node: int, rest: bytes) -> tuple[int, bytes] | None:
     """Error number and content; None for what gets no answer."""
     match operation:
-        case 26:  # INIT: protocol 7.31, with the sizes that fuse(4) wants
+        case 26:  # INIT, protocol 7.31, with the sizes that fuse(4) wants
             return 0, struct.pack("<IIIIHHIIHHI7I", 7, 31, 0, 0, 12, 9, 4096, 1, 0, 0, 0, *[0] * 7)
         case 1 if rest.rstrip(b"\0") == b"nowhere":  # LOOKUP
             return None
@@ -122,4 +143,4 @@ def _attributes(node: int) -> bytes:
 
 if __name__ == "__main__":
     signal_on_parent_death(signal.SIGKILL)
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]), "mute" in sys.argv[3:])

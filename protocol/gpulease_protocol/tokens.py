@@ -43,7 +43,8 @@ class BearerToken(Noun):
     """Its user: requests with this token are made as this user."""
     uid: int | None = None
     """Uid of that user on the daemon's host when the token was created: jobs submitted with the token run under it.
-    Null where the host did not know the user; then no worker runs such jobs."""
+    Null where the host did not know the user; then no worker runs such jobs, and the token is revoked as soon as that
+    host has a user of this name, unless its role is `worker`."""
     role: Role
     """What it allows."""
     node: str | None = None

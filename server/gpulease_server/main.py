@@ -230,7 +230,7 @@ class _Serving:
             self.writer.keep_reserve(),
             self.recorder.run(),
             self.pruner.run(),
-            self.bearer_tokens.keep_saving_uses(),
+            self.bearer_tokens.maintain(),
             systemd_notify.watchdog(),
         )
         tasks = [asyncio.create_task(part) for part in parts]

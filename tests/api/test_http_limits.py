@@ -124,6 +124,7 @@ def problem(answer: bytes) -> tuple[int, str]:
     lines = head.decode().lower().split("\r\n")
     assert "content-type: application/problem+json" in lines
     assert "connection: close" in lines
+    assert "x-content-type-options: nosniff" in lines
     document = json.loads(body)
     assert f"x-request-id: {document['request_id']}" in lines
     assert document["detail"]

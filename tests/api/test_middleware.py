@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,36 @@ def test_every_error_is_a_problem_with_a_request_id(
     assert answer.problem() == expected
     assert answer.json["request_id"] == answer.headers["x-request-id"]
     assert re.fullmatch(r"request-[0-9a-f]{16}", answer.json["request_id"])
+
+
+def requests_of_every_kind(document: Any) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """Every operation of the OpenAPI document, for what does not exist; and what the document does not have."""
+    for path, operations in document["paths"].items():
+        for method in operations:
+            yield method.upper(), re.sub(r"\{\w+\}", "x", path), {}
+    for path in ("/docs", "/openapi.json", "/dashboard/dashboard.js", "/dashboard/none.js", "/<script>"):
+        yield "GET", path, {}
+    for headers in (
+        {"Accept": "text/html"},
+        {"Accept": "text/event-stream"},
+        {"Accept-Encoding": "gzip"},
+        {"If-None-Match": "*"},
+        {"Origin": "http://evil.example"},
+        {"Authorization": "Bearer wrong"},
+    ):
+        yield "HEAD", "/v1/events", headers
+        yield "GET", "/", headers
+    yield "PUT", "/v1/leases", {}
+    yield "OPTIONS", "/v1/leases", {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+
+
+def test_no_browser_guesses_the_media_type_of_any_answer(api: DaemonProcess) -> None:
+    statuses = set()
+    for method, path, headers in requests_of_every_kind(api.get("/openapi.json").json):
+        answer = api.call(method, path, raw=b"{" if method == "POST" else None, **headers)
+        assert answer.headers.get("x-content-type-options") == "nosniff", (method, path, headers, answer.status)
+        statuses.add(answer.status)
+    assert {200, 304, 400, 401, 403, 404, 405} <= statuses
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,99 @@ def test_a_web_page_cannot_reach_the_daemon(api: DaemonProcess, headers: dict[st
     assert answer.problem() == (403, "not_allowed")
 
 
+def status_of(running: DaemonProcess, version: str, *lines: str) -> int:
+    """The status of the answer to a GET with exactly these header lines."""
+    request = "\r\n".join([f"GET /v1/gpus HTTP/{version}", *lines, "Connection: close", "", ""])
+    with socket.create_connection(("127.0.0.1", running.port), 60) as connection:
+        connection.sendall(request.encode("latin-1"))
+        with connection.makefile("rb") as answer:
+            return int(answer.readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LocalHost:8750",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "127.0.0.1:65535",
+        "[::1]",
+        "[::1]:8750",
+        "  127.0.0.1:8750",
+    ],
+)
+def test_a_host_that_names_this_host_is_answered_on_any_port(api: DaemonProcess, host: str) -> None:
+    """`ssh -L` and containers have other ports than the daemon."""
+    assert status_of(api, "1.1", f"Host: {host}") == 200
+    assert status_of(api, "1.1", f"Host: {host}", f"Origin: http://{host.strip()}") == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "evil.example",
+        "evil@127.0.0.1",
+        "evil:secret@127.0.0.1:8750",
+        "127.0.0.1:8750@evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1.",
+        "localhost.",
+        "localhost.localdomain",
+        "127.0.0.1:",
+        "127.0.0.1:x",
+        "127.0.0.1:8750:8750",
+        "127.0.0.1 ",
+        "127.0.0.1:123456",
+        "127.0.0.1 evil.example",
+        "127.0.0.1,evil.example",
+        "127.0.0.1/evil",
+        "127.0.0.1?evil",
+        "127.0.0.1#evil",
+        "http://127.0.0.1",
+        "127.1",
+        "127.0.0.2",
+        "0x7f.1",
+        "0177.0.0.1",
+        "2130706433",
+        "0.0.0.0",
+        "::1",
+        "[::1",
+        "[::1].evil.example",
+        "[::1%lo]",
+        "[::ffff:127.0.0.1]",
+        "[0:0:0:0:0:0:0:1]",
+        "[::]",
+        "\xb1\xb2\xb7.0.0.1",
+    ],
+)
+def test_a_host_in_any_other_spelling_is_refused(api: DaemonProcess, host: str) -> None:
+    assert status_of(api, "1.1", f"Host: {host}") == 403
+
+
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [
+        ("1.0", []),
+        ("1.1", []),
+        ("1.1", ["Host: 127.0.0.1", "Host: evil.example"]),
+        ("1.1", ["Host: evil.example", "Host: 127.0.0.1"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: "]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: null"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: 127.0.0.1"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: http://evil@127.0.0.1"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: http://127.0.0.1/"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: ftp://127.0.0.1"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: http://127.0.0.1:8750"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: http://127.0.0.1 http://evil.example"]),
+        ("1.1", ["Host: 127.0.0.1", "Origin: http://127.0.0.1", "Origin: http://evil.example"]),
+    ],
+)
+def test_one_host_and_no_other_origin_is_required(api: DaemonProcess, version: str, lines: list[str]) -> None:
+    assert status_of(api, version, *lines) in (400, 403)
+
+
 def test_the_holder_is_the_owner_of_the_connection(api: DaemonProcess) -> None:
     me = pwd.getpwuid(os.getuid()).pw_name
     over_tcp = api.call("POST", "/v1/leases", {"count": 1}).json

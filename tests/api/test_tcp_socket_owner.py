@@ -8,15 +8,18 @@ import os
 import pwd
 import signal
 import socket
+import struct
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpulease_protocol.host import sock_diag
 from gpulease_protocol.host.tcp_socket_owner import is_loopback, owner_of_connection, owner_of_server
 from gpulease_server.api.auth import user_names
+from gpulease_server.api.auth.peer_credentials import peer_credentials_of
 from tests.daemon import DaemonProcess
 
 HERE, THERE = ("127.0.0.1", 40000), ("127.0.0.1", 8750)
@@ -162,6 +165,43 @@ def test_a_server_that_speaks_ipv4_on_an_ipv6_socket_is_found() -> None:
     ):
         for proc_net in ("/proc/net", "/proc/self/net"):
             assert owner_of_server(caller.getpeername(), caller.getsockname(), Path(proc_net)) == os.getuid()
+
+
+class OldTransport(asyncio.BaseTransport):
+    """An accepted connection, with the addresses that it had then."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self.sock, self.peer, self.own = accepted, accepted.getpeername(), accepted.getsockname()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"socket": self.sock, "peername": self.peer, "sockname": self.own}.get(name, default)
+
+
+def test_who_takes_over_the_port_of_a_client_that_hung_up_is_not_taken_for_it() -> None:
+    """The client resets its connection, and another process connects from the same port before anyone has looked."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        accepted, _ = listener.accept()
+        with accepted:
+            transport = OldTransport(accepted)
+            assert peer_credentials_of(transport).uid == os.getuid()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(transport.peer)
+                other.connect(listener.getsockname())
+                assert owner_of_connection(transport.peer, transport.own) == os.getuid(), "it has the same addresses"
+                assert peer_credentials_of(transport).uid is None
+
+
+def test_a_client_that_has_sent_its_last_byte_and_waits_is_identified() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        accepted, _ = listener.accept()
+        with accepted:
+            client.shutdown(socket.SHUT_WR)
+            assert accepted.recv(1) == b""
+            assert peer_credentials_of(OldTransport(accepted)).uid == os.getuid()
 
 
 def test_sock_diag_and_proc_net_tcp_agree() -> None:

@@ -104,6 +104,21 @@ def test_the_daemon_has_few_rights_and_the_image_none() -> None:
     assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE) == ["1000"]
 
 
+@pytest.mark.parametrize("name", sorted(COMPOSE["services"]))
+def test_a_service_has_no_capabilities_but_those_it_names_and_gets_no_more(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not service.get("privileged", False)
+
+
+def test_a_worker_has_the_rights_to_run_jobs_as_their_users_and_no_others() -> None:
+    """That they are enough is shown by tests/system/test_compose_rights.py."""
+    needed = {"CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SYS_PTRACE"}
+    for name in ("worker", "simulated-worker"):
+        assert set(COMPOSE["services"][name]["cap_add"]) == needed
+
+
 def test_a_service_that_others_wait_for_shows_its_health() -> None:
     waited_for = {
         name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from gpulease import Client, GpuState
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.endpoints import ApiCall
@@ -81,6 +83,25 @@ def test_doctor_finds_the_daemon_fine_and_exits_1_if_a_check_fails(client: Clien
     assert result.returncode == ("wrong" in health.values())
     lines = gpulease("doctor", "--data-dir", place).stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(health.values())
+
+
+@pytest.mark.parametrize(
+    ("user", "role", "said"),
+    [
+        ("elsewhere", "viewer", ["has no user elsewhere", "this token is revoked"]),
+        ("elsewhere", "user", ["has no user elsewhere", "this token is revoked", "until then no worker runs jobs"]),
+        ("elsewhere", "worker", []),
+        ("nobody", "user", []),
+    ],
+)
+def test_what_becomes_of_a_token_of_an_unknown_user_is_said_when_it_is_made(
+    client: Client, gpulease: Program, user: str, role: str, said: list[str]
+) -> None:
+    made = gpulease("token", "create", "--user", user, "--role", role)
+    client.revoke_token(made.stdout.partition(".")[0])
+    assert ("has no user" in made.stderr) is bool(said)
+    for words in said:
+        assert words in made.stderr
 
 
 def test_a_token_is_created_listed_used_and_revoked(client: Client, gpulease: Program) -> None:

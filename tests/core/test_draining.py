@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpulease_protocol.model import GpuReading, GpuState, Lease, LeaseState, Process
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_view
@@ -226,6 +227,45 @@ def test_a_stream_of_new_strangers_delays_no_longer_than_one_that_stays() -> Non
     world.pass_time(2)
     assert world.state() is GpuState.FREE
     assert told(world, "gpu.clean") == ["device file still open by pid 201, pid 202, pid 203, pid 204 and 2 more"]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one stranger", "another one each time"])
+def test_a_stranger_who_opens_and_closes_the_device_every_second_delays_within_the_bound(same: bool) -> None:
+    """Each reading that could free the GPU shows it open again; who it is can be read meanwhile and afterwards."""
+    world, _ = drained(gpu(0, opened_by=(STRANGER,)))
+    waiting = world.ask(1)
+    begun_s = world.at_s
+    while world.state() is GpuState.DRAINING:
+        pid = 7 if same else int(world.at_s * 10)
+        eve = Process(pid=pid, user="eve", command="python open.py")
+        world.node(gpus=[gpu(0, opened_by=(eve,))])
+        if world.state() is GpuState.DRAINING:
+            (request,) = (lease for lease in world.ledger.leases.values() if lease.lease.state is LeaseState.QUEUED)
+            said = explain(world.ledger, request, world.now, world.policy).sentence
+            assert (
+                f"pid {pid} of eve (python open.py) has its device file open, which delays it by at most 30 s" in said
+            )
+        world.pass_time(1)
+        assert world.at_s - begun_s <= world.policy.retained_memory_s + 2
+    (clean,) = told(world, "gpu.clean")
+    assert clean is not None
+    assert clean.endswith("of eve (python open.py)")
+    assert isinstance(world.answers[waiting], Lease)
+    assert world.state() is GpuState.LEASED
+
+
+def test_a_stranger_who_is_listed_on_the_gpu_is_named_while_it_drains_and_once_it_is_free() -> None:
+    """No lease gets a GPU that a process computes on; an administrator is told whose it is."""
+    eve = Process(pid=7, user="eve", command="python mine.py")
+    world, _ = drained(gpu(0, processes=(eve,)))
+    world.pass_time(120)
+    assert world.state() is GpuState.DRAINING
+    assert "pid 7 of eve (python mine.py) is still running" in reason(world)
+    assert told(world, "gpu.leftover") == ["left behind: pid 7 of eve (python mine.py)"]
+    world.node(gpus=[gpu(0)])
+    world.node(gpus=[gpu(0, processes=(eve,))])
+    assert world.state() is GpuState.FOREIGN
+    assert "pid 7 of eve (python mine.py)" in reason(world)
 
 
 def test_a_strangers_delay_is_not_lengthened_by_memory_that_comes_and_goes() -> None:

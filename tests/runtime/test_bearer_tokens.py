@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date, timedelta
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -18,7 +19,7 @@ from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.tokens import Role, TokenRequest
 from gpulease_server.core.policy import Policy
 from gpulease_server.runtime import bearer_tokens as bearer_tokens_module
-from gpulease_server.runtime import clock
+from gpulease_server.runtime import clock, host_accounts
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store import bearer_tokens as stored
@@ -31,13 +32,20 @@ Result = TypeVar("Result")
 @contextmanager
 def daemon(url: str, *, writer: bool = True) -> Iterator[tuple[BearerTokens, Store]]:
     """The tokens of one daemon; of one that stands by unless it is the writer."""
+    with daemon_with_turns(url, writer=writer) as (bearers, store, _):
+        yield bearers, store
+
+
+@contextmanager
+def daemon_with_turns(url: str, *, writer: bool = True) -> Iterator[tuple[BearerTokens, Store, Writer]]:
+    """The same, with what makes its turns."""
     store = Store(url)
     turns = Writer(store, Policy())
     bearers = BearerTokens(store, turns)
     if writer:
         bearers.restore()
     try:
-        yield bearers, store
+        yield bearers, store, turns
     finally:
         turns.close()
         store.close()
@@ -244,3 +252,120 @@ def test_a_use_that_cannot_be_written_is_written_later(database_url: str) -> Non
 
     with daemon(database_url) as (bearers, store):
         asyncio.run(story(bearers, store))
+
+
+class Passwd:
+    """The login names of the daemon's host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: set[str] = set()
+        self.answers = threading.Event()
+        self.answers.set()
+        monkeypatch.setattr(host_accounts.pwd, "getpwnam", self.look_up)
+        monkeypatch.setattr(host_accounts, "ANSWER_TTL_S", 0.0)
+
+    def look_up(self, name: str) -> SimpleNamespace:
+        assert self.answers.wait(60)
+        if name not in self.names:
+            raise KeyError(name)
+        return SimpleNamespace(pw_name=name, pw_uid=1234, pw_gid=1234)
+
+
+@pytest.fixture
+def passwd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Passwd]:
+    made = Passwd(monkeypatch)
+    yield made
+    made.answers.set()
+
+
+def told(store: Store, kind: str) -> list[str]:
+    with store.engine.connect() as connection:
+        rows = connection.execute(select(tables.event.c.reason).where(tables.event.c.kind == kind))
+        return [str(reason) for reason in rows.scalars()]
+
+
+def test_a_token_made_for_a_name_ends_when_the_host_has_such_a_user(database_url: str, passwd: Passwd) -> None:
+    """Its maker would act for a user who has never heard of it."""
+
+    async def story(bearers: BearerTokens, store: Store, turns: Writer) -> None:
+        running = asyncio.create_task(turns.run())
+        roles = (Role.VIEWER, Role.USER, Role.ADMIN)
+        before = [await bearers.create(TokenRequest(user="ann", role=role), "eve") for role in roles]
+        worker = await bearers.create(TokenRequest(user="ann", role=Role.WORKER), "root")
+        other = await bearers.create(TokenRequest(user="bob"), "eve")
+        for made in (*before, worker, other):
+            assert made.uid is None
+            assert await bearers.authenticate(made.bearer) is not None
+        passwd.names.add("ann")
+        own = await bearers.create(TokenRequest(user="ann"), "root")
+        for made in before:
+            await eventually(lambda made=made: bearers.authenticate(made.bearer), lambda found: found is None)
+            assert not bearers.is_valid(made.id)
+        passwd.names.clear()
+        for made in before:
+            assert await bearers.authenticate(made.bearer) is None, "it comes back with no one"
+        for made in (worker, other, own):
+            assert await bearers.authenticate(made.bearer) is not None
+        assert sorted(told(store, "token.revoked")) == sorted(
+            f"{made.id} of user ann, role {made.role}, by the daemon, because its host has a user ann now, and had none"
+            " when the token was made"
+            for made in before
+        )
+        running.cancel()
+
+    with daemon_with_turns(database_url) as (bearers, store, turns):
+        asyncio.run(story(bearers, store, turns))
+
+
+def test_what_a_token_has_open_ends_when_its_name_is_anothers(database_url: str, passwd: Passwd) -> None:
+    """An event stream, or a long poll: they ask for nothing more."""
+
+    async def story(bearers: BearerTokens) -> None:
+        made = await bearers.create(TokenRequest(user="ann"), "eve")
+        unused = await bearers.create(TokenRequest(user="bob"), "eve")
+        assert await bearers.authenticate(made.bearer) is not None
+        passwd.names |= {"ann", "bob"}
+
+        async def valid() -> bool:
+            await bearers.end_those_of_new_users()
+            return bearers.is_valid(made.id)
+
+        await eventually(valid, lambda found: not found)
+        assert bearers.is_valid(unused.id), "that is asked at its first use"
+        assert await bearers.authenticate(unused.bearer) is None
+
+    with daemon(database_url) as (bearers, _):
+        asyncio.run(story(bearers))
+
+
+def test_a_standby_refuses_such_a_token_and_changes_nothing(database_url: str, passwd: Passwd) -> None:
+    async def story(writer: BearerTokens, standby: BearerTokens) -> None:
+        made = await writer.create(TokenRequest(user="ann"), "eve")
+        passwd.names.add("ann")
+        assert await standby.authenticate(made.bearer) is None
+        assert [token.id for token in await writer.all()] == [made.id]
+
+    with daemon(database_url) as (writer, _), daemon(database_url, writer=False) as (standby, _):
+        asyncio.run(story(writer, standby))
+
+
+def test_a_directory_of_users_that_hangs_keeps_known_tokens_valid_and_delays_no_one(
+    database_url: str, passwd: Passwd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_accounts, "PATIENCE_S", 0.2)
+
+    async def story(bearers: BearerTokens) -> None:
+        known = await bearers.create(TokenRequest(user="ann"), "eve")
+        new = await bearers.create(TokenRequest(user="bob"), "eve")
+        assert await bearers.authenticate(known.bearer) is not None
+        passwd.answers.clear()
+        for _ in range(10):
+            assert await bearers.authenticate(known.bearer) is not None
+            with pytest.raises(Unavailable, match="does not say whether it has a user bob"):
+                await bearers.authenticate(new.bearer)
+        passwd.answers.set()
+        monkeypatch.setattr(host_accounts, "PATIENCE_S", 60.0)
+        assert await bearers.authenticate(new.bearer) is not None
+
+    with daemon(database_url) as (bearers, _):
+        asyncio.run(story(bearers))

@@ -6,6 +6,7 @@ nothing else hangs: not the daemon, not its worker, and not those that come afte
 
 from __future__ import annotations
 
+import http.client
 import os
 import platform
 import signal
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import pytest
 from gpulease_worker.jobs import job_records
 from gpulease_worker.processes import procfs
 from tests.daemon import DaemonProcess, daemon, events, eventually
-from tests.hanging_filesystem import Hanging, hanging
+from tests.hanging_filesystem import Hanging, hanging, in_time
+from tests.http_as_user import OWNER, call
+from tests.worker.strangers import passable
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +53,14 @@ MAP_FIXED = 0x10
 threading.Thread(target=libc.mmap, args=(place, 4096, 3, MAP_FIXED | 0x22, -1, 0)).start()
 time.sleep(0.5)
 libc.mmap(None, 4096, 3, 0x22, -1, 0)
+"""
+
+HANGS_IN_ITS_LOG = """
+import ctypes, mmap, os, sys
+print("up", flush=True)
+page = mmap.mmap(os.open(sys.argv[1], os.O_RDONLY), 4096, mmap.MAP_PRIVATE)
+# The lock of the log file is held while what is to be written to it is fetched.
+ctypes.CDLL(None).write(1, ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(page))), 4096)
 """
 
 
@@ -255,3 +266,81 @@ def test_the_worker_keeps_watch_where_the_supervisor_of_such_a_job_is_killed(
     eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
     assert job(running, job_id)["state"] == "failed"
     assert "supervisor died" in job(running, job_id)["reason"]
+
+
+@pytest.fixture
+def of_two_users(system: Hanging) -> Iterator[DaemonProcess]:
+    """A daemon that other users than its own may have jobs with."""
+    if os.geteuid() != 0:
+        pytest.skip("only root runs jobs of two users")
+    with passable() as place, daemon(place, "--simulate", "2") as running:
+        try:
+            yield running
+        finally:
+            system.abort()  # before the daemon ends, which has threads that hang
+
+
+def hanging_log(running: DaemonProcess, system: Hanging) -> str:
+    """A job of which no one can read the log."""
+    job_id = running.submit(sys.executable, "-c", HANGS_IN_ITS_LOG, str(system.file))
+    eventually(lambda: hung_in_write(job(running, job_id)["lease_id"]), 60, running.story)
+    return job_id
+
+
+def test_logs_that_hang_are_those_of_one_user_and_all_others_are_read(
+    of_two_users: DaemonProcess, system: Hanging
+) -> None:
+    running, hanging_id = of_two_users, hanging_log(of_two_users, system)
+    spoken = {"command": ["echo", "hello"], "launcher": "plain"}
+    other_id = call(running.port, "POST", "/v1/jobs", spoken, uid=OWNER).json["id"]
+    eventually(lambda: job(running, other_id)["state"] == "succeeded", 60, running.story)
+    with ExitStack() as stack:
+        readers = [http.client.HTTPConnection("127.0.0.1", running.port, timeout=60) for _ in range(40)]
+        for reader in readers:
+            stack.enter_context(closing(reader))
+            reader.request("GET", f"/v1/jobs/{hanging_id}/logs")
+        eventually(lambda: descriptors(running, hanging_id) > 1, 60, running.story)
+        for _ in range(10):
+            log = in_time(lambda: call(running.port, "GET", f"/v1/jobs/{other_id}/logs", uid=OWNER), 10)
+            assert (log.status, log.content) == (200, b"hello\n")
+        assert [reader.getresponse().status for reader in readers] == [503] * 40
+    system.abort()
+    eventually(lambda: call(running.port, "GET", f"/v1/jobs/{hanging_id}/logs").status == 200, 60, running.story)
+
+
+def test_a_daemon_with_a_thread_that_hangs_can_be_stopped_and_the_next_one_serves(
+    of_two_users: DaemonProcess, system: Hanging
+) -> None:
+    """The thread outlives the daemon; but the daemon has closed its sockets and the database before."""
+    running, hanging_id = of_two_users, hanging_log(of_two_users, system)
+    assert call(running.port, "GET", f"/v1/jobs/{hanging_id}/logs").status == 503
+    former = running.process
+    assert former is not None
+    former.send_signal(signal.SIGTERM)
+    eventually(lambda: has_ended_but_for_threads(former.pid), 60, running.story)
+    running.start()
+    assert job(running, hanging_id)["state"] == "running"
+    system.abort()
+    former.wait(60)
+
+
+def has_ended_but_for_threads(pid: int) -> bool:
+    """True when the first thread of a process has ended; others may hang in the kernel."""
+    status = Path(f"/proc/{pid}/stat").read_text()
+    return status[status.rindex(")") + 2] == "Z"
+
+
+def hung_in_write(lease_id: str) -> bool:
+    """True when a process of a lease waits in the kernel for a page that it is to write somewhere."""
+    waits = [Path(f"/proc/{process.pid}/wchan").read_text() for process in procfs.marked_processes({lease_id})]
+    return "request_wait_answer" in waits
+
+
+def descriptors(running: DaemonProcess, job_id: str) -> int:
+    """How many files of a job's log directory the daemon has open."""
+    assert running.process is not None
+    logs, found = running.data_dir / "worker" / "jobs" / job_id / "logs", 0
+    for file in Path(f"/proc/{running.process.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += str(file.readlink()).startswith(f"{logs}/")
+    return found

@@ -50,8 +50,8 @@ def create(
         return
     until = "until revoked" if made.expires_at is None else f"until {made.expires_at:%Y-%m-%d %H:%M} UTC"
     typer.echo(f"{made.id} of {made.user} ({made.role}) is valid {until}; it is not shown again", err=True)
-    if made.uid is None and made.role in (Role.USER, Role.ADMIN):
-        typer.echo(f"this host has no user {made.user}, so no worker will run jobs submitted with this token", err=True)
+    if made.uid is None and made.role is not Role.WORKER:
+        typer.echo(_unknown_user(made), err=True)
     typer.echo(made.bearer)
 
 
@@ -78,6 +78,15 @@ def revoke(
         output.print_json(revoked)
     else:
         typer.echo(f"{revoked.id} of {revoked.user} is revoked")
+
+
+def _unknown_user(made: BearerToken) -> str:
+    """What it means that the daemon's host does not have the user of a token."""
+    jobs = "; until then no worker runs jobs submitted with it" if made.role is not Role.VIEWER else ""
+    return (
+        f"the daemon's host has no user {made.user}: as soon as it has one, who may be another person, this token is"
+        f" revoked{jobs}"
+    )
 
 
 def _row(token: BearerToken, now: datetime) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from gpulease_server.api.middleware.etag import ETagMiddleware
 from gpulease_server.api.middleware.head import HeadMiddleware
 from gpulease_server.api.middleware.http_metrics import HttpMetrics, HttpMetricsMiddleware
 from gpulease_server.api.middleware.loopback_origin import LoopbackOriginMiddleware
+from gpulease_server.api.middleware.no_sniffing import NoSniffingMiddleware
 from gpulease_server.api.middleware.request_id import RequestIdMiddleware
 from gpulease_server.api.middleware.request_log import RequestLogMiddleware
 from gpulease_server.api.middleware.stale_reads import StaleReadMiddleware
@@ -105,6 +106,7 @@ def create_app(
     app.add_middleware(CompressionMiddleware)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(NoSniffingMiddleware)
     app.add_middleware(RequestLogMiddleware)
     app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
     install_openapi(app, REQUEST_BODIES)

@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gpulease_protocol.errors import GpuleaseError, TooSlow, Unavailable
-from gpulease_server.api.headers import REQUEST_ID_HEADER
+from gpulease_server.api.headers import NO_SNIFFING, REQUEST_ID_HEADER
 from gpulease_server.api.problems import REQUEST_ID, HeadTooLarge, NotHttp, UrlTooLong, problem_response
 from gpulease_server.runtime import ids
 
@@ -310,7 +310,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._closing = True
         request_id = ids.new_id("request")
         REQUEST_ID.set(request_id)
-        response = problem_response(error)
+        response = problem_response(error, NO_SNIFFING)
         fields = [*self.server_state.default_headers, *response.raw_headers]
         fields += [(REQUEST_ID_HEADER.encode(), request_id.encode()), (b"connection", b"close")]
         head = b"".join(b"%b: %b\r\n" % field for field in fields)

@@ -60,7 +60,6 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
 }
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",

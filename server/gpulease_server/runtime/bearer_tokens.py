@@ -18,6 +18,8 @@ while the database is down: no one loses a lease because a token cannot be looke
 | a worker's token without a node reports | it is bound to that node, in the database, before the report counts |
 | the same token reports for two nodes at once, unbound | the first is its node; the other is refused |
 | killed, or the database is down, between a change and its event | the change holds; only the log shows it |
+| a user gets a name on the host for which a token was made before | such a token is revoked: another has it |
+| the host's directory of users does not answer | the last answer counts; if there is none, 503 |
 | someone reads the database or a backup | they find hashes of 256 random bits, which are useless to them |
 """
 
@@ -27,9 +29,9 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import pwd
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 
@@ -39,6 +41,7 @@ from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, Role, TokenRequest
 from gpulease_server.core.happenings import BearerTokenChanged
 from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime.host_accounts import HostAccounts, TokenAccount, find_account
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store import bearer_tokens
 from gpulease_server.store.bearer_tokens import BearerTokenRecord
@@ -53,17 +56,6 @@ MAX_AGE_S = 1.0
 """How old the tokens may be on a daemon that is not the writer."""
 NO_TOKEN_HASH = "0" * 64
 """Compared with the token that is sent under an unknown id, so that timing does not reveal which ids exist."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenAccount:
-    """The account on this host that a user name means."""
-
-    user: str
-    """The login name as the host spells it; an unknown name as it was given."""
-    uid: int | None = None
-    """None if the host does not know the user."""
-    gid: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +88,7 @@ class BearerTokens:
         """True while no other process can have changed the tokens."""
         self._is_writer = False
         """True once this daemon is the writer."""
+        self._accounts = HostAccounts()
         self._used: dict[str, date] = {}
         """Days of use that are not in the database yet, by token id."""
         self._read_lock = asyncio.Lock()
@@ -119,6 +112,9 @@ class BearerTokens:
         matches = hmac.compare_digest(_hash(bearer), expected)
         if record is None or not matches or _expired(record.token, clock.now().at):
             return None
+        if _is_of_unknown_user(record.token) and await self._accounts.exists(record.token.user):
+            await self._end(record.token)
+            return None
         token, today = record.token, clock.now().at.date()
         if token.last_used_on is None or token.last_used_on < today:
             self._used[token.id] = today
@@ -127,7 +123,9 @@ class BearerTokens:
     def is_valid(self, token_id: str) -> bool:
         """True while a token is neither revoked nor expired, as far as this daemon knows."""
         record = self._records.get(token_id)
-        return record is not None and not _expired(record.token, clock.now().at)
+        if record is None or _expired(record.token, clock.now().at):
+            return False
+        return not (_is_of_unknown_user(record.token) and self._accounts.was_found(record.token.user))
 
     async def is_still_valid(self, token_id: str) -> bool:
         """As `is_valid`, but a standby reads the tokens again first. Raises `Unavailable`."""
@@ -139,11 +137,37 @@ class BearerTokens:
         await self._refresh()
         return tuple(self._shown(record.token) for record in self._records.values())
 
-    async def keep_saving_uses(self) -> None:
-        """Write every `SAVE_USES_S` on which day each token was last used, until cancelled."""
+    async def maintain(self) -> None:
+        """Write every `SAVE_USES_S` on which day each token was last used, and revoke those whose name is another's by
+        now, until cancelled."""
         while True:
             await asyncio.sleep(SAVE_USES_S)
             await self.save_uses()
+            await self.end_those_of_new_users()
+
+    async def end_those_of_new_users(self) -> None:
+        """Revoke the tokens in use whose user this host did not have when they were created, and has now."""
+        for token in [record.token for record in self._records.values()]:
+            if _is_of_unknown_user(token) and self._accounts.was_asked(token.user):
+                with suppress(Unavailable):
+                    if await self._accounts.exists(token.user):
+                        await self._end(token)
+
+    async def _end(self, token: BearerToken) -> None:
+        """Revoke a token because its name means another user now. A standby only refuses it."""
+        if not self._is_writer or token.id not in self._records:
+            return
+        with self._change_lock:
+            self._changes += 1
+            del self._records[token.id]
+        by = f"the daemon, because its host has a user {token.user} now, and had none when the token was made"
+        try:
+            await self._change(lambda: bearer_tokens.remove(self._store, token.id))
+        except Unavailable as error:
+            log.warning("token %s cannot be revoked, and is refused: %s", token.id, error.detail)
+            return
+        log.warning("token %s of %s is revoked by %s", token.id, token.user, by)
+        await self._record("token.revoked", token, by)
 
     async def save_uses(self) -> None:
         """Write the days of last use now, if this daemon is the writer. A failed write is retried the next time."""
@@ -267,15 +291,10 @@ def _hash(bearer: str) -> str:
     return hashlib.sha256(bearer.encode(errors="surrogatepass")).hexdigest()
 
 
+def _is_of_unknown_user(token: BearerToken) -> bool:
+    """True for a token whose user the daemon's host did not have when it was created. A worker's token is of a node."""
+    return token.uid is None and token.role is not Role.WORKER
+
+
 def _expired(token: BearerToken, now: datetime) -> bool:
     return token.expires_at is not None and token.expires_at <= now
-
-
-def find_account(user: str) -> TokenAccount:
-    """The account on this host that a login name or a number means. Blocks."""
-    numeric = user.isascii() and user.isdecimal()
-    try:
-        known = pwd.getpwuid(int(user)) if numeric else pwd.getpwnam(user)
-    except (KeyError, ValueError, OverflowError):
-        return TokenAccount(str(int(user)) if numeric else user)
-    return TokenAccount(known.pw_name, known.pw_uid, known.pw_gid)

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from gpulease_protocol.host.log_files import BLOCK_BYTES, MARK, kept_from, names_in, open_beneath
+from gpulease_protocol.host.log_files import BLOCK_BYTES, MARK, kept_from, names_in, open_beneath, stat_beneath
 
 LAUNCHER = "launcher.log"
 NAME = re.compile(r"launcher\.log|rank-\d{1,4}\.log")
@@ -95,7 +95,7 @@ class LogSizeLimiter:
             return
         grown, limit_bytes, room_bytes = 0, self._limit_bytes, self._limit_bytes
         with suppress(OSError):  # the user may have removed the directory
-            room_bytes = bytes_before_short(self._logs)
+            room_bytes = bytes_before_short(self._logs.parent)  # the user can mount nothing there
             if room_bytes <= 0:
                 limit_bytes = room_bytes = min(limit_bytes, KEPT_ON_SHORT_DISK_BYTES)
                 self._log_short_disk(limit_bytes)
@@ -113,7 +113,7 @@ class LogSizeLimiter:
 
     def _check_file(self, name: str, limit_bytes: int) -> int:
         """Cut one file if it is too long. Returns by how many bytes it has grown."""
-        status = os.stat(self._logs / name, follow_symlinks=False)
+        status = stat_beneath(self._logs, name)
         inode, before = self._sizes.get(name, (status.st_ino, 0))
         self._sizes[name] = (status.st_ino, status.st_size)
         if status.st_blocks * 512 > limit_bytes + limit_bytes // 4:

@@ -25,6 +25,8 @@ from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.api.auth.user_names import user_name
 from gpulease_server.api.http_limits import LimitedHttpProtocol
 
+TCP_ESTABLISHED, TCP_CLOSE_WAIT = 1, 8
+"""States of a TCP socket, as in linux/tcp_states.h."""
 MAX_ANCESTORS = 16
 """How many ancestors of the caller are searched for the owner: one short read of /proc each, on the event loop."""
 
@@ -131,7 +133,16 @@ def peer_credentials_of(transport: asyncio.BaseTransport) -> PeerCredentials:
         return PeerCredentials()
     try:
         uid = owner_of_connection(address[:2], own_address[:2])
+        # Looked at last: a client that had hung up may have left its port to another user, whose socket was found.
+        if not _is_connected(sock):
+            uid = None
     except OSError:
         uid = None
     # A peer that has hung up, or is in another network namespace, has no uid: its request is refused.
     return PeerCredentials(uid=uid, local=True, connection=ConnectionType.LOOPBACK)
+
+
+def _is_connected(sock: Any) -> bool:
+    """True while this end of a TCP connection is up, also after the peer has sent its last byte. Raises OSError."""
+    state: int = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]  # the first byte of struct tcp_info
+    return state in (TCP_ESTABLISHED, TCP_CLOSE_WAIT)

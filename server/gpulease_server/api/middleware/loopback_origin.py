@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+import re
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -12,7 +12,9 @@ from gpulease_server.api.auth.callers import trusted_peer
 from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials
 from gpulease_server.api.problems import problem_response
 
-LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+LOOPBACK_HOST = re.compile(r"(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
+"""The whole of a `Host` that names this host, with any port: `ssh -L` and containers have others. There is no further
+spelling: what a URL library would take for one of these names, such as `evil@127.0.0.1` or `127.1`, is refused."""
 
 
 class LoopbackOriginMiddleware:
@@ -34,9 +36,9 @@ class LoopbackOriginMiddleware:
         headers, daemon = Headers(scope=scope), scope["app"].state.daemon
         peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), daemon.access)
         if peer.connection is ConnectionType.LOOPBACK and peer.uid is not None and "authorization" not in headers:
-            host, origin = headers.get("host", ""), headers.get("origin")
-            if _host_name(f"//{host}") not in LOOPBACK_NAMES or (origin and not _is_own_origin(origin, host)):
-                other = shortened(origin or host)
+            hosts, origins = headers.getlist("host"), headers.getlist("origin")
+            if not _is_this_host(hosts) or not _is_own_page(origins, hosts[0]):
+                other = shortened(", ".join(origins or hosts) or "one that is not named")
                 detail = f"Over loopback this daemon answers requests for this host only, not for {other}."
                 remedy = "Use http://127.0.0.1, or send a token."
                 await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
@@ -44,16 +46,12 @@ class LoopbackOriginMiddleware:
         await self.app(scope, receive, send)
 
 
-def _is_own_origin(origin: str, host: str) -> bool:
-    """True for the origin of this daemon's own pages; another port of this host may be another user's server."""
-    try:
-        return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:
-        return False
+def _is_this_host(hosts: list[str]) -> bool:
+    """True for one `Host` that is a name of this host."""
+    return len(hosts) == 1 and LOOPBACK_HOST.fullmatch(hosts[0]) is not None
 
 
-def _host_name(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:
-        return None
+def _is_own_page(origins: list[str], host: str) -> bool:
+    """True for no `Origin`, and for that of this daemon's own pages; another port may be another user's server."""
+    own = (f"http://{host}".lower(), f"https://{host}".lower())
+    return not origins or (len(origins) == 1 and origins[0].lower() in own)

@@ -1,7 +1,7 @@
 """Logs of a job: as they are now, or followed until the job has ended.
 
-Followers notice changes through one poller (`file_poller`) and read in a few shared threads (`log_reader`). There are
-at most `MAX_FOLLOWERS`.
+Followers notice changes through one poller (`file_poller`) and read (`log_reader`) in a few shared threads
+(`log_reader_pool`). There are at most `MAX_FOLLOWERS`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from fastapi import Query, Request
 from fastapi.responses import StreamingResponse
@@ -23,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
 from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
 from gpulease_protocol.node_protocol import parse_attempt_name
-from gpulease_server.api.auth.access_rules import CallerDep
+from gpulease_server.api.auth.access_rules import CallerDep, holder_of
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller, is_still_valid
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
@@ -31,16 +30,15 @@ from gpulease_server.api.headers import LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.routes.jobs import find_job
-from gpulease_server.api.streams.file_poller import POLL_S, FilePoller
+from gpulease_server.api.streams.file_poller import POLL_S
 from gpulease_server.api.streams.log_reader import LAUNCHER, LogReader, key_of
+from gpulease_server.api.streams.log_reader_pool import LogReaderPool, LogsHang
 from gpulease_server.core.records import JobRecord
 
 router = new_router("/v1/jobs", "jobs")
 
 MAX_FOLLOWERS = 256
 """Followers of logs at one time, of all jobs together."""
-THREADS = 4
-"""Threads that read logs: a file system that hangs delays logs and nothing else."""
 RECHECK_S = 0.5
 """How often a follower reads even if the poller has noticed no change, and checks whether its client is still there."""
 MAX_LINES = 1_000_000
@@ -48,8 +46,6 @@ OFFSET_FORMAT = re.compile(
     r"(?:(?P<attempt>\d{1,6})@)?(?:(?P<offset>\d{1,18})|(?P<several>(?:\d{1,4}|launcher):\d{1,18}"
     r"(?:,(?:\d{1,4}|launcher):\d{1,18})*))"
 )
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,34 +90,6 @@ class LogQuery:
         return LogReader(Path(directory), self.name, offsets, self.tail if first else None)
 
 
-class LogReaderPool:
-    """The threads and the poller that all log requests share. For one event loop."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.follower_count = 0
-        self.followers_by_user = Counter[str | None]()
-        self.poller = FilePoller(self.run)
-        self._threads = ThreadPoolExecutor(THREADS, "logs")
-
-    @classmethod
-    def of(cls, request: Request) -> LogReaderPool:
-        """The pool of the application that a request belongs to."""
-        state = request.app.state
-        pool: LogReaderPool | None = getattr(state, "log_reader_pool", None)
-        if pool is None or pool.loop is not asyncio.get_running_loop():
-            pool = state.log_reader_pool = cls()
-        return pool
-
-    async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """The result of a blocking function."""
-        return await self.loop.run_in_executor(self._threads, function, *arguments)
-
-    def submit(self, function: Callable[[], None]) -> None:
-        """Run a blocking function without waiting for it."""
-        self._threads.submit(function)
-
-
 class LogTail:
     """One answer while it is sent."""
 
@@ -134,6 +102,8 @@ class LogTail:
         self._caller = caller
         self._job_id = job_id
         self._query = query
+        self._owner: str | None = None
+        """The user whose job it is; None until it is open."""
         self._reader: LogReader | None = None
         self._attempt = query.attempt or 1
         self._changed = asyncio.Event()
@@ -146,6 +116,8 @@ class LogTail:
     async def open(self) -> dict[str, str]:
         """Open the files. Returns the headers that say where the answer begins and how long the log is."""
         record = await self._record()
+        _, holder = await holder_of(self._daemon, None, self._job_id)
+        self._owner = None if holder is None else holder.user
         if _is_elsewhere(record.log_directory):
             raise NotFound(
                 f"The log of job {self._job_id} is on another host, and this daemon cannot read it:"
@@ -153,13 +125,8 @@ class LogTail:
                 remedy="Read it there.",
             )
         await self._open_directory(record.log_directory)
-        length, kept = await self._pool.run(self._reader.sizes) if self._reader else (0, 0)
-        return {
-            LOG_OFFSET: self.offset,
-            LOG_BYTES: str(length),
-            LOG_KEPT_BYTES: str(kept),
-            "X-Content-Type-Options": "nosniff",
-        }
+        length, kept = await self._pool.run(self._owner, self._reader.sizes) if self._reader else (0, 0)
+        return {LOG_OFFSET: self.offset, LOG_BYTES: str(length), LOG_KEPT_BYTES: str(kept)}
 
     @property
     def offset(self) -> str:
@@ -176,16 +143,20 @@ class LogTail:
 
     async def text(self) -> AsyncGenerator[bytes, None]:
         """The log's bytes."""
-        while True:
-            last = await self._is_last()
-            async for piece in self._available(last):
-                if not is_still_valid(self._caller, self._daemon):
-                    self._interrupted = True
+        try:
+            while True:
+                last = await self._is_last()
+                async for piece in self._available(last):
+                    if not is_still_valid(self._caller, self._daemon):
+                        self._interrupted = True
+                        return
+                    yield piece
+                if last:
                     return
-                yield piece
-            if last:
-                return
-            await self._wait()
+                await self._wait()
+        except LogsHang as error:
+            self._interrupted = True
+            yield f"\n[... {error.detail}]\n".encode()
 
     def close(self) -> None:
         """Stop following and close all files."""
@@ -204,7 +175,7 @@ class LogTail:
         if directory is not None and (self._reader is None or str(self._reader.logs) != directory):
             is_retry = self._reader is not None
             if self._reader is not None:  # first the rest of the attempt before
-                while piece := await self._pool.run(self._reader.take, True):
+                while piece := await self._pool.run(self._owner, self._reader.take, True):
                     yield piece
                 self._follower.close()
             await self._open_directory(directory)
@@ -212,7 +183,7 @@ class LogTail:
                 yield f"[... attempt {self._attempt} begins]\n".encode()
         if self._reader is None:
             return
-        while piece := await self._pool.run(self._reader.take, last):
+        while piece := await self._pool.run(self._owner, self._reader.take, last):
             yield piece
         if not last:
             self._follower.set_files(self._reader.descriptors)
@@ -224,7 +195,7 @@ class LogTail:
         self._close_reader()
         self._reader = self._query.reader(directory, first)
         self._attempt = parse_attempt_name(Path(directory).parent.name)[1]
-        await self._pool.run(self._reader.open)
+        await self._pool.run(self._owner, self._reader.open)
 
     def _close_reader(self) -> None:
         if self._reader is not None:

@@ -16,7 +16,8 @@ from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.request_body import JsonBody
-from gpulease_server.runtime.bearer_tokens import BearerTokens, TokenAccount, find_account
+from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.host_accounts import TokenAccount, find_account
 
 router = new_router("/v1/tokens", "tokens")
 CREATE_BODY = JsonBody(TokenRequest)
@@ -33,6 +34,9 @@ async def create_token(
     body: Annotated[TokenRequest, Depends(CREATE_BODY)], daemon: DaemonDep, caller: CallerDep
 ) -> NewBearerToken:
     """Create a bearer token, for callers whom the connection does not identify. Only this answer shows `bearer`.
+
+    A token of a user whom the daemon's host does not have has no `uid`. It is revoked as soon as that host has such a
+    user, who may be another person, unless its role is `worker`.
 
     Administrators named by `--admin` may not create a token with role `admin` or `worker`, nor one for another user of
     the daemon's host: it would give them more rights than they have.

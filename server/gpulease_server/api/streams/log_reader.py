@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gpulease_protocol.host.log_files import kept_from, names_in, open_beneath
+from gpulease_protocol.host.log_files import kept_from, names_in, open_beneath, open_directory, stat_beneath
 
 CHUNK_BYTES = 2**16
 LINE_BYTES = 2**16
@@ -131,7 +132,7 @@ class _File:
         """True if another file has its name now: the launcher has started its ranks again."""
         assert self.descriptor is not None
         try:
-            return os.stat(logs / self.name, follow_symlinks=False).st_ino != os.fstat(self.descriptor).st_ino
+            return stat_beneath(logs, self.name).st_ino != os.fstat(self.descriptor).st_ino
         except OSError:
             return False
 
@@ -189,35 +190,49 @@ class LogReader:
 
     def open(self) -> None:
         """Open the files that exist by now."""
-        with self._lock:
+        with self._reading():
             if not self._closed:
                 self._open()
 
     def _open(self) -> None:
         if self._directory is None:
             with suppress(OSError):
-                self._directory = os.open(self.logs, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._directory = open_directory(self.logs)
         if self._merged:
             self._add_files()
         for file in self._files.values():
             file.open(self.logs, self._tail)
 
     def close(self) -> None:
-        """Close all files, after any read in another thread has ended. Nothing is read afterwards."""
+        """Close all files; a read in another thread closes them when it ends. Nothing is read afterwards."""
+        self._closed = True
+        self._close_unless_read()
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         with self._lock:
-            self._closed = True
-            for file in self._files.values():
-                file.close()
-            if self._directory is not None:
-                os.close(self._directory)
-                self._directory = None
+            yield
+        if self._closed:
+            self._close_unless_read()
+
+    def _close_unless_read(self) -> None:
+        """Close all files, unless a read holds the lock. Does not wait for that: it may hang."""
+        if self._lock.acquire(blocking=False):
+            try:
+                for file in self._files.values():
+                    file.close()
+                if self._directory is not None:
+                    os.close(self._directory)
+                    self._directory = None
+            finally:
+                self._lock.release()
 
     def take(self, last: bool) -> bytes:
         """The next bytes, from the files in turn; empty if there are none now.
 
         With `last`, nothing more will be written, and incomplete lines are returned too.
         """
-        with self._lock:
+        with self._reading():
             if self._closed:
                 return b""
             self._open()
@@ -243,7 +258,7 @@ class LogReader:
 
     def sizes(self) -> tuple[int, int]:
         """Total length of the files, and how much of that has not been dropped. In bytes."""
-        with self._lock:
+        with self._reading():
             sizes = [file.sizes() for file in self._files.values()]
         return sum(size for size, _ in sizes), sum(kept for _, kept in sizes)
 
@@ -262,7 +277,7 @@ class LogReader:
 
     def _launcher_is_a_rank(self) -> bool:
         try:
-            return os.path.samestat(os.lstat(self.logs / LAUNCHER), os.lstat(self.logs / "rank-0.log"))
+            return os.path.samestat(stat_beneath(self.logs, LAUNCHER), stat_beneath(self.logs, "rank-0.log"))
         except OSError:
             return False
 
