@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.attack.host import UUIDS, Host, HostDaemon, Program, python
+from tests.attack.host import UIDS, UUIDS, Host, HostDaemon, Program, python
 from tests.daemon import START_S, eventually
 
 pytestmark = pytest.mark.slow
@@ -121,7 +121,8 @@ def test_a_worker_of_root_obeys_no_listener_of_another_user(host: Host, url: str
     ):
 
         def decided() -> bool:
-            refused = "eve" in worker.output() or eve.output().count("connected") > 3
+            named = "eve" in worker.output() or str(UIDS["eve"]) in worker.output()
+            refused = named or eve.output().count("connected") > 3
             return ran.exists() or SECRET in eve.output() or refused or not worker.alive()
 
         eventually(decided, 60, lambda: f"{worker.output()}\n{eve.output()}")

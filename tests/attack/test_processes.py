@@ -68,6 +68,26 @@ for pid in json.loads(sys.argv[1]):
 print(json.dumps([len(attempts), done]))
 """
 """Everything that a process may do to another through its pid; prints what was possible."""
+CGROUPS = """
+import json, os, sys
+found, done = 0, []
+def tried(what, attempt):
+    try:
+        attempt()
+    except OSError:
+        return
+    done.append(what)
+for place in sys.argv[1:]:
+    names = os.listdir(place)
+    found += "cgroup.procs" in names
+    tried(f"mkdir {place}", lambda: os.mkdir(place + "/of-eve"))
+    tried(f"enter {place}", lambda: open(place + "/cgroup.procs", "w").write("0"))
+    for name in names:
+        path = os.path.join(place, name)
+        if not os.path.isdir(path):
+            tried(f"write {path}", lambda: os.close(os.open(path, os.O_WRONLY)))
+print(json.dumps([found, done]))
+"""
 
 
 def test_eve_can_neither_signal_stop_slow_trace_nor_read_a_process_of_others(attacked: Attacked) -> None:
@@ -90,6 +110,22 @@ def test_the_attempts_are_possible_on_a_process_of_eves_own(attacked: Attacked) 
         _, printed = attacked.host.completed("eve", *python(ATTEMPTS, json.dumps([own.pid])))
         _, done = json.loads(printed)
         assert {"kill", "prlimit", "setpriority", "read environ", "read fd", "write mem"} <= set(done[str(own.pid)])
+
+
+def test_eve_changes_no_cgroup_in_which_others_run(attacked: Attacked) -> None:
+    """Their files stop processes, end them, take their processor and memory, and let them in."""
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    places = [line.split()[4] for line in mounts if " - cgroup2 " in line]
+    if not places:
+        pytest.skip("there is no cgroup2")
+    attacked.running_job("ada")
+    own = {Path(f"/proc/{pid}/cgroup").read_text() for pid in attacked.pids("ada") + attacked.pids("root")}
+    names = {line.removeprefix("0::") for text in own for line in text.splitlines() if line.startswith("0::")}
+    code, printed = attacked.host.completed("eve", *python(CGROUPS, *(places[0] + name for name in names)))
+    assert code == 0, printed
+    found, done = json.loads(printed)
+    assert found >= len(names) > 0
+    assert done == []
 
 
 def test_no_command_line_of_a_program_of_root_has_a_secret(attacked: Attacked) -> None:
