@@ -125,6 +125,8 @@ class LeaseCache:
         temporary = self._path.with_name(f".{FILE}.{os.getpid()}")
         try:
             content = LeaseCacheFile(boot_id=boot_id(), leases=tuple(self._leases.values()))
+            temporary.unlink(missing_ok=True)
+            temporary.touch(mode=0o600)  # which processes hold what is not for other users
             temporary.write_text(json.dumps(codec.to_json(content)), encoding="utf-8")
             temporary.rename(self._path)
         except OSError as error:

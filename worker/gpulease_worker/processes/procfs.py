@@ -225,8 +225,9 @@ def commands(pids: Iterable[int]) -> dict[int, str]:
 
 def _command(pid: int) -> str | None:
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        line = b" ".join(words) or Path(f"/proc/{pid}/comm").read_bytes().strip()
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read(4 * COMMAND_CHARACTERS)  # its process may have made it as long as its address space
+        line = words.rstrip(b"\0").replace(b"\0", b" ") or Path(f"/proc/{pid}/comm").read_bytes().strip()
     except OSError:
         return None
     return line.decode(errors="replace")[:COMMAND_CHARACTERS]

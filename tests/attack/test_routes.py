@@ -1,0 +1,280 @@
+"""A walk over every route of the OpenAPI document as eve: what it changes and shows of a lease and a job of ada.
+
+A new route fails here until the walk knows how to fill it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.attack.attacked import Attacked
+from tests.attack.host import UIDS, UUIDS
+from tests.daemon import Answer
+from tests.http_as_user import Connection
+
+pytestmark = pytest.mark.slow
+
+CANARY = "canary"
+"""Begins each secret of ada; eve must find it nowhere."""
+QUERIES: dict[str, tuple[str, ...]] = {
+    "after": ("0",), "array": ("array-1",), "cursor": (), "follow": ("1",), "format": ("csv",), "frames": ("1",),
+    "limit": ("1000",), "offset": ("0",), "points": ("10",), "rank": ("launcher", "0"), "state": (), "tail": ("10",),
+    "user": ("ada",), "wait_s": ("0",), "wait_while": (),
+}  # fmt: skip
+"""What eve asks for with each query parameter, one at a time; nothing where it could show no more than without it."""
+MUTATIONS: dict[str, Any] = {
+    "POST /v1/gpus/{uuid}/cordon": None,
+    "POST /v1/gpus/{uuid}/uncordon": None,
+    "POST /v1/nodes/{name}/drain": None,
+    "POST /v1/nodes/{name}/resume": None,
+    "POST /v1/nodes/{name}/pause": {"force": True},
+    "POST /v1/nodes/{name}/forget": None,
+    "POST /v1/nodes/{name}/exchange": {"worker_id": "w", "host": "h", "hold_s": 0},
+    "POST /v1/leases/{lease_id}/renew": {"token": "TOKEN"},
+    "POST /v1/leases/{lease_id}/release": {"token": "TOKEN"},
+    "POST /v1/jobs/{job_id}/cancel": {"grace_s": 0},
+    "POST /v1/tokens": {"user": "ada", "role": "user"},
+    "DELETE /v1/tokens/{token_id}": None,
+}
+"""What eve sends to change something of ada's, and is refused. TOKEN becomes the fencing token, as if eve had it."""
+OF_THE_CALLER = {"POST /v1/leases", "POST /v1/jobs"}
+"""Routes that act for the caller: `test_a_lease_that_eve_asks_for_is_eves_whatever_the_body_says`."""
+PRETENDING = {
+    "X-Forwarded-For": "127.0.0.1", "X-Forwarded-User": "root", "X-Remote-User": "ada", "Remote-User": "ada",
+    "Forwarded": "for=127.0.0.1;by=root", "X-Original-Method": "GET", "X-HTTP-Method-Override": "GET",
+    "X-Request-Id": "request-1", "Cookie": "user=ada",
+}  # fmt: skip
+"""Headers with which a proxy would say who calls."""
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What ada has while eve walks."""
+
+    lease: dict[str, Any]
+    job: dict[str, Any]
+    ended: dict[str, Any]
+    token: dict[str, Any]
+    secrets: tuple[str, ...]
+
+    def fillers(self, node: str) -> dict[str, tuple[str, ...]]:
+        """The values of each path parameter."""
+        return {
+            "lease_id": (self.lease["id"], self.job["lease_id"], self.ended["lease_id"]),
+            "job_id": (self.job["id"], self.ended["id"]),
+            "uuid": (self.lease["gpus"][0]["uuid"],),
+            "name": (node,),
+            "token_id": (self.token["id"],),
+        }
+
+
+@pytest.fixture
+def belongings(attacked: Attacked) -> Belongings:
+    """A lease, a job that runs, one that has failed, and a token of ada, each with secrets in its private parts."""
+    directory = attacked.host.home("ada") / "canary-directory"
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o755)
+    private = {"environment": {"SECRET": "canary-in-the-environment"}, "working_directory": str(directory)}
+    script = r"""printf 'canary-in-the-output\nTraceback (most recent call last):\n  File "x", line 1\nE: canary\n'; """
+    token = attacked.daemon.call("POST", "/v1/tokens", {"user": "ada", "note": "canary-note"}).json
+    ended, _ = attacked.completed_job("ada", "sh", "-c", f"{script}exit 3", "canary-argument", **private)
+    attacked.daemon.wait_free()
+    return Belongings(
+        lease=attacked.lease("ada"),
+        job=attacked.running_job("ada", "sh", "-c", f"{script}sleep 1000", "canary-argument", **private),
+        ended=ended,
+        token=token,
+        secrets=(CANARY, token["bearer"].partition(".")[2]),
+    )
+
+
+def operations(attacked: Attacked) -> dict[str, Any]:
+    """Every operation of the OpenAPI document, by `METHOD /path`."""
+    paths = attacked.daemon.get("/openapi.json").json["paths"]
+    return {f"{verb.upper()} {path}": what for path, verbs in paths.items() for verb, what in verbs.items()}
+
+
+def addresses(operation: str, fillers: dict[str, tuple[str, ...]]) -> list[str]:
+    """The paths of an operation with everything of ada's filled in."""
+    found = [operation.split(" ", 1)[1]]
+    for name in re.findall(r"{(\w+)}", found[0]):
+        assert name in fillers, f"{operation}: add to Belongings.fillers what {{{name}}} is of ada's, for the walk"
+        found = [path.replace(f"{{{name}}}", value) for path in found for value in fillers[name]]
+    return found
+
+
+def test_the_walk_knows_every_route(attacked: Attacked) -> None:
+    unknown = {name for name in operations(attacked) if not name.startswith("GET ")} - set(MUTATIONS) - OF_THE_CALLER
+    assert unknown == set(), (
+        "the walk does not know these routes: add to MUTATIONS what eve would send to harm ada through each, or, if it"
+        " acts for the caller alone, to OF_THE_CALLER and a test of what it then does for eve"
+    )
+    asked = {one["name"] for what in operations(attacked).values() for one in what.get("parameters", [])
+             if one["in"] == "query"}  # fmt: skip
+    assert asked - set(QUERIES) == set(), "add to QUERIES what eve would ask for with these parameters"
+
+
+def test_eve_changes_nothing_of_ada_through_any_route(attacked: Attacked, belongings: Belongings) -> None:
+    before, wrong = state_of(attacked, belongings), []
+    fillers = belongings.fillers(attacked.daemon.gpus()[0]["node"])
+    for operation in operations(attacked):
+        method = operation.split(" ")[0]
+        if method == "GET" or operation in OF_THE_CALLER:
+            continue
+        body = json.loads(json.dumps(MUTATIONS.get(operation)).replace('"TOKEN"', str(belongings.lease["token"])))
+        for path in addresses(operation, fillers):
+            for headers in ({}, PRETENDING):
+                answer = attacked.call("eve", method, path, body, **headers)
+                if answer.status not in (403, 404) or leaks(answer, belongings):
+                    wrong.append((operation, answer.status, answer.content[:300]))
+        if (after := state_of(attacked, belongings)) != before:
+            changed = {name: after[name] for name in after if after[name] != before[name]}
+            wrong.append((operation, 0, f"it has changed {changed}".encode()))
+            before = after
+    assert wrong == []
+
+
+def state_of(attacked: Attacked, belongings: Belongings) -> dict[str, Any]:
+    """Everything of ada's that eve would like to change."""
+    lease = attacked.daemon.lease(belongings.lease["id"])
+    lease.pop("expires_at")  # it is renewed as long as its owner is seen alive
+    tokens = attacked.daemon.get("/v1/tokens").json["items"]
+    nodes = attacked.daemon.get("/v1/nodes").json["items"]
+    return {
+        "lease": lease,
+        "jobs": [attacked.daemon.job(job["id"]) for job in (belongings.job, belongings.ended)],
+        "tokens": [(token["id"], token["user"], token["expires_at"]) for token in tokens],
+        "nodes": [(node["name"], node["mode"], node["gpu_count"]) for node in nodes],
+        "gpus": [(gpu["uuid"], gpu["lease_id"], gpu["cordoned"]) for gpu in attacked.daemon.gpus()],
+    }
+
+
+def test_eve_reads_no_secret_of_ada_on_any_route(attacked: Attacked, belongings: Belongings) -> None:
+    found, shown = [], 0
+    fillers = belongings.fillers(attacked.daemon.gpus()[0]["node"])
+    for operation, what in operations(attacked).items():
+        if not operation.startswith("GET "):
+            continue
+        for path in addresses(operation, fillers):
+            for query in queries(what):
+                for headers in ({}, {"Accept": "text/html, text/plain"}, PRETENDING):
+                    answer = attacked.call("eve", "GET", path + query, **headers)
+                    assert answer.status < 500 or "healthz" in path, (path, answer.content)
+                    shown += answer.status == 200
+                    found += [(path + query, secret) for secret in leaks(answer, belongings)]
+    assert found == []
+    assert shown > 20, "the walk was refused nearly everything, and so shows nothing"
+
+
+def queries(operation: Any) -> Iterator[str]:
+    """The query strings with which an operation is asked."""
+    yield ""
+    for parameter in operation.get("parameters", []):
+        if parameter["in"] == "query":
+            yield from (f"?{parameter['name']}={value}" for value in QUERIES.get(parameter["name"], ()))
+
+
+def leaks(answer: Answer, belongings: Belongings) -> list[str]:
+    """What an answer to eve says that only ada may know."""
+    text = answer.content.decode(errors="replace")
+    found = [secret for secret in belongings.secrets if secret in text]
+    if "json" in answer.headers.get("content-type", "") and "openapi" not in text[:20]:
+        found += [f"{name} = {value!r}" for name, value in members(json.loads(text or "null"))
+                  if name in ("token", "env", "bearer", "environment", "traceback") and value]  # fmt: skip
+    return found
+
+
+def members(document: Any) -> Iterator[tuple[str, Any]]:
+    """Every name and value in a document."""
+    if isinstance(document, dict):
+        for name, value in document.items():
+            yield name, value
+            yield from members(value)
+    elif isinstance(document, list):
+        for value in document:
+            yield from members(value)
+
+
+def test_the_secrets_are_there_for_ada(attacked: Attacked, belongings: Belongings) -> None:
+    """Otherwise it would show nothing that eve does not find them."""
+    for job in (belongings.job, belongings.ended):
+        assert "canary-argument" in attacked.call("ada", "GET", f"/v1/jobs/{job['id']}").json["command"]
+        assert b"canary-in-the-output" in attacked.call("ada", "GET", f"/v1/jobs/{job['id']}/logs").content
+    assert "canary" in belongings.ended["reason"]
+    assert attacked.call("ada", "GET", f"/v1/leases/{belongings.lease['id']}").json["env"] != {}
+    assert b"canary-note" in attacked.daemon.get("/v1/tokens").content
+
+
+def test_the_stream_of_events_shows_eve_no_secret_of_ada(attacked: Attacked, belongings: Belongings) -> None:
+    last = attacked.last_event()
+    connection = Connection(attacked.host.socket, UIDS["eve"])
+    try:
+        connection.request("GET", "/v1/events?after=0", headers={"Accept": "text/event-stream"})
+        stream, text = connection.getresponse(), ""
+        while f"id: {last}\n" not in text:
+            piece = stream.read1(65536)
+            assert piece, "the stream has ended"
+            text += piece.decode()
+    finally:
+        connection.close()
+    assert belongings.lease["id"] in text
+    assert [secret for secret in belongings.secrets if secret in text] == []
+    assert re.findall(r'"token": ?(?!null)\S+', text) == []
+
+
+@pytest.mark.parametrize(
+    "body", [{"devices": [UUIDS[0]], "queue": False}, {"label": "of ada"}, {"user": "ada"}, {"holder": {"user": "ada"}}]
+)
+def test_a_lease_that_eve_asks_for_is_eves_whatever_the_body_says(attacked: Attacked, body: dict[str, Any]) -> None:
+    held = attacked.lease("ada", devices=[UUIDS[0]], count=None)
+    owner = held["holder"]["owner_pid"]
+    for fields in (body, body | {"owner_pid": owner}):
+        answer = attacked.call("eve", "POST", "/v1/leases", fields | {"ttl_s": 60}, **PRETENDING)
+        if answer.status in (201, 202):
+            assert answer.json["holder"]["user"] == "eve"
+            assert answer.json["gpus"][0]["uuid"] != UUIDS[0]
+            attacked.release("eve", answer.json)
+        else:
+            assert answer.status in (403, 409, 422), answer.content
+    assert attacked.daemon.lease(held["id"])["state"] == "active"
+
+
+@pytest.mark.parametrize("fields", [{}, {"uid": 0}, {"user": "ada"}, {"interpreter": "/root/python"}])
+def test_a_job_that_eve_submits_runs_as_eve_whatever_the_body_says(attacked: Attacked, fields: dict[str, Any]) -> None:
+    environment = {"USER": "ada", "HOME": "/root", "GPULEASE_LEASE_ID": "lease-1", "LD_PRELOAD": "/no/such"}
+    asked = {"command": ["sh", "-c", "id -u; id -G"], "launcher": "plain", "environment": environment, **fields}
+    answer = attacked.call("eve", "POST", "/v1/jobs", asked, **PRETENDING)
+    if answer.status == 201:
+        assert attacked.daemon.wait_job(answer.json["id"])["user"] == "eve"
+        printed = [line for line in attacked.daemon.job_log(answer.json["id"]).splitlines() if line.isdecimal()]
+        assert printed == [str(UIDS["eve"])] * 2
+    else:
+        assert answer.status == 422, answer.content
+
+
+def test_a_job_of_eve_enters_no_directory_of_ada(attacked: Attacked) -> None:
+    home = attacked.host.home("ada")
+    (home / "canary-file").write_text("canary-in-a-file")
+    job, printed = attacked.completed_job("eve", "ls", working_directory=str(home))
+    assert job["state"] == "failed"
+    assert CANARY not in printed + job["reason"]
+
+
+def test_every_answer_forbids_a_browser_to_guess_its_type(attacked: Attacked) -> None:
+    without = []
+    for method, path in (
+        *[("GET", path) for path in ("/", "/v1/gpus", "/v1/tokens", "/v1/<script>", "/healthz", "/metrics", "/docs")],
+        ("GET", "/openapi.json"), ("GET", "/v1/leases?limit=x"), ("PUT", "/v1/leases"), ("POST", "/v1/leases"),
+        ("GET", "/v1/events?limit=5"), ("HEAD", "/v1/jobs"),
+    ):  # fmt: skip
+        for headers in ({}, {"Accept": "text/html"}, {"Authorization": "Bearer wrong"}, {"Host": "evil.example"}):
+            answer = attacked.call("eve", method, path, raw=b"{" if method == "POST" else None, **headers)
+            if answer.headers.get("x-content-type-options") != "nosniff":
+                without.append(f"{method} {path} {headers}: {answer.status}")
+    assert without == []
