@@ -112,8 +112,8 @@ class WorkerSettings:
     )
     job_pids: int = setting(
         MAX_PROCESSES,
-        "How many processes and threads a job may have, where it has a cgroup with the controller pids; 0 means no "
-        "limit.",
+        "How many processes and threads a job may have; 0 means no limit. Without a cgroup with the controller pids it "
+        "bounds all processes of the user, in the jobs of other users than the worker's own.",
         variable="GPULEASE_JOB_PIDS",
         minimum=0,
         maximum=2**22,

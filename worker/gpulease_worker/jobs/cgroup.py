@@ -9,8 +9,8 @@ Limits of a whole job (`pids.max`, `memory.max`) need more: the controllers must
 jobs' are made, and the kernel refuses that, or has no use for it, while processes are in that cgroup itself. So the
 worker belongs one level below it, into LEAF, where its supervisors are then, too. systemd puts it there from version
 254 on (`DelegateSubgroup=`). Elsewhere the worker moves itself, if it is alone in its cgroup; but not out of the cgroup
-of a service, because systemd could not start the worker there again while a job runs. RLIMIT_NPROC is no substitute: it
-counts all processes of a user, those outside of jobs too.
+of a service, because systemd could not start the worker there again while a job runs. Where a job of another user
+has no `pids.max`, RLIMIT_NPROC bounds it as well as it can (`spawn`): it counts all processes of that user.
 """
 
 from __future__ import annotations
@@ -52,6 +52,13 @@ class Cgroup:
                 pids = (directory / "cgroup.procs").read_text().split()
                 found |= {process for pid in pids if (process := ProcessId.of(int(pid)))}
         return found
+
+    def has_limit(self, file: str) -> bool:
+        """True where this limit, such as `pids.max`, is set."""
+        try:
+            return (self.path / file).read_text().strip() != "max"
+        except OSError:
+            return False
 
     def enter(self) -> None:
         """Move the calling process into it. Raises OSError."""

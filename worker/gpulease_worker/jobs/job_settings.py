@@ -19,7 +19,7 @@ class JobSettings(Noun):
     log_bytes: int = LOG_BYTES
     """How much of each of its log files stays on disk."""
     max_processes: int = MAX_PROCESSES
-    """How many processes and threads it may have, where it has a cgroup; 0 for no limit."""
+    """How many processes and threads it may have; 0 for no limit."""
     memory_bytes: int = 0
     """How much memory it may use, where it has a cgroup; 0 for no limit."""
     no_new_privs: bool = False

@@ -198,7 +198,7 @@ def _steps(plan: LaunchPlan, group: Cgroup | None, login: LoginLimits | None) ->
             f"The working directory {plan.working_directory} cannot be entered by {who}",
             lambda: os.chdir(plan.working_directory),
         ),
-        ("Its resource limits cannot be set", lambda: _limit(plan, login, is_root)),
+        ("Its resource limits cannot be set", lambda: _limit(plan, group, login, is_root)),
     ]
     if plan.settings.no_new_privs:
         steps.append(("It cannot be kept from gaining privileges", inherited_state.set_no_new_privileges))
@@ -243,10 +243,13 @@ def _become(account: UserAccount) -> None:
     os.setresuid(account.uid, account.uid, account.uid)
 
 
-def _limit(plan: LaunchPlan, login: LoginLimits | None, is_root: bool) -> None:
+def _limit(plan: LaunchPlan, group: Cgroup | None, login: LoginLimits | None, is_root: bool) -> None:
     """Set the limits as submitted, as far as those of the worker and of the user's login allow."""
     if login is not None:
         resource_limits.lower_to(login.limits)
+    most = plan.settings.max_processes
+    if most and plan.account is not None and (group is None or not group.has_limit("pids.max")):
+        resource_limits.lower_to({resource.RLIMIT_NPROC: (most, most)})
     if is_root and "core" not in plan.limits:
         resource_limits.write_no_core()
     resource_limits.set_submitted(plan.limits)
