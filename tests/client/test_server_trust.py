@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from tests.client.fake_daemon import FakeDaemon
 from tests.daemon import eventually
 from tests.imported_program import CONTEXT, completed
 from tests.squatter import EVE, ROOT, TOKEN, Squatter
+from tests.worker.strangers import passable
 
 AS_ANOTHER_USER = pytest.mark.skipif(not ROOT, reason="only root can be another user")
 ADA = 54322
@@ -66,13 +68,12 @@ def gpus(request: pytest.FixtureRequest) -> Ask:
 @pytest.fixture(params=["127.0.0.1", "::1", "socket"])
 def squatter(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Squatter, str]]:
     """Eve at an address, and its URL."""
-    (tmp_path / "hers").mkdir()
-    path = tmp_path / "hers" / "gpulease.sock"
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:2]:
-        parent.chmod(0o755)
-    place = path if request.param == "socket" else (request.param, 0)
-    with Squatter(place, tmp_path / "record") as eve:
+    with ExitStack() as stack:
+        place = stack.enter_context(passable()) / "hers"
+        place.mkdir()
+        path = place / "gpulease.sock"
+        address = path if request.param == "socket" else (request.param, 0)
+        eve = stack.enter_context(Squatter(address, tmp_path / "record"))
         host = f"[{request.param}]" if ":" in request.param else request.param
         yield eve, f"unix://{path}" if request.param == "socket" else f"http://{host}:{eve.port}"
 
