@@ -20,7 +20,7 @@ from tests.http_as_user import Connection
 
 pytestmark = pytest.mark.slow
 
-CANARY = "canary"
+CANARY = "routes-canary"
 """Begins each secret of ada; eve must find it nowhere."""
 QUERIES: dict[str, tuple[str, ...]] = {
     "after": ("0",), "array": ("array-1",), "cursor": (), "follow": ("1",), "format": ("csv",), "frames": ("1",),
@@ -77,17 +77,18 @@ class Belongings:
 @pytest.fixture
 def belongings(attacked: Attacked) -> Belongings:
     """A lease, a job that runs, one that has failed, and a token of ada, each with secrets in its private parts."""
-    directory = attacked.host.home("ada") / "canary-directory"
+    directory = attacked.host.home("ada") / "routes-canary-directory"
     directory.mkdir(exist_ok=True)
     directory.chmod(0o755)
-    private = {"environment": {"SECRET": "canary-in-the-environment"}, "working_directory": str(directory)}
-    script = r"""printf 'canary-in-the-output\nTraceback (most recent call last):\n  File "x", line 1\nE: canary\n'; """
-    token = attacked.daemon.call("POST", "/v1/tokens", {"user": "ada", "note": "canary-note"}).json
-    ended, _ = attacked.completed_job("ada", "sh", "-c", f"{script}exit 3", "canary-argument", **private)
+    private = {"environment": {"SECRET": "routes-canary-in-the-environment"}, "working_directory": str(directory)}
+    lines = ("routes-canary-in-the-output", "Traceback (most recent call last):", "  line 1", "E: routes-canary")
+    script = "; ".join(f"echo '{line}'" for line in lines) + "; "
+    token = attacked.daemon.call("POST", "/v1/tokens", {"user": "ada", "note": "routes-canary-note"}).json
+    ended, _ = attacked.completed_job("ada", "sh", "-c", f"{script}exit 3", "routes-canary-argument", **private)
     attacked.daemon.wait_free()
     return Belongings(
         lease=attacked.lease("ada"),
-        job=attacked.running_job("ada", "sh", "-c", f"{script}sleep 1000", "canary-argument", **private),
+        job=attacked.running_job("ada", "sh", "-c", f"{script}sleep 1000", "routes-canary-argument", **private),
         ended=ended,
         token=token,
         secrets=(CANARY, token["bearer"].partition(".")[2]),
@@ -204,11 +205,11 @@ def members(document: Any) -> Iterator[tuple[str, Any]]:
 def test_the_secrets_are_there_for_ada(attacked: Attacked, belongings: Belongings) -> None:
     """Otherwise it would show nothing that eve does not find them."""
     for job in (belongings.job, belongings.ended):
-        assert "canary-argument" in attacked.call("ada", "GET", f"/v1/jobs/{job['id']}").json["command"]
-        assert b"canary-in-the-output" in attacked.call("ada", "GET", f"/v1/jobs/{job['id']}/logs").content
-    assert "canary" in belongings.ended["reason"]
+        assert "routes-canary-argument" in attacked.call("ada", "GET", f"/v1/jobs/{job['id']}").json["command"]
+        assert b"routes-canary-in-the-output" in attacked.call("ada", "GET", f"/v1/jobs/{job['id']}/logs").content
+    assert CANARY in belongings.ended["reason"]
     assert attacked.call("ada", "GET", f"/v1/leases/{belongings.lease['id']}").json["env"] != {}
-    assert b"canary-note" in attacked.daemon.get("/v1/tokens").content
+    assert b"routes-canary-note" in attacked.daemon.get("/v1/tokens").content
 
 
 def test_the_stream_of_events_shows_eve_no_secret_of_ada(attacked: Attacked, belongings: Belongings) -> None:
@@ -260,7 +261,7 @@ def test_a_job_that_eve_submits_runs_as_eve_whatever_the_body_says(attacked: Att
 
 def test_a_job_of_eve_enters_no_directory_of_ada(attacked: Attacked) -> None:
     home = attacked.host.home("ada")
-    (home / "canary-file").write_text("canary-in-a-file")
+    (home / "routes-canary-file").write_text("routes-canary-in-a-file")
     job, printed = attacked.completed_job("eve", "ls", working_directory=str(home))
     assert job["state"] == "failed"
     assert CANARY not in printed + job["reason"]
