@@ -65,7 +65,7 @@ at = libc.mmap(None, size, 1, 0x4022, -1, 0)
 field = open("/proc/self/stat").read().rpartition(")")[2].split()
 code, end, stack, data, data_end, brk = (int(field[number - 3]) for number in (26, 27, 28, 45, 46, 47))
 shown = struct.pack("12QII", code, end, data, data_end, brk, libc.sbrk(0), stack, *[at, at + size] * 2, 0, 0, 2**32 - 1)
-for _ in range(12):
+for _ in range(64):
     if os.fork() == 0:
         if libc.prctl(35, 14, shown, ctypes.c_ulong(len(shown)), 0) != 0:
             print("prctl:", os.strerror(ctypes.get_errno()), flush=True)
@@ -186,7 +186,7 @@ def test_a_process_below_many_others_with_long_environments_delays_no_one(attack
 def test_processes_whose_environment_and_command_line_have_no_end_delay_no_one(attacked: Attacked) -> None:
     since = attacked.last_event()
     with attacked.host.running("eve", *python(MAPPED)) as eve:
-        eventually(lambda: eve.output().count("ready") == 12, 60, eve.output)
+        eventually(lambda: eve.output().count("ready") == 64, 60, eve.output)
         if "prctl" in eve.output():
             return  # this kernel lets no user do so
         pids = [int(line.split()[0]) for line in eve.output().splitlines()]
