@@ -23,9 +23,10 @@ from gpulease_worker.jobs import job_records
 from gpulease_worker.probe import process_attribution
 from gpulease_worker.probe.probe_protocol import Reading
 from gpulease_worker.probe.simulation import SimulatedReader
-from gpulease_worker.processes import cgroup_directory, lease_claims, procfs
+from gpulease_worker.processes import cgroup_directory, lease_cache, lease_claims, procfs
 from gpulease_worker.processes.lease_cache import CachedLease, LeaseCache
 from gpulease_worker.processes.leftover_cleanup import LeftoverCleanup
+from gpulease_worker.processes.user_names import UserIdCache
 from tests.worker.build import GPUS, kill, lease, order, spec, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import ANYONE, ROOT, STRANGER, passable, running_as
@@ -34,8 +35,11 @@ ANOTHER = ANYONE + 1
 """Not the user as whom the tests start processes."""
 LARGE = {f"A{number}": "x" * 100_000 for number in range(10)}
 """An environment of 1 MB."""
-RESPAWN = "echo up; while :; do env GPULEASE_LEASE_ID=$LEASE sleep 1000; echo ended; done"
-"""A program that starts one process with a marker after the other, and has none itself."""
+RESPAWN = """
+again() { while :; do env GPULEASE_LEASE_ID=$LEASE sleep 1000; echo ended; done; }
+for one in 1 2 3 4; do again & done; wait
+"""
+"""A program without a marker that starts processes with one again and again."""
 
 
 def held(lease_id: str, uid: int | None, *, ended: bool = False, **what: object) -> CachedLease:
@@ -59,7 +63,7 @@ def claiming(lease_id: str, *command: str, uid: int = ANYONE, **environment: str
 
 USERS = pytest.mark.parametrize(
     ("uid", "counts"),
-    [(ANYONE, True), (ANOTHER, False), (lease_claims.NOBODY, False), (None, True)],
+    [(ANYONE, True), (ANOTHER, False), (lease_claims.NO_USER, False), (None, True)],
     ids=["its own", "another", "not known yet", "not told by the daemon"],
 )
 
@@ -239,7 +243,7 @@ def test_the_uid_of_a_lease_is_its_jobs_or_its_users_on_this_node(
         ("ann", None, 4001),
         ("ann", 7, 7),
         ("54321", None, 54321),
-        ("nobody-of-that-name", None, lease_claims.NOBODY),
+        ("no-such-name", None, lease_claims.NO_USER),
         (None, None, None),
     ):
         (known,) = cache.update([replace(told, user=user, uid=uid)])
@@ -248,6 +252,7 @@ def test_the_uid_of_a_lease_is_its_jobs_or_its_users_on_this_node(
     again = LeaseCache(tmp_path)
     again.load()
     accounts.clear()
+    monkeypatch.setattr(lease_cache, "USER_IDS", UserIdCache())  # as in the next worker
     assert again.update([replace(told, user="ann", state=LeaseState.ENDED)])[0].uid == 4001, "it is kept"
 
 

@@ -26,8 +26,8 @@ class LocalJob:
     """Its directory; named after the attempt (`attempt_name`)."""
     lease_id: str | None = None
     """The marker of its processes; None while its order is unreadable."""
-    uid: int = lease_claims.NOBODY
-    """The user of its processes; NOBODY while its order is unreadable."""
+    uid: int = lease_claims.NO_USER
+    """The user of its processes; NO_USER while its order is unreadable."""
     start: job_records.StartRecord | None = None
     exit: job_records.ExitRecord | None = None
     unkillable: job_records.UnkillableRecord | None = None

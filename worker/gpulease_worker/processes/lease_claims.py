@@ -8,7 +8,7 @@ Everyone can also make environments megabytes large. So the user is looked at fi
 claims could not count are not read; of the others the first ENVIRONMENT_BYTES are. What was read is kept until the
 process executes another program. `Budget` bounds the time that the processes of one user take from a reading.
 
-`uids`, in all of this: by lease, the user id whose claims count; None if every user's do, NOBODY if nobody's do.
+`uids`, in all of this: by lease, the user id whose claims count; None if every user's do, NO_USER if those of none do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpulease_worker.processes import bounded_read, cgroup_directory, procfs
 
 MARKER = "GPULEASE_LEASE_ID"
 """Environment variable that says under which lease a process works."""
-NOBODY = -1
+NO_USER = -1
 """The user id of a lease whose user is not known yet."""
 ENVIRONMENT_BYTES = 256 * 1024
 """As much of an environment is searched. A job has its marker at the beginning."""
