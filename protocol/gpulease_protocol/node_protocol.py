@@ -182,6 +182,11 @@ class NodeLease(Noun):
     """As `LeaseOwner.user`."""
     job_id: str | None = None
     """The job that the daemon launched under it; null for a lease of a user's own."""
+    user: str | None = None
+    """Login name of its holder, whose processes alone may claim it; null where the daemon does not know the holder."""
+    uid: int | None = None
+    """User id of its job, where a job has it. If `user` and `uid` are both null, as from a daemon that is one release
+    older, the claims of every user's processes count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

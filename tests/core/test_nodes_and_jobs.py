@@ -299,7 +299,7 @@ def test_a_job_runs_as_who_submitted_it() -> None:
             jobs=(SubmittedJob(job_id="job-u", lease_id="lease-u", spec=JobSpec(command=("t.py",), gpus=1)),),
             name="",
             demand=Demand(count=1),
-            holder=Holder(),
+            holder=Holder(user="ann"),
             uid=1005,
             gid=100,
         )
@@ -307,6 +307,8 @@ def test_a_job_runs_as_who_submitted_it() -> None:
     world.answer_wanted()
     ordered = order(world, "job-u")
     assert (ordered.uid, ordered.gid, ordered.indices) == (1005, 100, (0,))
+    (leased,) = desired_state(world.ledger, "a", 1).leases
+    assert (leased.id, leased.uid, leased.user) == ("lease-u", 1005, "ann"), "whose processes the worker believes"
 
 
 def test_a_waiting_job_is_cancelled_at_once_and_leaves_the_queue() -> None:

@@ -25,7 +25,7 @@ from gpulease_worker.probe import cuda_init_check
 from gpulease_worker.probe.gpu_health import FABRIC_NOT_READY
 from gpulease_worker.probe.probe_protocol import Reading
 from gpulease_worker.probe.process_attribution import DEVICE_FILES
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 from gpulease_worker.processes.bounded_run import bounded_run
 
 PROGRAM = Path(__file__).with_name("subject.py")
@@ -170,7 +170,7 @@ def surroundings(mask: str | None, lease: str | None, **more: str) -> dict[str, 
     }
     kept.pop(MASK, None)
     masked = {} if mask is None else {MASK: mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return kept | device_files() | masked | ({} if lease is None else {procfs.MARKER: lease}) | more
+    return kept | device_files() | masked | ({} if lease is None else {lease_claims.MARKER: lease}) | more
 
 
 def device_files() -> dict[str, str]:

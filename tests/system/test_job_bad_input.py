@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 from tests.daemon import DaemonProcess, eventually
 
 OPTIONS = ("--simulate", "2")
@@ -32,7 +32,7 @@ def run_job(running: DaemonProcess, *command: str, **fields: Any) -> dict[str, A
 def ended(running: DaemonProcess, job_id: str) -> dict[str, Any]:
     """Wait for the end of a job, after which no process of it may be left."""
     job = running.wait_job(job_id)
-    assert not procfs.marked_processes({job["lease_id"]}), "processes of the job are left"
+    assert not lease_claims.claimants({job["lease_id"]: None}), "processes of the job are left"
     return job
 
 

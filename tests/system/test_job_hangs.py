@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from gpulease_worker.jobs import job_records
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 from tests.daemon import DaemonProcess, daemon, events, eventually
 from tests.hanging_filesystem import Hanging, hanging, in_time
 from tests.http_as_user import OWNER, call
@@ -88,7 +88,7 @@ def job(running: DaemonProcess, job_id: str) -> dict[str, Any]:
 def hung(lease_id: str) -> set[int]:
     """Processes of a lease of which a thread waits in the kernel for the answer to a read."""
     found = set()
-    for process in procfs.marked_processes({lease_id}):
+    for process in lease_claims.claimants({lease_id: None}):
         for task in Path(f"/proc/{process.pid}/task").iterdir():
             reads = (task / "syscall").read_text().split()[0] == READ
             if reads and (task / "wchan").read_text() == "request_wait_answer":
@@ -151,7 +151,7 @@ def test_a_job_that_hangs_in_the_kernel_stops_until_it_has_ended_and_keeps_its_g
     eventually(lambda: job(running, waiting)["state"] == "succeeded", 60, running.story)
     done = job(running, job_id)
     assert (done["state"], done["reason"], done["exit_code"]) == ("cancelled", "cancelled", 143)
-    assert not procfs.marked_processes({lease_id})
+    assert not lease_claims.claimants({lease_id: None})
     kinds = [event["kind"] for event in events(running) if event["job_id"] == job_id]
     assert (kinds.count("job.stuck"), kinds.count("job.ended")) == (1, 1)
 
@@ -332,7 +332,7 @@ def has_ended_but_for_threads(pid: int) -> bool:
 
 def hung_in_write(lease_id: str) -> bool:
     """True when a process of a lease waits in the kernel for a page that it is to write somewhere."""
-    waits = [Path(f"/proc/{process.pid}/wchan").read_text() for process in procfs.marked_processes({lease_id})]
+    waits = [Path(f"/proc/{process.pid}/wchan").read_text() for process in lease_claims.claimants({lease_id: None})]
     return "request_wait_answer" in waits
 
 

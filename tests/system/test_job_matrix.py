@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gpulease_protocol.host import process_tree
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims, procfs
 from tests.daemon import FINAL, DaemonProcess, eventually
 
 OPTIONS = ("--simulate", "6")
@@ -78,7 +78,7 @@ class Training:
         return all((self.place / f"up-{rank}").exists() for rank in range(2))
 
     def marked(self) -> set[int]:
-        return {process.pid for process in procfs.marked_processes({self.lease_id})}
+        return {process.pid for process in lease_claims.claimants({self.lease_id: None})}
 
     def supervisor(self) -> int | None:
         named = [one for one in process_tree.all_pids() if f"/{self.id}" in (command(one) or "")]

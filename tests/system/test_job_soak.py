@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from gpulease_protocol.host import process_tree
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims, procfs
 from tests.daemon import FINAL, DaemonProcess, daemon, eventually
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def play(running: DaemonProcess, victim: str, at_s: float, told: str) -> None:
     eventually(lambda: running.job(job["id"])["state"] in FINAL, 90, lambda: told + running.story())
     ended = running.job(job["id"])
     assert ended["state"] in ALLOWED[victim], (told, ended)
-    assert not procfs.marked_processes({job["lease_id"]}), told
+    assert not lease_claims.claimants({job["lease_id"]: None}), told
 
 
 @pytest.mark.timeout(60 + 90 * ROUNDS)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from gpulease_protocol.model import JobSpec, Launcher, LeaseState
 from gpulease_protocol.node_protocol import JobOrder, NodeLease
 from gpulease_worker.jobs import job_records, launch_plan
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 
 Value = TypeVar("Value")
 
@@ -95,7 +95,7 @@ def supervising(directory: Path, fault: str = "") -> subprocess.Popen[bytes]:
 
 def living(lease_id: str) -> set[int]:
     """Pids of what lives under a lease."""
-    return {process.pid for process in procfs.marked_processes({lease_id})}
+    return {process.pid for process in lease_claims.claimants({lease_id: None})}
 
 
 def number_in(path: Path) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpulease_protocol.host import log_files
@@ -19,6 +20,8 @@ from tests.worker.play import Worker, play
 STRANGER = 54321
 """A user whom no database knows."""
 ROOT = os.geteuid() == 0
+ANYONE = STRANGER if ROOT else os.getuid()
+"""A user as whom the tests may start a process: another one than their own, if they may."""
 
 
 @contextmanager
@@ -74,3 +77,25 @@ def log_of(report: JobReport) -> str:
 def refused(report: JobReport) -> bool:
     """What a worker that is not root says to another user's job, and all that it does."""
     return report.exit_code is None and "Only a worker that runs as root runs jobs of other" in str(report.reason)
+
+
+@contextmanager
+def running_as(uid: int, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of a user, in a session of its own, until the block ends. Its input and output are pipes."""
+    user = {"user": uid, "group": uid, "extra_groups": ()} if ROOT else {}
+    process = subprocess.Popen(
+        command,
+        env={"PATH": os.environ["PATH"], **environment},
+        cwd="/",
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        **user,  # type: ignore[call-overload]
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

@@ -12,7 +12,7 @@ import pytest
 
 from gpulease_worker.jobs import cgroup, job_records
 from gpulease_worker.jobs.job_settings import JobSettings
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import cgroup_directory
 from tests.worker.build import order, spec, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import in_a_process
@@ -34,7 +34,7 @@ UNIFIED = "20 41 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
     ],
 )
 def test_the_cgroup_of_a_process_is_found_wherever_it_is_mounted(mounts: str, own: str, expected: str | None) -> None:
-    found = cgroup.own_directory(mounts, own)
+    found = cgroup_directory.own_directory(mounts, own)
     assert (None if found is None else str(found)) == expected
 
 
@@ -47,7 +47,7 @@ def test_cgroups_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_outside_tree_and_marker_is_ended_with_the_cgroup(tmp_path: Path) -> None:
     job = order("j", spec("sh", "-c", "exit 3"))
-    own = cgroup.own_directory()
+    own = cgroup_directory.own_directory()
 
     async def story(worker: Worker) -> None:
         report = await worker.end_of(job)
@@ -67,12 +67,13 @@ def test_a_process_outside_tree_and_marker_is_ended_with_the_cgroup(tmp_path: Pa
 def test_a_process_outside_tree_and_marker_is_a_member_of_the_cgroup() -> None:
     group = cgroup.create("gpulease-test-group")
     if group is None:
-        assert cgroup.own_directory() is None or not (cgroup.own_directory() / "cgroup.kill").exists()  # type: ignore[operator]
+        own = cgroup_directory.own_directory()
+        assert own is None or not (own / "cgroup.kill").exists()
         return
     sleeper = subprocess.Popen(["sleep", "60"], preexec_fn=group.enter)  # noqa: PLW1509
     try:
         assert {member.pid for member in group.members()} == {sleeper.pid}
-        assert procfs.in_cgroup_of(sleeper.pid, "gpulease-test-group")
+        assert cgroup_directory.leases_of(sleeper.pid, ("gpulease-test-group",))
         group.kill()
         until(lambda: sleeper.poll() is not None, "it is dead")
     finally:
@@ -85,7 +86,7 @@ def limit_a_job(place: str, file: str) -> None:
     """As a worker whose only process is this one: move below `place`, and run a job with a limit."""
     (Path(place) / "cgroup.procs").write_text("0")
     limits = {file: 4096 * 2**21}
-    print(cgroup.prepare(limits), cgroup.own_directory() == Path(place) / cgroup.LEAF, cgroup.prepare(limits))
+    print(cgroup.prepare(limits), cgroup_directory.own_directory() == Path(place) / cgroup.LEAF, cgroup.prepare(limits))
     group = cgroup.create("lease-of-a-test", limits)
     assert group is not None
     job = subprocess.run(["cat", "/proc/self/cgroup"], preexec_fn=group.enter, check=True, capture_output=True)
@@ -110,7 +111,7 @@ def limit_beside_others(place: str, file: str) -> None:
 def limitable() -> Iterator[tuple[str, str] | None]:
     """A cgroup of the test's own whose children can be limited, with the file of a limit: that of processes where the
     kernel has this controller in version 2; None where root may not change cgroups, or there is no controller."""
-    parent = cgroup.own_directory()
+    parent = cgroup_directory.own_directory()
     files = {"pids": "pids.max", "hugetlb": "hugetlb.2MB.max"}
     try:
         if parent is None:

@@ -22,7 +22,7 @@ from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import ComputeMode, GpuReading, Process
 from gpulease_worker.probe.probe_protocol import Reading
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims, procfs
 from tests.client.stand_in_cuda import Card, Cuda, machine
 from tests.gpu.subjects import Subject, SubjectFailed, SubjectHangs, choose, in_the_way, once
 from tests.worker.build import until
@@ -248,7 +248,7 @@ def test_a_subject_takes_steps_and_what_it_forks_ends_with_it(on_stand_ins: Driv
         assert subject.do("devices") is None
         assert subject.do("context") == "context"
         assert subject.do("devices") == [CARDS[1].uuid]
-        assert procfs.lease_of(subject.pid) == "lease-x"
+        assert lease_claims.claim_of(subject.pid, {"lease-x": os.getuid()}) == "lease-x"
         child = ProcessId.of(subject.do("fork"))
         assert child is not None
         with pytest.raises(SubjectFailed, match="cuMemAlloc_v2"):

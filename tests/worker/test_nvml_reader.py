@@ -644,7 +644,9 @@ def test_a_process_is_attributed_to_its_lease(tmp_path: Path) -> None:
     with under("mine") as process:
         try:
             until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n", "it has begun")
-            reading = Driver(tmp_path, f"PID={process.pid}").read()
+            held = replace(lease("mine", WHOLE.uuid), user="ann", uid=os.getuid())
+            with Driver(tmp_path, f"PID={process.pid}").probe() as probe:
+                reading = probe.read((held,))
         finally:
             process.kill()
     seen = reading.gpus[1].processes[0]

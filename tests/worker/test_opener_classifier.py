@@ -19,7 +19,7 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import GpuReading, LeaseState, Process
 from gpulease_worker.probe import opener_classifier, process_attribution
 from gpulease_worker.probe.probe_protocol import Reading
-from gpulease_worker.processes import owner_descendants, procfs
+from gpulease_worker.processes import lease_claims, owner_descendants, procfs
 from gpulease_worker.processes.lease_cache import CachedLease
 from tests.worker.build import GPUS, kill, python, until
 
@@ -43,7 +43,7 @@ class Program:
     """A user's process that has both device files open, and forks on request."""
 
     def __init__(self, stack: ExitStack, paths: Sequence[Path], *steps: str, **environment: str) -> None:
-        environ = {name: value for name, value in os.environ.items() if name != procfs.MARKER} | environment
+        environ = {name: value for name, value in os.environ.items() if name != lease_claims.MARKER} | environment
         self.process = stack.enter_context(
             subprocess.Popen(
                 python("-c", OPENS, " ".join(steps), *map(str, paths)),
@@ -166,7 +166,7 @@ def test_a_program_outside_any_lease_that_the_driver_lists_elsewhere_does_not_co
 def test_what_is_the_former_leases_counts_although_a_stranger_started_it(
     stack: ExitStack, devices: tuple[Path, Path]
 ) -> None:
-    environment = dict.fromkeys((procfs.MARKER,), "mine")
+    environment = dict.fromkeys((lease_claims.MARKER,), "mine")
     stranger = Program(stack, devices, "fork")
     ours = Program(stack, devices, "fork", "setsid", **environment)
     children = {ours.fork(), ours.fork()}
@@ -264,7 +264,7 @@ def test_a_stranger_counts_only_if_it_began_during_the_lease(stack: ExitStack, d
     assert opened_by(ENDED, THEIRS) == {exporter.pid: None}
     assert opened_by(replace(ENDED, since_ticks=procfs.ticks_now() + 1000), THEIRS) == {}
     gone = Program(stack, devices, GPULEASE_LEASE_ID="long-ended")
-    assert opened_by(ENDED, THEIRS) == {exporter.pid: None, gone.pid: "long-ended"}
+    assert opened_by(ENDED, THEIRS) == {exporter.pid: None, gone.pid: None}
 
 
 def test_a_probe_does_not_count_in_whatever_lease_its_daemon_was_started(
@@ -273,7 +273,7 @@ def test_a_probe_does_not_count_in_whatever_lease_its_daemon_was_started(
     probe = stack.enter_context(
         subprocess.Popen(
             ["bash", "-c", 'exec 3<"$1" 4<"$2"; echo open; read', "-m gpulease_worker.probe.main", *map(str, devices)],
-            env=os.environ | {procfs.MARKER: "mine"},
+            env=os.environ | {lease_claims.MARKER: "mine"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

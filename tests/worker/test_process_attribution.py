@@ -19,7 +19,7 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import GpuReading, LeaseState, Process
 from gpulease_worker.probe import open_file_scanner, opener_classifier, process_attribution
 from gpulease_worker.probe.probe_protocol import Reading
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims, procfs
 from gpulease_worker.processes.lease_cache import CachedLease, LeaseCache
 from tests.worker.build import GPUS, lease, python, under, until
 
@@ -40,7 +40,7 @@ THREAD = (
 @contextmanager
 def opening(path: Path, code: str = OPEN, **environment: str) -> Iterator[int]:
     """A process that has a file open until the block ends."""
-    environ = {name: value for name, value in os.environ.items() if name != procfs.MARKER} | environment
+    environ = {name: value for name, value in os.environ.items() if name != lease_claims.MARKER} | environment
     command = python("-c", code, str(path))
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE) as process:
         try:
@@ -111,26 +111,11 @@ def test_a_listed_process_whose_launcher_is_dead_is_no_stranger_on_its_own_gpu()
             rank.kill()
 
 
-def test_a_process_in_a_cgroup_of_the_leases_name_belongs_to_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cgroup = tmp_path / "cgroup"
-    monkeypatch.setattr(procfs, "Path", lambda path: cgroup if path.endswith("/cgroup") else Path(path))
-    for path, expected in [
-        ("/user.slice/gpulease-lease-7f3a.scope", True),
-        ("/lease-7f3a/rank0", True),
-        ("/lease-7f3a1/rank0", False),
-        ("/user.slice", False),
-    ]:
-        cgroup.write_text(f"0::{path}\n")
-        assert procfs.in_cgroup_of(os.getpid(), "lease-7f3a") is expected, path
-
-
 def test_the_marker_of_another_lease_leaves_a_process_a_stranger_on_this_gpu() -> None:
     mine = f"lease-{os.urandom(4).hex()}"
     with under("another") as process:
         try:
-            until(lambda: procfs.marker(process.pid) == "another", "it has begun")
+            until(lambda: lease_claims.claim_of(process.pid, {"another": None}), "it has begun")
             shown = reading(process.pid).gpus[0].processes[0]
             found = process_attribution.attribute(
                 Reading(gpus=(replace(reading().gpus[0], processes=(replace(shown, lease_id="another"),)),)),
@@ -149,12 +134,12 @@ def test_a_process_that_ends_stays_its_leases_until_the_driver_has_taken_it_off_
         return leases_of(process_attribution.attribute(reading(*pids), [seen(on)], known))
 
     with subprocess.Popen(["sleep", "60"]) as stranger, under("mine") as ours:
-        until(lambda: procfs.marker(ours.pid) == "mine", "it has begun")
+        until(lambda: lease_claims.claim_of(ours.pid, {"mine": None}), "it has begun")
         listed = (ours.pid, stranger.pid)
         assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
         for process in (ours, stranger):
             process.kill()
-        until(lambda: procfs.marker(ours.pid) is None, "it has no environment any more")
+        until(lambda: lease_claims.claim_of(ours.pid, {"mine": None}) is None, "it has no environment any more")
         assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}
         ours.wait()
         assert whose(*listed) == {ours.pid: "mine", stranger.pid: None}, "a pid that is in no /proc any more"

@@ -11,13 +11,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpulease_protocol.host import process_id, process_tree
 from gpulease_protocol.host.process_id import ProcessId, Stat, stat
 from gpulease_worker.probe.open_file_scanner import scan
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
+from gpulease_worker.processes.user_names import UserNameCache
 from tests.worker.build import living, python, under, until
 
 
@@ -51,13 +53,13 @@ def test_a_process_is_alive_until_its_last_thread_has_ended(tmp_path: Path) -> N
             identity = ProcessId.of(process.pid)
             assert identity is not None
             assert identity.alive()
-            assert procfs.marked_processes({lease}) == {identity: lease}
+            assert lease_claims.claimants({lease: None}) == {identity: lease}
             assert identity in process_tree.descendants(os.getpid())
             assert scan({str(device)}).by_path == {str(device): [identity]}
         finally:
             process.kill()
         until(lambda: not identity.alive(), "it is dead")
-    assert not procfs.marked_processes({lease})
+    assert not lease_claims.claimants({lease: None})
 
 
 def test_a_signal_does_not_reach_a_process_with_a_reused_pid() -> None:
@@ -78,10 +80,10 @@ def test_a_process_with_a_reused_pid_does_not_inherit_the_marker(monkeypatch: py
     with under(lease) as process:
         try:
             until(lambda: living(lease), "it is up")
-            marker = procfs._marker
+            marker = lease_claims._marker
 
-            def marker_of_one_that_then_ends(pid: int) -> str | None:
-                found = marker(pid)
+            def marker_of_one_that_then_ends(pid: int, *more: Any) -> str | None:
+                found = marker(pid, *more)
                 if pid == process.pid:
                     ended.append(pid)
                 return found
@@ -90,9 +92,9 @@ def test_a_process_with_a_reused_pid_does_not_inherit_the_marker(monkeypatch: py
                 seen = stat(pid)
                 return seen._replace(start_ticks=seen.start_ticks + 1) if seen and pid in ended else seen
 
-            monkeypatch.setattr(procfs, "_marker", marker_of_one_that_then_ends)
+            monkeypatch.setattr(lease_claims, "_marker", marker_of_one_that_then_ends)
             monkeypatch.setattr(process_id, "stat", stat_with_a_later_start)
-            assert procfs.marked_processes({lease}) == {}
+            assert lease_claims.claimants({lease: None}) == {}
             assert ended
         finally:
             process.kill()
@@ -112,7 +114,7 @@ def test_a_user_database_that_hangs_blocks_no_reading_and_gets_one_query_at_a_ti
         return SimpleNamespace(pw_name=f"user{uid}")
 
     monkeypatch.setattr(pwd, "getpwuid", getpwuid)
-    names = procfs.UserNameCache()
+    names = UserNameCache()
     begun_s = time.monotonic()
     assert [names.name_of(uid) for uid in (1, 2, 3, 1)] == ["1", "2", "3", "1"]
     assert time.monotonic() - begun_s < 30

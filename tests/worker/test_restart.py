@@ -20,7 +20,7 @@ from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_worker.jobs import job_records, supervisor_watch
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 from tests.worker.build import furnished, kill, living, number_in, order, spec, supervising, under, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
@@ -411,6 +411,6 @@ def test_a_worker_ends_without_waiting_for_unkillable_processes(
     told = time.monotonic()
     assert not (tmp_path / "jobs" / "j" / job_records.EXIT).exists(), "its end is unknown yet"
     monkeypatch.undo()
-    left = procfs.kill_marked(job.lease_id, 30)
+    left = lease_claims.kill_claimants(job.lease_id, os.getuid(), 30)
     assert not left
     assert time.monotonic() - told < 30

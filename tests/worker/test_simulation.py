@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol.model import ComputeMode, GpuLink, GpuReading, Process
+from gpulease_protocol.model import ComputeMode, GpuLink, GpuReading, LeaseState, Process
+from gpulease_worker.probe import process_attribution
 from gpulease_worker.probe.probe_protocol import ReadingFailed
 from gpulease_worker.probe.simulation import PROCESS_BYTES, SimulatedReader
+from gpulease_worker.processes.lease_cache import CachedLease
 from tests.worker.build import GPUS, lease, under, until
 
 GONE = 2**22 + 1
@@ -162,7 +164,7 @@ def test_a_real_process_counts_on_the_gpus_of_its_lease_until_it_ends(tmp_path: 
         assert simulation.read(leases).gpus[1].memory_used_bytes == 0
 
 
-def test_a_listed_real_process_is_filled_in_and_belongs_to_its_ancestors_lease(tmp_path: Path) -> None:
+def test_a_listed_real_process_is_filled_in_and_attributed_by_its_ancestors_marker(tmp_path: Path) -> None:
     mine = f"lease-{os.urandom(4).hex()}"
     note = tmp_path / "pid"
     # `env -u` takes the marker away: only the ancestor has it.
@@ -173,7 +175,9 @@ def test_a_listed_real_process_is_filled_in_and_belongs_to_its_ancestors_lease(t
             child = int(note.read_text())
             until(lambda: Path(f"/proc/{child}/comm").read_text() == "sleep\n", "it has begun")
             machine = {"gpus": [{"uuid": GPUS[0], "processes": [{"pid": child, "memory_bytes": 5}]}]}
-            (gpu,) = SimulatedReader(written(tmp_path / "m.json", machine), "n").read(()).gpus
+            reading = SimulatedReader(written(tmp_path / "m.json", machine), "n").read(())
+            held = CachedLease(id=mine, state=LeaseState.ACTIVE, gpus=(GPUS[0],), uid=os.getuid())
+            (gpu,) = process_attribution.attribute(reading, [held]).gpus
             (seen,) = gpu.processes
             assert (seen.lease_id, seen.command, seen.memory_bytes) == (mine, "sleep 60", 5)
             os.kill(child, 9)

@@ -121,6 +121,8 @@ class Stat(NamedTuple):
     """Start time in clock ticks since boot."""
     leader_ended: bool = False
     """True when its first thread has ended and others have not: its own files in /proc are then empty."""
+    stack_start: int = 0
+    """Address of its stack, another one after each exec; 0 where the caller may not know it, or it has no memory."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -132,7 +134,8 @@ class Stat(NamedTuple):
         # killed process with one thread in a driver call looks like this.
         ended, threads = words[0] in "ZX", int(words[17])
         name, dead, leader_ended = text[opened + 1 : closed], ended and threads <= 1, ended and threads > 1
-        return cls(name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended)
+        stack_start = int(words[25]) if len(words) > 25 else 0
+        return cls(name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended, stack_start)
 
 
 def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:

@@ -223,6 +223,7 @@ def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRe
     else:
         same_place = known is not None and lease.holder.host == known.host
     here = lease.job_id is None and same_place
+    job = None if lease.job_id is None else ledger.jobs.get(lease.job_id)
     return NodeLease(
         id=lease.id,
         state=lease.state,
@@ -231,4 +232,6 @@ def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRe
         owner_start_ticks=watched.owner.start_ticks if here and watched else None,
         owner_user=watched.owner.user if here and watched else None,
         job_id=lease.job_id,
+        user=lease.holder.user,
+        uid=None if job is None else job.uid,
     )

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpulease_protocol.host.process_id import ProcessId
+from gpulease_worker.processes.cgroup_directory import own_directory
 
-MOUNTS = Path("/proc/self/mountinfo")
-OWN = Path("/proc/self/cgroup")
 SWITCH = "GPULEASE_CGROUPS"
 """Environment variable: with `off`, jobs run without cgroups."""
 LEAF = "gpulease-worker"
@@ -166,23 +165,3 @@ def _move_to_leaf(directory: Path) -> None:
     leaf = directory / LEAF
     leaf.mkdir(mode=0o755, exist_ok=True)
     (leaf / "cgroup.procs").write_text("0")
-
-
-def own_directory(mounts: str | None = None, own: str | None = None) -> Path | None:
-    """Directory of this process's own cgroup (version 2); None where there is none. See cgroups(7), proc(5)."""
-    try:
-        mounts = MOUNTS.read_text() if mounts is None else mounts
-        own = OWN.read_text() if own is None else own
-    except OSError:
-        return None
-    path = next((line[3:] for line in own.splitlines() if line.startswith("0::")), None)
-    if path is None or path.startswith("/.."):
-        return None
-    for line in mounts.splitlines():
-        fields, _, kind = line.partition(" - ")
-        if kind.split()[:1] == ["cgroup2"]:
-            root, place = fields.split()[3:5]
-            if root == "/" or (path + "/").startswith(root + "/"):
-                inner = path if root == "/" else path[len(root) :]
-                return Path(place.encode().decode("unicode_escape")) / inner.lstrip("/")
-    return None

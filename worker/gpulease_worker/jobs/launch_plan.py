@@ -62,6 +62,11 @@ class LaunchPlan(Noun):
     interpreter: str | None = None
     """The submitter's Python, in which CUDA is asked."""
 
+    @property
+    def uid(self) -> int:
+        """The user id of its processes."""
+        return os.getuid() if self.account is None else self.account.uid
+
 
 def plan_launch(
     order: JobOrder,
@@ -139,7 +144,8 @@ def environment(
         else account.variables
     )
     return (
-        inherited
+        {"GPULEASE_LEASE_ID": order.lease_id}  # at the beginning, see `lease_claims`
+        | inherited
         | login
         | {"GPULEASE_URL": url, "PYTHONUNBUFFERED": "1"}
         | strip_reserved_variables(order.spec.environment)

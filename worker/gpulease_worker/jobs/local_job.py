@@ -13,6 +13,7 @@ from gpulease_protocol.node_protocol import JobReport, RunState, parse_attempt_n
 from gpulease_worker.jobs import job_records
 from gpulease_worker.jobs.failure_cause import reportable
 from gpulease_worker.jobs.launch_plan import LaunchPlan
+from gpulease_worker.processes import lease_claims
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,8 @@ class LocalJob:
     """Its directory; named after the attempt (`attempt_name`)."""
     lease_id: str | None = None
     """The marker of its processes; None while its order is unreadable."""
+    uid: int = lease_claims.NO_USER
+    """The user of its processes; NO_USER while its order is unreadable."""
     start: job_records.StartRecord | None = None
     exit: job_records.ExitRecord | None = None
     unkillable: job_records.UnkillableRecord | None = None
@@ -71,10 +74,11 @@ class LocalJob:
                 self.unkillable = job_records.read(self.directory, job_records.UNKILLABLE, job_records.UnkillableRecord)
 
     def read_lease(self) -> None:
-        """Load the lease from the order on disk, unless it is known. Raises ValueError like `read`."""
+        """Load lease and user from the order on disk, unless they are known. Raises ValueError like `read`."""
         if self.lease_id is None:
             plan = job_records.read(self.directory, job_records.ORDER, LaunchPlan)
-            self.lease_id = plan.lease_id if plan else None
+            if plan is not None:
+                self.lease_id, self.uid = plan.lease_id, plan.uid
 
     def release_lock(self) -> None:
         """Release the lock of the directory, if this worker holds it."""

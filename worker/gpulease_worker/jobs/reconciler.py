@@ -158,7 +158,7 @@ class JobReconciler:
             account=account,
             settings=self._settings,
         )
-        job = LocalJob(directory=directory, lease_id=order.lease_id)
+        job = LocalJob(directory=directory, lease_id=plan.lease_id, uid=plan.uid)
         made = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
         try:
             self._fill(made, order, plan)

@@ -4,7 +4,8 @@ daemon.
 Only the supervisor launches the job, and at most once: it holds the directory's lock and writes `start.json` before it
 launches, and a directory that has a `start.json` is never launched again. It is the child subreaper of everything that
 the job leaves behind, so it sees every process end. It writes `exit.json` only when no process of the job is alive:
-neither a descendant nor a process anywhere with the lease's marker.
+neither a descendant nor a member of its cgroup. A process of the job's user anywhere else that carries the lease's
+marker only claims to be the job's: it is ended too, but what keeps coming holds the job's end for CLAIM_S at most.
 
 SIGTERM to it means: stop the job as `stop.json` says, or with the default grace period where there is none, because a
 worker with a full disk cannot write one. A record that cannot be written or read does not end the supervision: it is
@@ -33,7 +34,7 @@ from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
 from gpulease_worker.jobs.pam_session import OPEN_S, LoginLimits, PamSession, SessionRefusedError
 from gpulease_worker.jobs.user_accounts import account_of
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims, procfs
 
 TIMEOUT_GRACE_S = 35.0
 """Between SIGTERM and SIGKILL for a job that exceeded its time limit: over torchrun's own 30 s for its ranks."""
@@ -44,6 +45,8 @@ UNKILLABLE_AFTER_S = 5.0
 that takes."""
 UNKILLABLE_ROUND_S = 1.0
 """Pause between two rounds of SIGKILL once a process was recorded as unkillable."""
+CLAIM_S = 5.0
+"""How long processes that only claim to be the job's hold its end, after its last own process has ended."""
 SWEEP_ROUND_S = 0.05
 """Pause between two searches for leftovers."""
 IDLE_S = 60.0
@@ -83,8 +86,8 @@ class Supervisor:
         self._last_error = ""
         self._rank_poll_s = RANK_POLL_S[0]
         self._cgroup: cgroup.Cgroup | None = None
-        uid = os.geteuid() if plan.account is None else plan.account.uid
-        self._logs = LogSizeLimiter(directory / job_records.LOGS, plan.settings.log_bytes, uid, self._log_error)
+        self._uids = {plan.lease_id: plan.uid}
+        self._logs = LogSizeLimiter(directory / job_records.LOGS, plan.settings.log_bytes, plan.uid, self._log_error)
         self._wake, wake_end = socket.socketpair()
         self._wake.setblocking(False)
         wake_end.setblocking(False)
@@ -298,32 +301,42 @@ class Supervisor:
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
 
     def _sweep(self) -> None:
-        """End what the launcher left: SIGTERM, the rest of the grace period, SIGKILL. Returns when nothing is left."""
+        """End what the launcher left: SIGTERM, the rest of the grace period, SIGKILL. Returns when nothing is left, or
+        what is left has only claimed to be the job's for long enough."""
         if self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + LEFTOVER_GRACE_S
         terminated: set[ProcessId] = set()
-        while (left := self._processes()) and time.monotonic() < self._kill_at_s:
-            self._check_stop()
-            process_tree.signal_all(left - terminated, signal.SIGTERM)
-            terminated |= left
+        own_ended_s: float | None = None
+        while True:
+            own, claimed = self._processes()
+            now_s = time.monotonic()
+            if not own and not claimed:
+                return
+            own_ended_s = None if own else now_s if own_ended_s is None else own_ended_s
+            if own_ended_s is not None and now_s - own_ended_s >= CLAIM_S:
+                pids = ", ".join(str(process.pid) for process in sorted(claimed, key=lambda one: one.pid)[:20])
+                self._log_error(f"processes of the job's user outside the job name its lease, and are left: {pids}")
+                return
+            if now_s >= self._kill_at_s or (own_ended_s is not None and now_s - own_ended_s >= LEFTOVER_GRACE_S):
+                self._kill()
+            else:
+                self._check_stop()
+                process_tree.signal_all((own | claimed) - terminated, signal.SIGTERM)
+                terminated |= own | claimed
             self._logs.check()
-            self._sleep(SWEEP_ROUND_S)
-        while self._processes():
-            self._kill()
-            self._logs.check()
-            self._sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
+            self._sleep(UNKILLABLE_ROUND_S if self._unkillable and own else SWEEP_ROUND_S)
 
     def _kill(self) -> None:
         """SIGKILL every process of the job: through its cgroup, and one by one, as some may have left that."""
         if self._cgroup is not None:
             self._cgroup.kill()
-        left = self._processes()
-        process_tree.signal_all(left, signal.SIGKILL)
+        own, claimed = self._processes()
+        process_tree.signal_all(own | claimed, signal.SIGKILL)
         now_s = time.monotonic()
         if self._killing_since_s is None:
             self._killing_since_s = now_s
-        elif left and now_s - self._killing_since_s >= UNKILLABLE_AFTER_S:
-            self._record_unkillable(unkillable_processes.unkillable_record(left))
+        elif own and now_s - self._killing_since_s >= UNKILLABLE_AFTER_S:
+            self._record_unkillable(unkillable_processes.unkillable_record(own))
 
     def _record_unkillable(self, record: job_records.UnkillableRecord) -> None:
         """Record the processes that survive SIGKILL, for the worker to report."""
@@ -336,13 +349,14 @@ class Supervisor:
         except OSError as error:
             self._log_error(f"the record of unkillable processes could not be written: {error}")
 
-    def _processes(self) -> set[ProcessId]:
-        """Every living process of the job, in whatever session or cgroup."""
+    def _processes(self) -> tuple[set[ProcessId], set[ProcessId]]:
+        """Every living process of the job, in whatever session; and those outside that claim to be the job's."""
         self._reap()
-        found = process_tree.descendants(os.getpid()) | set(procfs.marked_processes({self._plan.lease_id}))
+        this = {process for process in (ProcessId.of(os.getpid()),) if process is not None}
+        own = process_tree.descendants(os.getpid()) - this
         if self._cgroup is not None:
-            found |= self._cgroup.members()
-        return {process for process in found if process.pid != os.getpid()}
+            own |= self._cgroup.members() - this
+        return own, set(lease_claims.claimants(self._uids)) - own - this
 
     def _reap(self) -> None:
         """Reap every child that has ended, the adopted ones too."""

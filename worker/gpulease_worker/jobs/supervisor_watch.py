@@ -25,7 +25,7 @@ from gpulease_protocol.host.logging import fields
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_worker.jobs import cgroup, job_records, unkillable_processes
 from gpulease_worker.jobs.local_job import LocalJob
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,9 @@ class SupervisorWatcher:
         """Start a supervisor: in a session of its own, and with no pipe to this worker. Raises OSError."""
         job.release_lock()
         # -P, here as for every process that the worker starts: modules in its current directory are not imported.
-        inherited = {name: value for name, value in os.environ.items() if name not in (procfs.MARKER, "GPULEASE_TOKEN")}
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in (lease_claims.MARKER, "GPULEASE_TOKEN")
+        }
         output = str(job.directory / "supervisor.log")
         child = os.posix_spawn(
             sys.executable,
@@ -253,14 +255,24 @@ class SupervisorWatcher:
         self._changed()
 
     async def _kill(self, job: LocalJob, lease_id: str) -> None:
-        """Kill until no process of the job is alive, however long that takes; record the survivors meanwhile."""
+        """Kill until no process of the job is alive, however long that takes; record the survivors meanwhile.
+
+        What survives SIGKILL is there again in the next round. If all that is left is new each time, something outside
+        the job keeps starting what claims to be the job's: that does not keep the job from ending.
+        """
+        survivors: set[ProcessId] = set()
         group = cgroup.Cgroup(Path(job.start.cgroup)) if job.start and job.start.cgroup else None
         deadline_s = ORPHANS_DEADLINE_S
         while True:
             try:
-                left = await asyncio.to_thread(_kill_all, lease_id, group, deadline_s, self._closing)
+                left = await asyncio.to_thread(_kill_all, lease_id, job.uid, group, deadline_s, self._closing)
                 if not left:
                     return
+                if survivors and survivors.isdisjoint(left):
+                    pids = ", ".join(str(process.pid) for process in left)
+                    job.log_error(f"processes outside the job keep naming its lease, and are left: {pids}")
+                    return
+                survivors = left
                 self._record_unkillable(job, unkillable_processes.unkillable_record(left))
             except OSError as error:  # no file descriptor for /proc: unknown does not mean none
                 job.log_error(f"its processes cannot be listed: {error}")
@@ -280,12 +292,12 @@ class SupervisorWatcher:
 
 
 def _kill_all(
-    lease_id: str, group: cgroup.Cgroup | None, deadline_s: float, closing: threading.Event
+    lease_id: str, uid: int, group: cgroup.Cgroup | None, deadline_s: float, closing: threading.Event
 ) -> set[ProcessId]:
-    """SIGKILL everything in the job's cgroup and everything with its marker. Returns the survivors."""
+    """SIGKILL everything in the job's cgroup and everything of its user with its marker. Returns the survivors."""
     if group is not None and group.path.exists():
         group.kill()
-    left = procfs.kill_marked(lease_id, deadline_s, closing)
+    left = lease_claims.kill_claimants(lease_id, uid, deadline_s, closing)
     if group is not None and group.path.exists() and not left and not group.remove():
         left |= group.members()
     return left

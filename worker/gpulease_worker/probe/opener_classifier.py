@@ -7,8 +7,8 @@ that applies decides:
 | the process | counts as |
 |---|---|
 | is a probe | nothing |
-| works under the ended lease, by marker or cgroup | the lease's |
-| works under another lease with GPUs on this node, by marker or cgroup | nothing: that lease answers for it |
+| works under the ended lease, by claim or cgroup | the lease's |
+| works under another lease with GPUs on this node, by claim or cgroup | nothing: that lease answers for it |
 | belonged to a lease with GPUs on this node before (an exiting process loses its marker before its files) | as before |
 | is an owner of leases or descends from one (the nearest counts), one of them active or none the ended one | nothing |
 | is itself the owner of the ended lease, and lives on | a stranger: no one waits for themselves |
@@ -19,7 +19,9 @@ that applies decides:
 | has ended since the scan, which may be a second old | nothing: it has no files open any more |
 | any other: a stranger | a delay, see `gpulease_server.core.draining` |
 
-Whether a process uses the GPU is decided separately, by the driver's process lists and the memory in use.
+A claim is the marker of the process or an ancestor, and counts only if that process is of the lease's user
+(`lease_claims`). Whether a process uses the GPU is decided separately, by the driver's process lists and the memory in
+use.
 """
 
 from __future__ import annotations
@@ -28,9 +30,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from gpulease_protocol.host.process_id import ProcessId, Stat, stat
 from gpulease_protocol.model import GpuReading, LeaseState, Process
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import cgroup_directory, lease_claims, procfs
 from gpulease_worker.processes.lease_cache import CachedLease, remembered_owners
-from gpulease_worker.processes.procfs import ANCESTORS
 
 KnownProcesses = dict[int, tuple[int | None, str]]
 """By pid: start time of a process on a GPU (None if it had already ended), and its lease."""
@@ -47,6 +48,7 @@ class OpenerClassifier:
         leases: Every lease with GPUs on the node.
         known: The lease that processes belonged to before.
         openers: The processes that have any device file open.
+        budget: The time for reading environments.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class OpenerClassifier:
         leases: Sequence[CachedLease],
         known: KnownProcesses,
         openers: Collection[ProcessId],
+        budget: lease_claims.Budget | None = None,
     ) -> None:
         self._leases = leases
         self._known = known
@@ -65,8 +68,9 @@ class OpenerClassifier:
                 self._owned.setdefault(lease.owner, []).append(lease)
         self._listed = {gpu.uuid: {process.pid for process in gpu.processes} for gpu in gpus}
         self._stats: dict[int, Stat | None] = {}
-        self._lineages = {process.pid: tuple(self._lineage(process.pid)) for process in openers}
-        self._markers = procfs.markers({pid for lineage in self._lineages.values() for pid in lineage})
+        self._lineages = {process.pid: lease_claims.lineage(process.pid, self._stats) for process in openers}
+        lineages = {pid for lineage in self._lineages.values() for pid in lineage}
+        self._claims = lease_claims.claims_of(lineages, lease_claims.uids_of(leases), budget)
         self._named_leases = {process.pid: self._leases_named_by(process.pid) for process in openers}
         self._commands: dict[int, str] = {}
         self.lease_processes: KnownProcesses = {}
@@ -90,7 +94,7 @@ class OpenerClassifier:
                 continue
             if is_leases:
                 self.lease_processes[pid] = (process.start_ticks, lease.id)
-            lease_id = lease.id if is_leases else self._marker(pid)
+            lease_id = lease.id if is_leases else self._claim(pid)
             shown.append(Process(pid=pid, user=procfs.user_of(pid), command=command, lease_id=lease_id))
         return tuple(shown)
 
@@ -120,9 +124,9 @@ class OpenerClassifier:
         return lease.since_ticks is not None and process.start_ticks < lease.since_ticks
 
     def _leases_named_by(self, pid: int) -> frozenset[str]:
-        """The leases with GPUs on this node that the marker or a cgroup names."""
-        marker, cgroups = self._marker(pid), procfs.cgroup_paths(pid)
-        return frozenset(one.id for one in self._leases if one.id == marker or procfs.names_lease(cgroups, one.id))
+        """The leases with GPUs on this node that a claim or a cgroup names."""
+        claim = self._claim(pid)
+        return cgroup_directory.leases_of(pid, [one.id for one in self._leases]) | ({claim} if claim else set())
 
     def _nearest_owner(self, pid: int) -> ProcessId | None:
         """The lease owner that this process is, descends or descended from, or that has ended and led its group."""
@@ -142,22 +146,11 @@ class OpenerClassifier:
                         return owner
         return None
 
-    def _lineage(self, pid: int) -> Iterable[int]:
-        """The process and its ancestors, as far as they are alive."""
-        for _ in range(ANCESTORS):
-            seen = self._stat(pid)
-            if seen is None:
-                return
-            yield pid
-            if seen.parent <= 1:
-                return
-            pid = seen.parent
-
     def _stat(self, pid: int) -> Stat | None:
         if pid not in self._stats:
             self._stats[pid] = stat(pid)
         return self._stats[pid]
 
-    def _marker(self, pid: int) -> str | None:
-        """The lease named by the process's own marker or that of its nearest marked ancestor."""
-        return next((marker for one in self._lineages[pid] if (marker := self._markers.get(one))), None)
+    def _claim(self, pid: int) -> str | None:
+        """The lease that the process or its nearest ancestor with a claim that counts names."""
+        return lease_claims.nearest_claim(self._lineages[pid], self._claims)

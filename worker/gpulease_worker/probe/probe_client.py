@@ -27,7 +27,7 @@ from gpulease_worker.probe.probe_protocol import (
     Reading,
     identity_of,
 )
-from gpulease_worker.processes.procfs import MARKER
+from gpulease_worker.processes.lease_claims import MARKER
 from gpulease_worker.task_cancellation import cancel_and_wait
 
 START_DEADLINE_S = 120.0

@@ -141,10 +141,9 @@ def identity_of(gpu: GpuReading) -> GpuReading:
 
 
 def with_proc_details(process: Process) -> Process:
-    """The process with its user, command line and lease from /proc, as far as /proc shows them."""
+    """The process with its user and command line from /proc, as far as /proc shows them."""
     return replace(
         process,
         user=procfs.user_of(process.pid) or process.user,
         command=procfs.command_of(process.pid) or process.command,
-        lease_id=procfs.lease_of(process.pid) or process.lease_id,
     )

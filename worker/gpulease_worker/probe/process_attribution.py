@@ -1,9 +1,10 @@
 """Attributes processes to leases, and reports who still uses a draining GPU: what the driver alone cannot tell.
 
-A process belongs to a lease of its GPU if one of its cgroups names the lease, if it is the lease's owner or descends
-from it or did so before an ancestor died (`owner_descendants`), or if GPULEASE_LEASE_ID names the lease in the
-environment that it or an ancestor was started with. The environment is read together with the process
-(`probe_protocol.with_proc_details`); the rest is added here. Any other process is foreign.
+A process belongs to a lease of its GPU if a cgroup that no user can make is named after the lease, if it is the lease's
+owner or descends from it or did so before an ancestor died (`owner_descendants`), or if GPULEASE_LEASE_ID names the
+lease in the environment that it or an ancestor was started with. The last is a claim (`lease_claims`): it counts only
+for processes of the lease's user. Any other process is foreign. A lease that is shown for a process always has GPUs on
+this node. The environments of one user take a bounded part of a reading; what is left over is attributed in the next.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpulease_protocol.host.process_id import ProcessId, stat
-from gpulease_protocol.model import GpuReading, LeaseState
+from gpulease_protocol.model import GpuReading, LeaseState, Process
 from gpulease_worker.probe.open_file_scanner import OpenFileScanner, ScanTarget
 from gpulease_worker.probe.opener_classifier import KnownProcesses, OpenerClassifier
 from gpulease_worker.probe.probe_protocol import Reading
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import cgroup_directory, lease_claims, procfs
 from gpulease_worker.processes.lease_cache import CachedLease, remembered_owners
 
 DEVICE_FILES = "GPULEASE_DEVICE_FILES"
@@ -51,7 +52,10 @@ def attribute(
     lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
     before = dict(known or {})
     descendants = remembered_owners(leases)
-    gpus = [_with_lease_ids(gpu, lease_by_gpu.get(gpu.uuid), descendants) for gpu in reading.gpus]
+    budget = lease_claims.Budget()
+    listed = {process.pid for gpu in reading.gpus for process in gpu.processes if process.lease_id is None}
+    claims = lease_claims.nearest_claims(listed, lease_claims.uids_of(leases), budget)
+    gpus = [_with_lease_ids(gpu, lease_by_gpu.get(gpu.uuid), descendants, claims) for gpu in reading.gpus]
     if known is not None:
         gpus = _with_remembered_leases(gpus, known)
     if reading.simulated:
@@ -64,7 +68,7 @@ def attribute(
     if not draining:
         scanner.discard()
         return replace(reading, gpus=tuple(gpus))
-    gpus, lease_processes = _with_openers(gpus, leases, draining, before, scanner, wait)
+    gpus, lease_processes = _with_openers(gpus, leases, draining, before, scanner, wait, budget)
     if known is not None:
         known.update(_unlisted(before, known, {lease.id for lease in draining.values()}) | lease_processes)
     return replace(reading, gpus=tuple(gpus))
@@ -83,13 +87,14 @@ def _with_openers(
     known: KnownProcesses,
     scanner: OpenFileScanner,
     wait: bool,
+    budget: lease_claims.Budget,
 ) -> tuple[list[GpuReading], KnownProcesses]:
     """The GPUs, each draining one with its openers; and those openers that belong to the ended leases."""
     targets = _scan_targets(gpus, draining)
     current = scanner.results(set(targets.values()), wait=wait) if targets else {}
     results = {uuid: current.get(target) or scanner.previous(target) for uuid, target in targets.items()}
     openers = {uuid: result.by_path.get(targets[uuid][0], ()) for uuid, result in results.items() if result is not None}
-    classifier = OpenerClassifier(gpus, leases, known, {one for some in openers.values() for one in some})
+    classifier = OpenerClassifier(gpus, leases, known, {one for some in openers.values() for one in some}, budget)
     shown = []
     for gpu in gpus:
         lease, target = draining.get(gpu.uuid), targets.get(gpu.uuid)
@@ -116,28 +121,22 @@ def device_file(gpu: GpuReading) -> str | None:
 
 
 def belongs_to(pid: int, lease: CachedLease, descendants: Mapping[ProcessId, ProcessId]) -> bool:
-    """True if cgroup, ancestry (`descendants`: as remembered) or marker say that a process works under a lease."""
-    return (
-        procfs.in_cgroup_of(pid, lease.id)
-        or (lease.owner is not None and procfs.descends_from(pid, lease.owner, descendants))
-        or procfs.lease_of(pid) == lease.id
+    """True if cgroup or ancestry (`descendants`: as remembered) prove that a process works under a lease."""
+    return bool(cgroup_directory.leases_of(pid, (lease.id,))) or (
+        lease.owner is not None and procfs.descends_from(pid, lease.owner, descendants)
     )
 
 
 def _with_lease_ids(
-    gpu: GpuReading, lease: CachedLease | None, descendants: Mapping[ProcessId, ProcessId]
+    gpu: GpuReading, lease: CachedLease | None, descendants: Mapping[ProcessId, ProcessId], claims: Mapping[int, str]
 ) -> GpuReading:
-    if lease is None or all(process.lease_id == lease.id for process in gpu.processes):
-        return gpu
-    return replace(
-        gpu,
-        processes=tuple(
-            replace(process, lease_id=lease.id)
-            if process.lease_id != lease.id and belongs_to(process.pid, lease, descendants)
-            else process
-            for process in gpu.processes
-        ),
-    )
+    def lease_of(process: Process) -> str | None:
+        claimed = process.lease_id or claims.get(process.pid)
+        if lease is None or claimed == lease.id:
+            return claimed
+        return lease.id if belongs_to(process.pid, lease, descendants) else claimed
+
+    return replace(gpu, processes=tuple(replace(process, lease_id=lease_of(process)) for process in gpu.processes))
 
 
 def _with_remembered_leases(gpus: Sequence[GpuReading], known: KnownProcesses) -> list[GpuReading]:

@@ -1,8 +1,8 @@
 """Simulates GPUs: `--simulate N`, a plausible machine, or `--simulate FILE`, which is read again at every reading.
 
-Only the readings are simulated. A real process with a lease's marker in its environment counts as a compute process on
-that lease's GPUs, so occupancy, draining and leftovers behave as on hardware. A pid in the file that does not exist
-stands for a foreign process and is kept.
+Only the readings are simulated. A real process of a lease's user with the lease's marker in its environment counts as a
+compute process on that lease's GPUs, so occupancy, draining and leftovers behave as on hardware. A pid in the file that
+does not exist stands for a foreign process and is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gpulease_worker.probe.probe_protocol import (
     ReadingFailed,
     with_proc_details,
 )
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims
 
 GIB = 1024**3
 DRIVER_VERSION = "580.95.05"
@@ -194,7 +194,8 @@ class SimulatedReader:
         """The GPUs with the real processes of their leases added, and every process described from /proc."""
         working: dict[str, list[Process]] = {}
         leased = {lease.id: lease.gpus for lease in leases if lease.gpus}
-        for process, lease_id in procfs.marked_processes(leased).items():
+        uids = lease_claims.uids_of(lease for lease in leases if lease.id in leased)
+        for process, lease_id in lease_claims.claimants(uids, lease_claims.Budget()).items():
             shown = with_proc_details(Process(pid=process.pid, memory_bytes=PROCESS_BYTES, lease_id=lease_id))
             for gpu in leased[lease_id]:
                 working.setdefault(gpu, []).append(shown)

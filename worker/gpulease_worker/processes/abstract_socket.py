@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gpulease_worker.processes import procfs
+from gpulease_worker.processes.user_names import USERS
 
 BACKLOG = 16
 """Processes that may ask who holds a name between two calls of `answer`."""
@@ -34,7 +35,7 @@ class NameHolder:
     def described(self) -> str:
         """Such as "pid 4242, user ada"."""
         pid = "a process that cannot be seen from here" if self.pid is None else f"pid {self.pid}"
-        return pid if self.uid is None else f"{pid}, user {procfs.USERS.name_of(self.uid)}"
+        return pid if self.uid is None else f"{pid}, user {USERS.name_of(self.uid)}"
 
 
 def bind(name: str) -> socket.socket | None:

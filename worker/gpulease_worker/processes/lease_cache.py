@@ -1,4 +1,5 @@
-"""Remembers what the worker alone knows of a lease: its owner's start time and when the lease was first seen.
+"""Remembers what the worker alone knows of a lease: its owner's start time, when the lease was first seen, and the user
+id of its user on this node, which is `NO_USER` until it is known.
 
 Pids are reused. Where the daemon knows no more of an owner than its pid, the worker reads the start time when it first
 sees the lease, and keeps it on disk: after a restart the pid may already be another process's.
@@ -18,6 +19,8 @@ from gpulease_protocol.host.process_id import ProcessId, boot_id
 from gpulease_protocol.model import LeaseState, Noun
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.processes import procfs
+from gpulease_worker.processes.lease_claims import NO_USER
+from gpulease_worker.processes.user_names import USER_IDS
 
 FILE = "leases.json"
 
@@ -110,7 +113,9 @@ class LeaseCache:
             self._save()
 
     def _cached(self, lease: NodeLease, previous: CachedLease | None) -> CachedLease:
-        lease_fields = {item.name: getattr(lease, item.name) for item in fields(NodeLease)}
+        lease_fields = {item.name: getattr(lease, item.name) for item in fields(NodeLease)} | {
+            "uid": _uid(lease, previous)
+        }
         if previous is not None:
             return CachedLease(
                 **lease_fields, owner=previous.owner, since_ticks=previous.since_ticks, descendants=previous.descendants
@@ -136,6 +141,16 @@ class LeaseCache:
 def remembered_owners(leases: Iterable[CachedLease]) -> dict[ProcessId, ProcessId]:
     """The owner of each process that these leases remember as a descendant of theirs."""
     return {process: lease.owner for lease in leases if lease.owner is not None for process in lease.descendants}
+
+
+def _uid(lease: NodeLease, previous: CachedLease | None) -> int | None:
+    """The user id whose claims of the lease count; None if every user's do, because the daemon does not know it."""
+    if lease.uid is not None or lease.user is None:
+        return lease.uid
+    if previous is not None and previous.user == lease.user and previous.uid not in (None, NO_USER):
+        return previous.uid
+    uid = USER_IDS.uid_of(lease.user)
+    return NO_USER if uid is None else uid
 
 
 def _owner(lease: NodeLease) -> ProcessId | None:

@@ -4,8 +4,8 @@ The processes of a job belong to the daemon, and the job's supervisor ends them 
 rest: the worker lost the job's record, or a process of the job was started without the supervisor noticing. Processes
 of a user's own lease are ended only with `kill_leftovers`, and only those on the GPU.
 
-A process is ended only if it carries the lease's marker itself, and the signal goes through a pidfd to exactly the
-process whose marker was read.
+A process is ended only if it carries the lease's marker itself and its user is the lease's, and the signal goes through
+a pidfd to exactly the process whose user and marker were read.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import GpuReading, LeaseState
-from gpulease_worker.processes import procfs
+from gpulease_worker.processes import lease_claims, procfs
 from gpulease_worker.processes.lease_cache import CachedLease
 
 KILL_AFTER_S = 2.0
@@ -56,17 +56,18 @@ class LeftoverCleanup:
         if not due:
             self._first_signal_s.clear()
         elif self._cleanup is None or self._cleanup.done():
-            self._cleanup = asyncio.create_task(asyncio.to_thread(self._end, due))
+            uids = lease_claims.uids_of(draining[lease_id] for lease_id in due)
+            self._cleanup = asyncio.create_task(asyncio.to_thread(self._end, due, uids))
 
     async def close(self) -> None:
         """Wait for a cleanup in progress, which is short."""
         if self._cleanup is not None:
             await asyncio.wait({self._cleanup})
 
-    def _end(self, due: Mapping[str, set[int] | None]) -> None:
-        """Signal every marked process of these leases; of a lease with a set of pids, only those."""
+    def _end(self, due: dict[str, set[int] | None], uids: lease_claims.Uids) -> None:
+        """Signal every process that claims one of these leases; of a lease with a set of pids, only those."""
         signalled, self._first_signal_s = self._first_signal_s, {}
-        for process, lease_id in procfs.marked_processes(due).items():
+        for process, lease_id in lease_claims.claimants(uids).items():
             only = due[lease_id]
             if process.pid in (os.getpid(), os.getppid()) or (only is not None and process.pid not in only):
                 continue
@@ -76,7 +77,7 @@ class LeftoverCleanup:
                 continue
             number = signal.SIGKILL if kill else signal.SIGTERM
             command = procfs.command_of(process.pid)
-            if _signal(process, lease_id, number):
+            if _signal(process, lease_id, uids, number):
                 log.warning("pid %d (%s), left by lease %s, was sent %s", process.pid, command, lease_id, number.name)
 
 
@@ -85,14 +86,14 @@ def _on_gpus(lease: CachedLease, gpus: Sequence[GpuReading]) -> set[int]:
     return {process.pid for gpu in mine for process in (*gpu.processes, *(gpu.opened_by or ()))}
 
 
-def _signal(process: ProcessId, lease_id: str, number: signal.Signals) -> bool:
-    """Send a signal to exactly this process, if it carries the lease's marker. False if it was not sent."""
+def _signal(process: ProcessId, lease_id: str, uids: lease_claims.Uids, number: signal.Signals) -> bool:
+    """Send a signal to exactly this process, if its claim of the lease counts. False if it was not sent."""
     descriptor = process.pidfd()
     if descriptor is None:
         return False
     try:
-        # With the pidfd open, the marker read now is that of this process, or the process has ended.
-        if procfs.marker(process.pid) != lease_id:
+        # With the pidfd open, user and marker read now are those of this process, or the process has ended.
+        if lease_claims.claim_of(process.pid, uids) != lease_id:
             return False
         signal.pidfd_send_signal(descriptor, number)
     except (ProcessLookupError, PermissionError):

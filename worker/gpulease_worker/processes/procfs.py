@@ -1,4 +1,4 @@
-"""Reads processes in /proc: which lease they work under, whose they are, and what they run.
+"""Reads processes in /proc: whose they are, what they run, and from which process they descend.
 
 What is kept longer than one look is kept as a `ProcessId`. A zombie counts as dead: it holds no GPU and no port. A
 process whose first thread alone has ended counts as alive: another thread may hang in the kernel and hold a GPU.
@@ -8,79 +8,26 @@ Whatever comes from a process's memory (environment, command line) is read by `b
 from __future__ import annotations
 
 import os
-import pwd
-import re
-import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 
-from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId, stat
 from gpulease_worker.processes import bounded_read
+from gpulease_worker.processes.user_names import USERS
 
-MARKER = "GPULEASE_LEASE_ID"
-"""Environment variable that says under which lease a process works."""
 RANK_VARIABLES = frozenset((b"RANK", b"HOROVOD_RANK", b"OMPI_COMM_WORLD_RANK"))
 """Variables that only a launcher sets, to tell a process its rank: a submitted environment is scrubbed of them."""
 COMMAND_CHARACTERS = 200
 """Characters of a command line that are kept."""
+COMMAND_BYTES = 4096
+"""As much of a command line is read: a user can make it megabytes long."""
 ANCESTORS = 64
-"""How many generations up a marker is looked for."""
-NAME_WAIT_S, NAME_KEPT_S = 0.1, 60.0
-"""How long to wait for a login name, short compared with a reading's deadline; how long a name is cached."""
-
+"""How many generations up a process is looked for."""
 INITIAL_PID_NAMESPACE = 4026531836
 """Inode of the host's own PID namespace (`PROC_PID_INIT_INO` in the kernel's proc_ns.h)."""
-
-
-class UserNameCache:
-    """Login names, from a user database that may be on a network and not answer. No lookup blocks for long."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, tuple[str, float]] = {}
-        """By user id: the name, and when it expires."""
-        self._lookup: threading.Thread | None = None
-
-    def name_of(self, uid: int) -> str:
-        """The login name; while the database does not answer, the last one known, or else the number."""
-        name, until_s = self._names.get(uid, (str(uid), 0.0))
-        if time.monotonic() < until_s or (self._lookup is not None and self._lookup.is_alive()):
-            return name
-        self._lookup = threading.Thread(target=self._look_up, args=(uid,), daemon=True)
-        self._lookup.start()
-        self._lookup.join(NAME_WAIT_S)
-        return self._names.get(uid, (name, 0.0))[0]
-
-    def _look_up(self, uid: int) -> None:
-        try:
-            name = pwd.getpwuid(uid).pw_name
-        except (KeyError, OSError):
-            name = str(uid)
-        self._names[uid] = (name, time.monotonic() + NAME_KEPT_S)
-
-
-USERS = UserNameCache()
-
-
-def marker(pid: int) -> str | None:
-    """The lease in the environment that the process was started with; None if there is none or it is unreadable."""
-    return bounded_read.read_one(_marker, pid, None)
-
-
-def _marker(pid: int) -> str | None:
-    prefix = MARKER.encode() + b"="
-    for entry in _environment(pid).split(b"\0"):
-        if entry.startswith(prefix):
-            return entry[len(prefix) :].decode(errors="replace") or None
-    return None
-
-
-def markers(pids: Iterable[int]) -> dict[int, str]:
-    """The marker of each of these processes that has one, by pid. Much faster than one call for each."""
-    return {pid: lease_id for pid, lease_id in bounded_read.read_each(_marker, pids).items() if lease_id is not None}
 
 
 def has_rank(pid: int) -> bool:
@@ -89,32 +36,36 @@ def has_rank(pid: int) -> bool:
 
 
 def _has_rank(pid: int) -> bool:
-    return any(entry.partition(b"=")[0] in RANK_VARIABLES for entry in _environment(pid).split(b"\0"))
+    variables = b"\0" + environment(pid)
+    return any(b"\0" + name + b"=" in variables for name in RANK_VARIABLES)
 
 
-def _environment(pid: int) -> bytes:
-    """The environment a process was started with; empty where it is unreadable. Its first thread may have ended before
-    the others and then has none, so the other threads are tried too."""
+def environment(pid: int, size_bytes: int = -1) -> bytes:
+    """The environment that a process was started with, at most so many bytes of it; empty where it is unreadable.
+
+    Its first thread may have ended before the others and then has none, so the other threads are tried too. May hang.
+    """
     with suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return _head(f"/proc/{pid}/environ", size_bytes)
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
-                return Path(f"/proc/{pid}/task/{task}/environ").read_bytes()
+                return _head(f"/proc/{pid}/task/{task}/environ", size_bytes)
     return b""
 
 
-def lease_of(pid: int) -> str | None:
-    """The lease that a process works under, by its own marker or that of its nearest marked ancestor."""
-    for _ in range(ANCESTORS):
-        lease_id = marker(pid)
-        if lease_id is not None:
-            return lease_id
-        status = stat(pid)
-        if status is None or status.parent <= 1:
-            return None
-        pid = status.parent
-    return None
+def _head(path: str, size_bytes: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read(size_bytes) or b""
+
+
+def real_uid(pid: int) -> int | None:
+    """The user who started a process; None if it is gone. A setuid program changes only its effective user."""
+    try:
+        status = _head(f"/proc/{pid}/status", 4096)
+        return int(status[status.index(b"\nUid:") + 5 :].split(None, 1)[0])
+    except (OSError, ValueError):
+        return None
 
 
 def descends_from(pid: int, ancestor: ProcessId, known: Mapping[ProcessId, ProcessId] = MappingProxyType({})) -> bool:
@@ -134,65 +85,9 @@ def descends_from(pid: int, ancestor: ProcessId, known: Mapping[ProcessId, Proce
     return False
 
 
-def in_cgroup_of(pid: int, lease_id: str) -> bool:
-    """True when the path of one of the process's cgroups contains the lease's id as a whole word."""
-    return names_lease(cgroup_paths(pid), lease_id)
-
-
-def cgroup_paths(pid: int) -> str:
-    """The content of a process's /proc/PID/cgroup; empty where it is unreadable."""
-    try:
-        return Path(f"/proc/{pid}/cgroup").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def names_lease(cgroups: str, lease_id: str) -> bool:
-    """True when the paths of these cgroups contain the lease's id as a whole word."""
-    whole_word = rf"(?<![A-Za-z0-9]){re.escape(lease_id)}(?![A-Za-z0-9])"
-    return lease_id in cgroups and re.search(whole_word, cgroups) is not None
-
-
 def ticks_now() -> int:
     """The current time in clock ticks since boot, comparable with start times."""
     return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-
-def marked_processes(leases: Collection[str]) -> dict[ProcessId, str]:
-    """Every living process that carries the marker of one of these leases, with that lease. One walk of /proc."""
-    if not leases:
-        return {}
-
-    def read(pid: int) -> tuple[ProcessId, str] | None:
-        # The identity is checked before and after the marker is read: if the process ended in between and its pid was
-        # reused, the marker is not the one of the new process.
-        process = ProcessId.of(pid)
-        lease_id = _marker(pid) if process is not None else None
-        if process is None or lease_id is None or lease_id not in leases or not process.alive():
-            return None
-        return process, lease_id
-
-    pids = list(process_tree.all_pids())
-    marked = dict(entry for entry in bounded_read.read_each(read, pids).values() if entry is not None)
-    for pid in filter(bounded_read.is_hung, pids):  # its environment is unreadable; its cgroup is not
-        for lease_id in leases:
-            if in_cgroup_of(pid, lease_id) and (process := ProcessId.of(pid)) is not None:
-                marked[process] = lease_id
-    return marked
-
-
-def kill_marked(lease_id: str, deadline_s: float, cancelled: threading.Event | None = None) -> set[ProcessId]:
-    """SIGKILL everything with the lease's marker until nothing is left, never the caller. Returns the survivors.
-
-    Nothing is left only once every process could be read. `deadline_s` bounds it, and `cancelled` ends it early.
-    """
-
-    def find() -> set[ProcessId]:
-        return {process for process in marked_processes({lease_id}) if process.pid != os.getpid()}
-
-    return process_tree.kill_all(
-        find, deadline_s, cancelled=cancelled, complete=lambda: not bounded_read.abandoned_recently()
-    )
 
 
 def user_of(pid: int) -> str | None:
@@ -225,9 +120,8 @@ def commands(pids: Iterable[int]) -> dict[int, str]:
 
 def _command(pid: int) -> str | None:
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read(4 * COMMAND_CHARACTERS)  # its process may have made it as long as its address space
-        line = words.rstrip(b"\0").replace(b"\0", b" ") or Path(f"/proc/{pid}/comm").read_bytes().strip()
+        words = _head(f"/proc/{pid}/cmdline", COMMAND_BYTES).rstrip(b"\0").split(b"\0")
+        line = b" ".join(words) or Path(f"/proc/{pid}/comm").read_bytes().strip()
     except OSError:
         return None
     return line.decode(errors="replace")[:COMMAND_CHARACTERS]
