@@ -197,6 +197,30 @@ def test_a_lease_whose_end_is_in_doubt_is_not_renewed(run: Callable[[Body], None
     run(body)
 
 
+def test_no_holder_is_told_of_a_grant_while_that_cannot_be_recorded(run: Callable[[Body], None]) -> None:
+    """After a restart its owner's life would not keep the lease, as if it had never been told."""
+
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer, gpus=1)
+        first = await granted(writer)
+        waiting = await writer.submit(ask())
+        await writer.submit(release(first.id, first.fencing_token))
+        await report(writer, gpus=1)
+        record = writer.committed.leases[waiting.id]
+        assert record.lease.state is LeaseState.ACTIVE
+        store.fates = [Fate.FAILED] * 3
+        claim = renew(waiting.id, record.lease.fencing_token)
+        for _ in range(2):  # the claim whose commit fails, and one during the outage
+            with pytest.raises(Unavailable):
+                await writer.submit(claim)
+        await recovered(writer)
+        assert store.lease(waiting.id).renewed_at is None  # type: ignore[union-attr]
+        assert isinstance(await writer.submit(claim), Lease)
+        assert store.lease(waiting.id).renewed_at is not None  # type: ignore[union-attr]
+
+    run(body)
+
+
 @pytest.mark.parametrize("fate", [Fate.STUMBLED, Fate.STUMBLED_AFTER])
 def test_a_stumble_at_the_commit_decides_nothing_twice(run: Callable[[Body], None], fate: Fate) -> None:
     async def body(writer: Writer, store: FaultyStore) -> None:

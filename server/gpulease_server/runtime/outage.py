@@ -67,13 +67,14 @@ class Outage:
         """The answer to a renewal, from memory alone; None if only the database can tell.
 
         A holder relies on the lease being recorded and lasting a full `ttl_s`. It is recorded, and the end of the
-        outage gives it at least that, as a restart does. The renewal itself is recorded then. A lease that
-        the failed commit may have granted, ended or revived is in doubt and not answered.
+        outage gives it at least that, as a restart does. The renewal itself is recorded then. Not answered are a lease
+        in doubt, which the failed commit may have granted, ended or revived, and an unclaimed one: its holder is not
+        told before that is recorded, so that a restart knows that its owner's life keeps it.
         """
         record = ledger.leases.get(renewed.lease_id)
         if not self._answers_renewals or record is None or record.lease.state is LeaseState.ENDED:
             return None
-        if renewed.lease_id in self._in_doubt:
+        if renewed.lease_id in self._in_doubt or renewed.lease_id in ledger.unclaimed:
             return None
         turn = Turn(ledger=ledger, now=now, policy=policy)
         decide(turn, renewed)
