@@ -80,10 +80,17 @@ class Rounds:
             kinds.add(event["kind"])
         return kinds
 
+    def hits(self) -> int:
+        """How many requests the crashes have left unanswered."""
+        return sum(line["at_s"] is None for line in self._written())
+
+    def _written(self) -> Iterator[dict[str, Any]]:
+        for path in sorted(self.directory.glob("*.jsonl")):
+            yield from (json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+
     def judge(self) -> list[str]:
         """What the checker says of everything that was seen, once the clients are through."""
-        for path in sorted(self.directory.glob("*.jsonl")):
-            self.lines += [json.loads(line) for line in path.read_text().splitlines()]
+        self.lines += self._written()
         cursor: str | None = "999999999"
         while cursor is not None:
             page = self.running.call("GET", f"/v1/leases?limit=1000&cursor={cursor}").json
@@ -113,6 +120,7 @@ def crash_rounds(
 ) -> Iterator[Rounds]:
     """So many crashes under load, then calm until every client has had what it asked for. The daemon ends with it.
 
+    There are more crashes, three times as many at most, where fewer than half of them left a request unanswered.
     `url` is its database; a file of its own when null.
     """
     state = Rounds(directory, seed, fault, url)
@@ -136,7 +144,9 @@ def _crash_under_load(state: Rounds, directory: Path, rounds: int) -> None:
     with worker(state.running, directory):
         clients = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
-            for _ in range(rounds):
+            for number in range(3 * rounds):
+                if number >= rounds and state.hits() >= rounds // 2:
+                    break
                 state.crash()
                 if clients.poll() is not None:
                     break
@@ -179,8 +189,7 @@ def must_have_kept_its_word(state: Rounds, rounds: int) -> None:
     done = {what: told(state, what) for what in ("asked", "renewed", "released")}
     print(f"{rounds} crashes: {done}", flush=True)
     assert min(done.values()) >= 2 * rounds, f"too little happened to show anything: {done}"
-    unanswered = sum(line["at_s"] is None for line in state.lines)
-    assert unanswered >= rounds // 2, "the crashes hit no request"
+    assert state.hits() >= rounds // 2, "the crashes hit no request"
 
 
 @pytest.mark.soak
