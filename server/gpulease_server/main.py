@@ -11,6 +11,7 @@ import signal
 import socket
 import ssl
 import stat
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,6 +48,8 @@ from gpulease_server.store.retention import RetentionLimits
 
 log = logging.getLogger("gpulease.serve")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+SWITCH_S = 0.0005
+"""How long a thread that computes keeps the interpreter from the event loop, and the event loop from a thread."""
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux (unix(7))."""
 
@@ -59,6 +62,7 @@ class CannotStart(GpuleaseError):
 
 def serve(settings: ServeSettings) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code. Raises `GpuleaseError` when it cannot start."""
+    sys.setswitchinterval(SWITCH_S)
     with logging_to_stderr("serve", settings.log_format, settings.log_level):
         return _serve(settings)
 

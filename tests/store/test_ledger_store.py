@@ -209,11 +209,12 @@ def test_pages_come_newest_first_and_end(store: Store) -> None:
     world = World().node(gpus=8)
     ids = [world.lease().id for _ in range(5)]
     save(store, world)
-    first = store.leases([], None, 2)
-    second = store.leases([], first[-1].number, 2)
-    third = store.leases([], second[-1].number, 2)
+    first, after = store.leases([], None, 2)
+    second, after = store.leases([], after, 2)
+    third, end = store.leases([], after, 2)
     assert [record.lease.id for page in (first, second, third) for record in page] == ids[::-1]
-    assert store.leases(["ended"], None, 10) == []
+    assert end is None
+    assert store.leases(["ended"], None, 10) == ([], None)
     assert [event.seq for event in store.history(1, 2)[0]] == [2, 3]
 
 

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
 from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
 from gpulease_protocol.node_protocol import parse_attempt_name
+from gpulease_server.api import fair_share
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller, is_still_valid
@@ -101,7 +102,7 @@ class LogReaderPool:
         self.loop = asyncio.get_running_loop()
         self.follower_count = 0
         self.followers_by_user = Counter[str | None]()
-        self.poller = FilePoller(self.run)
+        self.poller = FilePoller(self._run)
         self._threads = ThreadPoolExecutor(THREADS, "logs")
 
     @classmethod
@@ -114,7 +115,11 @@ class LogReaderPool:
         return pool
 
     async def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """The result of a blocking function."""
+        """The result of a blocking function, for a request; the caller's other requests go on meanwhile."""
+        async with fair_share.waiting():
+            return await self._run(function, *arguments)
+
+    async def _run(self, function: Callable[..., Result], *arguments: object) -> Result:
         return await self.loop.run_in_executor(self._threads, function, *arguments)
 
     def submit(self, function: Callable[[], None]) -> None:
@@ -258,7 +263,8 @@ class LogTail:
             asyncio.ensure_future(self._daemon.writer.wakeups.wait(f"job:{self._job_id}", timeout_s)),
         }
         try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            async with fair_share.waiting():
+                await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
