@@ -105,7 +105,7 @@ def test_a_user_who_is_alone_waits_for_nothing() -> None:
             share.note_request(EVE)
             assert await settled(share.waits(EVE)) == [True]
             share.end(EVE, "other", 0.9)
-        share.note_request(ADA)  # what was taken while nobody else was there is not held against them
+        share.note_request(ADA)  # what was taken alone makes no one wait now
         share.end(EVE, "other", 0.0)
         assert await settled(share.waits(EVE)) == [True]
 

@@ -1,4 +1,4 @@
-"""Load that one user puts on a daemon: `python -m tests.system.hostile_load KIND PORT`, as root, runs until it is ended.
+"""Load that one user puts on a daemon: `python -m tests.system.hostile_load KIND PORT`, as root, until it is ended.
 
 It becomes the user E and the nicest process there is: what E's own processes take from the others is the kernel's to
 share, and what is looked at is the daemon. Each kind of load is a loop over prepared requests, as many at once as the

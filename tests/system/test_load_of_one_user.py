@@ -3,7 +3,7 @@
 The daemon is a real one, as root, and E and A are real users to it. E's program is as nice as can be, so that not the
 kernel but the daemon decides who waits. A asks one request after another, each route in turn, as people and scripts do
 who do not attack. Asserted is of each route, under each load: the median is under twice the idle one, or not over it by
-more than `SLACK_S`; and nine of ten answers come within `TAIL_S` more. What is under `SLACK_S` nobody feels, and a
+more than `SLACK_S`; and nine of ten answers come within `TAIL_S` more. No one feels what is under `SLACK_S`, and a
 machine with two processors, on which the daemon, its worker, the test and the load all run, cannot tell it from noise.
 """
 
@@ -18,7 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ KINDS = os.environ.get("KINDS", ",".join(LOADS)).split(",")
 ROUNDS = int(os.environ.get("ROUNDS", 12))
 PAUSE_S = 0.015
 """Between two requests of A."""
-SLACK_S, TAIL_S = 0.005, 0.060
+SLACK_S, TAIL_S = 0.005, 0.150
 Samples = dict[str, list[float]]
 
 
@@ -146,6 +146,30 @@ def is_left(lease: dict[str, Any]) -> bool:
     return lease["holder"]["user"] == str(EVE) and lease["holder"]["label"] != KEPT
 
 
+def measure(running: DaemonProcess, ada: Ada, kind: str) -> list[str]:
+    """What A feels of one kind of load; a line for each route that is slow."""
+    tidy(running)
+    idle, before = ada.measured(), answered(running)
+    with hostile(kind, running.port) as load:
+        loops, _, (silent, _) = LOADS[kind]
+        eventually(lambda: sockets_of(load.pid) >= loops + silent, 60, running.story)
+        loaded = ada.measured()
+        assert load.poll() is None, kind
+    lines = list(felt(idle, loaded))
+    print(f"\n{kind}: {answered(running) - before:.0f} requests\nmedian: idle, now; nine of ten: idle, now")
+    print(*(line for line, _ in lines), sep="\n")
+    return [f"{kind}: {line}" for line, good in lines if not good]
+
+
+def sockets_of(pid: int) -> int:
+    """How many connections E's program has."""
+    count = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it is closed meanwhile
+            count += os.readlink(descriptor).startswith("socket:")
+    return count
+
+
 @pytest.mark.budget(200)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can send requests as another user")
 def test_no_load_of_one_user_is_felt_by_another(tmp_path: Path) -> None:
@@ -159,14 +183,5 @@ def test_no_load_of_one_user_is_felt_by_another(tmp_path: Path) -> None:
         with hostile("leases", port):  # leaves events and leases behind
             eventually(lambda: running.get("/v1/events").json["last_seq"] > 3000, 120, running.story)
         for kind in KINDS:
-            tidy(running)
-            idle, before = ada.measured(), answered(running)
-            with hostile(kind, port) as load:
-                eventually(lambda: "half" in kind or answered(running) > before + 10, 60, running.story)
-                loaded = ada.measured()
-                assert load.poll() is None, kind
-            print(f"\n{kind}: {answered(running) - before:.0f} requests\nmedian: idle, now; nine of ten: idle, now")
-            for line, good in felt(idle, loaded):
-                print(line)
-                slow += [] if good else [f"{kind}: {line}"]
+            slow += measure(running, ada, kind)
     assert not slow, "\n".join(slow)

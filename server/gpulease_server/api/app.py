@@ -109,7 +109,7 @@ def create_app(
     app.add_middleware(HeadMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(RequestLogMiddleware)
-    app.add_middleware(FairTurnsMiddleware, share=FairShare(daemon.stopping.is_set))
+    app.add_middleware(FairTurnsMiddleware, share=FairShare(lambda: app.state.daemon.stopping.is_set()))
     app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
     install_openapi(app, REQUEST_BODIES)
     return app

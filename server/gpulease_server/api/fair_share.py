@@ -2,8 +2,8 @@
 
 The daemon answers on one event loop, so that whatever one request costs, the others wait for. Without a limit, a user
 with a hundred connections is served a hundred times before another user is served once. So of each user one request is
-worked on at a time; the others of that user wait for it, and nobody else's. While anybody else uses the daemon, one
-user gets at most `SHARE` of its time: after a request that took long, the user's next one waits in proportion.
+worked on at a time; the others of that user wait for it, and those of other users do not. While others use the daemon,
+one user gets at most `SHARE` of its time: after a request that took long, the user's next one waits in proportion.
 
 | a request | and the share |
 |---|---|
@@ -78,10 +78,10 @@ class FairShare:
         self._last: tuple[Hashable, float] = (None, float("-inf"))
         """Who asked last, and when."""
         self._last_other_s = float("-inf")
-        """When anybody else asked last."""
+        """When another user asked last."""
 
     def note_request(self, user: Hashable) -> None:
-        """Somebody uses the daemon."""
+        """This user uses the daemon."""
         if user != self._last[0]:
             self._last_other_s = self._last[1]
         self._last = (user, self._now_s())
@@ -134,7 +134,7 @@ class FairShare:
         return (own.used_s - BURST_S) / SHARE
 
     def _count(self, user: Hashable, own: _User, took_s: float) -> None:
-        """Add to what the user took. Nothing is held against one whom nobody else waits for."""
+        """Add to what the user took. While no one else is there, it makes no one wait later."""
         now_s = self._now_s()
         own.update(now_s)
         own.used_s += took_s

@@ -29,7 +29,7 @@ class FairTurnsMiddleware:
             return
         peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), scope["app"].state.daemon.access)
         user = _user_of(peer, scope)
-        if not scope["path"].endswith("/exchange"):  # a worker asks all the time, and waits for nobody
+        if not scope["path"].endswith("/exchange"):  # a worker asks all the time
             self.share.note_request(user)
         if is_privileged(peer):
             await self.app(scope, receive, send)
