@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 ADA = 54322
 KEPT = "kept"
 KINDS = os.environ.get("KINDS", ",".join(LOADS)).split(",")
-ROUNDS = int(os.environ.get("ROUNDS", 12))
+ROUNDS = int(os.environ.get("ROUNDS", 9))
 PAUSE_S = 0.015
 """Between two requests of A."""
 SLACK_S, TAIL_S = 0.005, 0.150

@@ -91,6 +91,11 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+
+    def is_stopping() -> bool:
+        running: DaemonState = app.state.daemon
+        return running.stopping.is_set()
+
     http_metrics = HttpMetrics()
     app.state.daemon = daemon
     app.state.rate_limiter = RateLimiter()
@@ -109,7 +114,7 @@ def create_app(
     app.add_middleware(HeadMiddleware)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(RequestLogMiddleware)
-    app.add_middleware(FairTurnsMiddleware, share=FairShare(lambda: app.state.daemon.stopping.is_set()))
+    app.add_middleware(FairTurnsMiddleware, share=FairShare(is_stopping))
     app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
     install_openapi(app, REQUEST_BODIES)
     return app
