@@ -40,7 +40,7 @@ class Connection:
         head = await reader.readuntil(b"\r\n\r\n")
         length = next((line[15:] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), b"0")
         body = await reader.readexactly(int(length))
-        return json.loads(body) if b"application/json" in head else None
+        return json.loads(body) if body[:1] == b"{" else None
 
 
 def get(path: str, *fields: str) -> bytes:
@@ -67,7 +67,7 @@ def asking(request: bytes) -> Loop:
 async def lease_and_release(connection: Connection) -> None:
     """A lease of a moment."""
     lease = await connection.call(post("/v1/leases", {"count": 1}))
-    if lease is not None:
+    if "id" in lease:
         await connection.call(post(f"/v1/leases/{lease['id']}/release", {"token": lease["token"]}))
 
 
@@ -77,7 +77,7 @@ def submitting(body: dict[str, Any]) -> Loop:
 
     async def submit_and_cancel(connection: Connection) -> None:
         job = await connection.call(request)
-        if job is not None:
+        if "id" in job:
             await connection.call(post(f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0}))
 
     return submit_and_cancel

@@ -34,6 +34,8 @@ BURST_S = 0.25
 """How much a user may take at once, after a time in which they took less."""
 OTHERS_S = 1.0
 """How long after their last request others count as using the daemon."""
+REQUEST_S = 0.0005
+"""What each request counts at least: the HTTP server has read it before its turn, and sends its answer after it."""
 MAX_COUNTED_S = 1.0
 """How much one request counts at most: one that hangs has not worked all the time."""
 MAX_USERS = 1000
@@ -167,7 +169,7 @@ class Turn:
         """Return when it may work; at once if it does."""
         if not self.is_exempt and self._since_s is None:
             await self._share.begin(self._user, self._lane, resumes=resumes)
-            self._since_s = clock.now().mono_s
+            self._since_s = clock.now().mono_s - (0.0 if resumes else REQUEST_S)
 
     def end(self) -> None:
         """It has ended, or waits."""

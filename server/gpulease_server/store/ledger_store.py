@@ -35,8 +35,8 @@ __all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
 
 Record = TypeVar("Record", LeaseRecord, JobRecord)
 
-MAX_PAGE_CHARACTERS = 2**19
-"""Of the texts of a page's records: a page of longer ones ends earlier. The command of one job may have as many."""
+MAX_PAGE_CHARACTERS = 2**17
+"""Of the texts of a page's records: a page of longer ones ends earlier. It has one record at least."""
 COUNTERS = ("number", "token", "seq")
 LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseState.ENDED)
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)

@@ -18,8 +18,9 @@ from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_job
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
-from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
+from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.streams.long_poll import Cursor, Limit, WaitSeconds, cursor_number, wait_until
+from gpulease_server.core.footprint import shown_characters
 from gpulease_server.core.happenings import CancelRequested, IdempotencyKey, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import MadeLongAgo
 from gpulease_server.core.records import JobRecord
@@ -130,6 +131,8 @@ async def cancel(job_id: str, body: Annotated[CancelRequest, Depends(CANCEL_BODY
     # A job that is only in the database ended long ago, unless the ledger is still being read.
     if daemon.writer.problem is None and job_id not in daemon.ledger.jobs:
         return record.job
+    if shown_characters(record) > LARGE_BYTES:
+        fair_share.count_writing()
     happening = CancelRequested(cause=ids.new_id("request"), job_id=job_id, grace_s=body.grace_s)
     answer = await daemon.submit(happening)
     assert isinstance(answer, Job)
