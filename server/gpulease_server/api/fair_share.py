@@ -7,7 +7,7 @@ one user gets at most `SHARE` of its time: after a request that took long, the u
 
 | a request | and the share |
 |---|---|
-| waits for a commit, a grant, a change, its body or its client | is not counted; the user's next one begins |
+| waits for a commit, a grant, a change, its body or its client | is not counted; the next one begins |
 | has a large body, or submits an array | is counted to its end: writing it takes as long as reading it |
 | renews or releases a lease | has a share of its own, so that no one loses a lease because of their other requests |
 | is of root or of the daemon's user, or is the report of a worker | has no limit |
@@ -36,6 +36,8 @@ OTHERS_S = 1.0
 """How long after their last request others count as using the daemon."""
 REQUEST_S = 0.0005
 """What each request counts at least: the HTTP server has read it before its turn, and sends its answer after it."""
+WRITE_S = 0.003
+"""What a request counts for that the writer decides and commits, unless it is counted to its end."""
 MAX_COUNTED_S = 1.0
 """How much one request counts at most: one that hangs has not worked all the time."""
 MAX_USERS = 1000
@@ -171,10 +173,10 @@ class Turn:
             await self._share.begin(self._user, self._lane, resumes=resumes)
             self._since_s = clock.now().mono_s - (0.0 if resumes else REQUEST_S)
 
-    def end(self) -> None:
-        """It has ended, or waits."""
+    def end(self, further_s: float = 0.0) -> None:
+        """It has ended, or waits. `further_s`: what it takes elsewhere meanwhile."""
         if self._since_s is not None:
-            took_s, self._since_s = clock.now().mono_s - self._since_s, None
+            took_s, self._since_s = clock.now().mono_s - self._since_s + further_s, None
             self._share.end(self._user, self._lane, took_s)
 
     def exempt(self) -> None:
@@ -206,13 +208,14 @@ async def waiting() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def waiting_for_writer() -> AsyncIterator[None]:
-    """As `waiting`, unless what it waits for is a lot of work itself."""
+    """As `waiting`, but what it waits for is work, too: counted to its end where that is a lot."""
     turn = TURN.get()
     if turn is None or turn.is_large:
         yield
         return
-    async with waiting():
-        yield
+    turn.end(WRITE_S)
+    yield
+    await resume()
 
 
 def count_writing() -> None:
