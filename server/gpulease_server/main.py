@@ -8,6 +8,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,10 +48,13 @@ from gpulease_server.store.retention import RetentionLimits
 log = logging.getLogger("gpulease.serve")
 TAKE_PORT_S = 5.0
 """Time between two attempts to take a port that another user has."""
+SWITCH_S = 0.0005
+"""How long a thread that computes keeps the interpreter from the event loop, and the event loop from a thread."""
 
 
 def serve(settings: ServeSettings) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code. Raises `GpuleaseError` when it cannot start."""
+    sys.setswitchinterval(SWITCH_S)
     with logging_to_stderr("serve", settings.log_format, settings.log_level):
         return _serve(settings)
 

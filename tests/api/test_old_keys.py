@@ -76,7 +76,7 @@ def test_the_key_of_an_old_job_and_of_an_old_lease(tmp_path: Path, monkeypatch: 
 
 
 def _environments(store: Store) -> list[dict[str, str]]:
-    return [record.spec.environment for record in store.jobs((), None, 10)]
+    return [record.spec.environment for record in store.jobs((), None, 10)[0]]
 
 
 def _forget_jobs(store: Store) -> None:

@@ -50,7 +50,7 @@ def test_the_file_does_not_grow_over_a_year(tmp_path: Path, each: int) -> None:
     assert {name: after[name] for name in ("gpus", "nodes", "keys", "queue")} == {
         name: before[name] for name in ("gpus", "nodes", "keys", "queue")
     }
-    page = store.leases(["ended"], None, 100)
+    page, _ = store.leases(["ended"], None, 100)
     assert [one.number for one in page] == sorted((one.number for one in page), reverse=True)
     assert page[0].lease.ended_at is not None
     assert page[0].lease.ended_at > NOW + timedelta(weeks=WEEKS - 1)

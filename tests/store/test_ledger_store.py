@@ -15,9 +15,9 @@ from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.outage import reset_deadlines
-from gpulease_server.store import tables
-from gpulease_server.store.ledger_store import Store, StoreFailed, is_stored
-from tests.core.build import World
+from gpulease_server.store import rows, tables
+from gpulease_server.store.ledger_store import MAX_PAGE_CHARACTERS, Store, StoreFailed, is_stored
+from tests.core.build import World, uuid
 
 
 @pytest.fixture
@@ -209,12 +209,41 @@ def test_pages_come_newest_first_and_end(store: Store) -> None:
     world = World().node(gpus=8)
     ids = [world.lease().id for _ in range(5)]
     save(store, world)
-    first = store.leases([], None, 2)
-    second = store.leases([], first[-1].number, 2)
-    third = store.leases([], second[-1].number, 2)
+    first, after = store.leases([], None, 2)
+    second, after = store.leases([], after, 2)
+    third, end = store.leases([], after, 2)
     assert [record.lease.id for page in (first, second, third) for record in page] == ids[::-1]
-    assert store.leases(["ended"], None, 10) == []
+    assert end is None
+    assert store.leases(["ended"], None, 10) == ([], None)
     assert [event.seq for event in store.history(1, 2)[0]] == [2, 3]
+
+
+def test_a_page_ends_early_where_its_texts_are_long(store: Store) -> None:
+    world = World().node(gpus=8)
+    among = (uuid(0), *(f"GPU-{number:036d}" for number in range(100)))
+    ids = [world.lease(among=among).id for _ in range(200)]
+    save(store, world)
+    found: list[str] = []
+    after = None
+    while True:
+        page, after = store.leases([], after, 1000)
+        assert 4000 * (len(page) - 1) <= MAX_PAGE_CHARACTERS
+        found += [record.lease.id for record in page]
+        if after is None:
+            break
+    assert found == ids[::-1]
+
+
+def test_a_record_in_memory_is_not_read_for_a_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of a job that lives may have 1 MiB, and a page a thousand jobs."""
+    world = World().node(gpus=2)
+    running, other = world.submit(), world.submit()
+    save(store, world)
+    read, read_job = [], rows.job_record
+    monkeypatch.setattr(rows, "job_record", lambda row: read.append(row.id) or read_job(row))
+    page, _ = store.jobs((), None, 10, known={running: world.ledger.jobs[running]})
+    assert [record.job.id for record in page] == [other, running]
+    assert read == [other]
 
 
 def test_what_is_no_longer_in_memory_is_still_found(store: Store) -> None:

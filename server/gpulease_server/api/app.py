@@ -12,9 +12,11 @@ from starlette.routing import BaseRoute
 
 from gpulease_server.api.auth.rate_limiter import RateLimiter
 from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.fair_share import FairShare
 from gpulease_server.api.middleware.compression import CompressionMiddleware
 from gpulease_server.api.middleware.cors import AllowedOriginsCORSMiddleware
 from gpulease_server.api.middleware.etag import ETagMiddleware
+from gpulease_server.api.middleware.fair_turns import FairTurnsMiddleware
 from gpulease_server.api.middleware.head import HeadMiddleware
 from gpulease_server.api.middleware.http_metrics import HttpMetrics, HttpMetricsMiddleware
 from gpulease_server.api.middleware.loopback_origin import LoopbackOriginMiddleware
@@ -85,10 +87,16 @@ def create_app(
         description="GPU leases on shared machines: the one place where the ledger and the hardware agree. Callers on"
         " the daemon's host are identified by their user; others send `Authorization: Bearer TOKEN`.",
         lifespan=lifespan or _no_lifespan,
+        openapi_url=None,  # `install_openapi` serves it
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
+
+    def is_stopping() -> bool:
+        running: DaemonState = app.state.daemon
+        return running.stopping.is_set()
+
     http_metrics = HttpMetrics()
     app.state.daemon = daemon
     app.state.rate_limiter = RateLimiter()
@@ -108,6 +116,7 @@ def create_app(
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(NoSniffingMiddleware)
     app.add_middleware(RequestLogMiddleware)
+    app.add_middleware(FairTurnsMiddleware, share=FairShare(is_stopping))
     app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
     install_openapi(app, REQUEST_BODIES)
     return app

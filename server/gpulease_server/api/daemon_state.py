@@ -8,11 +8,14 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from gpulease_server.api import fair_share
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.core.gpu import is_silent, node_problem
+from gpulease_server.core.happenings import Happening
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant
+from gpulease_server.core.turn import Answer
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
@@ -53,6 +56,16 @@ class DaemonState:
     def policy(self) -> Policy:
         """The current policy."""
         return self.writer.policy
+
+    async def submit(self, happening: Happening) -> Answer:
+        """The answer to a happening, as `Writer.submit`; the caller's other requests go on meanwhile."""
+        async with fair_share.waiting_for_writer():
+            return await self.writer.submit(happening)
+
+    async def wait_for(self, topic: str, timeout_s: float) -> None:
+        """Wait until this topic was woken, at most so long; the caller's other requests go on meanwhile."""
+        async with fair_share.waiting():
+            await self.writer.wakeups.wait(topic, timeout_s)
 
     def not_ready(self) -> str | None:
         """Why the daemon cannot grant now; None if it can."""

@@ -38,5 +38,14 @@ def records_bytes(changes: Iterable[Change]) -> int:
     return leases + sum(job_bytes(change.spec) for change in changes if isinstance(change, JobRecord))
 
 
+def shown_characters(record: LeaseRecord | JobRecord) -> int:
+    """Characters of a request that a list shows, of those texts that may be long."""
+    if isinstance(record, JobRecord):
+        return sum(map(len, record.job.command)) + len(record.job.name) + len(record.job.traceback or "")
+    demand = record.lease.demand
+    return sum(map(len, demand.among or ())) + sum(map(len, demand.uuids)) + len(record.lease.holder.label)
+
+
 def _text_bytes(texts: Iterable[str | None]) -> int:
-    return sum(sys.getsizeof(text) + ENTRY_BYTES for text in texts if text is not None)
+    present = [text for text in texts if text is not None]
+    return sum(map(sys.getsizeof, present)) + ENTRY_BYTES * len(present)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, select
 
 from gpulease_protocol.model import Event, JobState, LeaseState
-from gpulease_server.core.footprint import records_bytes
+from gpulease_server.core.footprint import records_bytes, shown_characters
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.records import (
     BypassCounts,
@@ -33,6 +33,10 @@ from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
 
 __all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
 
+Record = TypeVar("Record", LeaseRecord, JobRecord)
+
+MAX_PAGE_CHARACTERS = 2**17
+"""Of the texts of a page's records: a page of longer ones ends earlier. It has one record at least."""
 COUNTERS = ("number", "token", "seq")
 LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseState.ENDED)
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
@@ -131,9 +135,12 @@ class Store:
             if events:
                 connection.execute(insert(tables.event), events)
 
-    def leases(self, states: Collection[str], after: int | None, limit: int) -> list[LeaseRecord]:
-        """Leases in these states (all when empty), newest first, those that arrived before number `after`."""
-        return [rows.lease_record(row) for row in self._page(tables.lease, states, after, limit)]
+    def leases(
+        self, states: Collection[str], after: int | None, limit: int, known: Mapping[str, LeaseRecord] | None = None
+    ) -> tuple[list[LeaseRecord], int | None]:
+        """Leases in these states (all when empty), newest first, those that arrived before number `after`, and the
+        number to continue after, None at the end. Those in `known` are taken from there instead of being read."""
+        return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit)
 
     def jobs(
         self,
@@ -143,12 +150,13 @@ class Store:
         *,
         array: str | None = None,
         user: str | None = None,
-    ) -> list[JobRecord]:
-        """Jobs in these states (all when empty), of one array and of one user (any when None), newest first, those that
-        arrived before number `after`."""
+        known: Mapping[str, JobRecord] | None = None,
+    ) -> tuple[list[JobRecord], int | None]:
+        """As `leases`, for the jobs of one array and of one user (any when None). A job that lives may have an
+        environment of 1 MiB in the database, so it should be known."""
         given = {tables.job.c.array_id: array, tables.job.c.user_name: user}
         only = [column == value for column, value in given.items() if value is not None]
-        return [rows.job_record(row) for row in self._page(tables.job, states, after, limit, *only)]
+        return self._page(tables.job, rows.job_record, known or {}, states, after, limit, *only)
 
     def lease(self, lease_id: str) -> LeaseRecord | None:
         """One lease, however long ago it ended."""
@@ -179,15 +187,34 @@ class Store:
             return connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
 
     def _page(
-        self, table: Table, states: Collection[str], after: int | None, limit: int, *where: ColumnElement[bool]
-    ) -> list[Row[Any]]:
-        query = select(table).where(*where).order_by(table.c.number.desc()).limit(limit)
+        self,
+        table: Table,
+        read: Callable[[Row[Any]], Record],
+        known: Mapping[str, Record],
+        states: Collection[str],
+        after: int | None,
+        limit: int,
+        *where: ColumnElement[bool],
+    ) -> tuple[list[Record], int | None]:
+        newest_first = table.c.number.desc()
+        query = select(table.c.id).where(*where).order_by(newest_first).limit(limit)
         if states:
             query = query.where(table.c.state.in_(states))
         if after is not None:
             query = query.where(table.c.number < after)
-        with self.engine.connect() as connection:
-            return list(connection.execute(query))
+        page: list[Record] = []
+        with snapshot(self.engine) as connection:
+            found = {key: known.get(key) for key in connection.execute(query).scalars()}
+            unknown = [key for key, record in found.items() if record is None]
+            rest = select(table).where(table.c.id.in_(unknown)).order_by(newest_first)
+            with connection.execute(rest.execution_options(yield_per=20)) as others:
+                left = MAX_PAGE_CHARACTERS
+                for record in (record or read(next(others)) for record in found.values()):
+                    page.append(record)
+                    left -= shown_characters(record)
+                    if left < 0:
+                        break
+        return page, page[-1].number if page and (left < 0 or len(page) == limit) else None
 
     def _one(self, query: Select[Any]) -> Row[Any] | None:
         with self.engine.connect() as connection:

@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 from gpulease_protocol.errors import NotAllowed, NotAuthenticated
 from gpulease_protocol.model import Holder
 from gpulease_protocol.tokens import Role
+from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller, caller_from_peer, caller_from_token, trusted_peer
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.auth.rate_limiter import RateLimiter
@@ -118,6 +119,8 @@ async def authorize(request: Request, daemon: DaemonDep) -> None:
         rate_limiter.take(f"{bucket} {caller.user}", access.max_rps_per_user, daemon.now().mono_s)
     if not await _is_allowed(caller, rule, request, daemon):
         raise _refusal(caller, rule)
+    if rule is AccessRule.WORKER:
+        fair_share.exempt()  # a report that is late makes GPUs unknown
 
 
 async def _is_allowed(caller: Caller, rule: AccessRule | None, request: Request, daemon: DaemonState) -> bool:

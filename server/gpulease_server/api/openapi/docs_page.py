@@ -7,18 +7,26 @@ with GPUs may have no internet access, and a script in a page of this origin cou
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
-from fastapi.responses import HTMLResponse
+from fastapi import Request
+from fastapi.responses import HTMLResponse, Response
 
 from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.openapi.static_document import StaticDocument
 
 router = new_router()
 PAGE = Path(__file__).with_name("reference.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-@router.get("/docs", include_in_schema=False)
-async def docs() -> HTMLResponse:
+@router.get("/docs", include_in_schema=False, response_class=HTMLResponse)
+async def docs(request: Request) -> Response:
     """The reference of this API."""
-    return HTMLResponse(PAGE.read_bytes(), headers={"Content-Security-Policy": POLICY})
+    return _page().respond(request)
+
+
+@cache
+def _page() -> StaticDocument:
+    return StaticDocument(PAGE.read_bytes(), "text/html; charset=utf-8", {"Content-Security-Policy": POLICY})

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
 from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
 
 from gpulease_protocol.explanation import Explanation
 from gpulease_server.api.openapi import field_descriptions, links
+from gpulease_server.api.openapi.static_document import StaticDocument
 from gpulease_server.api.problems import ERRORS_OF_EVERY_ROUTE, PROBLEM_SCHEMA, error_responses, responses_of
 from gpulease_server.api.query_parameters import STRICT_PREFIX
 from gpulease_server.api.request_body import JsonBody
 
 
 def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
-    """Have `app.openapi()` add the schemas of request bodies and problems, descriptions, error responses and links.
+    """Have `app.openapi()` add the schemas of request bodies and problems, descriptions, error responses and links,
+    and serve it.
 
     The document is made at the first request for it.
     """
@@ -39,7 +45,15 @@ def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
             app.openapi_schema = document
         return app.openapi_schema
 
+    @cache
+    def encoded() -> StaticDocument:
+        return StaticDocument(json.dumps(app.openapi(), ensure_ascii=False).encode(), "application/json")
+
+    async def serve(request: Request) -> Response:
+        return encoded().respond(request)
+
     app.openapi = openapi  # type: ignore[method-assign]
+    app.add_route("/openapi.json", serve, include_in_schema=False)
 
 
 def _add_error_responses(document: dict[str, Any]) -> None:

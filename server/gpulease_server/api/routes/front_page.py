@@ -13,6 +13,8 @@ from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.core.presentation import gpu_views, lease_view, node_view
 
 router = new_router()
+MAX_WAITING = 200
+"""Waiting requests that are shown."""
 
 
 @router.get("/", tags=["service"], response_class=PlainTextResponse)
@@ -21,11 +23,14 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     response.headers["Vary"] = "Accept"
     now, ledger = daemon.now(), daemon.ledger
     gpus = [redact_gpu(caller, gpu, daemon.access) for gpu in gpu_views(ledger, now, daemon.policy)]
-    live = [record for record in ledger.leases.values() if record.lease.ended_at is None]
-    leases = [
-        lease_view(ledger, record, now, daemon.policy) for record in sorted(live, key=lambda record: record.number)
-    ]
-    jobs = [redact_job(caller, record, ledger, daemon.access) for record in ledger.live_jobs.values()]
+    held = [lease for gpu in ledger.gpus.values() if (lease := ledger.leases.get(gpu.lease_id or "")) is not None]
+    waiting = [ledger.leases[lease_id] for _, lease_id in ledger.queue[:MAX_WAITING]]
+    records = {record.lease.id: record for record in (*held, *waiting)}.values()
+    leases = [lease_view(ledger, record, now, daemon.policy) for record in records]
+    live = [job for lease in leases if (job := ledger.live_jobs.get(lease.job_id or "")) is not None]
+    jobs = [redact_job(caller, record, ledger, daemon.access) for record in live]
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
     standby_notice = f"{daemon.writer.problem}\n\n" if daemon.leadership.standby_copy else ""
-    return standby_notice + render_status(gpus, leases, jobs, now.at, nodes)
+    more = len(ledger.queue) - len(waiting)
+    rest = f"{more} more requests wait; `gpulease leases` lists them.\n" if more > 0 else ""
+    return standby_notice + render_status(gpus, leases, jobs, now.at, nodes) + rest

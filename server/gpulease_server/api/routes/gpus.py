@@ -50,5 +50,5 @@ async def _set_cordon(daemon: DaemonState, caller: Caller, uuid: str, cordoned: 
     happening = CordonRequested(
         cause=ids.new_id("request"), uuid=canonical_uuid(uuid), cordoned=cordoned, by=caller.user
     )
-    await daemon.writer.submit(happening)
+    await daemon.submit(happening)
     return await show_gpu(uuid, daemon, caller)

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
 from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
 from gpulease_protocol.node_protocol import parse_attempt_name
+from gpulease_server.api import fair_share
 from gpulease_server.api.auth.access_rules import CallerDep, holder_of
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller, is_still_valid
@@ -229,7 +230,8 @@ class LogTail:
             asyncio.ensure_future(self._daemon.writer.wakeups.wait(f"job:{self._job_id}", timeout_s)),
         }
         try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            async with fair_share.waiting():
+                await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()

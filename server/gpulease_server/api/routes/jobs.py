@@ -12,13 +12,15 @@ from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Holder, Job, JobState, Page
 from gpulease_protocol.requests import CancelRequest, JobRequest
+from gpulease_server.api import fair_share
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_job
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
-from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
+from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.streams.long_poll import Cursor, Limit, WaitSeconds, cursor_number, wait_until
+from gpulease_server.core.footprint import shown_characters
 from gpulease_server.core.happenings import CancelRequested, IdempotencyKey, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import MadeLongAgo
 from gpulease_server.core.records import JobRecord
@@ -51,6 +53,8 @@ async def submit(
     With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
     """
     jobs, array_id = _submitted_jobs(body)
+    if array_id is not None:
+        fair_share.count_writing()
     submitted = JobSubmitted(
         cause=ids.new_id("request"),
         jobs=jobs,
@@ -65,7 +69,7 @@ async def submit(
     )
     answer: object
     try:
-        answer = await daemon.writer.submit(submitted)
+        answer = await daemon.submit(submitted)
     except MadeLongAgo as error:
         answer = (await find_job(daemon, error.result_id)).job
     if not isinstance(answer, Job):
@@ -86,10 +90,12 @@ async def list_jobs(
 ) -> Page[Job]:
     """Jobs, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
-    records = await asyncio.to_thread(daemon.store.jobs, states, after, limit, array=array, user=user)
+    records, number = await asyncio.to_thread(
+        daemon.store.jobs, states, after, limit, array=array, user=user, known=daemon.ledger.jobs
+    )
     current = (daemon.ledger.jobs.get(record.job.id, record) for record in records)
     items = tuple(redact_job(caller, record, daemon.ledger, daemon.access) for record in current)
-    return Page(items=items, next=str(records[-1].number) if len(records) == limit else None)
+    return Page(items=items, next=None if number is None else str(number))
 
 
 @router.get("/{job_id}", responses=error_responses("not_found"))
@@ -125,8 +131,10 @@ async def cancel(job_id: str, body: Annotated[CancelRequest, Depends(CANCEL_BODY
     # A job that is only in the database ended long ago, unless the ledger is still being read.
     if daemon.writer.problem is None and job_id not in daemon.ledger.jobs:
         return record.job
+    if shown_characters(record) > LARGE_BYTES:
+        fair_share.count_writing()
     happening = CancelRequested(cause=ids.new_id("request"), job_id=job_id, grace_s=body.grace_s)
-    answer = await daemon.writer.submit(happening)
+    answer = await daemon.submit(happening)
     assert isinstance(answer, Job)
     return answer
 

@@ -90,7 +90,7 @@ async def request_lease(
         key=key,
     )
     try:
-        answer = await daemon.writer.submit(requested)
+        answer = await daemon.submit(requested)
     except MadeLongAgo as error:
         raise LeaseLost(error.detail, remedy="Use a new Idempotency-Key for a new request.") from None
     if not isinstance(answer, Lease):
@@ -117,10 +117,10 @@ async def list_leases(
 ) -> Page[Lease]:
     """Leases, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
-    records = await asyncio.to_thread(daemon.store.leases, states, after, limit)
+    records, number = await asyncio.to_thread(daemon.store.leases, states, after, limit, daemon.ledger.leases)
     views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
     items = tuple(redact_lease(caller, lease) for lease in views)
-    return Page(items=items, next=str(records[-1].number) if len(records) == limit else None)
+    return Page(items=items, next=None if number is None else str(number))
 
 
 @router.get("/{lease_id}", responses=error_responses("not_found", "unavailable"))
@@ -212,7 +212,7 @@ async def _submit(daemon: DaemonState, record: LeaseRecord, happening: RenewalRe
     # A lease that is only in the database ended long ago, unless the ledger is still being read.
     if daemon.writer.problem is None and happening.lease_id not in daemon.ledger.leases:
         return answer_for_old_lease(record.lease, happening)
-    answer = await daemon.writer.submit(happening)
+    answer = await daemon.submit(happening)
     assert isinstance(answer, Lease)
     return answer
 
@@ -286,7 +286,7 @@ async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
         cause=ids.new_id("request"), lease_id=record.lease.id, fencing_token=record.lease.fencing_token
     )
     with contextlib.suppress(LeaseLost, StaleToken, NotFound):  # it ends at this moment, and is shown as it is
-        await daemon.writer.submit(renewal)
+        await daemon.submit(renewal)
 
 
 def _view(daemon: DaemonState, record: LeaseRecord) -> Lease:

@@ -88,7 +88,7 @@ async def forget(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
     others are `lost`. So make sure that nothing of it still runs. Refused while the node reports.
     """
     node = await show_node(name, daemon)
-    await daemon.writer.submit(NodeForgetRequested(cause=ids.new_id("request"), node=name, by=caller.user))
+    await daemon.submit(NodeForgetRequested(cause=ids.new_id("request"), node=name, by=caller.user))
     return node
 
 
@@ -111,7 +111,7 @@ async def exchange(
     _require_storable(name, report)
     await _bind_token(daemon, caller, name)
     report = with_trusted_logs(name, report, is_privileged(peer))
-    await daemon.writer.submit(
+    await daemon.submit(
         NodeReported(
             cause=ids.new_id("report"),
             node=name,
@@ -135,13 +135,13 @@ async def exchange(
         owners_due = desired.owners != sent_owners and now_s - started_s >= OWNERS_DELAY_S
         if now_s >= until_s or has_news or owners_due:
             break
-        await daemon.writer.wakeups.wait(f"node:{name}", min(until_s - now_s, slice_s))
+        await daemon.wait_for(f"node:{name}", min(until_s - now_s, slice_s))
     return daemon.tickets.issue(name, replace(desired, complete=has_news))
 
 
 async def _set_mode(daemon: DaemonState, caller: Caller, name: str, mode: NodeMode, force: bool = False) -> Node:
     happening = NodeModeRequested(cause=ids.new_id("request"), node=name, mode=mode, force=force, by=caller.user)
-    await daemon.writer.submit(happening)
+    await daemon.submit(happening)
     return await show_node(name, daemon)
 
 

@@ -41,6 +41,7 @@ from starlette.types import Receive, Scope, Send
 
 from gpulease_protocol.errors import EventsPruned, InvalidRequest, Unavailable
 from gpulease_protocol.model import Event
+from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller, is_still_valid
 from gpulease_server.api.auth.redaction import hidden_kind_prefix, redact_event
 from gpulease_server.api.daemon_state import DaemonState
@@ -151,6 +152,7 @@ class EventStream(Response):
         """The events after the position, in parts; advances the position."""
         recent = self._daemon.writer.recent_events
         while self._position < recent.last_seq and not self._daemon.stopping.is_set():
+            await fair_share.resume()
             last_seq = recent.last_seq
             batch = recent.after(self._position, MAX_BATCH)
             if batch is None:
@@ -181,7 +183,8 @@ class EventStream(Response):
         recorded = asyncio.ensure_future(self._recorded())
         waits = {recorded, disconnected}
         try:
-            done, _ = await asyncio.wait(waits, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            async with fair_share.waiting():
+                done, _ = await asyncio.wait(waits, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             recorded.cancel()
         return bool(done)

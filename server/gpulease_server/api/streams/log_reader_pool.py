@@ -19,6 +19,7 @@ from typing import ClassVar, TypeVar
 from fastapi import Request
 
 from gpulease_protocol.errors import Unavailable
+from gpulease_server.api import fair_share
 from gpulease_server.api.streams.file_poller import FilePoller, Signatures
 
 THREADS = 32
@@ -60,7 +61,14 @@ class LogReaderPool:
         return pool
 
     async def run(self, owner: str | None, function: Callable[..., Result], *arguments: object) -> Result:
-        """The result of a blocking function that reads files of a user. Raises `LogsHang`."""
+        """The result of a blocking function that reads files of a user; the caller's other requests go on meanwhile.
+
+        Raises `LogsHang`.
+        """
+        async with fair_share.waiting():
+            return await self._run(owner, function, *arguments)
+
+    async def _run(self, owner: str | None, function: Callable[..., Result], *arguments: object) -> Result:
         of_user = self._free_threads_by_user[owner]
         try:
             async with asyncio.timeout(self.patience_s):

@@ -19,7 +19,9 @@ WaitSeconds = Annotated[
     float,
     Query(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, description="Hold the answer for at most this number of seconds."),
 ]
-Limit = Annotated[int, Query(ge=1, le=1000, description="Maximum number of items on a page.")]
+Limit = Annotated[
+    int, Query(ge=1, le=1000, description="Maximum number of items on a page; there are fewer where they are large.")
+]
 Cursor = Annotated[str | None, Query(description="`next` of the previous page.", pattern=r"^[0-9]{1,18}$")]
 
 
@@ -46,7 +48,7 @@ async def wait_until(
         require_still_valid(caller, daemon)
         keep_alive()
         if not condition():
-            await daemon.writer.wakeups.wait(topic, min(left_s, slice_s))
+            await daemon.wait_for(topic, min(left_s, slice_s))
     require_still_valid(caller, daemon)
 
 

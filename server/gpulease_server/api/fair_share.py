@@ -1,0 +1,234 @@
+"""Fair share: how much of the daemon's time one user may take, and who works next.
+
+The daemon answers on one event loop, so that whatever one request costs, the others wait for. Without a limit, a user
+with a hundred connections is served a hundred times before another user is served once. So of each user one request is
+worked on at a time; the others of that user wait for it, and those of other users do not. While others use the daemon,
+one user gets at most `SHARE` of its time: after a request that took long, the user's next one waits in proportion.
+
+| a request | and the share |
+|---|---|
+| waits for a commit, a grant, a change, its body or its client | is not counted; the next one begins |
+| has a large body, or submits an array | is counted to its end: writing it takes as long as reading it |
+| renews or releases a lease | has a share of its own, so that no one loses a lease because of their other requests |
+| is of root or of the daemon's user, or is the report of a worker | has no limit |
+| is of no one whom the kernel shows | is counted by its token, or else by its host |
+
+What is counted is time, from when a request is worked on until it is answered or waits. That includes threads of the
+daemon, which hold the interpreter's lock for most of their time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from gpulease_server.runtime import clock
+
+SHARE = 0.25
+"""How much of the daemon's time one user gets while others use it."""
+BURST_S = 0.25
+"""How much a user may take at once, after a time in which they took less."""
+OTHERS_S = 1.0
+"""How long after their last request others count as using the daemon."""
+REQUEST_S = 0.0005
+"""What each request counts at least: the HTTP server has read it before its turn, and sends its answer after it."""
+WRITE_S = 0.003
+"""What a request counts for that the writer decides and commits, unless it is counted to its end."""
+MAX_COUNTED_S = 1.0
+"""How much one request counts at most: one that hangs has not worked all the time."""
+MAX_USERS = 1000
+"""Above this number, users without a request are forgotten."""
+
+
+@dataclass(slots=True)
+class _User:
+    """One user's requests."""
+
+    working: bool = False
+    resuming: deque[asyncio.Future[None]] = field(default_factory=deque)
+    """Requests that go on after a wait: before those that have not begun."""
+    beginning: deque[asyncio.Future[None]] = field(default_factory=deque)
+    used_s: float = 0.0
+    """Time taken as of `at_s`; it fades at `SHARE` seconds a second."""
+    at_s: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    def update(self, now_s: float) -> None:
+        """Let what was taken fade."""
+        self.used_s = max(0.0, self.used_s - SHARE * (now_s - self.at_s))
+        self.at_s = now_s
+
+
+class FairShare:
+    """Lets one request of each user work at a time. For one event loop.
+
+    Args:
+        is_stopping: True when the daemon ends, and every request is to be answered at once.
+        now_s: The monotonic clock.
+    """
+
+    def __init__(
+        self,
+        is_stopping: Callable[[], bool] = lambda: False,
+        now_s: Callable[[], float] = lambda: clock.now().mono_s,
+    ) -> None:
+        self._is_stopping = is_stopping
+        self._now_s = now_s
+        self._users: dict[Hashable, _User] = {}
+        self._last: tuple[Hashable, float] = (None, float("-inf"))
+        """Who asked last, and when."""
+        self._last_other_s = float("-inf")
+        """When another user asked last."""
+
+    def note_request(self, user: Hashable) -> None:
+        """This user uses the daemon."""
+        if user != self._last[0]:
+            self._last_other_s = self._last[1]
+        self._last = (user, self._now_s())
+
+    async def begin(self, user: Hashable, lane: str, *, resumes: bool = False) -> None:
+        """Return when a request of this user may work."""
+        own = self._users.get((user, lane))
+        if own is None:
+            self._forget_idle()
+            own = self._users[user, lane] = _User(at_s=self._now_s())
+        if not (own.working or own.resuming or own.beginning) and self._delay_s(user, own) <= 0.0:
+            own.working = True
+            return
+        waiting = own.resuming if resumes else own.beginning
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(turn)
+        self._serve(user, own)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.end(user, lane, 0.0)
+            raise
+
+    def end(self, user: Hashable, lane: str, took_s: float) -> None:
+        """The request that worked has ended or waits; the user's next one may work."""
+        own = self._users[user, lane]
+        own.working = False
+        self._count(user, own, min(took_s, MAX_COUNTED_S))
+        self._serve(user, own)
+
+    def _serve(self, user: Hashable, own: _User) -> None:
+        if own.timer is not None:
+            own.timer.cancel()
+            own.timer = None
+        while not own.working and (waiting := own.resuming or own.beginning):
+            if waiting[0].done():  # its request was cancelled
+                waiting.popleft()
+                continue
+            delay_s = self._delay_s(user, own)
+            if delay_s > 0.0:
+                own.timer = asyncio.get_running_loop().call_later(delay_s, self._serve, user, own)
+                return
+            own.working = True
+            waiting.popleft().set_result(None)
+
+    def _delay_s(self, user: Hashable, own: _User) -> float:
+        """How long the user's next request has to wait, because of what the earlier ones took."""
+        self._count(user, own, 0.0)
+        return (own.used_s - BURST_S) / SHARE
+
+    def _count(self, user: Hashable, own: _User, took_s: float) -> None:
+        """Add to what the user took. While no one else is there, it makes no one wait later."""
+        now_s = self._now_s()
+        own.update(now_s)
+        own.used_s += took_s
+        others_s = self._last_other_s if self._last[0] == user else self._last[1]
+        if now_s - others_s > OTHERS_S or self._is_stopping():
+            own.used_s = min(own.used_s, BURST_S)
+
+    def _forget_idle(self) -> None:
+        if len(self._users) > MAX_USERS:
+            now_s = self._now_s()
+            for key, own in list(self._users.items()):
+                own.update(now_s)
+                if own.used_s == 0.0 and not (own.working or own.resuming or own.beginning):
+                    del self._users[key]
+
+
+class Turn:
+    """One request's part in it."""
+
+    def __init__(self, share: FairShare, user: Hashable, lane: str) -> None:
+        self._share, self._user, self._lane = share, user, lane
+        self._since_s: float | None = None
+        """When it began to work; None while it waits."""
+        self.is_large = False
+        """True if it is counted while it waits for the writer, too."""
+        self.is_exempt = False
+        """True if it has no limit any more."""
+
+    async def begin(self, *, resumes: bool = False) -> None:
+        """Return when it may work; at once if it does."""
+        if not self.is_exempt and self._since_s is None:
+            await self._share.begin(self._user, self._lane, resumes=resumes)
+            self._since_s = clock.now().mono_s - (0.0 if resumes else REQUEST_S)
+            if self.is_exempt:  # since it has waited
+                self.end()
+
+    def end(self, further_s: float = 0.0) -> None:
+        """It has ended, or waits. `further_s`: what it takes elsewhere meanwhile."""
+        if self._since_s is not None:
+            took_s, self._since_s = clock.now().mono_s - self._since_s + further_s, None
+            self._share.end(self._user, self._lane, took_s)
+
+    def exempt(self) -> None:
+        """Give it no limit from now on. So must be what is over: a task that outlives its request takes no turn."""
+        self.is_exempt = True
+        self.end()
+
+
+TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
+"""The current request's part; None where it has no limit."""
+
+
+async def resume() -> None:
+    """Return when the current request may work again, after a part of its answer was sent."""
+    turn = TURN.get()
+    if turn is not None:
+        await turn.begin(resumes=True)
+
+
+@asynccontextmanager
+async def waiting() -> AsyncIterator[None]:
+    """While the current request waits: what it waits for takes none of its user's share."""
+    turn = TURN.get()
+    if turn is not None:
+        turn.end()
+    yield
+    await resume()
+
+
+@asynccontextmanager
+async def waiting_for_writer() -> AsyncIterator[None]:
+    """As `waiting`, but what it waits for is work, too: counted to its end where that is a lot."""
+    turn = TURN.get()
+    if turn is None or turn.is_large:
+        yield
+        return
+    turn.end(WRITE_S)
+    yield
+    await resume()
+
+
+def count_writing() -> None:
+    """Count the current request also while it is written: that is a lot of work."""
+    turn = TURN.get()
+    if turn is not None:
+        turn.is_large = True
+
+
+def exempt() -> None:
+    """Give the current request no limit from now on."""
+    turn = TURN.get()
+    if turn is not None:
+        turn.exempt()

@@ -1,0 +1,57 @@
+"""Has each request wait for its user's turn, see `fair_share`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gpulease_server.api.auth.callers import is_privileged, trusted_peer
+from gpulease_server.api.auth.peer_credentials import PeerCredentials
+from gpulease_server.api.fair_share import TURN, FairShare, Turn
+
+KEEPING = ("/renew", "/release")
+"""Ends of paths whose requests have a share of their own."""
+
+
+class FairTurnsMiddleware:
+    """Lets one request of each user work at a time. Inside what measures requests, outside all that takes time."""
+
+    def __init__(self, app: ASGIApp, share: FairShare) -> None:
+        self.app = app
+        self.share = share
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on when it may work."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), scope["app"].state.daemon.access)
+        user = _user_of(peer, scope)
+        if not scope["path"].endswith("/exchange"):  # a worker asks all the time
+            self.share.note_request(user)
+        if is_privileged(peer):
+            await self.app(scope, receive, send)
+            return
+        turn = Turn(self.share, user, "keeping" if scope["path"].endswith(KEEPING) else "other")
+        TURN.set(turn)
+
+        async def send_outside(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                turn.end()  # a client may take its time to read; a stream goes on with `fair_share.resume`
+            await send(message)
+
+        await turn.begin()
+        try:
+            await self.app(scope, receive, send_outside)
+        finally:
+            turn.exempt()
+
+
+def _user_of(peer: PeerCredentials, scope: Scope) -> Hashable:
+    """The user whom the kernel shows; else the token that is sent, which need not be valid; else the host."""
+    if peer.uid is not None:
+        return peer.uid
+    token = Headers(scope=scope).get("authorization", "").partition(".")[0][:80]
+    return token or (scope.get("client") or ("",))[0]

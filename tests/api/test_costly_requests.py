@@ -1,0 +1,53 @@
+"""Requests that take much more to answer than to send are answered cheaply, or in few words."""
+
+from __future__ import annotations
+
+import gzip
+import random
+import re
+
+from gpulease_server.api.request_body import _may_be_unstorable
+from gpulease_server.api.routes.front_page import MAX_WAITING
+from tests.daemon import DaemonProcess
+
+
+def test_a_body_of_very_many_errors_is_refused_without_a_list_of_them(api: DaemonProcess) -> None:
+    fields = ",".join(f'"V{number}": 1' for number in range(5000))
+    for body in (f"{{{fields}}}", f'{{"command": ["true"], "environment": {{{fields}}}}}'):
+        answer = api.call("POST", "/v1/jobs", raw=body.encode())
+        assert answer.problem() == (422, "invalid_request")
+        assert re.match(r"The body has 500\d errors", answer.json["detail"])
+
+
+def test_what_cannot_be_stored_is_found_as_a_regular_expression_would() -> None:
+    dice = random.Random(1)
+    seen = set()
+    for _ in range(3000):
+        parts = dice.choices([b"9" * 18, b"0", b"7", b"x", b" ", b"\\u0000", b"\\u00001", b"u0000"], k=4)
+        body = b"".join(parts)
+        expected = re.search(rb"\\u0000|[0-9]{19}", body) is not None
+        assert _may_be_unstorable(body) is expected, body
+        seen.add(expected)
+    assert seen == {True, False}
+
+
+def test_a_document_that_never_changes_is_sent_as_the_caller_accepts_it(api: DaemonProcess) -> None:
+    for path in ("/openapi.json", "/docs"):
+        plain, packed = api.get(path), api.call("GET", path, **{"Accept-Encoding": "gzip"})
+        assert (plain.status, packed.status) == (200, 200)
+        assert "content-encoding" not in plain.headers
+        assert packed.headers["content-encoding"] == "gzip"
+        assert gzip.decompress(packed.content) == plain.content
+        assert len(packed.content) < len(plain.content) / 4
+        assert {answer.headers["vary"] for answer in (plain, packed)} == {"Accept-Encoding"}
+        assert plain.headers["content-type"] == packed.headers["content-type"]
+
+
+def test_the_text_page_shows_the_beginning_of_a_long_queue_and_says_how_many_more_wait(api: DaemonProcess) -> None:
+    api.request_lease(4)
+    api.submit("true", gpus=4, name="sweep", array={"indices": f"0-{MAX_WAITING + 2}"})
+    page = api.get("/").content.decode()
+    assert page.count("sweep") == MAX_WAITING
+    assert page.endswith("3 more requests wait; `gpulease leases` lists them.\n")
+    for job in api.get("/v1/jobs?state=queued&limit=1000").json["items"]:
+        api.call("POST", f"/v1/jobs/{job['id']}/cancel")

@@ -1,0 +1,192 @@
+"""What other users feel of one user's load: how long each route takes for A while E does each thing that was reported.
+
+The daemon is a real one, as root, and E and A are real users to it. E's program is as nice as can be, so that not the
+kernel but the daemon decides who waits. A asks one request after another, each route in turn, as people and scripts do
+who do not attack. Asserted is of each route, under each load: the median is under twice the idle one, or not over it by
+more than `SLACK_S`; and nine of ten answers come within `TAIL_S` more. No one feels what is under `SLACK_S`, and a
+machine with two processors, on which the daemon, its worker, the test and the load all run, cannot tell it from noise.
+A load that is felt is put on once more, and only what is felt then counts: other programs take the processor, too, and
+a daemon that does not share is slow each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon import DaemonProcess, daemon, eventually
+from tests.http_as_user import Connection, call
+from tests.system.hostile_load import EVE, LOADS
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+ADA = 54322
+KEPT = "kept"
+ROUNDS = 9
+PAUSE_S = 0.015
+"""Between two requests of A."""
+SLACK_S, TAIL_S = 0.008, 0.150
+Samples = dict[str, list[float]]
+
+
+class Ada:
+    """Sends each request that a user can send, and notes how long each takes."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.connection.connect()
+        self.connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.took_s: Samples = defaultdict(list)
+        self.held = self.ask("POST /v1/leases", {"count": 7, "ttl_s": 3600})
+        done = self.ask("POST /v1/jobs", {"command": ["echo", "done"], "launcher": "plain"})
+        self.job = self.ask(f"GET /v1/jobs/{done['id']}?wait_s=60&wait_while=queued")["id"]
+        while (state := self.ask(f"GET /v1/jobs/{self.job}"))["ended_at"] is None:
+            self.ask(f"GET /v1/jobs/{self.job}?wait_s=60&wait_while={state['state']}")
+        self.took_s.clear()
+
+    def ask(self, request: str, body: Any = None, route: str = "", **fields: str) -> Any:
+        """One request, timed under the name of its route; its JSON."""
+        begun_s = time.perf_counter()
+        method, path = request.split()
+        payload = None if body is None else json.dumps(body)
+        self.connection.request(method, path, payload, fields)
+        answer = self.connection.getresponse()
+        content = answer.read()
+        self.took_s[route or request].append(time.perf_counter() - begun_s)
+        assert answer.status < 300, (request, answer.status, content[:500])
+        return json.loads(content) if content[:1] == b"{" else None
+
+    def round(self) -> None:
+        """Each route once."""
+        held, gpu = f"/v1/leases/{self.held['id']}", self.held["gpus"][0]
+        for path in ("/v1/gpus", "/v1/nodes", "/v1/leases", "/v1/jobs", "/v1/events", "/metrics", "/", "/docs"):
+            self.pause().ask(f"GET {path}")
+        self.pause().ask("GET /openapi.json", **{"Accept-Encoding": "gzip"})
+        for path in ("/healthz", "/readyz"):
+            self.pause().ask(f"GET {path}")
+        self.pause().ask(f"GET /v1/gpus/{gpu['uuid']}", route="GET /v1/gpus/{uuid}")
+        self.pause().ask(f"GET /v1/nodes/{gpu['node']}", route="GET /v1/nodes/{name}")
+        self.pause().ask(f"GET {held}", route="GET /v1/leases/{id}")
+        self.pause().ask(f"GET {held}/explain", route="GET /v1/leases/{id}/explain")
+        self.pause().ask(f"POST {held}/renew", {"token": self.held["token"]}, route="POST /v1/leases/{id}/renew")
+        lease = self.pause().ask("POST /v1/leases", {"count": 1})
+        self.pause().ask(
+            f"POST /v1/leases/{lease['id']}/release", {"token": lease["token"]}, route="POST /v1/leases/{id}/release"
+        )
+        job = self.pause().ask("POST /v1/jobs", {"command": ["true"], "launcher": "plain", "gpus": 8})
+        self.pause().ask(f"POST /v1/jobs/{job['id']}/cancel", {"grace_s": 0}, route="POST /v1/jobs/{id}/cancel")
+        for end in ("", "/logs", "/metrics"):
+            self.pause().ask(f"GET /v1/jobs/{self.job}{end}", route=f"GET /v1/jobs/{{id}}{end}")
+
+    def pause(self) -> Ada:
+        """What a user does between two requests."""
+        time.sleep(PAUSE_S)
+        return self
+
+    def measured(self) -> Samples:
+        """How long each route takes now."""
+        self.round()
+        self.took_s.clear()
+        for _ in range(ROUNDS):
+            self.round()
+        taken, self.took_s = self.took_s, defaultdict(list)
+        return taken
+
+
+@contextmanager
+def hostile(kind: str, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """E's load meanwhile."""
+    with subprocess.Popen([sys.executable, "-m", "tests.system.hostile_load", kind, str(port)]) as load:
+        try:
+            yield load
+        finally:
+            load.kill()
+
+
+def felt(idle: Samples, loaded: Samples) -> Iterator[tuple[str, bool]]:
+    """A line for each route, and whether it is within the bounds."""
+    for route, before in idle.items():
+        usual_s, now_s = statistics.median(before), statistics.median(loaded[route])
+        tail_s, tail_now_s = (statistics.quantiles(taken, n=10)[-1] for taken in (before, loaded[route]))
+        good = now_s <= max(2 * usual_s, usual_s + SLACK_S) and tail_now_s <= 2 * tail_s + TAIL_S
+        line = " ".join(f"{1000 * taken_s:7.1f}" for taken_s in (usual_s, now_s, tail_s, tail_now_s))
+        yield f"{line} ms  {'' if good else 'SLOW '}{route}", good
+
+
+def answered(running: DaemonProcess) -> float:
+    """How many requests the daemon has answered."""
+    lines = running.get("/metrics").content.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("gpulease_http_requests_total{"))
+
+
+def tidy(running: DaemonProcess) -> None:
+    """Give back what E's program had when it was ended."""
+    mine = [lease for state in ("queued", "active") for lease in running.leases(state) if is_left(lease)]
+    for lease in mine:
+        if lease["job_id"] is None:
+            running.release(lease)
+        else:
+            running.call("POST", f"/v1/jobs/{lease['job_id']}/cancel", {"grace_s": 0})
+    eventually(lambda: running.gpu_states().count("free") >= 16, 60, running.story)
+
+
+def is_left(lease: dict[str, Any]) -> bool:
+    """True for what a load left behind, and not the test."""
+    return lease["holder"]["user"] == str(EVE) and lease["holder"]["label"] != KEPT
+
+
+def measure(running: DaemonProcess, ada: Ada, kind: str) -> list[str]:
+    """What A feels of one kind of load; a line for each route that is slow."""
+    tidy(running)
+    idle, before = ada.measured(), answered(running)
+    with hostile(kind, running.port) as load:
+        loops, _, (silent, _) = LOADS[kind]
+        eventually(lambda: sockets_of(load.pid) >= loops + silent, 60, running.story)
+        loaded = ada.measured()
+        assert load.poll() is None, kind
+    lines = list(felt(idle, loaded))
+    print(f"\n{kind}: {answered(running) - before:.0f} requests\nmedian: idle, now; nine of ten: idle, now")
+    print(*(line for line, _ in lines), sep="\n")
+    return [f"{kind}: {line}" for line, good in lines if not good]
+
+
+def sockets_of(pid: int) -> int:
+    """How many connections E's program has."""
+    count = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it is closed meanwhile
+            count += os.readlink(descriptor).startswith("socket:")
+    return count
+
+
+@pytest.mark.budget(240)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can send requests as another user")
+def test_no_load_of_one_user_is_felt_by_another(tmp_path: Path) -> None:
+    slow = []
+    with (
+        daemon(tmp_path, "--simulate", "24", "--node", "n1", "--max-gpus-per-user", "8") as running,
+        closing(Connection(running.port, ADA)) as connection,
+    ):
+        running.wait_free()
+        ada, port = Ada(connection), running.port
+        waiting = {"command": ["true"], "launcher": "plain", "gpus": 8, "array": {"indices": "0-99"}, "name": KEPT}
+        assert call(port, "POST", "/v1/leases", {"count": 1, "ttl_s": 3600, "label": KEPT}, uid=EVE).status == 201
+        assert call(port, "POST", "/v1/jobs", waiting, uid=EVE).status == 201
+        with hostile("leases", port):  # leaves events and leases behind
+            eventually(lambda: running.get("/v1/events").json["last_seq"] > 3000, 120, running.story)
+        for kind in os.environ.get("KINDS", ",".join(LOADS)).split(","):
+            if measure(running, ada, kind):  # another program may have taken the processor meanwhile
+                slow += measure(running, ada, kind)
+    assert not slow, "\n".join(slow)
