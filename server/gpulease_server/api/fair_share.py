@@ -182,7 +182,7 @@ class Turn:
             self._share.end(self._user, self._lane, took_s)
 
     def exempt(self) -> None:
-        """Give it no limit from now on. So must be what is over: a task that outlives its request takes no turn."""
+        """Give it no limit from now on, as at its end: a task that outlives its request takes no turn."""
         self.is_exempt = True
         self.end()
 
