@@ -25,6 +25,8 @@ REALM_PATTERN = r"^[0-9a-f-]{36}/pid:\[[0-9]{1,20}\]$"
 """A boot id and a pid namespace."""
 MAX_RETRIES = 100
 """Restarts or retries of one job, at most."""
+MAX_VARIABLES = 4096
+"""Variables of a job, at most."""
 MAX_ENVIRONMENT_BYTES = 2**20
 """Size of a job's environment, at most; the kernel takes 2 MiB of arguments and environment together (execve(2))."""
 MAX_ARRAY_BYTES = 64 * 2**20
@@ -158,8 +160,8 @@ class JobRequest(RequestBody):
     )
     """What starts the ranks. With `lightning` and `fabric` the script does, and with `plain` no one or the script."""
     environment: dict[str, str] = field(default_factory=dict)
-    """The job's variables, at most 1 MiB. PATH, locale and library paths are the worker's where these do not set
-    them."""
+    """The job's variables, at most 4096 and 1 MiB. PATH, locale and library paths are the worker's where these do not
+    set them."""
     working_directory: Annotated[
         str | None,
         Bounds(pattern="^/", maxLength=MAX_PATH, rule=f"must be absolute, and at most {MAX_PATH} characters"),
@@ -278,6 +280,11 @@ def _bytes_of(environment: dict[str, str]) -> int:
 
 def check_environment(environment: dict[str, str], command: list[str]) -> None:
     """Raise ValueError unless a process can be started with these variables and this command."""
+    check_field(
+        len(environment) <= MAX_VARIABLES,
+        "environment",
+        f"must have at most {MAX_VARIABLES} variables, not {len(environment)}; leave out what the job does not need",
+    )
     check_field(
         all(name and "=" not in name and "\0" not in name + value for name, value in environment.items()),
         "environment",

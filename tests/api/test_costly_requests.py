@@ -6,6 +6,8 @@ import gzip
 import random
 import re
 
+import pytest
+
 from gpulease_server.api.request_body import _may_be_unstorable
 from gpulease_server.api.routes.front_page import MAX_WAITING
 from tests.daemon import DaemonProcess
@@ -17,6 +19,19 @@ def test_a_body_of_very_many_errors_is_refused_without_a_list_of_them(api: Daemo
         answer = api.call("POST", "/v1/jobs", raw=body.encode())
         assert answer.problem() == (422, "invalid_request")
         assert re.match(r"The body has 500\d errors", answer.json["detail"])
+
+
+@pytest.mark.parametrize("body", ['{"command": [%s1]}' % ("1," * 70_000), "{%s}" % ("[]," * 70_000)])
+def test_a_body_of_very_many_parts_is_refused_before_it_is_read(api: DaemonProcess, body: str) -> None:
+    answer = api.call("POST", "/v1/jobs", raw=body.encode())
+    assert answer.problem() == (413, "too_large")
+    assert "16384 commas" in answer.json["detail"]
+
+
+def test_a_job_has_no_more_variables_than_a_login(api: DaemonProcess) -> None:
+    answer = api.call("POST", "/v1/jobs", {"command": ["true"], "environment": {f"V{n}": "" for n in range(4097)}})
+    assert answer.problem() == (422, "invalid_request")
+    assert "at most 4096 variables, not 4097" in answer.json["detail"]
 
 
 def test_what_cannot_be_stored_is_found_as_a_regular_expression_would() -> None:

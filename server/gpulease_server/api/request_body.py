@@ -40,8 +40,10 @@ IDEMPOTENCY_KEY_PARAMETER: dict[str, Any] = {
 """For `openapi_extra` of a route that accepts an Idempotency-Key."""
 LARGE_BYTES = 16 * 2**10
 """A body from this size on takes as long to write as to read."""
+MAX_COMMAS = 2**14
+"""A body is read by what holds the interpreter for as long as it takes: up to a second for two million items."""
 MAX_NAMED_ERRORS = 1000
-"""Errors in one body of which the first are named; to list more takes seconds."""
+"""Errors in one body of which the first are named; to list more takes longer than to find them."""
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
 T = TypeVar("T")
 
@@ -59,6 +61,8 @@ class JsonBody(Generic[T]):
         raw = await read_body(request)
         if not raw and self.empty is not None:
             return self.empty
+        if raw.count(b",") > MAX_COMMAS:
+            raise TooLarge(f"The body has over {MAX_COMMAS} commas.", remedy="Put what has so many parts into a file.")
         try:
             body = self.parse(raw)
         except ValidationError as error:
