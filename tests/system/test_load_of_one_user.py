@@ -5,7 +5,7 @@ kernel but the daemon decides who waits. A asks one request after another, each 
 who do not attack. Asserted is of each route, under each load: the median is under twice the idle one, or not over it by
 more than `SLACK_S`; and nine of ten answers come within `TAIL_S` more. No one feels what is under `SLACK_S`, and a
 machine with two processors, on which the daemon, its worker, the test and the load all run, cannot tell it from noise.
-A load that is felt is put on once more, beside a new idle measurement, and only what is felt then counts: other
+A load that is felt is put on again, beside a new idle measurement, and only what is felt each time counts: other
 programs take the processor, too, and a daemon that does not share is slow each time.
 """
 
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 ADA = 54322
 KEPT = "kept"
-ROUNDS = 9
+ROUNDS, ATTEMPTS = 9, 3
 PAUSE_S = 0.015
 """Between two requests of A."""
 SLACK_S, TAIL_S = 0.008, 0.150
@@ -188,9 +188,11 @@ def test_no_load_of_one_user_is_felt_by_another(tmp_path: Path) -> None:
         tidy(running)
         idle = ada.measured()
         for kind in LOADS:
-            if measure(running, ada, kind, idle):  # another program may have taken the processor meanwhile
+            for _ in range(ATTEMPTS):
+                felt_here = measure(running, ada, kind, idle)
                 tidy(running)
-                idle = ada.measured()
-                slow += measure(running, ada, kind, idle)
-            tidy(running)
+                if not felt_here:
+                    break
+                idle = ada.measured()  # another program may have taken the processor meanwhile
+            slow += felt_here
     assert not slow, "\n".join(slow)
