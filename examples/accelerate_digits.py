@@ -7,11 +7,14 @@ Each rank ends by printing one JSON line, as `ddp_digits.py` does.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import nn
@@ -20,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 EPOCHS, TEST_IMAGES = 8, 359
 
 
-def main() -> None:
-    """Train, evaluate, print the view."""
+def train() -> dict[str, Any]:
+    """Train and evaluate; this rank's view."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
@@ -43,7 +46,7 @@ def main() -> None:
         with torch.no_grad():
             hits.append(accelerator.gather_for_metrics(model(inputs).argmax(dim=1) == labels))
     found = torch.cat(hits)
-    view = {
+    return {
         "rank": accelerator.process_index,
         "world_size": accelerator.num_processes,
         "lease_id": os.environ.get("GPULEASE_LEASE_ID"),
@@ -51,9 +54,24 @@ def main() -> None:
         "test_images": len(found),
         "test_accuracy": found.float().mean().item(),
     }
-    sys.stdout.write(json.dumps(view) + "\n")
+
+
+def leave() -> None:
+    """Take the process group down while the interpreter is whole.
+
+    Threads of it that are left when the interpreter shuts down may abort it, after all the work is done.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def main() -> None:
+    """Print the view."""
+    sys.stdout.write(json.dumps(train()) + "\n")
     sys.stdout.flush()
-    accelerator.end_training()
+    leave()
 
 
 if __name__ == "__main__":

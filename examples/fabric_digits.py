@@ -7,11 +7,14 @@ Each rank ends by printing one JSON line, as `ddp_digits.py` does.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning import Fabric
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -20,8 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 EPOCHS, TEST_IMAGES = 8, 359
 
 
-def main() -> None:
-    """Train, evaluate, print the view."""
+def train() -> dict[str, Any]:
+    """Train and evaluate; this rank's view."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     fabric = Fabric(
@@ -48,7 +51,7 @@ def main() -> None:
         hits = (model(fabric.to_device(pixels[mine])).argmax(dim=1) == fabric.to_device(classes[mine])).sum()
     correct = fabric.all_reduce(hits.float(), reduce_op="sum")
     assert isinstance(correct, Tensor)
-    view = {
+    return {
         "rank": fabric.global_rank,
         "world_size": fabric.world_size,
         "lease_id": os.environ.get("GPULEASE_LEASE_ID"),
@@ -56,8 +59,25 @@ def main() -> None:
         "test_images": TEST_IMAGES,
         "test_accuracy": correct.item() / TEST_IMAGES,
     }
-    sys.stdout.write(json.dumps(view) + "\n")
+
+
+def leave() -> None:
+    """Take the process group down while the interpreter is whole.
+
+    Lightning leaves it with gloo. Threads of it that are left when the interpreter shuts down may abort it, after all
+    the work is done.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def main() -> None:
+    """Print the view."""
+    sys.stdout.write(json.dumps(train()) + "\n")
     sys.stdout.flush()
+    leave()
 
 
 if __name__ == "__main__":

@@ -8,11 +8,14 @@ rank ends by printing one JSON line, as `ddp_digits.py` does.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning import LightningModule, Trainer
 from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import Tensor, nn
@@ -42,8 +45,8 @@ class Digits(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-def main() -> None:
-    """Train, evaluate, print the view."""
+def train() -> dict[str, Any]:
+    """Train and evaluate; this rank's view."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images, digits = load_digits(return_X_y=True)
@@ -63,15 +66,32 @@ def main() -> None:
     model = Digits()
     trainer.fit(model, training)
     accuracy = trainer.validate(model, test, verbose=False)[0]["accuracy"]
-    view = {
+    return {
         "rank": trainer.global_rank,
         "world_size": trainer.world_size,
         "lease_id": os.environ.get("GPULEASE_LEASE_ID"),
         "device": str(trainer.strategy.root_device),
         "test_accuracy": accuracy,
     }
-    sys.stdout.write(json.dumps(view) + "\n")
+
+
+def leave() -> None:
+    """Take the process group down while the interpreter is whole.
+
+    Lightning leaves it with gloo. Threads of it that are left when the interpreter shuts down may abort it, after all
+    the work is done.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def main() -> None:
+    """Print the view."""
+    sys.stdout.write(json.dumps(train()) + "\n")
     sys.stdout.flush()
+    leave()
 
 
 if __name__ == "__main__":
