@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from fastapi import FastAPI
+from sqlalchemy import event
 
 from gpulease_server.api.app import create_app
 from gpulease_server.api.auth import user_names
@@ -134,6 +135,11 @@ class PlayedDaemon:
         for task in self._tasks:
             task.cancel()
         self.store.close()
+        event.listen(self.store.engine, "do_connect", _refuse_the_dead)  # the writer waits for its thread
+
+
+def _refuse_the_dead(*_: object) -> None:
+    raise Killed
 
 
 class World:
