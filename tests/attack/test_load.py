@@ -140,15 +140,6 @@ def shared() -> Iterator[Attacked]:
             daemon.stop()
 
 
-@pytest.fixture
-def attacked(shared: Attacked) -> Iterator[Attacked]:
-    shared.host.show_on_gpus({})
-    shared.daemon.wait_free()
-    yield shared
-    shared.host.show_on_gpus({})
-    shared.daemon.give_everything_back()
-
-
 def serves_ada(attacked: Attacked, since: int, *, on: str | None = None) -> None:
     """Jobs and leases of ada's begin and end about as if ada were alone, and no GPU has been unknown."""
     begun_s = time.monotonic()

@@ -41,7 +41,7 @@ IDEMPOTENCY_KEY_PARAMETER: dict[str, Any] = {
 LARGE_BYTES = 16 * 2**10
 """A body from this size on takes as long to write as to read."""
 MAX_COMMAS = 2**14
-"""A body is read by what holds the interpreter for as long as it takes: up to a second for two million items."""
+"""A body with more is refused: to parse two million items keeps the event loop from everyone for a second."""
 MAX_NAMED_ERRORS = 1000
 """Errors in one body of which the first are named; to list more takes longer than to find them."""
 DIGITS = bytes.maketrans(b"123456789", b"000000000")
