@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from gpulease_cli import settings
-from gpulease_cli.commands import config, events, jobs, leases, maintenance, metrics, run, status, tokens
+from gpulease_cli.commands import (
+    acquire,
+    config,
+    events,
+    jobs,
+    leases,
+    maintenance,
+    metrics,
+    run,
+    status,
+    submit,
+    tokens,
+)
 from gpulease_cli.help_format import HELP_OPTIONS, SUBJECTS, Command, CommandsBySubject, group
 from gpulease_cli.installed_commands import Commands
 from gpulease_protocol.host import config_file
@@ -116,9 +128,9 @@ def program(
 command: Callable[..., Any]
 for command in (status.status, jobs.logs, jobs.cancel, jobs.wait, metrics.metrics):
     app.command(cls=Command)(command)
-for command in (leases.acquire, leases.renew, leases.release, leases.explain):
+for command in (acquire.acquire, acquire.renew, acquire.release, leases.explain):
     app.command(cls=Command)(command)
-for command in (run.run, jobs.submit):
+for command in (run.run, submit.submit):
     app.command(cls=Command, context_settings=ARGUMENTS_LAST)(command)
 app.command("jobs", cls=Command)(jobs.list_jobs)
 app.command("leases", cls=Command)(leases.list_leases)
