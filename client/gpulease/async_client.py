@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,6 +22,7 @@ from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
+from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
 
@@ -170,6 +172,17 @@ class AsyncClient:
         are gone, DaemonUnavailable if an outage lasts `retry_s`.
         """
         return self._transport.emitted(self._flows.watch_events(after))
+
+    async def usage(
+        self,
+        from_at: datetime | None = None,
+        to_at: datetime | None = None,
+        by: str | None = None,
+        user: str | None = None,
+    ) -> Usage:
+        """GPU-hours held and used in a period, by `user` (the default), `label` or `node`; of the last week if it is
+        not given."""
+        return await self.send(endpoints.usage(from_at, to_at, by, user))
 
     # Leases
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Generic, TypeVar, cast
 from urllib.parse import quote
 
@@ -19,6 +20,7 @@ from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
 from gpulease_protocol.requests import OWNER_FIELDS, CancelRequest, JobRequest, LeaseRequest, PauseRequest
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
+from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -111,9 +113,13 @@ def cordon_gpu(uuid: str, cordoned: bool = True) -> ApiCall[Gpu]:
     return _post(f"/v1/gpus/{_encoded(uuid)}/{'cordon' if cordoned else 'uncordon'}", None, Gpu)
 
 
-def leases(states: Iterable[str] = (), cursor: str | None = None) -> ApiCall[Page[Lease]]:
-    """`GET /v1/leases`, in these states, or in any."""
-    return _list("/v1/leases", Lease, cursor, [("state", str(state)) for state in states])
+def leases(
+    states: Iterable[str] = (), cursor: str | None = None, *, id_prefix: str | None = None
+) -> ApiCall[Page[Lease]]:
+    """`GET /v1/leases`, in these states, or in any; those whose id begins like this."""
+    query = [("state", str(state)) for state in states]
+    query += [] if id_prefix is None else [("id_prefix", id_prefix)]
+    return _list("/v1/leases", Lease, cursor, query)
 
 
 def lease(lease_id: str, wait_s: float = 0.0, wait_while: LeaseState | None = None) -> ApiCall[Lease]:
@@ -186,9 +192,12 @@ def jobs(
     *,
     array: str | None = None,
     user: str | None = None,
+    id_prefix: str | None = None,
 ) -> ApiCall[Page[Job]]:
-    """`GET /v1/jobs`, in these states or in any, of one array or user or of all; at most `limit`."""
+    """`GET /v1/jobs`, in these states or in any, of one array or user or of all; at most `limit`. `id_prefix` is how
+    its id or its array's begins."""
     query = [("state", str(state)) for state in states]
+    query += [] if id_prefix is None else [("id_prefix", id_prefix)]
     query += [] if array is None else [("array", array)]
     query += [] if user is None else [("user", user)]
     query += [] if limit is None else [("limit", str(limit))]
@@ -259,6 +268,15 @@ def event_stream(after: int | None = None) -> ApiCall[str]:
     """`GET /v1/events` as server-sent events (`gpulease_protocol.sse`); with null, those from now on."""
     query = () if after is None else (("after", str(after)),)
     return ApiCall(method="GET", path="/v1/events", query=query, read=str, text=True, accept="text/event-stream")
+
+
+def usage(
+    from_at: datetime | None = None, to_at: datetime | None = None, by: str | None = None, user: str | None = None
+) -> ApiCall[Usage]:
+    """`GET /v1/usage`; None is the daemon's default."""
+    given = (("from", from_at and from_at.isoformat()), ("to", to_at and to_at.isoformat()), ("by", by), ("user", user))
+    query = tuple((name, str(value)) for name, value in given if value is not None)
+    return ApiCall(method="GET", path="/v1/usage", query=query, read=_reader(Usage))
 
 
 def ready() -> ApiCall[Mapping[str, Any]]:

@@ -30,8 +30,11 @@ class Obstacle(Noun):
     """Who holds that lease."""
     pids: tuple[int, ...] = ()
     """Processes in the way."""
+    since: datetime | None = None
+    """Since when that lease has held the GPU."""
     until: datetime | None = None
-    """When the lease in the way ends unless it is renewed; null where no time limit runs, or no lease is in the way."""
+    """When the lease in the way ends: unless it is renewed or, if it is a job's, at the latest; null where no time
+    limit runs, or no lease is in the way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,6 +196,9 @@ class Gpu(GpuReading):
     """True when an administrator keeps it from being granted; its present holder keeps it."""
     observed_at: datetime | None = None
     """When the reading was taken, at the earliest."""
+    last_busy_at: datetime | None = None
+    """While it is leased: when a reading under this lease last showed a kernel on it, or else when it was granted; null
+    before the first reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +330,16 @@ class Job(Noun):
     """Its index in that array."""
     array_at_most: int | None = None
     """How many jobs of that array may run at once; null for no limit."""
+    gpu_count: int | None = None
+    """How many GPUs it asks for."""
+    timeout_s: float | None = None
+    """It ends after it has run for this long; null for no limit."""
+    retries: int | None = None
+    """How many times it is started again after it failed."""
+    working_directory: str | None = None
+    """Where its command runs; null for its own directory, and for other users."""
+    log_directory: str | None = None
+    """Where the logs of its last attempt are on its node; null until it starts, and for other users."""
     created_at: datetime
     """When it was submitted."""
     started_at: datetime | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 from gpulease_server.api.problems import ERRORS_OF_EVERY_ROUTE
 
-SUBJECTS = ("leases", "jobs", "gpus", "nodes", "events", "tokens", "service")
+SUBJECTS = ("leases", "jobs", "gpus", "nodes", "usage", "events", "tokens", "service")
 """The order of the page; other tags follow."""
 EVERYWHERE = tuple(sorted(str(kind.status) for kind in ERRORS_OF_EVERY_ROUTE))
 """Statuses that every route may answer, which the page lists once."""

@@ -10,6 +10,7 @@ import pytest
 from gpulease_protocol.errors import NeverFits, NotNow
 from gpulease_protocol.explanation import Explanation, Obstacle
 from gpulease_protocol.model import ComputeMode, GpuReading, Lease, NodeMode, Selection
+from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.policy import Policy
 from tests.core.build import GIB, World, gpu, uuid
@@ -104,6 +105,28 @@ def test_the_facts_are_there_for_programs_too() -> None:
     assert first.holder.user == "ann"
     assert first.until == held.expires_at
     assert (second.lease_id, second.holder, second.pids, second.until) == (None, None, (4242,), None)
+
+
+def test_a_job_with_a_time_limit_says_when_it_ends_at_the_latest() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(timeout_s=HOUR_S)
+    before = only(refused(world))
+    assert (before.until, "latest" in before.sentence) == (None, False)  # it has not begun yet
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING, started_at=world.now.at)]
+    world.report()
+    found = only(refused(world))
+    assert found.until is not None
+    assert 3590 < (found.until - world.now.at).total_seconds() <= HOUR_S
+    assert "UTC at the latest" in found.sentence
+    assert found.since == world.ledger.leases[found.lease_id or ""].lease.granted_at
+
+
+def test_a_lease_with_a_watched_process_is_held_as_long_as_that_lives() -> None:
+    world = World().node(gpus=1)
+    world.lease(owner=4242)
+    found = only(refused(world))
+    assert "pid 4242" in found.sentence
+    assert "until" not in found.sentence
 
 
 def test_a_renewal_moves_the_time_until_which_a_gpu_is_held() -> None:

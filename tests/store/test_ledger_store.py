@@ -218,6 +218,23 @@ def test_pages_come_newest_first_and_end(store: Store) -> None:
     assert [event.seq for event in store.history(1, 2)[0]] == [2, 3]
 
 
+def test_an_id_is_found_by_its_beginning(store: Store) -> None:
+    world = World().node(gpus=2)
+    jobs = [world.submit() for _ in range(12)]
+    save(store, world)
+
+    def found(prefix: str) -> set[str]:
+        records = [*store.jobs([], None, 100, id_prefix=prefix)[0]] if prefix.startswith(("job", "array")) else []
+        leases = store.leases([], None, 100, id_prefix=prefix)[0] if prefix.startswith("lease") else []
+        return {record.job.id for record in records} | {record.lease.id for record in leases}
+
+    for digit in "123456789":
+        assert found(f"job-{digit}") == {job for job in jobs if job.startswith(f"job-{digit}")}
+        leases = {lease for lease in world.ledger.leases if lease.startswith(f"lease-{digit}")}
+        assert found(f"lease-{digit}") == leases
+    assert found("job-f") == found("array-0") == set()
+
+
 def test_a_page_ends_early_where_its_texts_are_long(store: Store) -> None:
     world = World().node(gpus=8)
     among = (uuid(0), *(f"GPU-{number:036d}" for number in range(100)))

@@ -40,6 +40,7 @@ from gpulease_server.api.routes import (
     leases,
     nodes,
     tokens,
+    usage,
 )
 
 ROUTE_MODULES = (
@@ -51,6 +52,7 @@ ROUTE_MODULES = (
     job_metrics,
     tokens,
     events,
+    usage,
     health,
     front_page,
     metrics_endpoint,

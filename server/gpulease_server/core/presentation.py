@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Lease, LeaseState, Node, NodeState
+from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.gpu import (
     activity_of,
@@ -19,12 +19,14 @@ from gpulease_server.core.gpu import (
 )
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord, NodeRecord
+from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
 from gpulease_server.core.wording import describe_processes
 
 READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
 """The fields of a GPU that come from its last reading."""
+JOB_VIEW_FIELDS = ("gpu_count", "timeout_s", "retries", "working_directory", "log_directory")
+"""The fields of a job that come from the rest of its record."""
 PEER_WARNINGS = {
     "drain_p2p": "the driver advises against exchanging data between it and other GPUs",
     "fabric_not_ready": "it is not on the host's NVLink fabric, and reaches the others over PCIe, if at all",
@@ -62,6 +64,18 @@ def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -
             warned = (PEER_WARNINGS[word] for word in reading.warnings if word in PEER_WARNINGS)
             found += [f"{name} is best used alone: {why}." for why in warned]
     return tuple(found)
+
+
+def job_view(record: JobRecord) -> Job:
+    """A job with what its holder asked for and where its logs are."""
+    return replace(
+        record.job,
+        gpu_count=record.spec.gpus,
+        timeout_s=record.spec.timeout_s,
+        retries=record.spec.retries,
+        working_directory=record.spec.working_directory,
+        log_directory=record.log_directory,
+    )
 
 
 def gpu_views(ledger: Ledger, now: Instant, policy: Policy) -> list[Gpu]:

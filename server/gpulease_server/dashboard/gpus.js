@@ -45,7 +45,7 @@ function about({ name, state, mode, reason, driver_version: driver, simulated })
 }
 
 function gpuView(gpu, lease, job) {
-  const { observed_at, opened_by, ...shown } = gpu; // left out: they change with every reading, and are not drawn
+  const { observed_at, last_busy_at, opened_by, ...shown } = gpu; // left out: they change with every reading, and are not drawn
   const until = lease?.state === "active" ? lease.expires_at : null;
   return { ...shown, until, job: job ?? null, problems: lease?.problems ?? [] };
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, delete, func, insert, select
 
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
@@ -136,11 +136,19 @@ class Store:
                 connection.execute(insert(tables.event), events)
 
     def leases(
-        self, states: Collection[str], after: int | None, limit: int, known: Mapping[str, LeaseRecord] | None = None
+        self,
+        states: Collection[str],
+        after: int | None,
+        limit: int,
+        *,
+        id_prefix: str | None = None,
+        known: Mapping[str, LeaseRecord] | None = None,
     ) -> tuple[list[LeaseRecord], int | None]:
         """Leases in these states (all when empty), newest first, those that arrived before number `after`, and the
-        number to continue after, None at the end. Those in `known` are taken from there instead of being read."""
-        return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit)
+        number to continue after, None at the end; with `id_prefix` those whose id begins like this. Those in `known`
+        are taken from there instead of being read."""
+        only = [] if id_prefix is None else [_begins(tables.lease.c.id, id_prefix)]
+        return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit, *only)
 
     def jobs(
         self,
@@ -150,12 +158,16 @@ class Store:
         *,
         array: str | None = None,
         user: str | None = None,
+        id_prefix: str | None = None,
         known: Mapping[str, JobRecord] | None = None,
     ) -> tuple[list[JobRecord], int | None]:
-        """As `leases`, for the jobs of one array and of one user (any when None). A job that lives may have an
-        environment of 1 MiB in the database, so it should be known."""
+        """As `leases`, for the jobs of one array and of one user (any when None). `id_prefix` may be that of an array.
+        A job that lives may have an environment of 1 MiB in the database, so it should be known."""
         given = {tables.job.c.array_id: array, tables.job.c.user_name: user}
         only = [column == value for column, value in given.items() if value is not None]
+        if id_prefix is not None:
+            column = tables.job.c.array_id if id_prefix.startswith("array-") else tables.job.c.id
+            only.append(_begins(column, id_prefix))
         return self._page(tables.job, rows.job_record, known or {}, states, after, limit, *only)
 
     def lease(self, lease_id: str) -> LeaseRecord | None:
@@ -224,6 +236,15 @@ class Store:
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
     return not isinstance(change, (NodeObservation, Deadline, NotBefore, BypassCounts))
+
+
+def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
+    """That an id begins with `prefix`, which ends in a hexadecimal digit: a range of the column's index.
+
+    The range ends before another letter or digit, because locales of PostgreSQL sort punctuation in many ways.
+    """
+    last = "0123456789abcdefg".index(prefix[-1])
+    return and_(column >= prefix, column < prefix[:-1] + "0123456789abcdefg"[last + 1])
 
 
 def _key(table: Table) -> str:

@@ -23,6 +23,7 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.presentation import JOB_VIEW_FIELDS
 from gpulease_server.core.records import GpuRecord, JobRecord, KeyRecord, LeaseRecord, NodeRecord, WatchedOwner
 from gpulease_server.store import tables
 
@@ -82,7 +83,7 @@ def _watch(columns: dict[str, Any]) -> WatchedOwner | None:
 
 
 def _job_row(record: JobRecord) -> dict[str, Any]:
-    row = _fields(record.job) | {
+    row = {name: value for name, value in _fields(record.job).items() if name not in JOB_VIEW_FIELDS} | {
         "number": record.number,
         "user_name": record.job.user,
         "spec": to_json(record.spec),

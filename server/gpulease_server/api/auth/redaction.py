@@ -1,7 +1,7 @@
 """Redaction: fields that only the holder may see are removed for everyone except the holder and administrators.
 
-They are a lease's fencing token and environment, what a job has printed (its traceback, and why it failed), and with
-`--show-commands own` the command lines of processes and jobs.
+They are a lease's fencing token and environment, what a job has printed (its traceback, and why it failed), its
+directories, and with `--show-commands own` the command lines of processes and jobs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from gpulease_protocol.model import Event, Gpu, Job, Lease, Process
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import JobRecord
 
 ADMIN_KINDS = "token."
@@ -25,13 +26,14 @@ def redact_lease(caller: Caller, lease: Lease) -> Lease:
 
 def redact_job(caller: Caller, record: JobRecord, ledger: Ledger, access: AccessSettings) -> Job:
     """The job as this caller may see it."""
-    job, lease = record.job, ledger.leases.get(record.job.lease_id)
+    job, lease = job_view(record), ledger.leases.get(record.job.lease_id)
     is_own_after_pruning = lease is None and caller.uid is not None and record.uid == caller.uid
     if is_own_after_pruning or caller.may_see(None if lease is None else lease.lease.holder):
         return job
     # The reason of a failure quotes the last lines of the job's output.
     reason = job.reason if job.started_at is None and job.attempts <= 1 else None
-    return replace(job, traceback=None, reason=reason, command=job.command if access.show_commands else ())
+    command = job.command if access.show_commands else ()
+    return replace(job, traceback=None, reason=reason, command=command, working_directory=None, log_directory=None)
 
 
 def redact_gpu(caller: Caller, gpu: Gpu, access: AccessSettings) -> Gpu:

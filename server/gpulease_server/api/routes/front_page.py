@@ -10,6 +10,7 @@ from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_gpu, redact_job
 from gpulease_server.api.daemon_state import DaemonDep
+from gpulease_server.api.routes.gpus import with_last_use
 from gpulease_server.core.presentation import gpu_views, lease_view, node_view
 
 router = new_router()
@@ -22,7 +23,8 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     """GPUs, holders and the queue as a text table. A client that prefers `text/html` gets the dashboard instead."""
     response.headers["Vary"] = "Accept"
     now, ledger = daemon.now(), daemon.ledger
-    gpus = [redact_gpu(caller, gpu, daemon.access) for gpu in gpu_views(ledger, now, daemon.policy)]
+    views = with_last_use(daemon, gpu_views(ledger, now, daemon.policy))
+    gpus = [redact_gpu(caller, gpu, daemon.access) for gpu in views]
     held = [lease for gpu in ledger.gpus.values() if (lease := ledger.leases.get(gpu.lease_id or "")) is not None]
     waiting = [ledger.leases[lease_id] for _, lease_id in ledger.queue[:MAX_WAITING]]
     records = {record.lease.id: record for record in (*held, *waiting)}.values()

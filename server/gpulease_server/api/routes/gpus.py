@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpulease_protocol.errors import NotFound
 from gpulease_protocol.gpu_uuid import canonical_uuid
-from gpulease_protocol.model import Gpu, Page
+from gpulease_protocol.model import Gpu, GpuState, Page
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller
@@ -12,16 +14,28 @@ from gpulease_server.api.auth.redaction import redact_gpu
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import error_responses
 from gpulease_server.core.happenings import CordonRequested
-from gpulease_server.core.presentation import gpu_view, gpu_views
+from gpulease_server.core.presentation import gpu_view, gpu_views, wall_clock
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/gpus", "gpus")
 
 
+def with_last_use(daemon: DaemonState, gpus: list[Gpu]) -> list[Gpu]:
+    """The GPUs, the leased ones with the last time at which they were busy, which the ledger does not know."""
+    now = daemon.now()
+    idle_s = daemon.writer.metrics.usage.idle_s(now.mono_s)
+    return [
+        replace(gpu, last_busy_at=wall_clock(now, now.mono_s - idle_s[gpu.uuid]))
+        if gpu.state is GpuState.LEASED and gpu.uuid in idle_s
+        else gpu
+        for gpu in gpus
+    ]
+
+
 @router.get("")
 async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Page[Gpu]:
     """All GPUs: the last reading, the state, and who holds each or which request it is reserved for."""
-    views = gpu_views(daemon.ledger, daemon.now(), daemon.policy)
+    views = with_last_use(daemon, gpu_views(daemon.ledger, daemon.now(), daemon.policy))
     return Page(items=tuple(redact_gpu(caller, gpu, daemon.access) for gpu in views))
 
 
@@ -31,7 +45,8 @@ async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     record = daemon.ledger.gpus.get(canonical_uuid(uuid))
     if record is None:
         raise NotFound(f"There is no GPU {uuid}.", remedy="gpulease status lists all GPUs.")
-    return redact_gpu(caller, gpu_view(daemon.ledger, record, daemon.now(), daemon.policy), daemon.access)
+    (view,) = with_last_use(daemon, [gpu_view(daemon.ledger, record, daemon.now(), daemon.policy)])
+    return redact_gpu(caller, view, daemon.access)
 
 
 @router.post("/{uuid}/cordon", responses=error_responses("not_found", "unavailable"))

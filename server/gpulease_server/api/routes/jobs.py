@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
@@ -23,6 +24,7 @@ from gpulease_server.api.streams.long_poll import Cursor, Limit, WaitSeconds, cu
 from gpulease_server.core.footprint import shown_characters
 from gpulease_server.core.happenings import CancelRequested, IdempotencyKey, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import MadeLongAgo
+from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import JobRecord
 from gpulease_server.runtime import ids
 
@@ -75,7 +77,7 @@ async def submit(
     if not isinstance(answer, Job):
         raise InvalidRequest("Idempotency-Key: belongs to a lease, not to a job.")
     response.headers["Location"] = f"/v1/jobs/{answer.id}"
-    return answer
+    return _view(daemon, answer)
 
 
 @router.get("")
@@ -84,6 +86,13 @@ async def list_jobs(
     caller: CallerDep,
     state: Annotated[list[JobState] | None, Query(description="Only jobs in these states.")] = None,
     array: Annotated[str | None, Query(description="Only jobs of this array.", max_length=64)] = None,
+    id_prefix: Annotated[
+        str | None,
+        Query(
+            description="Only jobs whose id begins like this, or whose array's id does.",
+            pattern="^(job|array)-[0-9a-f]{1,16}$",
+        ),
+    ] = None,
     user: Annotated[str | None, Query(description="Only jobs of this user.", max_length=255)] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
@@ -91,7 +100,16 @@ async def list_jobs(
     """Jobs, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
     records, number = await asyncio.to_thread(
-        daemon.store.jobs, states, after, limit, array=array, user=user, known=daemon.ledger.jobs
+        partial(
+            daemon.store.jobs,
+            states,
+            after,
+            limit,
+            array=array,
+            user=user,
+            id_prefix=id_prefix,
+            known=daemon.ledger.jobs,
+        )
     )
     current = (daemon.ledger.jobs.get(record.job.id, record) for record in records)
     items = tuple(redact_job(caller, record, daemon.ledger, daemon.access) for record in current)
@@ -130,13 +148,13 @@ async def cancel(job_id: str, body: Annotated[CancelRequest, Depends(CANCEL_BODY
     record = await find_job(daemon, job_id)
     # A job that is only in the database ended long ago, unless the ledger is still being read.
     if daemon.writer.problem is None and job_id not in daemon.ledger.jobs:
-        return record.job
+        return job_view(record)
     if shown_characters(record) > LARGE_BYTES:
         fair_share.count_writing()
     happening = CancelRequested(cause=ids.new_id("request"), job_id=job_id, grace_s=body.grace_s)
     answer = await daemon.submit(happening)
     assert isinstance(answer, Job)
-    return answer
+    return _view(daemon, answer)
 
 
 def _submitted_jobs(body: JobRequest) -> tuple[tuple[SubmittedJob, ...], str | None]:
@@ -159,6 +177,12 @@ def _submitted_jobs(body: JobRequest) -> tuple[tuple[SubmittedJob, ...], str | N
         for index in job_arrays.parse_indices(body.array.indices)
     )
     return tuple(jobs), array_id
+
+
+def _view(daemon: DaemonState, job: Job) -> Job:
+    """A job that the core has answered with, for its holder."""
+    record = daemon.ledger.jobs.get(job.id)
+    return job if record is None else job_view(replace(record, job=job))
 
 
 async def find_job(daemon: DaemonState, job_id: str) -> JobRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
@@ -112,12 +113,18 @@ async def list_leases(
     daemon: DaemonDep,
     caller: CallerDep,
     state: Annotated[list[LeaseState] | None, Query(description="Only leases in these states.")] = None,
+    id_prefix: Annotated[
+        str | None,
+        Query(description="Only leases whose id begins like this.", pattern="^lease-[0-9a-f]{1,16}$"),
+    ] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Lease]:
     """Leases, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
-    records, number = await asyncio.to_thread(daemon.store.leases, states, after, limit, daemon.ledger.leases)
+    records, number = await asyncio.to_thread(
+        partial(daemon.store.leases, states, after, limit, id_prefix=id_prefix, known=daemon.ledger.leases)
+    )
     views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
     items = tuple(redact_lease(caller, lease) for lease in views)
     return Page(items=items, next=None if number is None else str(number))

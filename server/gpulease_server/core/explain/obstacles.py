@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from gpulease_protocol.explanation import Obstacle
-from gpulease_protocol.model import Demand, GpuState, Lease
+from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.gpu import is_cordoned, observed_at, occupants, reading_of, state_of
 from gpulease_server.core.ledger import Ledger
@@ -47,10 +47,13 @@ def obstacle(
         )
     state = state_of(ledger, gpu, now, policy)
     if state is not GpuState.FREE:
-        until = _until(ledger, gpu, now) if state is GpuState.LEASED else None
         why = why_not_free(ledger, gpu, state, now, policy)
-        found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{_afterwards(ledger, gpu, until)}.")
-        return replace(found, until=until)
+        if state is not GpuState.LEASED or gpu.lease_id not in ledger.leases:
+            return _held_or_worse(ledger, gpu, state, f"{name} is {why}{_cordoned_later(ledger, gpu)}.")
+        lease = ledger.leases[gpu.lease_id].lease
+        until, ends = _end(ledger, lease, now)
+        found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{ends}{_cordoned_later(ledger, gpu)}.")
+        return replace(found, since=lease.granted_at, until=until)
     if lacks_memory(ledger, demand, gpu):
         reading = reading_of(ledger, gpu)
         unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
@@ -106,17 +109,23 @@ def _awaited(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
     return f"{takes}, more than the {limit} that count for a grant (worker --probe-deadline-s)"
 
 
-def _until(ledger: Ledger, gpu: GpuRecord, now: Instant) -> datetime | None:
-    """When the lease that holds the GPU ends unless it is renewed; None without a time limit."""
-    deadline_s = ledger.deadlines.get(gpu.lease_id or "")
-    return None if deadline_s is None else now.at + timedelta(seconds=deadline_s - now.mono_s)
+def _end(ledger: Ledger, lease: Lease, now: Instant) -> tuple[datetime | None, str]:
+    """When a lease ends, None without a time limit; and the same in words, empty where the holder says enough: one
+    with a watched process is renewed for as long as that lives."""
+    deadline_s = ledger.deadlines.get(lease.id)
+    if deadline_s is not None:
+        until = now.at + timedelta(seconds=deadline_s - now.mono_s)
+        watched = lease.liveness is Liveness.PROCESS
+        return until, "" if watched else f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed"
+    job = ledger.live_jobs.get(lease.job_id or "")
+    if job is None or job.spec.timeout_s is None or job.job.started_at is None:
+        return None, ""
+    until = job.job.started_at + timedelta(seconds=job.spec.timeout_s)
+    return until, f" until {until:%Y-%m-%d %H:%M:%S} UTC at the latest"
 
 
-def _afterwards(ledger: Ledger, gpu: GpuRecord, until: datetime | None) -> str:
-    """How long the GPU stays held, and whether it is cordoned after that."""
-    ends = f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed" if until is not None else ""
-    held = gpu.lease_id is not None and is_cordoned(ledger, gpu)
-    return f"{ends}, and cordoned after that" if held else ends
+def _cordoned_later(ledger: Ledger, gpu: GpuRecord) -> str:
+    return ", and cordoned after that" if gpu.lease_id is not None and is_cordoned(ledger, gpu) else ""
 
 
 def _held_or_worse(ledger: Ledger, gpu: GpuRecord, state: GpuState, sentence: str) -> Obstacle:

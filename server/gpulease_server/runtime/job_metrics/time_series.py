@@ -154,6 +154,21 @@ class TimeSeries:
         track = self.tracks[0]
         return sum(track.total) + track.open_total
 
+    def used_between(self, from_s: float, to_s: float) -> tuple[float, float]:
+        """As `used_s` and `known_s`, for a part of the time. A bucket of which only a part belongs to it counts in
+        proportion."""
+        if from_s <= 0 and self.until_s <= to_s:
+            return self.used_s(), self.known_s()
+        track, used_s, known_s = self.tracks[0], 0.0, 0.0
+        buckets = zip([*track.total, track.open_total], [*track.known_s, track.open_s], strict=True)
+        for place, (total, seconds) in enumerate(buckets):
+            start_s, end_s = place * self.width_s, min((place + 1) * self.width_s, self.until_s)
+            inside_s = min(end_s, to_s) - max(start_s, from_s)
+            if inside_s > 0:
+                used_s += total * inside_s / (end_s - start_s)
+                known_s += seconds * inside_s / (end_s - start_s)
+        return used_s, known_s
+
     def to_bytes(self) -> bytes:
         """The encoded series, little-endian; see `from_bytes`."""
         parts = [_HEAD.pack(self.width_s, self.until_s, self.closed)]

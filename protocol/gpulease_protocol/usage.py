@@ -1,0 +1,57 @@
+"""Who held how many GPUs for how long: the nouns of `GET /v1/usage`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from gpulease_protocol.model import Noun
+
+MAX_SHARES = 1000
+"""Users, labels or nodes in one answer, at most."""
+
+
+class UsageKey(StrEnum):
+    """By what GPU-hours are summed."""
+
+    USER = "user"
+    LABEL = "label"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuTime(Noun):
+    """GPU time in hours: one GPU for one hour is 1."""
+
+    leases: int
+    """How many leases held GPUs in the period."""
+    gpu_hours_held: float
+    """From the grant, or the beginning of the period, until the lease ended, or the end of the period."""
+    gpu_hours_used: float | None = None
+    """Utilization times time, over the time for which utilization is known: that of jobs, which is recorded. Null if it
+    is known for none. The true figure is between this and this plus `gpu_hours_unknown`."""
+    gpu_hours_unknown: float
+    """The part of `gpu_hours_held` for which utilization is not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageShare(GpuTime):
+    """GPU time of one user, label or node."""
+
+    key: str | None
+    """The user, label or node. Null where that is not known or empty; beyond 1000 it is that of all others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage(GpuTime):
+    """GPU time in a period, in all and by user, label or node."""
+
+    from_at: datetime
+    """Begin of the period."""
+    to_at: datetime
+    """End of the period, at most the time of the answer."""
+    by: UsageKey
+    """What the shares are of."""
+    shares: tuple[UsageShare, ...]
+    """The most GPU-hours first."""

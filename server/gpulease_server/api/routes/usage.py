@@ -1,0 +1,55 @@
+"""Usage: GPU-hours held and used in a period."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+from fastapi import Query
+
+from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.usage import Usage, UsageKey
+from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.daemon_state import DaemonDep
+from gpulease_server.runtime.usage import gpu_usage
+
+router = new_router("/v1/usage", "usage")
+DEFAULT_PERIOD = timedelta(days=7)
+
+
+@router.get("", operation_id="getUsage")
+async def show_usage(
+    daemon: DaemonDep,
+    from_at: Annotated[
+        datetime | None,
+        Query(alias="from", description="Begin of the period, ISO 8601; if absent, a week before its end."),
+    ] = None,
+    to_at: Annotated[
+        datetime | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
+    ] = None,
+    by: Annotated[UsageKey, Query(description="What to sum by.")] = UsageKey.USER,
+    user: Annotated[str | None, Query(description="Only leases of this user.", max_length=255)] = None,
+) -> Usage:
+    """GPU-hours that leases held and used in a period, by user, label or node.
+
+    Leases that are pruned (`serve --keep-days`) are not counted. Use is known for jobs only, of which the newest 2000
+    in the period are read. A time without an offset is UTC.
+    """
+    now = daemon.now().at
+    end = min(_aware(to_at) if to_at else now, now)
+    try:
+        begin = _aware(from_at) if from_at else end - DEFAULT_PERIOD
+    except OverflowError:
+        begin = end
+    if begin >= end:
+        raise InvalidRequest("from: must be before to, and before now.")
+    return await asyncio.to_thread(gpu_usage, daemon.store, begin, end, by, user)
+
+
+def _aware(moment: datetime) -> datetime:
+    """The moment in UTC."""
+    try:
+        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+    except OverflowError:
+        raise InvalidRequest("from, to: must be after the year 1 and before the year 9999.") from None

@@ -1,0 +1,50 @@
+"""What people look for by hand: GPU-hours in a period, ids by their beginning, what a job asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.daemon import DaemonProcess, eventually
+
+
+def test_usage_counts_the_leases_of_the_caller(api: DaemonProcess) -> None:
+    lease = api.call("POST", "/v1/leases", {"count": 2, "label": "usage test"}).json
+    used = api.call("GET", "/v1/usage?by=label").json
+    (share,) = [share for share in used["shares"] if share["key"] == "usage test"]
+    assert (used["by"], share["leases"]) == ("label", 1)
+    assert share["gpu_hours_held"] > 0
+    assert share["gpu_hours_used"] is None
+    user = lease["holder"]["user"]
+    assert [one["key"] for one in api.call("GET", f"/v1/usage?user={user}").json["shares"]] == [user]
+    assert api.call("GET", "/v1/usage?user=no-such-user").json["shares"] == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["from=2030-01-01T00:00:00Z", "from=x", "by=month", "from=0001-01-01T00:00:00%2B14:00", "from=9999-12-31T23:59:59"],
+)
+def test_a_period_that_is_none_is_refused(api: DaemonProcess, query: str) -> None:
+    assert api.call("GET", f"/v1/usage?{query}").problem() == (422, "invalid_request")
+
+
+def test_a_job_and_a_lease_are_found_by_the_beginning_of_their_id(api: DaemonProcess) -> None:
+    body = {"command": ["sleep", "600"], "launcher": "plain", "working_directory": "/tmp", "timeout_s": 900, "gpus": 2}
+    job = api.call("POST", "/v1/jobs", body | {"array": {"indices": "0-1"}}).json
+    for kind, whole, key in (("jobs", job["id"], "id"), ("jobs", job["array_id"], "array_id")):
+        found = api.call("GET", f"/v1/{kind}?id_prefix={whole[:-3]}").json["items"]
+        assert {item[key] for item in found} == {whole}
+    found = api.call("GET", f"/v1/leases?id_prefix={job['lease_id'][:12]}").json["items"]
+    assert [lease["id"] for lease in found] == [job["lease_id"]]
+    assert api.call("GET", f"/v1/jobs?id_prefix={job['lease_id'][:12]}").problem() == (422, "invalid_request")
+
+    assert (job["gpu_count"], job["timeout_s"], job["retries"]) == (2, 900.0, 0)
+    assert job["working_directory"] == "/tmp"
+    path = f"/v1/jobs/{job['id']}"
+    eventually(lambda: api.get(path).json["log_directory"] is not None, 60, api.story)
+
+
+def test_a_leased_gpu_says_when_it_was_last_busy(api: DaemonProcess) -> None:
+    lease = api.call("POST", "/v1/leases", {"count": 1}).json
+    (uuid,) = (gpu["uuid"] for gpu in lease["gpus"])
+    eventually(lambda: api.get(f"/v1/gpus/{uuid}").json["last_busy_at"] is not None, 60, api.story)
+    assert all(gpu["last_busy_at"] is None for gpu in api.get("/v1/gpus").json["items"] if gpu["uuid"] != uuid)
