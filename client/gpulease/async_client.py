@@ -109,16 +109,16 @@ class AsyncClient:
         """One node. Raises NotFound."""
         return await self.send(endpoints.node(name))
 
-    async def drain_node(self, name: str) -> Node:
-        """Stop granting GPUs of the node; what runs there continues. Raises NotFound."""
-        return await self.send(endpoints.drain_node(name))
+    async def drain_node(self, name: str, reason: str | None = None) -> Node:
+        """Stop granting GPUs of the node; what runs there continues. Users who wait see `reason`. Raises NotFound."""
+        return await self.send(endpoints.drain_node(name, reason))
 
-    async def pause_node(self, name: str, force: bool = False) -> Node:
-        """Drain the node and have its worker close NVML; `reason` says when that is done.
+    async def pause_node(self, name: str, force: bool = False, reason: str | None = None) -> Node:
+        """Drain the node and have its worker close NVML; the node's `reason` says when that is done.
 
         Raises NotFound; InUse if a lease is active there, unless with `force`.
         """
-        return await self.send(endpoints.pause_node(name, force))
+        return await self.send(endpoints.pause_node(name, force, reason))
 
     async def resume_node(self, name: str) -> Node:
         """Put the node back into use, once it has reported. Raises NotFound."""

@@ -18,12 +18,21 @@ from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
-from gpulease_protocol.requests import OWNER_FIELDS, CancelRequest, JobRequest, LeaseRequest, PauseRequest
+from gpulease_protocol.requests import (
+    OWNER_FIELDS,
+    CancelRequest,
+    DrainRequest,
+    JobRequest,
+    LeaseRequest,
+    PauseRequest,
+)
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
 from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
+OUT_OF_USE_FIELDS = frozenset({"reason"})
+"""Fields of `DrainRequest` and `PauseRequest` that an older daemon does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +97,16 @@ def node(name: str) -> ApiCall[Node]:
     return _get(f"/v1/nodes/{_encoded(name)}", Node)
 
 
-def drain_node(name: str) -> ApiCall[Node]:
+def drain_node(name: str, reason: str | None = None) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/drain`; idempotent."""
-    return _post(f"/v1/nodes/{_encoded(name)}/drain", None, Node)
+    body = to_body(DrainRequest(reason=reason)) or None
+    return replace(_post(f"/v1/nodes/{_encoded(name)}/drain", body, Node), optional_fields=OUT_OF_USE_FIELDS)
 
 
-def pause_node(name: str, force: bool = False) -> ApiCall[Node]:
+def pause_node(name: str, force: bool = False, reason: str | None = None) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/pause`; idempotent."""
-    return _post(f"/v1/nodes/{_encoded(name)}/pause", to_body(PauseRequest(force=force)), Node)
+    body = to_body(PauseRequest(force=force, reason=reason))
+    return replace(_post(f"/v1/nodes/{_encoded(name)}/pause", body, Node), optional_fields=OUT_OF_USE_FIELDS)
 
 
 def resume_node(name: str) -> ApiCall[Node]:

@@ -378,6 +378,10 @@ class Node(Noun):
     """`ready`, or `unknown` while there is no fresh reading."""
     mode: NodeMode = NodeMode.ACTIVE
     """Whether an administrator has taken the node out of use."""
+    mode_reason: str | None = None
+    """Why, in the words of the administrator; null if they gave no reason."""
+    mode_by: str | None = None
+    """Login name of the administrator; null while the node is in use, and where it is not known."""
     reason: str | None = None
     """Why the node is unknown; null when it is ready."""
     host: str | None = None

@@ -45,6 +45,9 @@ NO_UUID = f"must name GPUs by UUIDs of at most {MAX_UUID} characters"
 NO_COMMAND = "must name a script or program"
 LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same as text ("2", "1, 3", "-1")'
 
+REASON = Bounds(minLength=1, maxLength=200)
+"""An administrator's words."""
+
 GpuName = Annotated[str, Bounds(maxLength=MAX_UUID, rule=NO_UUID)]
 """A UUID, in any case."""
 SoftHard = Annotated[list[Annotated[int, Bounds(minimum=-1, exclusiveMaximum=2**63)]], Bounds(minItems=2, maxItems=2)]
@@ -261,11 +264,27 @@ class CancelRequest(RequestBody):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequest(RequestBody):
+    """Body of `POST /v1/nodes/{name}/drain`; may be left out."""
+
+    reason: Annotated[str | None, REASON] = None
+    """Why, for the users who wait, such as "driver update till 15:00"."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PauseRequest(RequestBody):
     """Body of `POST /v1/nodes/{name}/pause`; may be left out."""
 
     force: bool = False
     """Pause although leases are active there: they stay, but what happens on their GPUs is no longer seen."""
+    reason: Annotated[str | None, REASON] = None
+    """Why, for the users who wait, such as "driver update till 15:00"."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 def check_field(condition: bool, name: str, rule: str) -> None:

@@ -61,11 +61,14 @@ def test_maintenance_survives_a_restart(tmp_path: Path) -> None:
     with daemon(tmp_path, "--simulate", "2", "--node", "n1") as running:
         uuid = running.call("GET", "/v1/gpus").json["items"][1]["uuid"]
         running.call("POST", f"/v1/gpus/{uuid}/cordon")
-        running.call("POST", "/v1/nodes/n1/pause")
+        refused = running.call("POST", "/v1/nodes/n1/drain", {"reason": "x" * 201})
+        assert refused.problem() == (422, "invalid_request")
+        running.call("POST", "/v1/nodes/n1/pause", {"reason": "new driver"})
         eventually(lambda: running.call("GET", "/v1/nodes/n1").json["reason"] == "paused by an administrator", 60)
         running.kill()
         running.start(ready=False)
-        assert running.call("GET", "/v1/nodes/n1").json["mode"] == "paused"
+        node = running.call("GET", "/v1/nodes/n1").json
+        assert (node["mode"], node["mode_reason"], node["mode_by"]) == ("paused", "new driver", "root")
         eventually(lambda: running.call("GET", "/v1/nodes/n1").json["reason"] == "paused by an administrator", 60)
         assert running.call("POST", "/v1/leases", {"count": 1, "queue": False}).problem() == (409, "not_now")
         running.call("POST", "/v1/nodes/n1/resume")

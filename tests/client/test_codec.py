@@ -30,6 +30,7 @@ from gpulease_protocol.model import (
 from gpulease_protocol.requests import (
     ArrayRequest,
     CancelRequest,
+    DrainRequest,
     HolderProof,
     JobRequest,
     LeaseRequest,
@@ -79,6 +80,7 @@ BODIES = {
     ArrayRequest: {"indices": "0"},
     TokenRequest: {"user": "ann"},
     CancelRequest: {},
+    DrainRequest: {},
     PauseRequest: {},
 }
 DEFAULTS: dict[str, dict[str, object]] = {
@@ -95,6 +97,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "ArrayRequest": {},
     "TokenRequest": {"role": "user", "note": ""},
     "CancelRequest": {"grace_s": 35.0},
+    "DrainRequest": {},
     "PauseRequest": {"force": False},
 }
 """Those that are not null. A client that leaves a field out means the default that it knows, not that of its daemon."""

@@ -244,9 +244,11 @@ class World:
         cause = f"revoke-{next(self.ids)}"
         return self.turn(ReleaseRequested(cause=cause, lease_id=lease.id, fencing_token=token, revoked_by=by))[0]
 
-    def set_mode(self, mode: NodeMode, node: str = "a", *, force: bool = False) -> Answer:
-        cause = f"mode-{next(self.ids)}"
-        return self.turn(NodeModeRequested(cause=cause, node=node, mode=mode, force=force, by="root"))[0]
+    def set_mode(self, mode: NodeMode, node: str = "a", *, force: bool = False, reason: str | None = None) -> Answer:
+        asked = NodeModeRequested(
+            cause=f"mode-{next(self.ids)}", node=node, mode=mode, force=force, reason=reason, by="root"
+        )
+        return self.turn(asked)[0]
 
     def forget(self, node: str = "a") -> Answer:
         return self.turn(NodeForgetRequested(cause=f"forget-{next(self.ids)}", node=node, by="root"))[0]

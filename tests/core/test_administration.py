@@ -93,13 +93,31 @@ def test_nothing_of_a_drained_node_is_granted_and_what_runs_there_goes_on() -> N
     assert {device.node for device in world.lease(2).gpus} == {"b"}
     waiting = world.lease(1, node="a")
     assert waiting.state is LeaseState.QUEUED
-    assert "GPU 1 of a is on node a, which is being drained." in why(world, waiting.id)
+    assert "GPU 1 of a is on node a, which is being drained by root." in why(world, waiting.id)
     assert world.state(0) is GpuState.LEASED
     assert world.now_of(held).state is LeaseState.ACTIVE
     assert not desired_state(world.ledger, "a", 1).paused
     world.set_mode(NodeMode.ACTIVE)
     world.answer_wanted()
     assert world.now_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_who_waits_reads_why_a_node_is_out_of_use_until_it_is_back() -> None:
+    world = World().node(gpus=1)
+    world.set_mode(NodeMode.DRAINING, reason="driver update till 15:00")
+    assert [one.reason for one in world.changes if isinstance(one, Event)][
+        -1
+    ] == "by user root: driver update till 15:00"
+    waiting = world.lease()
+    assert "on node a, which is being drained by root: driver update till 15:00." in why(world, waiting.id)
+    world.report()
+    world.set_mode(NodeMode.PAUSED)  # the next step of the same work: its reason stays
+    assert "on node a, which is paused by root: driver update till 15:00; its worker" in why(world, waiting.id)
+    world.set_mode(NodeMode.PAUSED, reason="it takes till 16:00")
+    assert "on node a, which is paused by root: it takes till 16:00; its worker" in why(world, waiting.id)
+    world.set_mode(NodeMode.ACTIVE)
+    node = world.ledger.nodes["a"]
+    assert (node.mode_reason, node.mode_by) == (None, None)
 
 
 def test_pausing_a_node_with_an_active_lease_is_refused_unless_it_is_forced() -> None:
@@ -134,9 +152,9 @@ def test_a_paused_node_is_unknown_at_once_whatever_its_worker_still_reports() ->
     world.report()  # a worker that has not been told yet
     world.pass_time(1)
     assert world.state() is GpuState.UNKNOWN
-    assert reason(world) == f"Unknown: {PAUSED}; its worker has not closed NVML yet"
+    assert reason(world) == "On node a, which is paused by root; its worker has not closed NVML yet"
     world.report(problem=PAUSED)
-    assert reason(world) == f"Unknown: {PAUSED}"
+    assert reason(world) == "On node a, which is paused by root"
     assert world.lease().state is LeaseState.QUEUED
     assert [kind for kind in kinds(world) if kind.startswith("node.")] == ["node.ready", "node.paused"]
 

@@ -135,6 +135,8 @@ class NodeModeRequested:
     mode: NodeMode
     force: bool = False
     """Pause although leases are active there."""
+    reason: str | None = None
+    """Why, for the users who wait; None keeps the reason of a node that is out of use already."""
     by: str | None = None
     """Login name of who asked, where the connection shows it."""
 

@@ -28,14 +28,18 @@ def on_node_mode_requested(turn: Turn, change: NodeModeRequested) -> None:
     holding = _active_leases(turn.ledger, change.node)
     if change.mode is NodeMode.PAUSED and node.mode is not NodeMode.PAUSED and holding and not change.force:
         detail = f"Node {change.node} has active leases: {', '.join(holding[:8])}{' ...' if len(holding) > 8 else ''}."
-        remedy = "Drain it and pause it when they have ended, or pause it with force: they stay, unwatched."
+        remedy = "Drain it and pause it when they have ended, or pause it with --force: they stay, unwatched."
         turn.answer(change.cause, InUse(detail, remedy=remedy))
         return
-    if node.mode is not change.mode:
-        turn.put(replace(node, mode=change.mode))
-        turn.emit(MODE_EVENTS[change.mode], node=change.node, reason=_by(change.by))
-        if NodeMode.PAUSED in (node.mode, change.mode):
-            _forget_reading(turn, change)
+    out_of_use = change.mode is not NodeMode.ACTIVE
+    reason = (change.reason or node.mode_reason) if out_of_use else None
+    if (node.mode, node.mode_reason) != (change.mode, reason):
+        by = change.by if out_of_use else None
+        turn.put(replace(node, mode=change.mode, mode_reason=reason, mode_by=by))
+        words = [word for word in (_by(change.by), reason) if word]
+        turn.emit(MODE_EVENTS[change.mode], node=change.node, reason=": ".join(words) or None)
+    if node.mode is not change.mode and NodeMode.PAUSED in (node.mode, change.mode):
+        _forget_reading(turn, change)
     turn.answer(change.cause, None)
 
 

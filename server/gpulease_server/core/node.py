@@ -136,12 +136,11 @@ def _put_node(turn: Turn, reported: NodeReported) -> None:
     seen_at = None if known is None else known.seen_at
     if seen_at is None or abs((turn.now.at - seen_at).total_seconds()) > SEEN_INTERVAL_S:
         seen_at = turn.now.at
-    node = NodeRecord(
-        name=reported.node,
+    node = replace(
+        known or NodeRecord(name=reported.node, host=report.host),
         host=report.host,
         driver_version=report.driver_version,
         simulated=report.simulated,
-        mode=node_mode(turn.ledger, reported.node),
         seen_at=seen_at,
     )
     if known != node:

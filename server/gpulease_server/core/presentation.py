@@ -129,6 +129,8 @@ def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) ->
         name=node.name,
         state=NodeState.READY if problem is None else NodeState.UNKNOWN,
         mode=node.mode,
+        mode_reason=node.mode_reason,
+        mode_by=node.mode_by,
         reason=problem,
         host=node.host,
         gpu_count=sum(gpu.device.node == node.name for gpu in ledger.gpus.values()),

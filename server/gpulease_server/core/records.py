@@ -97,6 +97,10 @@ class NodeRecord:
     simulated: bool = False
     mode: NodeMode = NodeMode.ACTIVE
     """What an administrator has made of it."""
+    mode_reason: str | None = None
+    """Why, in the words of the administrator."""
+    mode_by: str | None = None
+    """Login name of the administrator."""
     seen_at: datetime | None = None
     """When it last reported, to the day; None where that is not known."""
 

@@ -137,6 +137,8 @@ node = Table(
     Column("driver_version", String(64)),
     Column("simulated", Boolean, nullable=False),
     Column("mode", String(16), nullable=False, server_default="active"),
+    Column("mode_reason", String(255)),
+    Column("mode_by", String(255)),
     Column("seen_at", UtcDateTime),
 )
 

@@ -12,7 +12,7 @@ from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.gpu_uuid import is_valid_uuid
 from gpulease_protocol.model import Node, NodeMode, Page
 from gpulease_protocol.node_protocol import DesiredState, NodeReport
-from gpulease_protocol.requests import MAX_TEXT, PauseRequest
+from gpulease_protocol.requests import MAX_TEXT, DrainRequest, PauseRequest
 from gpulease_protocol.tokens import Role
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep, other_node
 from gpulease_server.api.auth.authenticated_router import new_router
@@ -28,6 +28,7 @@ from gpulease_server.runtime import ids
 
 router = new_router("/v1/nodes", "nodes")
 REPORT_BODY = ReportBody()
+DRAIN_BODY = JsonBody(DrainRequest, empty=DrainRequest())
 PAUSE_BODY = JsonBody(PauseRequest, empty=PauseRequest())
 MAX_HOLD_S = 30.0
 OWNERS_DELAY_S = 0.25
@@ -52,10 +53,16 @@ async def show_node(name: str, daemon: DaemonDep) -> Node:
     return node_view(daemon.ledger, record, daemon.now(), daemon.policy)
 
 
-@router.post("/{name}/drain", responses=error_responses("not_found", "unavailable"))
-async def drain(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
-    """Stop granting GPUs of this node. Its active leases and their jobs continue."""
-    return await _set_mode(daemon, caller, name, NodeMode.DRAINING)
+@router.post(
+    "/{name}/drain",
+    openapi_extra=DRAIN_BODY.openapi(),
+    responses=error_responses("not_found", "invalid_request", "too_large", "unavailable"),
+)
+async def drain(
+    name: str, body: Annotated[DrainRequest, Depends(DRAIN_BODY)], daemon: DaemonDep, caller: CallerDep
+) -> Node:
+    """Stop granting GPUs of this node. Its active leases and their jobs continue. Users who wait see the `reason`."""
+    return await _set_mode(daemon, caller, name, NodeMode.DRAINING, reason=body.reason)
 
 
 @router.post("/{name}/resume", responses=error_responses("not_found", "unavailable"))
@@ -77,7 +84,7 @@ async def pause(
     Refused while a lease is active there, unless `force` is true. NVML is closed once the node's `reason` no longer
     says that its worker has yet to close it.
     """
-    return await _set_mode(daemon, caller, name, NodeMode.PAUSED, body.force)
+    return await _set_mode(daemon, caller, name, NodeMode.PAUSED, body.force, body.reason)
 
 
 @router.post("/{name}/forget", responses=error_responses("not_found", "in_use", "unavailable"))
@@ -139,8 +146,11 @@ async def exchange(
     return daemon.tickets.issue(name, replace(desired, complete=has_news))
 
 
-async def _set_mode(daemon: DaemonState, caller: Caller, name: str, mode: NodeMode, force: bool = False) -> Node:
-    happening = NodeModeRequested(cause=ids.new_id("request"), node=name, mode=mode, force=force, by=caller.user)
+async def _set_mode(
+    daemon: DaemonState, caller: Caller, name: str, mode: NodeMode, force: bool = False, reason: str | None = None
+) -> Node:
+    cause = ids.new_id("request")
+    happening = NodeModeRequested(cause=cause, node=name, mode=mode, force=force, reason=reason, by=caller.user)
     await daemon.submit(happening)
     return await show_node(name, daemon)
 
