@@ -33,6 +33,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 OUT_OF_USE_FIELDS = frozenset({"reason"})
 """Fields of `DrainRequest` and `PauseRequest` that an older daemon does not know."""
+_DRY_RUN = (("dry_run", "true"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +186,27 @@ def explain(lease_id: str) -> ApiCall[Explanation]:
     return _get(f"/v1/leases/{_encoded(lease_id)}/explain", Explanation)
 
 
+def would_grant(request: LeaseRequest) -> ApiCall[Explanation]:
+    """`POST /v1/leases?dry_run=true`: whether it fits now. Takes and records nothing."""
+    return replace(_post("/v1/leases", to_body(request), Explanation), query=_DRY_RUN, optional_fields=OWNER_FIELDS)
+
+
+def would_start(request: JobRequest) -> ApiCall[Explanation]:
+    """`POST /v1/jobs?dry_run=true`: whether it fits now. Takes and records nothing."""
+    return replace(_post("/v1/jobs", _job_body(request), Explanation), query=_DRY_RUN)
+
+
+def _job_body(request: JobRequest) -> dict[str, Any]:
+    """The body with its launcher: an older daemon would take torchrun for every command."""
+    return to_body(request) | {"launcher": request.effective_launcher.value}
+
+
 def submit(request: JobRequest, idempotency_key: str) -> ApiCall[Job]:
     """`POST /v1/jobs`."""
     return ApiCall(
         method="POST",
         path="/v1/jobs",
-        body=to_body(request),
+        body=_job_body(request),
         idempotency_key=idempotency_key,
         read=_reader(Job),
     )

@@ -42,7 +42,7 @@ class Explanation(Noun):
     """Why a request has no GPUs: for now, or forever."""
 
     verdict: str
-    """`granted`, `not_now`, `never` or `ended`."""
+    """`granted`, `not_now`, `never` or `ended`; of a dry run `fits_now`, `not_now` or `never`."""
     sentence: str
     """The answer for people."""
     position: int | None = None
@@ -57,5 +57,7 @@ class Explanation(Noun):
     behind: tuple[str, ...] = ()
     """Older requests for which free GPUs are held that this one could use, or for which GPUs of their common user's
     limit are kept."""
+    after: tuple[str, ...] = ()
+    """Jobs and arrays that must end before its job joins the queue."""
     obstacles: tuple[Obstacle, ...] = ()
     """For each GPU of the daemon that cannot be granted to this request, why."""

@@ -95,6 +95,14 @@ def usage_error(launcher: Launcher, command: Sequence[str], max_restarts: int = 
     return f"command: must begin with the script, not with the option {option}; launcher options follow from the lease"
 
 
+def choose_launcher(command: Sequence[str]) -> Launcher:
+    """The launcher of a command for which none was named: torchrun for a Python script or `-m MODULE`, which need one
+    process for each GPU; for a program, a shell script or `python train.py` none, because it says itself what it
+    starts."""
+    first = command[0] if command else ""
+    return Launcher.TORCHRUN if first.endswith(".py") or first.startswith("-") else Launcher.PLAIN
+
+
 def choose_mask(launcher: Launcher, command: Sequence[str]) -> Mask:
     """How the GPUs must be named for the program that a launcher and a command start, as far as that is known.
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from gpulease_protocol.codec import wire_name
+from gpulease_protocol.job_parts import JobAttempt, JobDependency
+from gpulease_protocol.noun import Noun
 from gpulease_protocol.states import (
     Activity,
     ComputeMode,
@@ -39,6 +40,8 @@ __all__ = [
     "GpuState",
     "Holder",
     "Job",
+    "JobAttempt",
+    "JobDependency",
     "JobSpec",
     "JobState",
     "Launcher",
@@ -57,17 +60,6 @@ __all__ = [
 ]
 
 Item = TypeVar("Item")
-
-
-class Noun:
-    """Marks a public noun: field docstrings become the OpenAPI descriptions."""
-
-    __slots__ = ()
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "allow_inf_nan": False,
-        "alias_generator": wire_name,
-        "serialize_by_alias": True,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +286,8 @@ class JobSpec(Noun):
     """Resource limits, soft and hard, by name: `nofile` is RLIMIT_NOFILE of setrlimit(2). -1 is unlimited."""
     mask: Mask | None = None
     """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
+    notify: str | None = None
+    """URL or command that the job's supervisor tells of its end; null for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +318,10 @@ class Job(Noun):
     """Traceback of the rank that failed first, its end where it is long; null where it left none."""
     attempts: int = 0
     """How many times it was started."""
+    attempt_history: tuple[JobAttempt, ...] = ()
+    """Its attempts before the last one, oldest first; the last one is in the other fields. At most the last 20."""
+    after: tuple[JobDependency, ...] = ()
+    """The jobs and arrays that had to end before it joined the queue."""
     array_id: str | None = None
     """The array that it was submitted with; null for a job of its own."""
     array_index: int | None = None

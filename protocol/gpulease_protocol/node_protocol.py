@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from gpulease_protocol.model import Device, GpuLink, GpuReading, JobSpec, LeaseState, Noun
+from gpulease_protocol.model import Device, GpuLink, GpuReading, Job, JobSpec, JobState, LeaseState, Noun
 
 
 def attempt_name(job_id: str, attempt: int) -> str:
@@ -69,6 +69,18 @@ class JobReport(Noun):
     while there are any."""
     log_directory: str | None = None
     """Where its log files lie on the node: `launcher.log`, `rank-0.log`, `rank-1.log`, ..."""
+
+
+def final_state(report: JobReport, *, cancelled: bool) -> tuple[JobState, str | None]:
+    """The final state and the reason of an attempt that has exited, unless it is tried again. A command that ended well
+    before it was stopped has succeeded."""
+    if report.exit_code == 0 and not report.timed_out:
+        return JobState.SUCCEEDED, None
+    if report.timed_out:
+        return JobState.TIMED_OUT, report.reason or "ran longer than its time limit"
+    if cancelled:
+        return JobState.CANCELLED, "cancelled"
+    return JobState.FAILED, report.reason or f"exit code {report.exit_code}"
 
 
 class OwnerState(StrEnum):
@@ -218,6 +230,8 @@ class JobOrder(Noun):
     """True when it should end: SIGTERM to the launcher, `grace_s`, then SIGKILL to every process of it."""
     grace_s: float = 35.0
     """Seconds between SIGTERM and SIGKILL."""
+    job: Job | None = None
+    """The job, where its supervisor is to tell someone of its end (`JobSpec.notify`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from gpulease_protocol.bounds import MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, B
 from gpulease_protocol.codec import wire_name
 from gpulease_protocol.errors import shortened
 from gpulease_protocol.gpu_uuid import canonical_uuid
-from gpulease_protocol.launchers import usage_error
-from gpulease_protocol.model import Demand, JobSpec, Launcher, Mask, Selection
+from gpulease_protocol.launchers import choose_launcher, usage_error
+from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Selection
 
 MAX_COUNT = 4096
 """GPUs in one lease, at most."""
@@ -25,6 +25,8 @@ REALM_PATTERN = r"^[0-9a-f-]{36}/pid:\[[0-9]{1,20}\]$"
 """A boot id and a pid namespace."""
 MAX_RETRIES = 100
 """Restarts or retries of one job, at most."""
+MAX_DEPENDENCIES = 100
+"""Jobs and arrays that one job waits for, at most."""
 MAX_VARIABLES = 4096
 """Variables of a job, at most."""
 MAX_ENVIRONMENT_BYTES = 2**20
@@ -158,10 +160,12 @@ class JobRequest(RequestBody):
     """Script and arguments; with launcher `plain`, the program and its arguments."""
     gpus: Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT)] = 1
     """How many GPUs; a launcher that starts ranks starts one on each."""
-    launcher: Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] = (
-        "torchrun"
-    )
-    """What starts the ranks. With `lightning` and `fabric` the script does, and with `plain` no one or the script."""
+    launcher: (
+        Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] | None
+    ) = None
+    """What starts the ranks. With `lightning` and `fabric` the script does, and with `plain` no one or the script. When
+    null, `torchrun` for a command that begins with a Python script (`train.py`) or `-m MODULE`, and `plain` for any
+    other."""
     environment: dict[str, str] = field(default_factory=dict)
     """The job's variables, at most 4096 and 1 MiB. PATH, locale and library paths are the worker's where these do not
     set them."""
@@ -195,6 +199,13 @@ class JobRequest(RequestBody):
     """Only GPUs whose product name contains this text; case does not matter."""
     min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
+    after: Annotated[
+        list[JobDependency], Bounds(maxItems=MAX_DEPENDENCIES, rule=f"must name at most {MAX_DEPENDENCIES} jobs")
+    ] = field(default_factory=list)
+    """Jobs and arrays that must end before this job joins the queue."""
+    notify: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_TEXT)] = None
+    """Tells of the job's end: an http or https URL gets the job as JSON by POST; anything else is a command for
+    /bin/sh. Both as the job's user, on its node."""
     array: ArrayRequest | None = None
     """Submit one job for each index. Each finds GPULEASE_ARRAY_INDEX and GPULEASE_ARRAY_ID in its environment, and
     `{index}` in `command` becomes its index."""
@@ -203,11 +214,15 @@ class JobRequest(RequestBody):
         check_bounds(self)
         check_field(bool(self.command[0]), "command", NO_COMMAND)
         check_field(not any("\0" in word for word in self.command), "command", "must not contain NUL")
-        wrong = usage_error(Launcher(self.launcher), self.command, self.max_restarts)
+        wrong = usage_error(self.effective_launcher, self.command, self.max_restarts)
         if wrong is not None:
             raise ValueError(wrong)
         check_environment(self.environment, self.command)
         check_resource_limits(self.limits)
+        check_notify(self.notify)
+        for dependency in self.after:
+            check_bounds(dependency)
+        check_field(len({one.job for one in self.after}) == len(self.after), "after", "names a job twice")
         if self.array is not None:
             count = len(job_arrays.parse_indices(self.array.indices))
             # An index may have four digits more than the word that stands for it.
@@ -226,12 +241,17 @@ class JobRequest(RequestBody):
             count=self.gpus, node=self.node, gpu_model=self.gpu_model, min_free_memory_bytes=self.min_free_memory_bytes
         )
 
+    @property
+    def effective_launcher(self) -> Launcher:
+        """The launcher that was asked for, or that follows from the command."""
+        return choose_launcher(self.command) if self.launcher is None else Launcher(self.launcher)
+
     def spec(self) -> JobSpec:
         """What the worker is to run."""
         return JobSpec(
             command=tuple(self.command),
             gpus=self.gpus,
-            launcher=Launcher(self.launcher),
+            launcher=self.effective_launcher,
             environment=dict(self.environment),
             working_directory=self.working_directory,
             interpreter=self.interpreter,
@@ -241,6 +261,7 @@ class JobRequest(RequestBody):
             umask=self.umask,
             limits={name: (soft, hard) for name, (soft, hard) in self.limits.items()},
             mask=None if self.mask is None else Mask(self.mask),
+            notify=self.notify,
         )
 
 
@@ -330,6 +351,20 @@ def check_environment(environment: dict[str, str], command: list[str]) -> None:
         f"no word may be over {MAX_ARGUMENT_BYTES} bytes, nor all over {MAX_ENVIRONMENT_BYTES // 2};"
         " put them into a file",
     )
+
+
+def check_notify(notify: str | None) -> None:
+    """Raise ValueError unless this is a URL that can be called, or can be a command."""
+    scheme, separator, rest = (notify or "").partition("://")
+    if separator and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
+        usable = is_notify_url(notify) and bool(re.fullmatch(r"[^\s/][^\s]*", rest))
+        check_field(usable, "notify", "must be an http or https URL with a host, or a command")
+    check_field("\0" not in (notify or ""), "notify", "must not contain NUL")
+
+
+def is_notify_url(notify: str | None) -> bool:
+    """True for a URL, false for a command."""
+    return notify is not None and notify.lower().startswith(("http://", "https://"))
 
 
 def check_resource_limits(limits: dict[str, list[int]]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from gpulease_protocol.model import (
     Demand,
     GpuReading,
     GpuState,
     Holder,
+    JobDependency,
     JobSpec,
     JobState,
     Lease,
@@ -21,7 +23,15 @@ from gpulease_protocol.model import (
     NodeMode,
     Process,
 )
-from gpulease_protocol.node_protocol import ClaimedGpu, JobReport, LeaseOwner, NodeReport, OwnerReport, OwnerState
+from gpulease_protocol.node_protocol import (
+    ClaimedGpu,
+    JobReport,
+    LeaseOwner,
+    NodeReport,
+    OwnerReport,
+    OwnerState,
+    RunState,
+)
 from gpulease_server.core.decide import decide
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.gpu import state_of
@@ -209,9 +219,12 @@ class World:
         for name in [name for name in self.wanted if name in self.nodes]:
             self.report(name)
 
-    def submit(self, gpus: int = 1, **what: Any) -> str:
-        """Submit a job; its id."""
+    def submit(
+        self, gpus: int = 1, *, after: Mapping[str, Literal["succeeded", "ended"]] | None = None, **what: Any
+    ) -> str:
+        """Submit a job, after others if need be; its id. The answer is that of `submit-` and its number."""
         number, spec = next(self.ids), JobSpec(command=("train.py",), gpus=gpus, **what)
+        waits = tuple(JobDependency(job=name, when=when) for name, when in (after or {}).items())
         self.turn(
             JobSubmitted(
                 cause=f"submit-{number}",
@@ -219,10 +232,23 @@ class World:
                 name="",
                 demand=Demand(count=gpus),
                 holder=Holder(),
+                after=waits,
+                after_live=frozenset(one.job for one in waits if self.ledger.is_live(one.job)),
             )
         )
         self.answer_wanted()
         return f"job-{number}"
+
+    def ended(self, job_id: str, code: int = 0, node: str = "a") -> None:
+        """The worker reports the end of a job's last attempt, and then a clean GPU."""
+        attempt = self.ledger.jobs[job_id].job.attempts
+        report = JobReport(
+            job_id=job_id, attempt=attempt, state=RunState.EXITED, exit_code=code, started_at=self.now.at
+        )
+        self.jobs[node] = [report]
+        self.report(node)
+        self.jobs[node] = []
+        self.report(node)
 
     def renew(self, lease: Lease, token: int | None = None) -> Answer:
         cause = f"renew-{next(self.ids)}"
@@ -305,13 +331,43 @@ class World:
         for record_gpu in self.ledger.gpus.values():
             if record_gpu.lease_id is not None and not record_gpu.draining:
                 assert holding.get(record_gpu.device.uuid) == record_gpu.lease_id
-        waiting = Counter(self.ledger.leases[lease_id].lease.holder.user for _, lease_id in self.ledger.queue)
+        self.check_dependencies()
+        waiting_ids = [*(lease_id for _, lease_id in self.ledger.queue), *self.ledger.waiting_for_jobs]
+        waiting = Counter(self.ledger.leases[lease_id].lease.holder.user for lease_id in waiting_ids)
         assert waiting == self.ledger.queued_by_user
-        sizes = {lease_id: lease_bytes(self.ledger.leases[lease_id].lease) for _, lease_id in self.ledger.queue}
+        sizes = {lease_id: lease_bytes(self.ledger.leases[lease_id].lease) for lease_id in waiting_ids}
         jobs = [record for record in self.ledger.live_jobs.values() if record.job.state is JobState.QUEUED]
-        assert sizes | {record.job.id: job_bytes(record.spec) for record in jobs} == self.ledger.queued_bytes
+        assert (
+            sizes | {record.job.id: job_bytes(record.spec, record.job) for record in jobs} == self.ledger.queued_bytes
+        )
         assert self.ledger.queued_bytes_by_user.total() == sum(self.ledger.queued_bytes.values())
         assert Counter(record.fencing_token for record in self.ledger.gpus.values()) == self.ledger.gpus_of_token
         assert set(self.ledger.last_leases) <= set(self.ledger.gpus_of_token)
         tokens = [record.lease.fencing_token for record in self.ledger.leases.values() if record.lease.fencing_token]
         assert len(set(tokens)) == len(tokens), "a token was given twice"
+
+    def check_dependencies(self) -> None:
+        """What jobs wait for, computed from the jobs alone: see `core.dependencies`."""
+        live = self.ledger.live_jobs.values()
+        arrays = Counter(record.job.array_id for record in live if record.job.array_id is not None)
+        assert arrays == self.ledger.live_in_array
+        queued = [record for record in live if record.job.state is JobState.QUEUED and record.job.after]
+        unmet = {
+            record.job.id: {one.job: None for one in record.job.after if self.ledger.is_live(one.job)}
+            for record in queued
+        }
+        unmet = {job_id: names for job_id, names in unmet.items() if names}
+        assert unmet == self.ledger.unmet
+        dependents: dict[tuple[str, str], dict[str, None]] = {}
+        for job_id, names in unmet.items():
+            for one in self.ledger.jobs[job_id].job.after:
+                if one.job in names:
+                    dependents.setdefault((one.job, one.when), {})[job_id] = None
+        assert dependents == self.ledger.dependents
+        waiting = {self.ledger.jobs[job_id].job.lease_id for job_id in unmet}
+        assert waiting == set(self.ledger.waiting_for_jobs)
+        in_queue = {lease_id for _, lease_id in self.ledger.queue}
+        everyone = {one.lease.id for one in self.ledger.leases.values() if one.lease.state is LeaseState.QUEUED}
+        assert in_queue | waiting == everyone
+        assert not in_queue & waiting
+        assert self.ledger.queue == sorted((self.ledger.leases[one].number, one) for one in in_queue)

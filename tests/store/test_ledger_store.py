@@ -9,7 +9,7 @@ from sqlalchemy import text, update
 from sqlalchemy.exc import DataError
 
 from gpulease_protocol.codec import to_json
-from gpulease_protocol.model import EndReason, LeaseState, Mask, NodeMode
+from gpulease_protocol.model import EndReason, JobState, LeaseState, Mask, NodeMode
 from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
@@ -169,6 +169,41 @@ def test_text_comes_back_whatever_it_is(store: Store) -> None:
     found = store.job(job)
     assert found is not None
     assert (found.spec.environment, found.log_directory) == ({strange: strange}, strange)
+
+
+def test_what_a_job_waits_for_and_has_tried_comes_back(store: Store) -> None:
+    world = World().node(gpus=1)
+    first = world.submit(retries=1, notify="mail ada")
+    second = world.submit(after={first: "succeeded"})
+    third = world.submit(after={second: "ended", first: "ended"})
+    world.ended(first, 3)
+    save(store, world)
+    loaded = store.load()
+    for name in ("queue", "waiting_for_jobs", "unmet", "dependents", "jobs"):
+        assert getattr(loaded, name) == getattr(world.ledger, name), name
+    assert [attempt.exit_code for attempt in loaded.jobs[first].job.attempt_history] == [3]
+    assert loaded.jobs[first].spec.notify == "mail ada"
+    assert set(loaded.unmet) == {second, third}
+
+
+def test_a_turn_that_was_lost_with_the_daemon_is_taken_again_and_starts_what_waits_once(store: Store) -> None:
+    """The end of a job is reported until the daemon takes it in; the first time it is killed before its commit."""
+    world = World().node(gpus=1)
+    first = world.submit()
+    second = world.submit(after={first: "succeeded"})
+    save(store, world)
+    world.ended(first)
+    for _ in range(2):
+        world.changes.clear()
+        world.ledger = store.load()
+        reset_deadlines(world.ledger, world.now)
+        assert world.ledger.jobs[second].job.state is JobState.QUEUED
+        world.ended(first)
+    save(store, world)
+    loaded = store.load()
+    assert loaded.jobs[second].job.state is JobState.STARTING
+    assert [record.lease.state for record in loaded.leases.values() if record.lease.job_id == second] == ["active"]
+    assert not loaded.unmet
 
 
 @pytest.mark.parametrize("mask", [None, Mask.UUIDS, Mask.INDICES])

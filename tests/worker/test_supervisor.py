@@ -145,7 +145,7 @@ def test_leftovers_of_a_job_are_dead_before_its_end_is_reported(tmp_path: Path) 
 def test_a_job_that_exceeds_its_timeout_is_stopped_with_that_reason(tmp_path: Path) -> None:
     report = end_of(tmp_path, order("j", spec("sleep", "60", timeout_s=0.3)))
     assert report.timed_out
-    assert (report.exit_code, report.reason) == (143, "It ran longer than its timeout_s of 0.3 s.")
+    assert (report.exit_code, report.reason) == (143, "It ran longer than its time limit of 0.3 s.")
 
 
 def test_a_stopped_job_may_exit_by_itself_within_the_grace_period(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from gpulease_protocol.model import JobSpec, Lease
+from gpulease_protocol.model import Job, JobSpec, Lease
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord
 
 RECORD_BYTES = 1024
@@ -26,22 +26,28 @@ def lease_bytes(lease: Lease) -> int:
     return RECORD_BYTES + _text_bytes(texts) + named
 
 
-def job_bytes(spec: JobSpec) -> int:
-    """Memory of what a job is to run."""
-    texts = (spec.working_directory, spec.interpreter, *spec.command)
-    return RECORD_BYTES + _text_bytes(texts) + _text_bytes(spec.environment) + _text_bytes(spec.environment.values())
+def job_bytes(spec: JobSpec, job: Job | None = None) -> int:
+    """Memory of what a job is to run, and of what it waits for and has tried."""
+    texts = (spec.working_directory, spec.interpreter, spec.notify, *spec.command)
+    size = RECORD_BYTES + _text_bytes(texts) + _text_bytes(spec.environment) + _text_bytes(spec.environment.values())
+    if job is not None:
+        size += sum(_text_bytes([one.job]) + 5 * ENTRY_BYTES for one in job.after)
+        size += sum(RECORD_BYTES + _text_bytes([one.reason, one.log_directory]) for one in job.attempt_history)
+    return size
 
 
 def records_bytes(changes: Iterable[Change]) -> int:
     """Memory of the leases and jobs among the records of a request."""
     leases = sum(lease_bytes(change.lease) for change in changes if isinstance(change, LeaseRecord))
-    return leases + sum(job_bytes(change.spec) for change in changes if isinstance(change, JobRecord))
+    return leases + sum(job_bytes(change.spec, change.job) for change in changes if isinstance(change, JobRecord))
 
 
 def shown_characters(record: LeaseRecord | JobRecord) -> int:
     """Characters of a request that a list shows, of those texts that may be long."""
     if isinstance(record, JobRecord):
-        return sum(map(len, record.job.command)) + len(record.job.name) + len(record.job.traceback or "")
+        job = record.job
+        history = sum(len(one.reason or "") for one in job.attempt_history) + 80 * len(job.after)
+        return sum(map(len, job.command)) + len(job.name) + len(job.traceback or "") + history
     demand = record.lease.demand
     return sum(map(len, demand.among or ())) + sum(map(len, demand.uuids)) + len(record.lease.holder.label)
 

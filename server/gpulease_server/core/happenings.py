@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gpulease_protocol.model import Demand, Holder, JobSpec, NodeMode
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.model import Demand, Holder, JobDependency, JobSpec, NodeMode
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.records import WatchedOwner
 
@@ -63,6 +64,12 @@ class JobSubmitted:
     array_id: str | None = None
     array_at_most: int | None = None
     """How many jobs of the array may run at once; None for no limit."""
+    after: tuple[JobDependency, ...] = ()
+    """Jobs and arrays that must end first."""
+    after_live: frozenset[str] = frozenset()
+    """Those of them that had not ended when the API looked. The others were found to be met."""
+    after_refused: GpuleaseError | None = None
+    """Why one of them was found not to be met ever."""
     key: IdempotencyKey | None = None
 
 

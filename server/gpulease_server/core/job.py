@@ -9,17 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from gpulease_protocol.errors import NotFound, OverQuota
-from gpulease_protocol.model import EndReason, Job, JobState, Lease, LeaseState, Liveness
-from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_protocol.model import EndReason, Job, JobAttempt, JobState, Lease, LeaseState, Liveness
+from gpulease_protocol.node_protocol import JobReport, RunState, final_state
+from gpulease_server.core import dependencies
 from gpulease_server.core.happenings import CancelRequested, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import answer_repeated, enqueue
 from gpulease_server.core.lease_end import end_lease
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.queue import admit_waiting
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefore
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import user_queue_is_full
+
+MAX_HISTORY = 20
+"""Earlier attempts of a job that are kept."""
 
 
 def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
@@ -31,23 +40,18 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     if answer_repeated(turn, submitted.cause, submitted.key):
         return
     first, *others = submitted.jobs
-    user, limits = submitted.holder.user, turn.policy.limits
-    remedy = "Submit fewer jobs at once, or try again later."
-    if others and user_queue_is_full(turn.ledger, user, turn.pending, len(others), limits):
-        queued = turn.ledger.queued_by_user[user]
-        detail = f"User {user} has {queued} requests in the queue already; the limit is {limits.queued}."
-        turn.answer(submitted.cause, OverQuota(detail, remedy=remedy))
+    refused = submitted.after_refused
+    refused = refused or dependencies.check(turn.ledger, submitted.after, submitted.after_live)
+    refused = refused or too_many_at_once(turn.ledger, submitted, turn.pending, turn.policy)
+    if refused is not None:
+        turn.answer(submitted.cause, refused)
         return
-    if others and len(turn.ledger.queue) + len(others) > turn.policy.max_queued:
-        queued = len(turn.ledger.queue)
-        detail = f"The queue has {queued} requests already; the limit is {turn.policy.max_queued}."
-        turn.answer(submitted.cause, OverQuota(detail, remedy=remedy))
-        return
+    waits = any(turn.ledger.is_live(one.job) for one in submitted.after)
     first_number = turn.ledger.next_number
-    lease, job_record = _queued_job(turn, submitted, first, first_number)
+    lease, job_record = _queued_job(turn, submitted, first, first_number, waits=waits)
     changes: list[Change] = [job_record]
     for number, member in enumerate(others, first_number + 1):
-        member_lease, job_record = _queued_job(turn, submitted, member, number)
+        member_lease, job_record = _queued_job(turn, submitted, member, number, waits=waits)
         lease_record = LeaseRecord(
             lease=member_lease,
             number=number,
@@ -58,10 +62,31 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
         changes += [lease_record, job_record]
     enqueue(turn, lease, submitted.cause, queue=True, key=submitted.key, changes=tuple(changes))
     turn.ledger.next_number = max(turn.ledger.next_number, first_number + len(submitted.jobs))
+    if waits and lease.id in turn.pending:
+        # Not by `settle`: what it waits for could end in this turn before that, and no one would tell it.
+        admit_waiting(turn, lease.id)
 
 
-def _queued_job(turn: Turn, submitted: JobSubmitted, member: SubmittedJob, number: int) -> tuple[Lease, JobRecord]:
-    """A job that waits, and the lease that it waits for."""
+def too_many_at_once(
+    ledger: Ledger, submitted: JobSubmitted, undecided: PendingRequests, policy: Policy
+) -> OverQuota | None:
+    """Why an array is refused whose jobs would be too many in the queue; None for one that fits, and for one job."""
+    user, limits, further = submitted.holder.user, policy.limits, len(submitted.jobs) - 1
+    remedy = "Submit fewer jobs at once, or try again later."
+    if further and user_queue_is_full(ledger, user, undecided, further, limits):
+        queued = ledger.queued_by_user[user]
+        detail = f"User {user} has {queued} requests in the queue already; the limit is {limits.queued}."
+        return OverQuota(detail, remedy=remedy)
+    if further and ledger.waiting_count + further > policy.max_queued:
+        detail = f"The queue has {ledger.waiting_count} requests already; the limit is {policy.max_queued}."
+        return OverQuota(detail, remedy=remedy)
+    return None
+
+
+def _queued_job(
+    turn: Turn, submitted: JobSubmitted, member: SubmittedJob, number: int, *, waits: bool
+) -> tuple[Lease, JobRecord]:
+    """A job in the queue, or one that waits for others, and its lease."""
     lease = Lease(
         id=member.lease_id,
         state=LeaseState.QUEUED,
@@ -76,7 +101,7 @@ def _queued_job(turn: Turn, submitted: JobSubmitted, member: SubmittedJob, numbe
         id=member.job_id,
         name=submitted.name,
         state=JobState.QUEUED,
-        reason="waiting for its GPUs",
+        reason=dependencies.reason_to_wait(submitted.after) if waits else "waiting for its GPUs",
         lease_id=member.lease_id,
         user=submitted.holder.user,
         launcher=member.spec.launcher,
@@ -85,6 +110,7 @@ def _queued_job(turn: Turn, submitted: JobSubmitted, member: SubmittedJob, numbe
         array_id=submitted.array_id,
         array_index=member.index,
         array_at_most=submitted.array_at_most,
+        after=submitted.after,
     )
     return lease, JobRecord(job=job, spec=member.spec, number=number, uid=submitted.uid, gid=submitted.gid)
 
@@ -142,9 +168,10 @@ def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
             "started_at": started,
             "ended_at": report.ended_at or turn.now.at,
         }
-        state, reason = _final_state(record, report)
+        state, reason = final_state(report, cancelled=record.cancelled_at is not None)
         if state is JobState.FAILED and started is not None and may_retry(record):
-            retry_job(turn, record, reason)
+            failed = replace(record, job=replace(record.job, started_at=started, exit_code=report.exit_code))
+            retry_job(turn, failed, reason, ended_at=changes["ended_at"])
         else:
             finish_job(turn, record, state, reason, **changes)
 
@@ -160,23 +187,19 @@ def _mark_stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
     turn.emit("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason)
 
 
-def _final_state(record: JobRecord, report: JobReport) -> tuple[JobState, str | None]:
-    """The final state and the reason. A command that ended well before it was stopped has succeeded."""
-    if report.exit_code == 0 and not report.timed_out:
-        return JobState.SUCCEEDED, None
-    if report.timed_out:
-        return JobState.TIMED_OUT, report.reason or "ran longer than its time limit"
-    if record.cancelled_at is not None:
-        return JobState.CANCELLED, "cancelled"
-    return JobState.FAILED, report.reason or f"exit code {report.exit_code}"
-
-
 def may_retry(record: JobRecord) -> bool:
     """True while a job that fails has an attempt left."""
     return record.job.attempts <= record.spec.retries
 
 
-def retry_job(turn: Turn, record: JobRecord, reason: str | None, lease_end: EndReason = EndReason.JOB_FINISHED) -> None:
+def retry_job(
+    turn: Turn,
+    record: JobRecord,
+    reason: str | None,
+    lease_end: EndReason = EndReason.JOB_FINISHED,
+    *,
+    ended_at: datetime | None = None,
+) -> None:
     """End the attempt and queue the next, which starts after a pause. One that could not even start is not tried again:
     what it lacks, it will lack again."""
     job, old = record.job, turn.ledger.leases[record.job.lease_id]
@@ -203,8 +226,26 @@ def retry_job(turn: Turn, record: JobRecord, reason: str | None, lease_end: EndR
         f"attempt {job.attempts} of {record.spec.retries + 1} failed: {(reason or 'no reason is known').rstrip('.')};"
         f" the next one joins the queue in {pause_s:g} s"
     )
+    attempt = JobAttempt(
+        number=job.attempts,
+        lease_id=job.lease_id,
+        node=job.gpus[0].node if job.gpus else None,
+        exit_code=job.exit_code,
+        reason=reason,
+        started_at=job.started_at,
+        ended_at=ended_at or turn.now.at,
+        log_directory=record.log_directory,
+    )
     again = replace(
-        job, state=JobState.QUEUED, reason=said, lease_id=lease.id, gpus=(), started_at=None, traceback=None
+        job,
+        state=JobState.QUEUED,
+        reason=said,
+        lease_id=lease.id,
+        gpus=(),
+        exit_code=None,
+        started_at=None,
+        traceback=None,
+        attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
     )
     turn.put(replace(record, job=again, log_directory=None))
     turn.emit("job.retried", job_id=job.id, lease_id=lease.id, reason=said)
@@ -226,7 +267,26 @@ def finish_job(
     lease_end: EndReason = EndReason.JOB_FINISHED,
     **changes: Any,
 ) -> None:
-    """End a job for good, and its lease. Its environment, which may hold secrets and 1 MiB, is kept no longer."""
+    """End a job for good, and its lease. Jobs that wait for it join the queue, or are cancelled with it."""
+    doomed = _end_job(turn, record, state, reason, lease_end, **changes)
+    while doomed:
+        # In a loop, because a chain may be longer than Python's stack.
+        job_id, why = doomed.popitem()
+        waiting = turn.ledger.jobs[job_id]
+        if waiting.job.state is JobState.QUEUED:
+            doomed |= _end_job(turn, waiting, JobState.CANCELLED, f"cancelled before it started: {why}")
+
+
+def _end_job(
+    turn: Turn,
+    record: JobRecord,
+    state: JobState,
+    reason: str | None,
+    lease_end: EndReason = EndReason.JOB_FINISHED,
+    **changes: Any,
+) -> dict[str, str]:
+    """End one job. Its environment, which may hold secrets and 1 MiB, is kept no longer. Returns the ids of the jobs
+    that cannot start any more, each with the reason."""
     ended_at, spec = changes.pop("ended_at", turn.now.at), replace(record.spec, environment={})
     turn.put(
         replace(record, spec=spec, job=replace(record.job, state=state, reason=reason, ended_at=ended_at, **changes))
@@ -236,3 +296,4 @@ def finish_job(
     if lease.lease.state is not LeaseState.ENDED:
         waited = lease.lease.state is LeaseState.QUEUED
         end_lease(turn, lease, EndReason.CANCELLED if waited else lease_end)
+    return dependencies.release_dependents(turn, turn.ledger.jobs[record.job.id].job)

@@ -20,6 +20,7 @@ from gpulease_server.core.records import (
     BypassCounts,
     Change,
     Deadline,
+    DependencyMet,
     GpuRecord,
     GpuRemoved,
     JobRecord,
@@ -57,7 +58,17 @@ class Ledger:
     draining_since: dict[str, float] = field(default_factory=dict)
     """By UUID: a reading that shows the GPU clean must have begun after this."""
     queue: list[tuple[int, str]] = field(default_factory=list)
-    """(number, lease id) of queued leases, in order of arrival."""
+    """(number, lease id) of queued leases, in order of arrival; without those of jobs that wait for other jobs."""
+    waiting_for_jobs: dict[str, None] = field(default_factory=dict)
+    """Ids of queued leases whose jobs wait for other jobs, see `core.dependencies`."""
+    unmet: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By id of a job that waits for others: the jobs and arrays of its `after` that have not ended."""
+    dependents: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
+    """By id of a job or array and what is asked of its end: the jobs that wait for it."""
+    live_in_array: Counter[str] = field(default_factory=Counter)
+    """By array, how many of its jobs have not ended."""
+    failed_in_array: dict[str, str] = field(default_factory=dict)
+    """By array: one of its jobs that has ended, and has not succeeded. Until all of its jobs have ended."""
     queued_by_user: Counter[str | None] = field(default_factory=Counter)
     """By user, how many requests are in the queue."""
     queued_bytes: dict[str, int] = field(default_factory=dict)
@@ -120,6 +131,8 @@ class Ledger:
                 self._put_deadline(change)
             case NotBefore():
                 self.not_before[change.lease_id] = change.at_s
+            case DependencyMet():
+                self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
             case KeyRecord():
@@ -167,16 +180,13 @@ class Ledger:
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)
-        place = (record.number, lease.id)
-        at = bisect.bisect_left(self.queue, place)
-        waits = at < len(self.queue) and self.queue[at] == place
+        waits = lease.id in self.queued_bytes
         if lease.state is LeaseState.QUEUED and not waits:
-            self.queue.insert(at, place)
             self.queued_by_user[lease.holder.user] += 1
             self._count_bytes(lease.id, lease.holder.user, lease_bytes(lease))
         elif lease.state is not LeaseState.QUEUED and waits:
-            del self.queue[at]
             self._waits_no_more(lease)
+        self._place_in_queue(record)
         self._put_watch(record)
         is_unclaimed = lease.state is LeaseState.ACTIVE and record.renewed_at is None
         (self.unclaimed.add if is_unclaimed else self.unclaimed.discard)(lease.id)
@@ -188,6 +198,16 @@ class Ledger:
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
             self._put_ended_lease(lease)
+
+    def _place_in_queue(self, record: LeaseRecord) -> None:
+        place = (record.number, record.lease.id)
+        at = bisect.bisect_left(self.queue, place)
+        is_there = at < len(self.queue) and self.queue[at] == place
+        belongs = record.lease.state is LeaseState.QUEUED and record.lease.id not in self.waiting_for_jobs
+        if belongs and not is_there:
+            self.queue.insert(at, place)
+        elif is_there and not belongs:
+            del self.queue[at]
 
     def _put_watch(self, record: LeaseRecord, *, over: bool = False) -> None:
         if record.watched_owner is None:
@@ -235,16 +255,23 @@ class Ledger:
                 del self.leases[oldest]
 
     def _put_job(self, record: JobRecord) -> None:
+        before = self.jobs.get(record.job.id)
         self.jobs[record.job.id] = record
+        self._count_in_array(before, record)
+        if before is None and record.job.after and record.job.state is JobState.QUEUED:
+            self._wait_for_jobs(record)
+        elif record.job.id in self.unmet and record.job.state is not JobState.QUEUED:
+            for name in list(self.unmet[record.job.id]):
+                self._meet_dependency(DependencyMet(record.job.id, name))
         self.next_number = max(self.next_number, record.number + 1)
         waits = record.job.state is JobState.QUEUED
         if waits is not (record.job.id in self.queued_bytes):
-            self._count_bytes(record.job.id, record.job.user, job_bytes(record.spec) if waits else 0)
+            self._count_bytes(record.job.id, record.job.user, job_bytes(record.spec, record.job) if waits else 0)
         if not record.job.state.final:
             self.live_jobs[record.job.id] = record
             return
         self.live_jobs.pop(record.job.id, None)
-        size_bytes = job_bytes(record.spec)
+        size_bytes = job_bytes(record.spec, record.job)
         self.ended_bytes["jobs"] += size_bytes - self.ended_jobs.pop(record.job.id, 0)
         self.ended_jobs[record.job.id] = size_bytes
         while len(self.ended_jobs) > MAX_ENDED_IN_MEMORY or self.ended_bytes["jobs"] > MAX_ENDED_BYTES:
@@ -252,9 +279,58 @@ class Ledger:
             self.ended_bytes["jobs"] -= self.ended_jobs.pop(oldest)
             del self.jobs[oldest]
 
+    def _count_in_array(self, before: JobRecord | None, record: JobRecord) -> None:
+        array, state = record.job.array_id, record.job.state
+        if array is None:
+            return
+        was_live = before is not None and not before.job.state.final
+        if state.final and state is not JobState.SUCCEEDED:
+            self.failed_in_array.setdefault(array, record.job.id)
+        if was_live is not state.final:
+            return
+        self.live_in_array[array] += -1 if was_live else 1
+        if not self.live_in_array[array]:
+            del self.live_in_array[array]
+            self.failed_in_array.pop(array, None)
+
+    def _wait_for_jobs(self, record: JobRecord) -> None:
+        """Take a new job out of the queue if a job of its `after` has not ended."""
+        job = record.job
+        unmet = {one.job: None for one in job.after if self.is_live(one.job)}
+        if not unmet:
+            return
+        self.unmet[job.id] = unmet
+        for one in job.after:
+            if one.job in unmet:
+                self.dependents.setdefault((one.job, one.when), {})[job.id] = None
+        self.waiting_for_jobs[job.lease_id] = None
+        if job.lease_id in self.leases:
+            self._place_in_queue(self.leases[job.lease_id])
+
+    def _meet_dependency(self, met: DependencyMet) -> None:
+        record, unmet = self.jobs[met.job_id], self.unmet[met.job_id]
+        when = next(one.when for one in record.job.after if one.job == met.name)
+        waiting = self.dependents[met.name, when]
+        del waiting[met.job_id], unmet[met.name]
+        if not waiting:
+            del self.dependents[met.name, when]
+        if not unmet:
+            del self.unmet[met.job_id]
+            self.waiting_for_jobs.pop(record.job.lease_id, None)
+            self._place_in_queue(self.leases[record.job.lease_id])
+
+    def is_live(self, name: str) -> bool:
+        """True for a job that has not ended, and for an array with such a job."""
+        return name in self.live_jobs or name in self.live_in_array
+
+    @property
+    def waiting_count(self) -> int:
+        """How many requests wait, those included whose jobs wait for other jobs."""
+        return len(self.queue) + len(self.waiting_for_jobs)
+
     def position(self, record: LeaseRecord) -> int | None:
-        """Place in the queue, 1 is next; None unless queued."""
-        if record.lease.state is not LeaseState.QUEUED:
+        """Place in the queue, 1 is next; None for one that is not in it."""
+        if record.lease.state is not LeaseState.QUEUED or record.lease.id in self.waiting_for_jobs:
             return None
         return bisect.bisect_left(self.queue, (record.number, record.lease.id)) + 1
 

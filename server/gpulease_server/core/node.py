@@ -204,6 +204,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
             env=ledger.leases[record.job.lease_id].lease.env,
             stop=record.cancelled_at is not None,
             grace_s=record.grace_s,
+            job=record.job if record.spec.notify is not None else None,
         )
         for record in ledger.live_jobs.values()
         if record.job.gpus and record.job.gpus[0].node == node

@@ -118,7 +118,15 @@ def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending
         _answer(turn, record, pending)
 
 
-def _answer_waiting(turn: Turn, record: LeaseRecord, pending: PendingRequest, reservations: Reservations) -> bool:
+def admit_waiting(turn: Turn, lease_id: str) -> None:
+    """Give the verdict on a request whose job waits for other jobs, which needs no reading: it is never granted now."""
+    record, pending = turn.ledger.leases[lease_id], turn.pending.pop(lease_id)
+    _answer_waiting(turn, record, pending, None)
+
+
+def _answer_waiting(
+    turn: Turn, record: LeaseRecord, pending: PendingRequest, reservations: Reservations | None
+) -> bool:
     """Give the verdict on a new request that cannot be granted. True when it stays in the queue."""
     never = is_never(turn.ledger, record.lease.demand)
     refused = None if never else _over_quota(turn, record, pending)
@@ -154,7 +162,7 @@ def _over_quota(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> Ove
     never = never_within_limits(limits, lease, min_gpus(turn.ledger, lease.demand))
     if never is not None or not pending.queue:
         return never
-    if len(turn.ledger.queue) - len(turn.pending) > turn.policy.max_queued:
+    if turn.ledger.waiting_count - len(turn.pending) > turn.policy.max_queued:
         return OverQuota(f"The queue is full: it has {turn.policy.max_queued} requests.", remedy="Try again later.")
     # It is in the queue by now, and so counted as waiting.
     if user_queue_is_full(turn.ledger, lease.holder.user, turn.pending, 0, limits):

@@ -203,6 +203,17 @@ class NotBefore:
 
 
 @dataclass(frozen=True, slots=True)
+class DependencyMet:
+    """A job no longer waits for another job or array, see `core.dependencies`. In memory only: after a restart it
+    follows from which jobs have not ended."""
+
+    job_id: str
+    """The job that waited."""
+    name: str
+    """What it waited for."""
+
+
+@dataclass(frozen=True, slots=True)
 class BypassCounts:
     """How many times newer requests have bypassed waiting ones, see `core.backfill`. In memory only: a restart begins
     to count again."""
@@ -244,6 +255,7 @@ Change = (
     | NodeRemoved
     | Deadline
     | NotBefore
+    | DependencyMet
     | BypassCounts
     | KeyRecord
     | KeyRemoved

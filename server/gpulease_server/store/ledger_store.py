@@ -15,6 +15,7 @@ from gpulease_server.core.records import (
     BypassCounts,
     Change,
     Deadline,
+    DependencyMet,
     GpuRecord,
     GpuRemoved,
     JobRecord,
@@ -235,7 +236,7 @@ class Store:
 
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
-    return not isinstance(change, (NodeObservation, Deadline, NotBefore, BypassCounts))
+    return not isinstance(change, (NodeObservation, Deadline, NotBefore, DependencyMet, BypassCounts))
 
 
 def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:

@@ -15,6 +15,8 @@ from gpulease_protocol.model import (
     Event,
     Holder,
     Job,
+    JobAttempt,
+    JobDependency,
     JobSpec,
     JobState,
     Lease,
@@ -91,6 +93,8 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "grace_s": record.grace_s,
         "cancelled_at": record.cancelled_at,
         "log_directory": record.log_directory,
+        "attempt_history": [to_json(attempt) for attempt in record.job.attempt_history] or None,
+        "after": [to_json(dependency) for dependency in record.job.after] or None,
         "uid": record.uid,
         "gid": record.gid,
     }
@@ -119,6 +123,8 @@ def job_record(row: Row[Any]) -> JobRecord:
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
     values["user"] = values.pop("user_name")
+    values["attempt_history"] = tuple(from_json(JobAttempt, item) for item in values["attempt_history"] or ())
+    values["after"] = tuple(from_json(JobDependency, item) for item in values["after"] or ())
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
     return JobRecord(job=Job(launcher=spec.launcher, command=spec.command, **values), spec=spec, **own)
 

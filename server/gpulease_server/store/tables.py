@@ -100,6 +100,8 @@ job = Table(
     Column("uid", BigInteger),
     Column("gid", BigInteger),
     Column("attempts", Integer, nullable=False),
+    Column("attempt_history", JSON(none_as_null=True)),
+    Column("after", JSON(none_as_null=True)),
     Column("array_id", String(64), index=True),
     Column("array_index", BigInteger),
     Column("array_at_most", Integer),

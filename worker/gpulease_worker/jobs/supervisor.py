@@ -378,7 +378,7 @@ class Supervisor:
         """The record of the end, with the reason if there is one."""
         end = job_records.ExitRecord(exit_code=code, timed_out=self._timed_out, ended_at=job_records.now(), reason=None)
         if self._timed_out:
-            return replace(end, reason=f"It ran longer than its timeout_s of {self._plan.timeout_s:g} s.")
+            return replace(end, reason=f"It ran longer than its time limit of {self._plan.timeout_s:g} s.")
         if stopped:
             return replace(end, reason="It was stopped on request.")
         if code in (0, None):

@@ -32,8 +32,15 @@ def redact_job(caller: Caller, record: JobRecord, ledger: Ledger, access: Access
         return job
     # The reason of a failure quotes the last lines of the job's output.
     reason = job.reason if job.started_at is None and job.attempts <= 1 else None
-    command = job.command if access.show_commands else ()
-    return replace(job, traceback=None, reason=reason, command=command, working_directory=None, log_directory=None)
+    return replace(
+        job,
+        traceback=None,
+        reason=reason,
+        command=job.command if access.show_commands else (),
+        working_directory=None,
+        log_directory=None,
+        attempt_history=tuple(replace(one, reason=None, log_directory=None) for one in job.attempt_history),
+    )
 
 
 def redact_gpu(caller: Caller, gpu: Gpu, access: AccessSettings) -> Gpu:

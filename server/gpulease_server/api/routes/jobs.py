@@ -8,6 +8,7 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest, NotFound
@@ -20,6 +21,8 @@ from gpulease_server.api.auth.redaction import redact_job
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
+from gpulease_server.api.routes import job_dependencies
+from gpulease_server.api.routes.dry_run import DRY_RUN_RESPONSE, DryRun, answer_dry_run
 from gpulease_server.api.streams.long_poll import Cursor, Limit, WaitSeconds, cursor_number, wait_until
 from gpulease_server.core.footprint import shown_characters
 from gpulease_server.core.happenings import CancelRequested, IdempotencyKey, JobSubmitted, SubmittedJob
@@ -36,9 +39,11 @@ CANCEL_BODY = JsonBody(CancelRequest, empty=CancelRequest())
 @router.post(
     "",
     status_code=201,
+    response_model=Job,
     response_description="Queued, or starting already.",
     openapi_extra=SUBMIT_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
-    responses=error_responses(
+    responses=DRY_RUN_RESPONSE
+    | error_responses(
         "invalid_request", "never_fits", "idempotency_mismatch", "too_large", "over_quota", "unavailable"
     ),
 )
@@ -49,12 +54,15 @@ async def submit(
     caller: CallerDep,
     peer: PeerDep,
     response: Response,
-) -> Job:
+    dry_run: DryRun = False,
+) -> Job | JSONResponse:
     """Submit a job. It waits for its GPUs, then a worker launches it bound to them.
 
     With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
+    With `after` it joins the queue when those jobs have ended; 422 if one has failed whose success it needs.
     """
     jobs, array_id = _submitted_jobs(body)
+    after_live, after_refused = await job_dependencies.look_up(daemon, body.after)
     if array_id is not None:
         fair_share.count_writing()
     submitted = JobSubmitted(
@@ -67,8 +75,13 @@ async def submit(
         holder=Holder(user=caller.user, host=daemon.host if peer.local else None, label=body.name),
         uid=caller.uid,
         gid=caller.gid,
+        after=tuple(body.after),
+        after_live=after_live,
+        after_refused=after_refused,
         key=key,
     )
+    if dry_run:
+        return answer_dry_run(daemon, submitted)
     answer: object
     try:
         answer = await daemon.submit(submitted)

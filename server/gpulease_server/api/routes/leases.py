@@ -9,6 +9,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
+from fastapi.responses import JSONResponse
 
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.explanation import Explanation
@@ -24,6 +25,7 @@ from gpulease_server.api.auth.redaction import redact_lease
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
+from gpulease_server.api.routes.dry_run import DRY_RUN_RESPONSE, DryRun, answer_dry_run
 from gpulease_server.api.streams.long_poll import SLICE_S, Cursor, Limit, WaitSeconds, cursor_number, wait_until
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import (
@@ -51,9 +53,11 @@ KeyDep = Annotated[IdempotencyKey | None, Depends(idempotency_key)]
 @router.post(
     "",
     status_code=201,
+    response_model=Lease,
     response_description="Granted.",
     openapi_extra=REQUEST_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
-    responses=QUEUED_RESPONSE
+    responses=DRY_RUN_RESPONSE
+    | QUEUED_RESPONSE
     | error_responses(
         *("invalid_request", "never_fits", "idempotency_mismatch", "not_now", "lease_lost"),
         *("too_large", "over_quota", "unavailable"),
@@ -68,7 +72,8 @@ async def request_lease(
     request: Request,
     response: Response,
     wait_s: WaitSeconds = 0.0,
-) -> Lease:
+    dry_run: DryRun = False,
+) -> Lease | JSONResponse:
     """Request GPUs. Either all of them are granted (201), or none, and the request waits in the queue (202).
 
     410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
@@ -90,6 +95,8 @@ async def request_lease(
         queue=body.queue,
         key=key,
     )
+    if dry_run:
+        return answer_dry_run(daemon, requested)
     try:
         answer = await daemon.submit(requested)
     except MadeLongAgo as error:

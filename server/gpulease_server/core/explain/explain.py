@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import LeaseState
+from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit, running_per_array
 from gpulease_server.core.explain.compute_modes import mode_notes
@@ -40,6 +41,10 @@ def explain(
         notes = mode_notes(ledger, ledger.held_by(lease))
         granted = f"Granted: {describe_gpus([gpu.index for gpu in lease.gpus])}.{notes}"
         return Explanation(verdict="granted", sentence=granted)
+    unmet = dependencies.waits_for(ledger, record)
+    if unmet:
+        sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
+        return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))
     reservations = reservations_before(ledger, record, now, policy) if reservations is None else reservations
     limit = _limit_met(ledger, record, reservations, stays_queued=stays_queued)
     if limit is not None:

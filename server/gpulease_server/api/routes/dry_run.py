@@ -1,0 +1,59 @@
+"""`dry_run`: the answer to a request that is not made."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Query
+from fastapi.responses import JSONResponse
+
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import Lease, LeaseState, Liveness
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.core import dependencies
+from gpulease_server.core.explain.dry_run import dry_run
+from gpulease_server.core.happenings import JobSubmitted, LeaseRequested
+
+DryRun = Annotated[
+    bool, Query(description="Only say whether it fits now (200), and take and record nothing. The answer is of now.")
+]
+DRY_RUN_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {"model": Explanation, "description": "With `dry_run`: `verdict` is `fits_now`, `not_now` or `never`."}
+}
+
+
+def answer_dry_run(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> JSONResponse:
+    """Whether a request fits now, from the committed ledger. Raises what the request would be refused with, but for
+    `never_fits` and `not_now`, which are verdicts."""
+    explanation = _explain(daemon, request)
+    if isinstance(explanation, GpuleaseError):
+        raise explanation
+    return JSONResponse(to_json(explanation))
+
+
+def _explain(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Explanation | GpuleaseError:
+    ledger, further_jobs, queue, lease_id = daemon.ledger, 0, True, ""
+    if isinstance(request, JobSubmitted):
+        refused = request.after_refused or dependencies.check(ledger, request.after, request.after_live)
+        if refused is not None:
+            return refused
+        further_jobs = len(request.jobs) - 1
+    else:
+        queue, lease_id = request.queue, request.lease_id
+    lease = Lease(
+        id=lease_id,
+        state=LeaseState.QUEUED,
+        holder=request.holder,
+        demand=request.demand,
+        ttl_s=0.0,
+        liveness=Liveness.JOB,
+        created_at=daemon.now().at,
+    )
+    found = dry_run(ledger, lease, daemon.now(), daemon.policy, further_jobs=further_jobs, queue=queue)
+    unmet = tuple(one for one in getattr(request, "after", ()) if ledger.is_live(one.job))
+    if unmet and not isinstance(found, GpuleaseError) and found.verdict != "never":
+        sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
+        return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))
+    return found

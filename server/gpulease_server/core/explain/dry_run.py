@@ -1,0 +1,61 @@
+"""What would become of a request that is not made: for `dry_run`. Reads the ledger, and changes nothing."""
+
+from __future__ import annotations
+
+from gpulease_protocol.errors import OverQuota
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import Lease
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.explain.never_fits import is_never
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
+from gpulease_server.core.placement import Blocked, min_gpus, place
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant, LeaseRecord
+from gpulease_server.core.reservation_view import reservations_before
+from gpulease_server.core.user_limits import never_within_limits, user_queue_is_full
+from gpulease_server.core.wording import describe_gpus
+
+PROMISE = "Nothing is reserved: another request may be first."
+
+
+def dry_run(
+    ledger: Ledger, lease: Lease, now: Instant, policy: Policy, *, further_jobs: int = 0, queue: bool = True
+) -> Explanation | OverQuota:
+    """Whether a request fits at this moment: `fits_now`, `not_now` or `never`; or why it would be refused.
+
+    It rests on the last reading of each node, which for a real request may have to be made again. `further_jobs`: how
+    many more an array has, which are asked for together with this one.
+    """
+    record = LeaseRecord(lease=lease, number=ledger.next_number, cause="")
+    demand = lease.demand
+    if is_never(ledger, demand):
+        return explain(ledger, record, now, policy, stays_queued=False)
+    never = never_within_limits(policy.limits, lease, min_gpus(ledger, demand))
+    if never is not None:
+        return never
+    reservations = reservations_before(ledger, record, now, policy)
+    users = reservations.users
+    if users.limit_reached(lease, min_gpus(ledger, demand)) is None:
+        gpus_left = users.gpus_left(lease)
+        placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=gpus_left)
+        if not isinstance(placed, Blocked):
+            devices = [gpu.device for gpu in placed.gpus]
+            first = f"the first of {further_jobs + 1} jobs would get " if further_jobs else ""
+            named = f"{describe_gpus([device.index for device in devices])} of {devices[0].node}"
+            return Explanation(verdict="fits_now", sentence=f"Fits now: {first}{named}. {PROMISE}")
+    if queue and (full := _queue_is_full(ledger, lease, policy, further_jobs + 1)) is not None:
+        return full
+    return explain(ledger, record, now, policy, reservations=reservations, stays_queued=queue)
+
+
+def _queue_is_full(ledger: Ledger, lease: Lease, policy: Policy, further: int) -> OverQuota | None:
+    user, remedy = lease.holder.user, "Try again when some of them are granted, or cancel some."
+    if user_queue_is_full(ledger, user, PendingRequests(), further, policy.limits):
+        waiting = ledger.queued_by_user[user]
+        detail = f"User {user} has {waiting} requests in the queue; the limit is {policy.limits.queued}."
+        return OverQuota(detail, remedy=remedy)
+    if ledger.waiting_count + further > policy.max_queued:
+        detail = f"The queue has {ledger.waiting_count} requests; the limit is {policy.max_queued}."
+        return OverQuota(detail, remedy="Try again later.")
+    return None
