@@ -1,6 +1,6 @@
 """The program `gpulease`. `main` runs it; each module of `commands` has the commands of one subject.
 
-Exit codes: 0 done, 1 refused, 2 invalid usage, 3 daemon unreachable, 4 lease lost. `run` and `wait` pass on the
+Exit codes: 0 done, 1 refused, 2 usage error, 3 daemon unreachable, 4 lease lost. `run` and `wait` pass on the
 command's own.
 """
 
@@ -9,20 +9,14 @@ from __future__ import annotations
 import os
 import sys
 
+import click
+
 from gpulease_cli import output
+from gpulease_cli.program import PROGRAM
 from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost
 
-VALIDATOR_PHRASES = (
-    ("Input should be a valid integer, unable to parse string as an integer", "must be a whole number"),
-    ("Input should be a valid integer", "must be a whole number"),
-    ("Input should be a valid number, unable to parse string as a number", "must be a number"),
-    ("Input should be a finite number", "must be a finite number"),
-    ("Input should be ", "must be "),
-    ("greater than or equal to ", "at least "),
-    ("less than or equal to ", "at most "),
-    ("Value error, ", ""),
-)
-"""Phrases of pydantic, which checks options for typer, and what a user reads instead."""
+COMPLETION = "_GPULEASE_COMPLETE"
+"""Set by the completion script of a shell; see `gpulease_cli.completion`."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,31 +30,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     try:
-        import typer  # noqa: PLC0415 - part of an extra
-    except ModuleNotFoundError:
-        output.print_error(
-            "the command line is not installed", "the package typer is missing", "pip install 'gpulease[cli]'"
-        )
-        return output.REFUSED
-    from gpulease_cli.program import app  # noqa: PLC0415 - needs typer
+        if COMPLETION in os.environ:
+            from gpulease_cli import completion  # noqa: PLC0415 - when a shell asks
 
-    try:
-        code = app(words, prog_name="gpulease", standalone_mode=False)
+            return completion.answer(PROGRAM)
+        with PROGRAM.make_context("gpulease", list(words)) as context:
+            code = PROGRAM.invoke(context)
         sys.stdout.flush()
-    except typer.TyperException as error:
-        if "\n" in error.format_message():  # a group without a command: its help
-            sys.stderr.write(error.format_message() + "\n")
-        else:
-            output.print_error(
-                "invalid usage", _plain_message(error.format_message()), f"See `{_command_path(error)} --help`."
-            )
-        return output.USAGE
-    except typer.Exit as exit_:
+    except click.exceptions.Exit as exit_:
         return exit_.exit_code
+    except click.ClickException as error:
+        from gpulease_cli import usage_errors  # noqa: PLC0415 - after a mistake only
+
+        what = usage_errors.message(error)
+        output.print_error("usage error", what, f"See `{usage_errors.command_path(error)} --help`.")
+        return output.USAGE
     except GpuleaseError as error:
         output.print_gpulease_error(error)
         return _code(error)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
+        sys.stderr.write("\n")  # ends the line on which the terminal shows ^C
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has gone. Python would complain once more when it flushes stdout at exit.
@@ -78,19 +67,6 @@ def _command(words: list[str]) -> str | None:
         if word in ("--url", "--token", "--daemon-user", "--config"):
             next(rest, None)
     return None
-
-
-def _plain_message(message: str) -> str:
-    """A usage error without the validator's own phrases."""
-    for phrase, plain in VALIDATOR_PHRASES:
-        message = message.replace(phrase, plain)
-    return message
-
-
-def _command_path(error: Exception) -> str:
-    """The program and the command that a usage error is about."""
-    context = getattr(error, "ctx", None)
-    return "gpulease" if context is None else str(context.command_path)
 
 
 def _code(error: GpuleaseError) -> int:

@@ -1,118 +1,92 @@
-"""The form of `--help`: the program's commands by subject, a command's options under headings."""
+"""Commands of this program and the form of their `--help`: options under headings, then examples.
+
+```python
+@command(examples=("gpulease cancel job-82c4b92c1f47e880",))
+@argument("job", metavar="JOB", help="Job id.")
+@JSON
+def cancel(job: str, json: bool) -> None: ...
+```
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
+
+from gpulease_cli.global_options import GLOBAL_OPTIONS
+from gpulease_cli.parameters import OPTIONS
+from gpulease_protocol.errors import InvalidRequest
 
 HELP_OPTIONS = ("-h", "--help")
-SUBJECTS: dict[str, tuple[str, ...]] = {
-    "Use GPUs now": ("run", "acquire", "renew", "release"),
-    "Jobs in the queue": ("submit", "jobs", "logs", "metrics", "wait", "cancel"),
-    "Who has what, and why": ("status", "leases", "explain", "events"),
-    "The daemon and its host": ("serve", "worker", "doctor", "db", "config"),
-    "Taking GPUs out of use": ("node", "gpu"),
-    "Access": ("token",),
-}
-"""The program's commands by what one wants to do. A command that is not listed is shown last, under `More`."""
-EXAMPLES: dict[str, tuple[str, ...]] = {
-    "run": ("gpulease run -n 2 --wait 10m -- python train.py --epochs 3", "gpulease run -n 1 -- bash"),
-    "acquire": ('eval "$(gpulease acquire -n 1 --ttl 2h)"',),
-    "submit": (
-        "gpulease submit -n 2 -- train.py --epochs 20",
-        "gpulease submit --launcher plain -- make experiment",
-        "gpulease submit --array 0-19%3 -- train.py --seed {index}",
-    ),
-    "jobs": ("gpulease jobs --state queued --state running",),
-    "logs": ("gpulease logs -f job-82c4b92c1f47e880", "gpulease logs --tail 20 --rank 1 job-82c4b92c1f47e880"),
-    "events": ("gpulease events --limit 20", "gpulease events --after 0 --follow --json"),
-    "serve": ("gpulease serve", "gpulease serve --simulate 4 --port 0"),
-    "worker": ("gpulease worker --url http://127.0.0.1:8750",),
-    "cordon": ("gpulease gpu cordon GPU-bf4c", "gpulease gpu cordon gpubox:3"),
-    "create": ("gpulease token create --user ada --role viewer --expires 30d",),
-}
-"""Examples at the end of a command's help."""
-OPTIONS = "Options"
-LIMITS = re.compile(r"; [^;\[\]]*<=?x[^;\]]*(?=\])|  \[[^;\]]*<=?x[^;\]]*\]")
-"""The bounds of a number; docs/configuration.md has them, and so has the error."""
+ARGUMENTS_LAST = {"allow_interspersed_args": False}
+"""What follows the command's first argument belongs to the program that it names, options included."""
 
 
-class Command(TyperCommand):
-    """A command with its options under headings in its help (`rich_help_panel`), examples, and no Python types."""
+class Command(click.Command):
+    """A command with examples in its help. The program's own options may be given after its name, too."""
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words after the command's name in the line `Usage`."""
-        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+    def __init__(self, *more: Any, examples: tuple[str, ...] = (), section: str = "", **attributes: Any) -> None:
+        super().__init__(*more, **attributes)
+        self.examples = examples
+        self.section = section
+        """The section of the configuration file that has defaults for its options: `serve` or `worker`."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Its own parameters and the global options; of two with the same name its own."""
+        own = super().get_params(ctx)
+        taken = {name for parameter in own for name in parameter.opts}
+        return [*own, *(one for one in GLOBAL_OPTIONS if not taken.intersection(one.opts))]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it. What a daemon refuses is said in words of the command line."""
+        try:
+            return super().invoke(ctx)
+        except InvalidRequest as error:
+            raise _in_flags(error, self.params) from error
+
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Nothing: they are written with the options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write arguments and options."""
         sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = _record(parameter, ctx)
-            if record is not None:
-                argument = parameter.param_type_name == "argument"
-                heading = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or OPTIONS
-                sections.setdefault(heading, []).append(record)
+        for parameter in super().get_params(ctx):
+            if isinstance(parameter, click.Argument):
+                row = (parameter.human_readable_name, getattr(parameter, "help", None) or "")
+                sections.setdefault("Arguments", []).append(row)
+            elif record := parameter.get_help_record(ctx):
+                sections.setdefault(getattr(parameter, "heading", OPTIONS), []).append(record)
         if list(sections) != [OPTIONS] and OPTIONS in sections:  # what every command has comes last
             sections[OPTIONS] = sections.pop(OPTIONS)
         for heading, records in sections.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the examples."""
-        if examples := EXAMPLES.get(self.name or ""):
+        if self.examples:
             with formatter.section("Examples"):
-                formatter.write("".join(f"  {example}\n" for example in examples))
+                formatter.write("".join(f"  {example}\n" for example in self.examples))
 
 
-class CommandsBySubject(TyperGroup):
-    """A group that lists its commands under `SUBJECTS` in its help, or under one heading if none is named there."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands."""
-        for heading, names in self._sections(ctx):
-            rows = [(name, _sentence(self.commands[name])) for name in names]
-            with formatter.section(heading):
-                formatter.write_dl(rows)
-
-    def _sections(self, ctx: typer.Context) -> Iterator[tuple[str, list[str]]]:
-        shown = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
-        left = list(shown)
-        for heading, names in SUBJECTS.items():
-            if ctx.parent is None and (here := [name for name in names if name in shown]):
-                left = [name for name in left if name not in here]
-                yield heading, here
-        if left:
-            yield ("Commands" if left == shown else "More"), left
+def command(name: str | None = None, **attributes: Any) -> Callable[[Callable[..., Any]], Command]:
+    """Makes a function a command. It returns its exit code; None means 0."""
+    return click.command(name, cls=Command, **attributes)
 
 
-def group(help: str) -> typer.Typer:
-    """A group of commands such as `gpulease node`."""
-    return typer.Typer(
-        cls=CommandsBySubject, help=help, no_args_is_help=True, rich_markup_mode=None, add_completion=False
-    )
+def flags(parameter: click.Parameter) -> str:
+    """A parameter as users write it: `-n/--gpus`, or the word that stands for an argument."""
+    return parameter.human_readable_name if isinstance(parameter, click.Argument) else "/".join(parameter.opts)
 
 
-def _record(parameter: Any, context: Any) -> tuple[str, str] | None:
-    """The two columns of a parameter in the help."""
-    record = parameter.get_help_record(context)
-    if record is None:
-        return None
-    name, text = record
-    if parameter.param_type_name == "argument":
-        return name.split(" <")[0], text.removesuffix("[required]").rstrip()
-    word = "N" if re.search(r"<(int|float)( range)?>", name) else parameter.name.upper().rstrip("S")
-    name = re.sub(r"<list\[(.*)\]>$", r"<\1>", name)
-    if "|" not in name:
-        name = re.sub(r"<[^>]*>$", word, name)
-    return name, LIMITS.sub("", text)
-
-
-def _sentence(command: Any) -> str:
-    text = " ".join((command.help or "").split("\n\n")[0].split())
-    return text.split(". ")[0].split(": ")[0].rstrip(".")
+def _in_flags(error: InvalidRequest, parameters: list[click.Parameter]) -> InvalidRequest:
+    """The error about the option that a field of the request was made from, if it names one."""
+    if type(error) is not InvalidRequest:
+        return error
+    field, colon, rest = error.detail.partition(": ")
+    for parameter in parameters:
+        if colon and field in (getattr(parameter.type, "field", None), parameter.name):
+            return InvalidRequest(f"{flags(parameter)}: {rest}", remedy=error.remedy)
+    return error

@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from typing import Annotated, TypeVar
+from typing import Any, TypeVar
 
-import typer
+import click
 
+from gpulease_cli.option_types import DURATION, Field, Number, OneOf
+from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.model import Mask
+from gpulease_protocol.requests import LeaseRequest
 
 Body = TypeVar("Body")
-LONGEST_S = 100 * 366 * 86400.0
-"""A century: nothing here takes longer."""
-UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def seconds(text: str) -> float:
-    """Seconds in `90s`, `10m`, `1.5h`, `2d`, `300`; at most a century. Raises ValueError for anything else."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{text!r} is not a duration; write it like 90s, 10m, 1.5h or 300 (seconds)")
-    length_s = float(match[1]) * UNITS_S[match[2]]
-    if length_s > LONGEST_S:
-        raise ValueError(f"{text!r} is longer than a century; write it like 90s, 10m, 1.5h or 300 (seconds)")
-    return length_s
-
-
-def duration(text: str | float) -> float:
-    """Parses an option's text as seconds; a default that is already a number passes through."""
-    if isinstance(text, float | int):
-        return float(text)
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+MAX_TOKEN = 2**63 - 1
 
 
 def checked(make: Callable[[], Body]) -> Body:
@@ -46,31 +25,47 @@ def checked(make: Callable[[], Body]) -> Body:
         raise InvalidRequest(f"{error}.", remedy="Correct this option and try again.") from error
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Gpus = Annotated[int, typer.Option("-n", "--gpus", help="Number of GPUs.")]
-Label = Annotated[str, typer.Option(metavar="TEXT", help="Shown to users who wait for these GPUs.")]
-Wait = Annotated[
-    float,
-    typer.Option(
-        parser=duration,
-        metavar="DURATION",
-        show_default="do not wait",
-        help="Maximum wait in the queue, such as 10m.",
-    ),
-]
-Token = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=2**63 - 1, help="The lease's fencing token; by default from the environment, else from the daemon."
-    ),
-]
-Model = Annotated[str | None, typer.Option("--model", metavar="TEXT", help="Only GPUs with TEXT in their name.")]
-Node = Annotated[str | None, typer.Option("--node", metavar="NAME", help="Only GPUs of this node.")]
-MaskOption = Annotated[
-    Mask | None,
-    typer.Option(
-        "--mask",
-        show_default="indices for deepspeed and vLLM, else uuids",
-        help="How CUDA_VISIBLE_DEVICES names the GPUs; use indices for programs that accept only numbers.",
-    ),
-]
+def ttl(default: str, help: str) -> Callable[[Any], Any]:
+    """The option `--ttl`."""
+    kind = Field(DURATION, LeaseRequest, "ttl_s")
+    return option("--ttl", type=kind, metavar="DURATION", default=default, show_default=default, help=help)
+
+
+JSON = option("--json", is_flag=True, help="Print JSON.")
+GPUS = option(
+    "-n", "--gpus", type=Field(Number(), LeaseRequest, "count"), metavar="N", default=1, help="Number of GPUs."
+)
+LABEL = option(
+    "--label",
+    type=Field(click.STRING, LeaseRequest, "label"),
+    metavar="TEXT",
+    default="",
+    help="Shown to users who wait for these GPUs.",
+)
+WAIT = option(
+    "--wait",
+    type=DURATION,
+    metavar="DURATION",
+    default=0.0,
+    show_default="do not wait",
+    help="Maximum wait in the queue, such as 10m.",
+)
+FENCING_TOKEN = option(
+    "--token",
+    type=Number(int, 1, MAX_TOKEN),
+    metavar="N",
+    help="The lease's fencing token; by default from the environment, else from the daemon.",
+)
+MODEL = option(
+    "--model",
+    type=Field(click.STRING, LeaseRequest, "gpu_model"),
+    metavar="TEXT",
+    help="Only GPUs with TEXT in their name.",
+)
+NODE = option("--node", type=Field(click.STRING, LeaseRequest, "node"), metavar="NAME", help="Only GPUs of this node.")
+MASK = option(
+    "--mask",
+    type=OneOf(Mask),
+    show_default="indices for deepspeed and vLLM, else uuids",
+    help="How CUDA_VISIBLE_DEVICES names the GPUs; use indices for programs that accept only numbers.",
+)

@@ -1,6 +1,7 @@
 """Makes a command's options from declared settings, see `gpulease_protocol.host.settings`.
 
 ```python
+@command()
 @takes_settings(ServeSettings)
 def serve(settings: ServeSettings) -> int: ...
 ```
@@ -9,39 +10,75 @@ def serve(settings: ServeSettings) -> int: ...
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import math
 from collections.abc import Callable
+from enum import Enum
+from functools import wraps
+from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-import typer
+import click
 
+from gpulease_cli.option_types import Number, OneOf
+from gpulease_cli.parameters import Option
 from gpulease_protocol.host.settings import Declaration, declarations
 
 LEAST_FRACTION = 0.001
 """A fraction is 0 or at least this: a smaller one is a slip of the pen, and dividing by it gives infinity."""
 
 
-def setting_option(declaration: Declaration, kind: Any) -> Any:
-    """The annotation of a command's parameter for one setting of type `kind`."""
-    kind, optional = _without_none(kind)
-    if get_origin(kind) is tuple:
-        kind, optional = list[get_args(kind)[0]], True  # type: ignore[misc]
-    callback = _callback(declaration, kind)
-    option = typer.Option(
-        *([declaration.flag] if declaration.flag else []),
-        envvar=declaration.variable,
-        help=declaration.help,
-        metavar=declaration.metavar,
-        min=declaration.minimum,
-        max=declaration.maximum,
-        callback=callback,
-        show_default=declaration.default_text or True,
-        rich_help_panel=declaration.group,
-        file_okay=declaration.metavar != "DIR",
+class SettingOption(Option):
+    """The option of one setting."""
+
+    def __init__(self, names: Any, *, declaration: Declaration, kind: Any, default: Any = None) -> None:
+        several = get_origin(kind) is tuple
+        kind = list[str] if several else kind
+        default = default.value if isinstance(default, Enum) else default
+        super().__init__(
+            names,
+            kind=kind,
+            type=_type(declaration, kind),
+            is_flag=kind is bool or None,
+            multiple=several,
+            default=None if several else default,
+            envvar=declaration.variable,
+            show_envvar=True,
+            help=declaration.help,
+            metavar=declaration.metavar,
+            show_default=declaration.default_text or True,
+            heading=declaration.group,
+        )
+        self.check = declaration.check
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """The value, in its usual form. Fails for one that is not allowed."""
+        converted = super().type_cast_value(ctx, value)
+        if self.check is None or converted is None:
+            return converted
+        try:
+            return self.check(converted)
+        except ValueError as error:
+            raise click.BadParameter(str(error), ctx, self) from error
+
+
+class Fraction(Number):
+    """A float that is 0 or at least `LEAST_FRACTION`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Fails as `Number` does, and for a slip of the pen."""
+        number = super().convert(value, param, ctx)
+        if 0 < abs(number) < LEAST_FRACTION:
+            small = f"{number:g} is out of range; use at least {LEAST_FRACTION:g}, or 0 where that is allowed"
+            self.fail(small, param, ctx)
+        return number
+
+
+def setting_option(name: str, declaration: Declaration, kind: Any, default: Any = None) -> Callable[[Any], Any]:
+    """The option for one setting of type `kind`, which may also be None."""
+    flag = declaration.flag or f"--{name.replace('_', '-')}"
+    return click.option(
+        name, flag, cls=SettingOption, declaration=declaration, kind=_without_none(kind), default=default
     )
-    return Annotated[kind | None if optional or declaration.default_text else kind, option]
 
 
 def takes_settings(settings: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -59,57 +96,34 @@ def takes_settings(settings: type[Any]) -> Callable[[Callable[..., int]], Callab
         try:
             return settings(**values)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise click.UsageError(str(error), click.get_current_context()) from error
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        @wraps(command)
         def call(**values: Any) -> int:
             chosen = {name: values.pop(name) for name in declared}
             return command(settings=make(chosen), **values)
 
-        own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "settings"]
-        options = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=_default(defaults[name]),
-                annotation=setting_option(declaration, kinds[name]),
-            )
-            for name, declaration in declared.items()
-        ]
-        parameters = [*options, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)]
-        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        call.__annotations__ = {one.name: one.annotation for one in parameters}
-        call.__name__, call.__doc__, call.__module__ = command.__name__, command.__doc__, command.__module__
-        return call
+        decorated: Callable[..., int] = call
+        for name, declaration in reversed(declared.items()):
+            default = None if defaults[name] is dataclasses.MISSING else defaults[name]
+            decorated = setting_option(name, declaration, kinds[name], default)(decorated)
+        return decorated
 
     return decorate
 
 
-def _default(default: Any) -> Any:
-    return None if default is dataclasses.MISSING or default == () else default
+def _type(declaration: Declaration, kind: Any) -> click.ParamType[Any]:
+    if kind is float:
+        return Fraction(float, declaration.minimum, declaration.maximum)
+    if kind is int:
+        return Number(int, declaration.minimum, declaration.maximum)
+    if kind is Path:
+        return click.Path(file_okay=declaration.metavar != "DIR", path_type=Path)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return OneOf(kind)
+    return click.BOOL if kind is bool else click.STRING
 
 
-def _without_none(kind: Any) -> tuple[Any, bool]:
-    others = [one for one in get_args(kind) if one is not NoneType]
-    return (others[0], True) if NoneType in get_args(kind) else (kind, False)
-
-
-def _callback(declaration: Declaration, kind: Any) -> Callable[[Any], Any] | None:
-    """What checks a value beyond its type and bounds, with errors that name the option."""
-    check = declaration.check or (_fraction if kind is float else None)
-    if check is None:
-        return None
-
-    def checked(value: Any) -> Any:
-        try:
-            return check(value)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    return checked
-
-
-def _fraction(value: float | None) -> float | None:
-    if value is None or value == 0 or (math.isfinite(value) and abs(value) >= LEAST_FRACTION):
-        return value
-    raise ValueError(f"{value:g} is out of range; use at least {LEAST_FRACTION:g}, or 0 where that is allowed")
+def _without_none(kind: Any) -> Any:
+    return next(one for one in get_args(kind) if one is not NoneType) if NoneType in get_args(kind) else kind

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.config_file import Entry, Sections
@@ -69,24 +69,18 @@ def check(program: Any, sections: Sections) -> None:
                 raise config_file.refused(section, key, entry, "belongs in [worker]")
             if key not in known:
                 raise config_file.unknown_key(section, key, entry, known)
-            _value(section, known[key], entry)
+            _value(section, known[key], entry, click.Context(program))
 
 
-def defaults(program: Any, sections: Sections, command: str) -> dict[str, Any]:
-    """The `default_map` of the program's context for one command: the values that files have for its options."""
-    section = command if command in config_file.SECTIONS else "serve"
-    entries = sections[section]
-    if section != command:  # `doctor` and `db` look at what the daemon uses
-        entries = {key: entry for key, entry in entries.items() if key in ("data_dir", "database_url")}
-    known = declared(program, section) if entries else {}
-    values = {key: _value(section, known[key], entry) for key, entry in entries.items()}
-    if command != "db":
-        return {command: values}
-    return {command: {name: values for name in getattr(program.commands[command], "commands", ())}}
+def from_files(program: Any, sections: Sections, section: str) -> dict[str, Any]:
+    """The `default_map` of a command with options of a section: the values that files have for them."""
+    known = declared(program, section) if sections[section] else {}
+    context = click.Context(program)
+    return {key: _value(section, known[key], entry, context) for key, entry in sections[section].items()}
 
 
 def effective(program: Any, sections: Sections, section: str, arguments: Sequence[str] = ()) -> Iterator[Setting]:
-    """Every setting of a section as its command would have it with these arguments. Raises `typer.BadParameter`."""
+    """Every setting of a section as its command would have it with these arguments. Raises `click.BadParameter`."""
     for parameter, value, origin in _resolved(program, sections, section, arguments):
         match origin:
             case "option":
@@ -139,16 +133,18 @@ def _resolved(
     """(option, value, origin) for every setting of a section."""
     command = program if section == "client" else program.commands[section]
     known = declared(program, section)
-    from_files = {key: _value(section, known[key], entry) for key, entry in sections.get(section, {}).items()}
-    context = command.context_class(command, info_name=section, default_map=from_files)
+    context = command.context_class(command, info_name=section)
+    context.default_map = {
+        key: _value(section, known[key], entry, context) for key, entry in sections.get(section, {}).items()
+    }
     given, _, _ = command.make_parser(context).parse_args(list(arguments))
     origins = {"COMMANDLINE": "option", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
     for parameter in known.values():
         value, source = parameter.consume_value(context, given)
-        yield parameter, parameter.process_value(context, value), origins.get(source.name, "default")
+        yield parameter, parameter.type_cast_value(context, value), origins.get(source.name, "default")
 
 
-def _value(section: str, parameter: Any, entry: Entry) -> Any:
+def _value(section: str, parameter: Any, entry: Entry, context: click.Context) -> Any:
     """The entry as a value for the option. Raises `ConfigurationRefused` unless its type and bounds allow it."""
     kind_of_value = kind(parameter)
     value = entry.value
@@ -167,15 +163,15 @@ def _value(section: str, parameter: Any, entry: Entry) -> Any:
     if is_path(parameter) and not (parameter.name == SIMULATE and value.isdecimal()):
         value = str(entry.file.parent / Path(value).expanduser())
     try:
-        parameter.process_value(None, value)
-    except typer.BadParameter as error:
+        parameter.type_cast_value(context, value)
+    except click.BadParameter as error:
         raise config_file.refused(section, parameter.name, entry, f"is not allowed: {error.message}") from None
     return value
 
 
 def kind(parameter: Any) -> str:
     """The type of a setting in words, as a file has to give it."""
-    annotation = parameter.type_descriptor.annotation
+    annotation = parameter.kind
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return f"string, one of {', '.join(annotation)}"
     words = {bool: "boolean", int: "integer", float: "number", list[str]: "list of strings"}
@@ -184,7 +180,7 @@ def kind(parameter: Any) -> str:
 
 def is_path(parameter: Any) -> bool:
     """True for a path: in a file it may begin with `~`, and is otherwise taken from the file's directory."""
-    return parameter.type_descriptor.annotation is Path or parameter.name == SIMULATE
+    return parameter.kind is Path or parameter.name == SIMULATE
 
 
 def _shown_in_error(value: Any) -> str:

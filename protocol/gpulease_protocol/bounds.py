@@ -42,10 +42,15 @@ class Bounds:
 
     def check(self, name: str, value: Any) -> None:
         """Raise ValueError that names the field, unless the value is null or within the bounds."""
+        if rule := self.broken_rule(name, value):
+            shown = f", not {value}" if isinstance(value, int | float) else ""
+            raise ValueError(f"{name}: {rule}{shown}")
+
+    def broken_rule(self, name: str, value: Any) -> str | None:
+        """The rule that a value of this field breaks, in words; None if it is null or within the bounds."""
         if value is None or all(within(value, bound) for within, bound in self._checks):
-            return
-        shown = f", not {value}" if isinstance(value, int | float) else ""
-        raise ValueError(f"{name}: {self.rule or self._rule(name)}{shown}")
+            return None
+        return self.rule or self._rule(name)
 
     def _rule(self, name: str) -> str:
         """The keywords in words: "must be 1 to 100", "must be over 0 seconds", "must be at most 9 characters"."""
@@ -83,6 +88,11 @@ WORDS = {
     "minItems": "at least {} entries",
     "maxItems": "at most {} entries",
 }
+
+
+def bounds_of(body: type, name: str) -> list[Bounds]:
+    """The bounds of one field of a dataclass."""
+    return next((bounds for field, bounds, _ in _declared_bounds(body) if field == name), [])
 
 
 def check_bounds(body: Any) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from compose_spec import PyCompose
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from gpulease_cli.program import app
+from gpulease_cli.program import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
@@ -28,10 +27,9 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 def parses(arguments: list[str]) -> None:
     """Fails unless the command line understands these arguments; runs nothing."""
-    group: Any = typer.main.get_command(app)
-    context = group.make_context("gpulease", list(arguments), resilient_parsing=False)
+    context = PROGRAM.make_context("gpulease", list(arguments), resilient_parsing=False)
     with context:
-        _, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+        _, command, rest = PROGRAM.resolve_command(context, [*context._protected_args, *context.args])
         command.make_context(command.name, rest, parent=context)
 
 

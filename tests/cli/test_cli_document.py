@@ -8,41 +8,49 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
-from typer.core import TyperGroup
 
 from gpulease_cli import output
-from gpulease_cli.help_format import EXAMPLES
-from gpulease_cli.program import app
+from gpulease_cli.command_groups import summary
+from gpulease_cli.command_table import COMMANDS
+from gpulease_cli.installed_commands import entry_points
+from gpulease_cli.program import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
-PROGRAM = typer.main.get_command(app)
 INTERNAL = "Between its own processes"
+
+
+def commands(group: Any = PROGRAM, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command that is no group, with its path."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
 
 
 def examples() -> list[list[str]]:
     """The words of every example, without the program's name, a shell's `eval` and the remark."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines() if line]
-    lines += [shlex.split(line) for help_examples in EXAMPLES.values() for line in help_examples]
+    lines += [shlex.split(line) for _, command in commands() for line in command.examples]
     said = [shlex.split(words[1][2:-1]) if words[0] == "eval" else words for words in lines]
     assert {words[0] for words in said} == {"gpulease"}
     return [words[1:] for words in said]
 
 
-def commands(group: Any = PROGRAM, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command that is no group, with its path."""
-    for name, command in group.commands.items():
-        if isinstance(command, TyperGroup):
-            yield from commands(command, (*path, name))
-        else:
-            yield (*path, name), command
-
-
 def path_of(words: list[str]) -> tuple[str, ...]:
     return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu", "token") else tuple(words[:1])
+
+
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+def test_the_help_of_a_command_ends_with_examples_of_this_command(path: tuple[str, ...]) -> None:
+    command = dict(commands())[path]
+    shown = command.get_help(command.make_context(path[-1], [], resilient_parsing=True)).split("\nExamples:\n")[1]
+    assert shown.strip()
+    assert all(f"gpulease {' '.join(path)}" in line for line in shown.splitlines())
 
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
@@ -60,7 +68,7 @@ def test_the_help_shows_whole_brackets_and_no_type_of_python(path: tuple[str, ..
     command = dict(commands())[path]
     help_text = command.get_help(command.make_context(path[-1], [], resilient_parsing=True))
     assert help_text.count("[") == help_text.count("]"), help_text
-    assert not re.search(r"list\[|<(int|str|float|bool)", help_text)
+    assert not re.search(r"<|[0-9]<=|list\[|Optional|Union", help_text)
 
 
 WITHOUT_JSON = {
@@ -106,11 +114,23 @@ def test_the_table_has_only_variables_for_users() -> None:
     assert "GPULEASE_PARENT_PID" not in table
 
 
+@pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)
+def test_the_summary_in_the_list_of_commands_is_that_of_the_command(path: tuple[str, ...]) -> None:
+    rows = COMMANDS
+    for name in path:
+        row = rows.get(name)
+        if row is None:  # of a group that a package brings along
+            return
+        rows = dict(row.below)
+    assert row.summary == summary(dict(commands())[path])
+
+
 def test_the_help_lists_every_command_under_a_subject() -> None:
     context = PROGRAM.make_context("gpulease", [], resilient_parsing=True)
     shown = PROGRAM.get_help(context)
     assert [line for line in shown.splitlines() if line.startswith(("Commands:", "More:"))] == []
     for name in PROGRAM.commands:
         assert re.search(rf"^  {name}  ", shown, re.MULTILINE), name
+    assert not [name for name in entry_points() if name not in PROGRAM.commands]
     heads = re.findall(r"^## (.*)$", PAGE.split("## Exit codes")[0], re.MULTILINE)
     assert [line.rstrip(":") for line in shown.splitlines() if line.rstrip(":") in heads] == heads

@@ -13,13 +13,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
 import pytest
-import typer
 
 from gpulease.sansio.failover import Destination
 from gpulease_cli import main, settings
-from gpulease_cli.program import app
+from gpulease_cli.program import PROGRAM
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.addresses import candidates
@@ -27,7 +27,6 @@ from gpulease_protocol.host.config_file import ConfigurationRefused
 from gpulease_protocol.model import NodeState
 from tests.daemon import DaemonProcess, eventually
 
-PROGRAM: Any = typer.main.get_command(app)
 ALL = [(section, key) for section in config_file.SECTIONS for key in settings.declared(PROGRAM, section)]
 
 
@@ -68,7 +67,7 @@ def written(path: Path, text: str) -> None:
 
 def samples(option: Any) -> tuple[Any, Any, Any]:
     """Three accepted values other than the default: for a file, a variable and an option."""
-    wanted = option.type_descriptor.annotation
+    wanted = option.kind
     if option.name == "cors_origins":
         return ["http://a", "https://b:1"], ["http://c", "http://[::1]:2"], ["http://e"]
     if option.name == "socket_mode":
@@ -76,12 +75,12 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
     if option.name == "simulate":
         return "2", "3", "4"
     if isinstance(wanted, type) and issubclass(wanted, Enum):
-        others = [member.value for member in wanted if member is not option.default]
-        return others[0], others[1] if len(others) > 1 else option.default.value, others[0]
+        others = [member.value for member in wanted if member.value != option.default]
+        return others[0], others[1] if len(others) > 1 else option.default, others[0]
     if wanted is bool:
         return not option.default, bool(option.default), not option.default
     if wanted in (int, float):
-        first = wanted(option.min if option.min is not None else 1)
+        first = wanted(option.type.minimum if option.type.minimum is not None else 1)
         return first, first + (first or 1), option.default
     return {list[str]: (["a", "b"], ["c", "d"], ["e"]), Path: ("/file", "/variable", "/option")}.get(
         wanted, ("http://file:1", "http://variable:2", "http://option:3")
@@ -271,23 +270,12 @@ def test_paths_are_relative_to_the_files_directory(file: Callable[[str], Path]) 
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["db", "check"], ["db", "backup", "x"]], ids=" ".join)
-def test_doctor_and_db_use_the_data_directory_from_the_file(command: list[str], tmp_path: Path) -> None:
-    (tmp_path / "c").write_text("[serve]\ndata_dir = '/from/file'\n")
-    sections = config_file.read(tmp_path / "c")
-    context = PROGRAM.context_class(
-        PROGRAM,
-        info_name="gpulease",
-        default_map=settings.defaults(PROGRAM, {"client": {}, "worker": {}} | sections, command[0]),
-    )
-    group, words = PROGRAM, list(command)
-    while words and hasattr(group, "commands") and words[0] in group.commands:
+def test_doctor_and_db_use_the_data_directory_from_the_file(command: list[str], file: Callable[[str], Path]) -> None:
+    file("[serve]\ndata_dir = '/from/file'\n")
+    context, words = PROGRAM.make_context("gpulease", list(command)), list(command)
+    while isinstance(context.command, click.Group):
         name = words.pop(0)
-        group = group.commands[name]
-        context = (
-            group.make_context(name, list(words), parent=context)
-            if not words or not hasattr(group, "commands")
-            else (group.context_class(group, info_name=name, parent=context))
-        )
+        context = context.command.commands[name].make_context(name, list(words), parent=context)
     assert context.params["data_dir"] == Path("/from/file")
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from gpulease_cli import settings
-from gpulease_cli.program import app
+from gpulease_cli.option_types import Number
+from gpulease_cli.program import PROGRAM
 from gpulease_protocol.host import config_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-PROGRAM: Any = typer.main.get_command(app)
 MADE = re.compile(r"(<!-- settings: .* -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -37,7 +34,7 @@ def row(option: Any) -> str:
 
 
 def bounded(option: Any) -> str:
-    least, most = option.min, option.max
+    least, most = (option.type.minimum, option.type.maximum) if isinstance(option.type, Number) else (None, None)
     bounds = f", {least} to {most}" if most is not None else "" if least is None else f", at least {least}"
     return settings.kind(option) + bounds
 
@@ -48,7 +45,7 @@ def default(option: Any) -> str:
     value = option.default
     if value is None:
         return "-"
-    shown = value.value if isinstance(value, Enum) else str(value).lower() if isinstance(value, bool) else value
+    shown = str(value).lower() if isinstance(value, bool) else value
     return f"`{shown}`"
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
-import typer
 
-from gpulease_cli import main, output
-from gpulease_cli.installed_commands import Commands
-from gpulease_cli.program import app
+from gpulease_cli import installed_commands, main, output
+from gpulease_cli.command_groups import Commands
+from gpulease_cli.command_table import COMMANDS
+from gpulease_cli.program import PROGRAM
 from gpulease_protocol.host.settings import declarations
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.user_limits import UserLimits
@@ -21,8 +20,6 @@ from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.reconciler import KEEP_JOBS
 from gpulease_worker.probe.probe_protocol import IDLE_BYTES, Pace
 from gpulease_worker.settings import WorkerSettings
-
-PROGRAM: Any = typer.main.get_command(app)
 
 
 def test_the_program_has_the_commands_of_every_installed_package() -> None:
@@ -43,13 +40,14 @@ def test_help_names_the_extra_of_a_package_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "gpulease_server.commands.serve", None)
-    assert Commands({})["serve"].help == "Not installed; needs the extra `server`."
+    assert Commands(COMMANDS)["serve"].help == "Not installed; needs the extra `server`."
 
 
 def test_an_installation_older_than_the_program_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Commands, "_entry_points", {})
+    monkeypatch.setattr(installed_commands, "entry_points", dict)
+    monkeypatch.setattr(PROGRAM, "commands", Commands(COMMANDS))
     assert main(["serve"]) == output.USAGE
     assert "No installed package brings 'serve'" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ import pytest
 
 import gpulease
 
-HEAVY = {"torch", "fastapi", "pydantic", "sqlalchemy", "typer", "rich", "numpy", "ctypes", "multiprocessing"}
+HEAVY = {"torch", "fastapi", "pydantic", "sqlalchemy", "click", "rich", "numpy", "ctypes", "multiprocessing"}
 
 
 @pytest.mark.parametrize(

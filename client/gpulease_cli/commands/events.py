@@ -6,13 +6,13 @@ import sys
 from collections import deque
 from collections.abc import Collection, Iterator
 from itertools import islice
-from typing import Annotated
-
-import typer
 
 from gpulease.client import Client
 from gpulease_cli import output
-from gpulease_cli.options import Json
+from gpulease_cli.help_format import command
+from gpulease_cli.option_types import Number
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import option
 from gpulease_protocol import endpoints
 from gpulease_protocol.model import Event
 from gpulease_protocol.status_table import printable
@@ -30,27 +30,23 @@ CAUSES = {
 """Descriptions of causes, by the prefix of the cause."""
 
 
-def list_events(
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Show new events, or all after --after, until Ctrl-C.")
-    ] = False,
-    after: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SEQ", min=0, max=2**63 - 1, help="Only events after this number; 0 means all that are kept."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1_000_000_000,
-            show_default=f"the newest {NEWEST}; all with --after or --follow",
-            help="Show at most N events.",
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
+@command("events", examples=("gpulease events --limit 20", "gpulease events --after 0 --follow --json"))
+@option("-f", "--follow", is_flag=True, help="Show new events, or all after --after, until Ctrl-C.")
+@option(
+    "--after",
+    type=Number(int, 0, 2**63 - 1),
+    metavar="SEQ",
+    help="Only events after this number; 0 means all that are kept.",
+)
+@option(
+    "--limit",
+    type=Number(int, 1, 1_000_000_000),
+    metavar="N",
+    show_default=f"the newest {NEWEST}; all with --after or --follow",
+    help="Show at most N events.",
+)
+@JSON
+def list_events(follow: bool, after: int | None, limit: int | None, json: bool) -> None:
     """Show events, oldest first: number, kind, subject, reason, and cause."""
     with Client() as client:
         events = client.watch_events(after) if follow else _recorded(client, after, limit)

@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import sys
 from datetime import UTC, datetime
-from typing import Annotated
 
-import typer
+import click
 
 from gpulease.client import Client
 from gpulease_cli import log_colors, output, wait_progress
-from gpulease_cli.options import Json, checked, duration
+from gpulease_cli.help_format import command
+from gpulease_cli.option_types import DURATION, Field, Number, OneOf
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import argument, option
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import NotFound
 from gpulease_protocol.model import Job, JobState, Launcher, Page
 from gpulease_protocol.requests import CancelRequest
 from gpulease_protocol.status_table import align_columns, format_duration, printable
 
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id.")]
-JobOrArrayId = Annotated[str, typer.Argument(metavar="JOB", help="Job or array id.")]
+JOB = argument("job", metavar="JOB", help="Job id.")
+JOB_OR_ARRAY = argument("job", metavar="JOB", help="Job or array id.")
 RANKED = (Launcher.TORCHRUN, Launcher.ACCELERATE)
 """Launchers that write one log file per rank. With the others, the launcher's own log has everything."""
 
 
-def list_jobs(
-    state: Annotated[
-        list[JobState] | None, typer.Option("--state", help="Only jobs in this state. Repeatable.")
-    ] = None,
-    array: Annotated[str | None, typer.Option(metavar="ARRAY", help="Only the jobs of this array.")] = None,
-    user: Annotated[str | None, typer.Option(metavar="USER", help="Only jobs of this user.")] = None,
-    limit: Annotated[
-        int, typer.Option("--limit", min=1, max=1000, help="Show at most N jobs; an array is always shown whole.")
-    ] = 50,
-    json: Json = False,
-) -> None:
+@command("jobs", examples=("gpulease jobs --state queued --state running",))
+@option(
+    "--state",
+    type=OneOf(JobState),
+    multiple=True,
+    metavar="STATE",
+    help=f"Only jobs in this state: {', '.join(JobState)}. Repeatable.",
+)
+@option("--array", metavar="ARRAY", help="Only the jobs of this array.")
+@option("--user", metavar="USER", help="Only jobs of this user.")
+@option(
+    "--limit",
+    type=Number(int, 1, 1000),
+    metavar="N",
+    default=50,
+    help="Show at most N jobs; an array is always shown whole.",
+)
+@JSON
+def list_jobs(state: tuple[JobState, ...], array: str | None, user: str | None, limit: int, json: bool) -> None:
     """List jobs, newest first; those of an array by index."""
     with Client() as client:
         if array is None:
-            page = client.send(endpoints.jobs(state or (), limit=limit, user=user))
+            page = client.send(endpoints.jobs(state, limit=limit, user=user))
         else:
             members = [member for member in _members(client, array) if not state or member.state in state]
             members = [member for member in members if user is None or member.user == user]
@@ -48,33 +58,31 @@ def list_jobs(
     heads = ("JOB", "NAME", "USER", "STATE", "GPUS", "CODE", "AGE", "COMMAND")
     output.print_table(align_columns(heads, [_row(job, datetime.now(UTC)) for job in page.items]))
     if page.next is not None:
-        typer.echo(f"Only the newest {limit} are shown; see --limit, --state and --user.", err=True)
+        click.echo(f"Only the newest {limit} are shown; see --limit, --state and --user.", err=True)
 
 
-def logs(
-    job: JobId,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Keep printing until the job ends.")] = False,
-    rank: Annotated[int | None, typer.Option(min=0, max=9999, help="Show only this rank.")] = None,
-    tail: Annotated[
-        int | None, typer.Option("--tail", min=0, max=1_000_000, help="Start with the last N lines (per rank).")
-    ] = None,
-) -> None:
+@command(examples=("gpulease logs -f job-82c4b92c1f47e880", "gpulease logs --tail 20 --rank 1 job-82c4b92c1f47e880"))
+@JOB
+@option("-f", "--follow", is_flag=True, help="Keep printing until the job ends.")
+@option("--rank", type=Number(int, 0, 9999), metavar="N", help="Show only this rank.")
+@option("--tail", type=Number(int, 0, 1_000_000), metavar="N", help="Start with the last N lines (per rank).")
+def logs(job: str, follow: bool, rank: int | None, tail: int | None) -> None:
     """Show a job's output: with torchrun and accelerate that of all ranks, each line prefixed with its rank."""
     with Client() as client, wait_progress.hint_on_interrupt(job, "logs -f"):
         print_log(client, client.job(job), follow, rank, tail)
 
 
-def cancel(
-    job: JobOrArrayId,
-    grace: Annotated[
-        float | None,
-        typer.Option(parser=duration, metavar="DURATION", help="Time between SIGTERM and SIGKILL."),
-    ] = None,
-    json: Json = False,
-) -> None:
+@command(examples=("gpulease cancel --grace 1m job-82c4b92c1f47e880",))
+@JOB_OR_ARRAY
+@option(
+    "--grace",
+    type=Field(DURATION, CancelRequest, "grace_s"),
+    metavar="DURATION",
+    help="Time between SIGTERM and SIGKILL.",
+)
+@JSON
+def cancel(job: str, grace: float | None, json: bool) -> None:
     """End a job, or all jobs of an array; queued jobs are withdrawn."""
-    if grace is not None:
-        checked(lambda: CancelRequest(grace_s=grace))
     with Client() as client:
         if not _is_array_id(job):
             cancelled = [client.cancel_job(job, grace)]
@@ -87,12 +95,15 @@ def cancel(
         output.print_json_list(cancelled) if _is_array_id(job) else output.print_json(cancelled[0])
         return
     for one in cancelled:
-        typer.echo(f"{one.id} is {one.state}")
+        click.echo(f"{one.id} is {one.state}")
     if not cancelled:
-        typer.echo(f"all jobs of {job} have already ended")
+        click.echo(f"all jobs of {job} have already ended")
 
 
-def wait(job: JobOrArrayId, json: Json = False) -> int:
+@command(examples=("gpulease wait job-82c4b92c1f47e880",))
+@JOB_OR_ARRAY
+@JSON
+def wait(job: str, json: bool) -> int:
     """Wait until a job, or every job of an array, has ended. Exits with its code; for an array, the first failure's.
 
     Prints on stderr what it waits for."""
@@ -104,7 +115,7 @@ def wait(job: JobOrArrayId, json: Json = False) -> int:
             return exit_code(ended)
         members = _members(client, job)
         left = sum(not member.ended for member in members)
-        typer.echo(f"{job}: {len(members) - left} of {len(members)} jobs have ended, waiting for {left}", err=True)
+        click.echo(f"{job}: {len(members) - left} of {len(members)} jobs have ended, waiting for {left}", err=True)
         members = tuple(client.wait_job(member.id) for member in members)
     if json:
         output.print_json_list(members)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
 
-import typer
+import click
 
 from gpulease.client import Client
 from gpulease_cli import output
-from gpulease_cli.options import Json
+from gpulease_cli.help_format import command
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import argument, option
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_protocol.status_table import align_columns, describe_demand, describe_holder, format_duration, printable
 
@@ -17,12 +18,10 @@ JOB = "job-"
 """Prefix of job ids."""
 
 
-LeaseOrJobId = Annotated[str, typer.Argument(metavar="LEASE|JOB", help="Lease or job id.")]
-
-
-def list_leases(
-    include_ended: Annotated[bool, typer.Option("--all", help="Include ended leases.")] = False, json: Json = False
-) -> None:
+@command("leases", examples=("gpulease leases --all",))
+@option("--all", "include_ended", is_flag=True, help="Include ended leases.")
+@JSON
+def list_leases(include_ended: bool, json: bool) -> None:
     """List active and queued leases."""
     with Client() as client:
         leases = client.leases(() if include_ended else (LeaseState.ACTIVE, LeaseState.QUEUED))
@@ -33,7 +32,10 @@ def list_leases(
         output.print_table(align_columns(heads, [_row(lease, datetime.now(UTC)) for lease in leases]))
 
 
-def explain(lease: LeaseOrJobId, json: Json = False) -> None:
+@command(examples=("gpulease explain job-82c4b92c1f47e880",))
+@argument("lease", metavar="LEASE|JOB", help="Lease or job id.")
+@JSON
+def explain(lease: str, json: bool) -> None:
     """Explain why a lease or a job waits and what is in the way, or why it ended."""
     with Client() as client:
         job = client.job(lease) if lease.startswith(JOB) else None
@@ -42,16 +44,16 @@ def explain(lease: LeaseOrJobId, json: Json = False) -> None:
         output.print_json(explanation)
         return
     if job:
-        typer.echo(f"{job.id} {job.state}{f': {printable(job.reason, 2000)}' if job.reason else ''}")
+        click.echo(f"{job.id} {job.state}{f': {printable(job.reason, 2000)}' if job.reason else ''}")
         if job.ended:
             return
     # The sentence includes every obstacle; here each has a line of its own.
     sentence = explanation.sentence
     for obstacle in explanation.obstacles:
         sentence = sentence.replace(f" {obstacle.sentence}", "", 1)
-    typer.echo(sentence)
+    click.echo(sentence)
     for obstacle in explanation.obstacles:
-        typer.echo(f"  {obstacle.sentence}")
+        click.echo(f"  {obstacle.sentence}")
 
 
 def _row(lease: Lease, now: datetime) -> tuple[str, ...]:

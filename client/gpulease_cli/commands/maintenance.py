@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
-import typer
+import click
 
 from gpulease.client import Client
 from gpulease_cli import output
-from gpulease_cli.options import Json
+from gpulease_cli.help_format import command
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Gpu, Node, NodeMode
 from gpulease_protocol.node_protocol import PAUSED
@@ -21,13 +22,17 @@ POLL_S = 0.1
 MIN_UUID_DIGITS = 4
 """Shortest accepted prefix of a UUID: an index that does not exist must not be taken for one."""
 
-NodeName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the node.")]
-GpuName = Annotated[
-    str, typer.Argument(metavar="GPU", help="UUID or a prefix of it, or NODE:INDEX; INDEX alone if there is one node.")
-]
+NODE = argument("name", metavar="NAME", help="Name of the node.")
+GPU = argument(
+    "gpu",
+    metavar="GPU",
+    help="UUID or a prefix of it, or NODE:INDEX; INDEX alone if there is one node.",
+)
 
 
-def list_nodes(json: Json = False) -> None:
+@command("list", examples=("gpulease node list",))
+@JSON
+def list_nodes(json: bool) -> None:
     """List nodes and their state."""
     with Client() as client:
         nodes = client.nodes()
@@ -49,23 +54,29 @@ def list_nodes(json: Json = False) -> None:
     output.print_table(align_columns(heads, rows))
 
 
-def drain(name: NodeName, json: Json = False) -> None:
+@command(examples=("gpulease node drain gpubox",))
+@NODE
+@JSON
+def drain(name: str, json: bool) -> None:
     """Grant no more GPUs of a node; running work continues."""
     with Client() as client:
         _print_node(client.drain_node(name), json)
 
 
-def resume(name: NodeName, json: Json = False) -> None:
+@command(examples=("gpulease node resume gpubox",))
+@NODE
+@JSON
+def resume(name: str, json: bool) -> None:
     """Put a node back into use; after a pause all its GPUs are read again."""
     with Client() as client:
         _print_node(client.resume_node(name), json)
 
 
-def pause(
-    name: NodeName,
-    force: Annotated[bool, typer.Option("--force", help="Pause even if leases are active; they stay.")] = False,
-    json: Json = False,
-) -> int:
+@command(examples=("gpulease node pause gpubox",))
+@NODE
+@option("--force", is_flag=True, help="Pause even if leases are active; they stay.")
+@JSON
+def pause(name: str, force: bool, json: bool) -> int:
     """Drain a node and close NVML on it, for a GPU reset, a MIG change or a driver unload."""
     until_s = time.monotonic() + NVML_CLOSE_S
     with Client() as client:
@@ -84,23 +95,32 @@ def pause(
     return output.REFUSED
 
 
-def forget(name: NodeName, json: Json = False) -> None:
+@command(examples=("gpulease node forget oldbox",))
+@NODE
+@JSON
+def forget(name: str, json: bool) -> None:
     """Forget a node whose host is off: end its jobs and leases; jobs with a retry left start elsewhere."""
     with Client() as client:
         node = client.forget_node(name)
     if json:
         output.print_json(node)
     else:
-        typer.echo(f"node {node.name} is forgotten, with {node.gpu_count} GPU{'' if node.gpu_count == 1 else 's'}")
+        click.echo(f"node {node.name} is forgotten, with {node.gpu_count} GPU{'' if node.gpu_count == 1 else 's'}")
 
 
-def cordon(gpu: GpuName, json: Json = False) -> None:
+@command(examples=("gpulease gpu cordon GPU-bf4c", "gpulease gpu cordon gpubox:3"))
+@GPU
+@JSON
+def cordon(gpu: str, json: bool) -> None:
     """Stop granting a GPU; its current holder keeps it."""
     with Client() as client:
         _print_gpu(client.cordon_gpu(_uuid(client, gpu)), json)
 
 
-def uncordon(gpu: GpuName, json: Json = False) -> None:
+@command(examples=("gpulease gpu uncordon gpubox:3",))
+@GPU
+@JSON
+def uncordon(gpu: str, json: bool) -> None:
     """Put a GPU back into use."""
     with Client() as client:
         _print_gpu(client.cordon_gpu(_uuid(client, gpu), cordoned=False), json)
@@ -130,7 +150,7 @@ def _print_node(node: Node, json: bool) -> None:
     if json:
         output.print_json(node)
     else:
-        typer.echo(f"node {node.name} is {node.mode.value}{f' ({node.reason})' if node.reason else ''}")
+        click.echo(f"node {node.name} is {node.mode.value}{f' ({node.reason})' if node.reason else ''}")
 
 
 def _print_gpu(gpu: Gpu, json: bool) -> None:
@@ -138,4 +158,4 @@ def _print_gpu(gpu: Gpu, json: bool) -> None:
         output.print_json(gpu)
     else:
         reason = f": {gpu.reason[:1].lower()}{gpu.reason[1:]}" if gpu.reason else ""
-        typer.echo(f"GPU {gpu.index} of {gpu.node} is {gpu.state.value}{reason}")
+        click.echo(f"GPU {gpu.index} of {gpu.node} is {gpu.state.value}{reason}")

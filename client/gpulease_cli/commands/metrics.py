@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
-
-import typer
 
 from gpulease.client import Client
 from gpulease_cli import output
-from gpulease_cli.commands.jobs import JobId
-from gpulease_cli.options import Json
+from gpulease_cli.commands.jobs import JOB
+from gpulease_cli.help_format import command
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.job_metrics import GpuHours, GpuMetrics, JobMetrics, MetricSeries
 from gpulease_protocol.status_table import align_columns, gibibytes
@@ -21,13 +20,11 @@ SPARK_COLUMNS = 40
 HEADS = ("ATTEMPT", "GPU", "HELD", "USED", "UNKNOWN", "UTIL", "MEMORY", "POWER", "TEMP", "UTILIZATION")
 
 
-def metrics(
-    job: JobId,
-    csv: Annotated[
-        bool, typer.Option("--csv", help="Print every bucket of every GPU as CSV, for pandas or numpy.")
-    ] = False,
-    json: Json = False,
-) -> None:
+@command(examples=("gpulease metrics job-82c4b92c1f47e880", "gpulease metrics --csv job-82c4b92c1f47e880"))
+@JOB
+@option("--csv", is_flag=True, help="Print every bucket of every GPU as CSV, for pandas or numpy.")
+@JSON
+def metrics(job: str, csv: bool, json: bool) -> None:
     """Show a job's GPU utilization, memory and power over time, and its GPU-hours held and used."""
     if csv and json:
         raise InvalidRequest("--csv and --json exclude each other.", remedy="Use one of them.")

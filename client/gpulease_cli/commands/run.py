@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Annotated
-
-import typer
 
 from gpulease.client import Client
 from gpulease.lease import HeldLease
 from gpulease_cli import output, wait_progress
-from gpulease_cli.options import Gpus, Label, MaskOption, Model, Node, Wait, duration
+from gpulease_cli.help_format import ARGUMENTS_LAST, command
+from gpulease_cli.options import GPUS, LABEL, MASK, MODEL, NODE, WAIT, ttl
+from gpulease_cli.parameters import argument
 from gpulease_protocol.errors import UnknownOrdinals
 from gpulease_protocol.host import command_guard, process_tree
 from gpulease_protocol.host.process_id import ProcessId
@@ -40,35 +39,39 @@ ALWAYS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 
 
+@command(
+    context_settings=ARGUMENTS_LAST,
+    examples=("gpulease run -n 2 --wait 10m -- python train.py --epochs 3", "gpulease run -n 1 -- bash"),
+)
+@argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="COMMAND...",
+    help="Command to run, with its arguments, after `--`.",
+)
+@GPUS
+@WAIT
+@LABEL
+@ttl("60s", "How soon the GPUs are free again if this program dies.")
+@MODEL
+@NODE
+@MASK
 def run(
-    command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND", help="Command to run, with its arguments, after `--`.")
-    ],
-    gpus: Gpus = 1,
-    wait: Wait = 0.0,
-    label: Label = "",
-    ttl: Annotated[
-        float,
-        typer.Option(
-            parser=duration,
-            metavar="DURATION",
-            show_default="60s",
-            help="How soon the GPUs are free again if this program dies.",
-        ),
-    ] = 60.0,
-    model: Model = None,
-    node: Node = None,
-    mask: MaskOption = None,
+    words: tuple[str, ...],
+    gpus: int,
+    wait: float,
+    label: str,
+    ttl: float,
+    model: str | None,
+    node: str | None,
+    mask: Mask | None,
 ) -> int:
     """Lease GPUs, run a command on them, release them. Exits with the command's code, or 4 if the lease was lost."""
-    program = shutil.which(command[0])
-    if program is None:
-        output.print_error(
-            "the command was not started",
-            *_not_found(command[0]),
-        )
+    if shutil.which(words[0]) is None:
+        output.print_error("the command was not started", *_not_found(words[0]))
         return 127
-    process = _ForegroundProcess(command)
+    process = _ForegroundProcess(list(words))
     with (
         Client() as client,
         wait_progress.QueueProgress(client) as progress,
@@ -84,7 +87,7 @@ def run(
         ) as lease,
     ):
         progress.close()
-        environ = _environ(lease, mask or choose_mask(Launcher.PLAIN, command))
+        environ = _environ(lease, mask or choose_mask(Launcher.PLAIN, words))
         with _forward_signals(process.signal):
             code = process.run(lease, environ)
     if lease.lost.is_set():

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Annotated
-
-import typer
 
 from gpulease.client import Client
 from gpulease_cli import output
-from gpulease_cli.options import Json
+from gpulease_cli.help_format import command
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import option
 from gpulease_protocol.errors import DaemonUnavailable, InvalidRequest, Unavailable
 from gpulease_protocol.model import JobState, LeaseState
 from gpulease_protocol.status_table import printable, render_status
@@ -26,10 +25,10 @@ ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 TOP, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
-def status(
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second until Ctrl-C.")] = False,
-    json: Json = False,
-) -> None:
+@command(examples=("gpulease status", "gpulease status --watch"))
+@option("-w", "--watch", is_flag=True, help="Refresh every second until Ctrl-C.")
+@JSON
+def status(watch: bool, json: bool) -> None:
     """Show the GPUs, who holds each and until when, and who waits."""
     if watch and json:
         raise InvalidRequest(

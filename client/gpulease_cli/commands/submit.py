@@ -7,14 +7,16 @@ import resource
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from gpulease.client import Client
 from gpulease_cli import output, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
-from gpulease_cli.options import Gpus, Json, MaskOption, Model, Node, checked, duration
+from gpulease_cli.help_format import ARGUMENTS_LAST, command
+from gpulease_cli.option_types import DURATION, Field, Number, OneOf
+from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, checked
+from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.launchers import choose_mask, strip_launcher_variables
@@ -22,37 +24,81 @@ from gpulease_protocol.model import Job, JobState, Launcher, Mask
 from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
 
 
+@command(
+    context_settings=ARGUMENTS_LAST,
+    examples=(
+        "gpulease submit -n 2 -- train.py --epochs 20",
+        "gpulease submit --launcher plain -- make experiment",
+        "gpulease submit --array 0-19%3 -- train.py --seed {index}",
+    ),
+)
+@argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="SCRIPT...",
+    help="What to run in this directory, with its arguments, after `--`.",
+)
+@GPUS
+@option(
+    "--launcher",
+    type=OneOf(Launcher),
+    metavar="LAUNCHER",
+    default=Launcher.TORCHRUN.value,
+    help=f"What starts the ranks: {', '.join(Launcher)}; plain means no launcher.",
+)
+@option("--name", type=Field(click.STRING, JobRequest, "name"), metavar="NAME", default="", help="Name of the job.")
+@option(
+    "--env",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Variable for the job, in addition to your shell's. Repeatable.",
+)
+@option(
+    "--timeout",
+    type=Field(DURATION, JobRequest, "timeout_s"),
+    metavar="DURATION",
+    help="End the job after it has run this long.",
+)
+@option(
+    "--retries",
+    type=Field(Number(), JobRequest, "retries"),
+    metavar="N",
+    default=0,
+    help="Retry a failed job up to N times, on other GPUs.",
+)
+@option(
+    "--max-restarts",
+    type=Field(Number(), JobRequest, "max_restarts"),
+    metavar="N",
+    default=0,
+    help="How many times torchrun or accelerate may restart its ranks on the same GPUs.",
+)
+@MODEL
+@NODE
+@MASK
+@option(
+    "--array",
+    metavar="INDICES%N",
+    help="One job per index, at most N at a time, as in 0-19%3; {index} in the command is replaced.",
+)
+@option("--follow", is_flag=True, help="Show its log until it ends; exit with its code.")
+@JSON
 def submit(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT", help="What to run in this directory, with its arguments, after `--`."),
-    ],
-    gpus: Gpus = 1,
-    launcher: Annotated[Launcher, typer.Option(help="What starts the ranks; plain: no launcher.")] = Launcher.TORCHRUN,
-    name: Annotated[str, typer.Option(help="Name of the job.")] = "",
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Variable for the job, in addition to your shell's. Repeatable."),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(parser=duration, metavar="DURATION", help="End the job after it has run this long.")
-    ] = None,
-    retries: Annotated[int, typer.Option(help="Retry a failed job up to N times, on other GPUs.")] = 0,
-    max_restarts: Annotated[
-        int, typer.Option(help="How many times torchrun or accelerate may restart its ranks on the same GPUs.")
-    ] = 0,
-    model: Model = None,
-    node: Node = None,
-    mask: MaskOption = None,
-    array: Annotated[
-        str | None,
-        typer.Option(
-            metavar="INDICES%N",
-            help="One job per index, at most N at a time, as in 0-19%3; {index} in the command is replaced.",
-        ),
-    ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Show its log until it ends; exit with its code.")] = False,
-    json: Json = False,
+    words: tuple[str, ...],
+    gpus: int,
+    launcher: Launcher,
+    name: str,
+    env: tuple[str, ...],
+    timeout: float | None,
+    retries: int,
+    max_restarts: int,
+    model: str | None,
+    node: str | None,
+    mask: Mask | None,
+    array: str | None,
+    follow: bool,
+    json: bool,
 ) -> int:
     """Queue a job; the daemon launches it when its GPUs are free. Prints the id of the job or the array.
 
@@ -60,11 +106,11 @@ def submit(
     """
     request = checked(
         lambda: JobRequest(
-            command=command,
+            command=list(words),
             gpus=gpus,
             launcher=launcher.value,
             name=name,
-            environment=_environment() | _variables(env or []),
+            environment=_environment() | _variables(env),
             timeout_s=timeout,
             retries=retries,
             max_restarts=max_restarts,
@@ -73,7 +119,7 @@ def submit(
             gpu_model=model,
             node=node,
             working_directory=os.getcwd(),
-            interpreter=_interpreter(launcher, mask or choose_mask(launcher, command)),
+            interpreter=_interpreter(launcher, mask or choose_mask(launcher, words)),
             mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),
         )
@@ -81,11 +127,11 @@ def submit(
     if follow and array is not None:
         raise InvalidRequest("--follow: follows one job, not an array.", remedy="Leave it out, and use gpulease wait.")
     with Client() as client:
-        if client.destination.local and (reason := _not_found(command, launcher, Path.cwd(), request.environment)):
+        if client.destination.local and (reason := _not_found(words, launcher, Path.cwd(), request.environment)):
             output.print_error("the job was not submitted", *reason)
             return output.REFUSED
         job = client.submit(request)
-        output.print_json(job) if json else typer.echo(job.array_id or job.id)
+        output.print_json(job) if json else click.echo(job.array_id or job.id)
         return _follow_job(client, job) if follow else output.DONE
 
 
@@ -135,7 +181,7 @@ def _not_found(
     return f"There is no program {name!r} in {directory}.", "Check its name and your current directory."
 
 
-def _variables(assignments: list[str]) -> dict[str, str]:
+def _variables(assignments: Sequence[str]) -> dict[str, str]:
     variables = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")

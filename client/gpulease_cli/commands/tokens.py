@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated
 
-import typer
+import click
 
 from gpulease.client import Client
 from gpulease_cli import output
-from gpulease_cli.options import Json, checked, duration
+from gpulease_cli.help_format import command
+from gpulease_cli.option_types import DURATION, Field, OneOf
+from gpulease_cli.options import JSON, checked
+from gpulease_cli.parameters import argument, option
 from gpulease_protocol.status_table import align_columns, format_duration, printable
 from gpulease_protocol.tokens import BearerToken, Role, TokenRequest
 
-Expires = Annotated[
-    float | None,
-    typer.Option(parser=duration, metavar="DURATION", show_default="never", help="Lifetime of the token, such as 30d."),
-]
 
-
-def create(
-    user: Annotated[
-        str,
-        typer.Option(
-            metavar="USER", help="Login name that the token stands for: its leases and jobs belong to this user."
-        ),
-    ],
-    role: Annotated[
-        Role, typer.Option(help="What the token allows; `worker` allows reporting for a node.")
-    ] = Role.USER,
-    node: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            show_default="the first that it reports for",
-            help="With `--role worker`: the only node that the token may report for.",
-        ),
-    ] = None,
-    expires: Expires = None,
-    note: Annotated[str, typer.Option(metavar="TEXT", help="Purpose of the token; shown by `token list`.")] = "",
-    json: Json = False,
-) -> None:
+@command(examples=("gpulease token create --user ada --role viewer --expires 30d",))
+@option(
+    "--user",
+    required=True,
+    type=Field(click.STRING, TokenRequest, "user"),
+    metavar="USER",
+    help="Login name that the token stands for: its leases and jobs belong to this user.",
+)
+@option(
+    "--role",
+    type=OneOf(Role),
+    default=Role.USER.value,
+    help="What the token allows; `worker` allows reporting for a node.",
+)
+@option(
+    "--node",
+    type=Field(click.STRING, TokenRequest, "node"),
+    metavar="NAME",
+    show_default="the first that it reports for",
+    help="With `--role worker`: the only node that the token may report for.",
+)
+@option(
+    "--expires",
+    type=Field(DURATION, TokenRequest, "expires_s"),
+    metavar="DURATION",
+    show_default="never",
+    help="Lifetime of the token, such as 30d.",
+)
+@option(
+    "--note",
+    type=Field(click.STRING, TokenRequest, "note"),
+    metavar="TEXT",
+    default="",
+    help="Purpose of the token; shown by `token list`.",
+)
+@JSON
+def create(user: str, role: Role, node: str | None, expires: float | None, note: str, json: bool) -> None:
     """Create a token and print it; it cannot be shown again. For administrators."""
     request = checked(lambda: TokenRequest(user=user, role=role, node=node, expires_s=expires, note=note))
     with Client() as client:
@@ -49,13 +61,15 @@ def create(
         output.print_json(made)
         return
     until = "until revoked" if made.expires_at is None else f"until {made.expires_at:%Y-%m-%d %H:%M} UTC"
-    typer.echo(f"{made.id} of {made.user} ({made.role}) is valid {until}; it is not shown again", err=True)
+    click.echo(f"{made.id} of {made.user} ({made.role}) is valid {until}; it is not shown again", err=True)
     if made.uid is None and made.role is not Role.WORKER:
-        typer.echo(_unknown_user(made), err=True)
-    typer.echo(made.bearer)
+        click.echo(_unknown_user(made), err=True)
+    click.echo(made.bearer)
 
 
-def list_tokens(json: Json = False) -> None:
+@command("list", examples=("gpulease token list",))
+@JSON
+def list_tokens(json: bool) -> None:
     """List the tokens that have not been revoked, without their secrets."""
     with Client() as client:
         tokens = client.tokens()
@@ -67,17 +81,17 @@ def list_tokens(json: Json = False) -> None:
     output.print_table(align_columns(heads, [_row(token, now) for token in tokens]))
 
 
-def revoke(
-    token: Annotated[str, typer.Argument(metavar="ID", help="Token id, as `token list` shows it.")],
-    json: Json = False,
-) -> None:
+@command(examples=("gpulease token revoke token-6434526eb94cfb23",))
+@argument("token", metavar="ID", help="Token id, as `token list` shows it.")
+@JSON
+def revoke(token: str, json: bool) -> None:
     """Revoke a token; it is refused from now on."""
     with Client() as client:
         revoked = client.revoke_token(token)
     if json:
         output.print_json(revoked)
     else:
-        typer.echo(f"{revoked.id} of {revoked.user} is revoked")
+        click.echo(f"{revoked.id} of {revoked.user} is revoked")
 
 
 def _unknown_user(made: BearerToken) -> str:

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
 
-import typer
+import click
 
 from gpulease_cli import output
-from gpulease_cli.help_format import Command, group
+from gpulease_cli.command_groups import CommandGroup
 from gpulease_cli.installed_commands import needs_extra
-from gpulease_cli.options import Json
+from gpulease_cli.options import JSON
+from gpulease_cli.parameters import argument
 from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import DATA_DIR
 from gpulease_protocol.model import Noun
 from gpulease_server.settings import DATABASE_URL
 
-if TYPE_CHECKING:
-    DataDir = Path | None
-    DatabaseUrl = str | None
-else:
-    DataDir = setting_option(DATA_DIR, Path)
-    DatabaseUrl = setting_option(DATABASE_URL, str)
+DATABASE = setting_option("database_url", DATABASE_URL, str)
+DIRECTORY = setting_option("data_dir", DATA_DIR, Path)
 
-db = group("The daemon's database: schema, integrity check, backup.")
+db = CommandGroup("db", "The daemon's database: schema, integrity check, backup.")
 
 
-@db.command(cls=Command)
-def upgrade(database_url: DatabaseUrl = None, data_dir: DataDir = None) -> None:
+@db.command(section="serve", examples=("gpulease db upgrade",))
+@DATABASE
+@DIRECTORY
+def upgrade(database_url: str | None, data_dir: Path | None) -> None:
     """Migrate the database to this version's schema; `serve` also does so when it starts."""
     with needs_extra("server"):
         from gpulease_server.store.database import upgrade as to_newest  # noqa: PLC0415 - an extra
@@ -46,8 +44,11 @@ class Revision(Noun):
     """The one that this version needs."""
 
 
-@db.command(cls=Command)
-def current(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json = False) -> int:
+@db.command(section="serve", examples=("gpulease db current",))
+@DATABASE
+@DIRECTORY
+@JSON
+def current(database_url: str | None, data_dir: Path | None, json: bool) -> int:
     """Print the schema revision and whether it is the newest. Exits 1 if it is not."""
     with needs_extra("server"):
         from gpulease_server.store.integrity_check import revisions  # noqa: PLC0415 - an extra
@@ -56,14 +57,17 @@ def current(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Js
         output.print_json(Revision(revision=found, newest=newest))
         return output.DONE if found == newest else output.REFUSED
     if found == newest:
-        typer.echo(f"{found} (the newest)")
+        click.echo(f"{found} (the newest)")
         return output.DONE
-    typer.echo(f"{found or 'empty'} (the newest is {newest}: gpulease db upgrade)")
+    click.echo(f"{found or 'empty'} (the newest is {newest}: gpulease db upgrade)")
     return output.REFUSED
 
 
-@db.command(cls=Command)
-def check(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json = False) -> int:
+@db.command(section="serve", examples=("gpulease db check",))
+@DATABASE
+@DIRECTORY
+@JSON
+def check(database_url: str | None, data_dir: Path | None, json: bool) -> int:
     """Check the database: its files, its schema, and the consistency of the ledger.
 
     Prints one line for each problem, and exits 1 if there is one.
@@ -75,23 +79,22 @@ def check(database_url: DatabaseUrl = None, data_dir: DataDir = None, json: Json
         output.print_json_list(findings)
         return output.REFUSED if findings else output.DONE
     for finding in findings:
-        typer.echo(f"wrong: {finding}")
+        click.echo(f"wrong: {finding}")
     if not findings:
-        typer.echo("nothing is wrong")
+        click.echo("nothing is wrong")
     return output.REFUSED if findings else output.DONE
 
 
-@db.command(cls=Command)
-def backup(
-    file: Annotated[Path, typer.Argument(help="The new file; it must not exist.")],
-    database_url: DatabaseUrl = None,
-    data_dir: DataDir = None,
-) -> None:
+@db.command(section="serve", examples=("gpulease db backup gpulease-backup.db",))
+@argument("file", metavar="FILE", type=click.Path(path_type=Path), help="The new file; it must not exist.")
+@DATABASE
+@DIRECTORY
+def backup(file: Path, database_url: str | None, data_dir: Path | None) -> None:
     """Copy an SQLite database, also while the daemon runs. For PostgreSQL use `pg_dump`."""
     with needs_extra("server"):
         from gpulease_server.store.backup import backup as copy  # noqa: PLC0415 - an extra
     copy(_url(database_url, data_dir), file)
-    typer.echo(f"{file} is a complete copy; to start a daemon on it: --database-url sqlite:///{file.absolute()}")
+    click.echo(f"{file} is a complete copy; to start a daemon on it: --database-url sqlite:///{file.absolute()}")
 
 
 def _url(database_url: str | None, data_dir: Path | None) -> str:

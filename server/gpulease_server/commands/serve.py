@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import typer
+import click
 
 from gpulease_cli import settings as program_settings
+from gpulease_cli.help_format import command
 from gpulease_cli.installed_commands import needs_extra
 from gpulease_cli.setting_options import takes_settings
 from gpulease_protocol.host import config_file
 from gpulease_server.settings import ServeSettings
 
 
+@command(section="serve", examples=("gpulease serve", "gpulease serve --simulate 4 --port 0"))
 @takes_settings(ServeSettings)
-def serve(context: typer.Context, settings: ServeSettings) -> int:
+@click.pass_context
+def serve(context: click.Context, settings: ServeSettings) -> int:
     """Run the daemon, and a worker for this host."""
     with needs_extra("server"):
         from gpulease_server.main import serve as run_daemon  # noqa: PLC0415 - an extra

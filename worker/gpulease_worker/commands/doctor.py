@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from gpulease_cli import output
+from gpulease_cli.help_format import command
 from gpulease_cli.installed_commands import needs_extra
-from gpulease_cli.options import Json
+from gpulease_cli.options import JSON
 from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import DATA_DIR
 
-if TYPE_CHECKING:
-    DataDir = Path | None
-else:
-    DataDir = setting_option(DATA_DIR, Path)
 
-
-def doctor(data_dir: DataDir = None, json: Json = False) -> int:
+@command(section="serve", examples=("gpulease doctor",))
+@setting_option("data_dir", DATA_DIR, Path)
+@JSON
+def doctor(data_dir: Path | None, json: bool) -> int:
     """Look for problems on this host and say what to do: one line for each check. Exits 1 if something is wrong.
 
     A `warning` is worth knowing about, but keeps no one from working."""
@@ -33,5 +31,5 @@ def doctor(data_dir: DataDir = None, json: Json = False) -> int:
     else:
         for finding in findings:
             remedy = f" Do: {finding.remedy}" if finding.remedy else ""
-            typer.echo(f"{finding.health.value:<8} {finding.check:<17} {finding.sentence}{remedy}")
+            click.echo(f"{finding.health.value:<8} {finding.check:<17} {finding.sentence}{remedy}")
     return output.REFUSED if any(finding.health.value == "wrong" for finding in findings) else output.DONE

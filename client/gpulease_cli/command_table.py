@@ -1,0 +1,105 @@
+"""Every command of the program, by subject: its function and its summary.
+
+The program's help is written from this table, so that neither `gpulease --help` nor one command imports the others. To
+add a command, write a function in `gpulease_cli.commands` (see `status` for a short one) and a row here. A summary is
+the beginning of the function's docstring, up to the first full stop or colon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One command, or a group of commands."""
+
+    summary: str
+    """What it does, for the list of commands."""
+    function: str = ""
+    """`module:name` in `gpulease_cli.commands`. Empty for a group, and for what server and worker bring along."""
+    below: Mapping[str, Row] = {}
+    """The commands of a group."""
+
+
+SUBJECTS: dict[str, dict[str, Row]] = {
+    "Use GPUs now": {
+        "run": Row("Lease GPUs, run a command on them, release them", "run:run"),
+        "acquire": Row(
+            "Lease GPUs without running a command; the lease ends after its ttl or with `gpulease release`",
+            "acquire:acquire",
+        ),
+        "renew": Row("Extend a lease by its full ttl from now", "acquire:renew"),
+        "release": Row("End a lease and free its GPUs; a queued request is withdrawn", "acquire:release"),
+    },
+    "Jobs in the queue": {
+        "submit": Row("Queue a job; the daemon launches it when its GPUs are free", "submit:submit"),
+        "jobs": Row("List jobs, newest first; those of an array by index", "jobs:list_jobs"),
+        "logs": Row("Show a job's output", "jobs:logs"),
+        "metrics": Row(
+            "Show a job's GPU utilization, memory and power over time, and its GPU-hours held and used",
+            "metrics:metrics",
+        ),
+        "wait": Row("Wait until a job, or every job of an array, has ended", "jobs:wait"),
+        "cancel": Row("End a job, or all jobs of an array; queued jobs are withdrawn", "jobs:cancel"),
+    },
+    "Who has what, and why": {
+        "status": Row("Show the GPUs, who holds each and until when, and who waits", "status:status"),
+        "leases": Row("List active and queued leases", "leases:list_leases"),
+        "explain": Row("Explain why a lease or a job waits and what is in the way, or why it ended", "leases:explain"),
+        "events": Row("Show events, oldest first", "events:list_events"),
+    },
+    "The daemon and its host": {
+        "serve": Row("Run the daemon, and a worker for this host"),
+        "worker": Row("Run the worker of this host"),
+        "doctor": Row("Look for problems on this host and say what to do"),
+        "db": Row("The daemon's database"),
+        "config": Row(
+            "The settings and where each comes from",
+            below={
+                "show": Row("Print every setting with its value and origin", "config:show"),
+                "check": Row(
+                    "Check a configuration file for unknown sections and keys, and for values that are not allowed",
+                    "config:check",
+                ),
+            },
+        ),
+    },
+    "Taking GPUs out of use": {
+        "node": Row(
+            "Show nodes, take them out of use and put them back",
+            below={
+                "list": Row("List nodes and their state", "maintenance:list_nodes"),
+                "drain": Row("Grant no more GPUs of a node; running work continues", "maintenance:drain"),
+                "resume": Row(
+                    "Put a node back into use; after a pause all its GPUs are read again", "maintenance:resume"
+                ),
+                "pause": Row(
+                    "Drain a node and close NVML on it, for a GPU reset, a MIG change or a driver unload",
+                    "maintenance:pause",
+                ),
+                "forget": Row("Forget a node whose host is off", "maintenance:forget"),
+            },
+        ),
+        "gpu": Row(
+            "Take single GPUs out of use and put them back",
+            below={
+                "cordon": Row("Stop granting a GPU; its current holder keeps it", "maintenance:cordon"),
+                "uncordon": Row("Put a GPU back into use", "maintenance:uncordon"),
+            },
+        ),
+    },
+    "Access": {
+        "token": Row(
+            "Bearer tokens for callers on other hosts",
+            below={
+                "create": Row("Create a token and print it; it cannot be shown again", "tokens:create"),
+                "list": Row("List the tokens that have not been revoked, without their secrets", "tokens:list_tokens"),
+                "revoke": Row("Revoke a token; it is refused from now on", "tokens:revoke"),
+            },
+        ),
+    },
+}
+"""The program's commands by what one wants to do, as `gpulease --help` lists them."""
+COMMANDS: dict[str, Row] = {name: row for rows in SUBJECTS.values() for name, row in rows.items()}
+"""The same, by name."""

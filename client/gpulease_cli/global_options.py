@@ -1,0 +1,72 @@
+"""The program's own options. They may be given before and after the name of a command.
+
+They go into the environment, where the client library and what `run` starts find them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from gpulease_cli.parameters import Option
+from gpulease_protocol.host import config_file
+from gpulease_protocol.host.server_owner import DAEMON_USER_VARIABLE
+
+
+def _into_environment(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    if value:
+        os.environ[str(parameter.envvar)] = value
+
+
+def _configuration_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Name the file in the environment, and take the defaults of a command that has a section there."""
+    _into_environment(context, parameter, value and os.path.abspath(value))
+    section = getattr(context.command, "section", "")
+    if section and not context.resilient_parsing:
+        from gpulease_cli import settings  # noqa: PLC0415 - for the daemon's own commands alone
+
+        program, sections = context.find_root().command, config_file.load()
+        settings.check(program, sections)
+        context.default_map = settings.from_files(program, sections, section)
+
+
+def _global(*names: str, callback: Any = _into_environment, **more: Any) -> Option:
+    # Eager: what a command reads from files depends on it.
+    return Option(
+        list(names), default=None, expose_value=False, is_eager=True, show_envvar=True, callback=callback, **more
+    )
+
+
+GLOBAL_OPTIONS: tuple[Option, ...] = (
+    _global(
+        "--url",
+        metavar="URL",
+        envvar="GPULEASE_URL",
+        help="Address of the daemon: http://host:port or unix:///path; several separated by commas.",
+        show_default="the local socket, else http://127.0.0.1:8750",
+    ),
+    _global(
+        "--token",
+        metavar="TOKEN",
+        envvar="GPULEASE_TOKEN",
+        help="Bearer token. Visible in `ps`; prefer GPULEASE_TOKEN or the configuration file.",
+    ),
+    _global(
+        "--daemon-user",
+        metavar="USER",
+        envvar=DAEMON_USER_VARIABLE,
+        help="As whom the daemon of this host runs; several separated by commas. Any other user who listens at its"
+        " address is sent nothing.",
+        show_default="root, or you",
+    ),
+    _global(
+        "--config",
+        metavar="FILE",
+        envvar=config_file.VARIABLE,
+        callback=_configuration_file,
+        help="The configuration file.",
+        show_default="/etc/gpulease/config.toml, then ~/.config/gpulease/config.toml",
+    ),
+)

@@ -1,0 +1,120 @@
+"""Types of options: what a user may write, and the error in words that name it."""
+
+from __future__ import annotations
+
+import math
+import re
+from enum import Enum
+from typing import Any
+
+import click
+
+from gpulease_protocol.bounds import bounds_of
+
+LONGEST_S = 100 * 366 * 86400.0
+"""A century: nothing here takes longer."""
+UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str) -> float:
+    """Seconds in `90s`, `10m`, `1.5h`, `2d`, `300`; at most a century. Raises ValueError for anything else."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip().lower())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 90s, 10m, 1.5h or 300 (seconds)")
+    length_s = float(match[1]) * UNITS_S[match[2]]
+    if length_s > LONGEST_S:
+        raise ValueError(f"{text!r} is longer than a century; write it like 90s, 10m, 1.5h or 300 (seconds)")
+    return length_s
+
+
+class Duration(click.ParamType[float]):
+    """A duration such as `10m`, in seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds; a default that is already a number passes through."""
+        if isinstance(value, float | int):
+            return float(value)
+        try:
+            return seconds(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class Number(click.ParamType[Any]):
+    """An integer or a float (`kind`) from `minimum` to `maximum`, both included."""
+
+    name = "n"
+
+    def __init__(self, kind: type[Any] = int, minimum: float | None = None, maximum: float | None = None) -> None:
+        self.kind, self.minimum, self.maximum = kind, minimum, maximum
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Fails for anything else, for infinity, and for a number out of bounds."""
+        try:
+            number = self.kind(value)
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is not a {'whole number' if self.kind is int else 'number'}", param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"must be a finite number, not {value}", param, ctx)
+        low = self.minimum is not None and number < self.minimum
+        high = self.maximum is not None and number > self.maximum
+        if low or high:
+            self.fail(f"must be {self._bounds()}, not {value}", param, ctx)
+        return number
+
+    def _bounds(self) -> str:
+        if self.minimum is None or self.maximum is None:
+            return f"at most {self.maximum:g}" if self.minimum is None else f"at least {self.minimum:g}"
+        return f"{self.minimum} to {self.maximum}"
+
+
+class OneOf(click.ParamType[Any]):
+    """A member of an enumeration, by its value."""
+
+    name = "choice"
+
+    def __init__(self, members: type[Enum]) -> None:
+        self.members = members
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """The values, with bars between."""
+        return "|".join(member.value for member in self.members)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The member. Fails for any other text."""
+        try:
+            return self.members(value)
+        except ValueError:
+            self.fail(f"{value!r} is not one of {', '.join(member.value for member in self.members)}", param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """The values that begin with what was typed."""
+        values = [member.value for member in self.members]
+        return [click.shell_completion.CompletionItem(value) for value in values if value.startswith(incomplete)]
+
+
+class Field(click.ParamType[Any]):
+    """A value for one field of a request body, within the bounds that are declared there.
+
+    So what is wrong is said of the option that was typed, and not of the field.
+    """
+
+    def __init__(self, base: click.ParamType[Any], body: type[Any], field: str) -> None:
+        self.base, self.body, self.field = base, body, field
+        self.name = base.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value as the base type has it. Fails where it is out of the field's bounds."""
+        converted = self.base.convert(value, param, ctx)
+        for bounds in bounds_of(self.body, self.field):
+            if rule := bounds.broken_rule(self.field, converted):
+                shown = f", not {value}" if isinstance(converted, int | float) else ""
+                self.fail(f"{rule}{shown}", param, ctx)
+        return converted
+
+
+DURATION = Duration()
