@@ -32,6 +32,7 @@ from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.listeners import BACKLOG, CannotStart, Listeners, TcpAddress, check_exposure, opened
 from gpulease_server.local_worker import supervise_worker
 from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.group_members import GroupMembers, find_group
 from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
 from gpulease_server.runtime.leadership.lock import FileLock, WriterLock, acquire_or_raise, this_process, writer_lock
 from gpulease_server.runtime.leadership.standby import Standby
@@ -148,6 +149,15 @@ def check_peers(settings: ServeSettings) -> None:
         )
 
 
+def admin_groups(settings: ServeSettings) -> GroupMembers:
+    """The groups whose members are administrators."""
+    groups = {admin.removeprefix("@") for admin in settings.admins if admin.startswith("@")}
+    for group in sorted(groups):
+        if find_group(group) is None:
+            log.warning("--admin @%s: this host has no group %s, so no one is an administrator by it", group, group)
+    return GroupMembers(groups)
+
+
 def _no_password() -> str:
     raise ValueError("the key has a password")
 
@@ -161,7 +171,7 @@ class _Serving:
         self.url = url
         self.node = settings.node
         self.access = AccessSettings(
-            admins=frozenset(settings.admins),
+            admins=frozenset(admin for admin in settings.admins if not admin.startswith("@")),
             behind_proxy=settings.behind_proxy,
             origins=frozenset(settings.cors_origins),
             show_commands=settings.show_commands is CommandVisibility.ALL,
@@ -202,6 +212,7 @@ class _Serving:
             local_node=self.node if settings.worker else None,
             leadership=self.leadership,
             access=self.access,
+            admin_groups=admin_groups(settings),
             bearer_tokens=self.bearer_tokens,
         )
 

@@ -71,6 +71,14 @@ def checked_file_mode(text: str) -> str:
     return text
 
 
+def checked_admins(names: list[str] | None) -> list[str] | None:
+    """Users, and groups with `@` before them. Raises ValueError."""
+    for name in names or ():
+        if not name.removeprefix("@") or re.search(r"[\s,:]", name):
+            raise ValueError(f"{name!r} is neither a user nor a group; write it like ada or @sudo")
+    return names
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """The files that TLS needs, PEM."""
@@ -131,10 +139,12 @@ class ServeSettings:
     )
     admins: tuple[str, ...] = setting(
         (),
-        "Administrator, in addition to root and the daemon's own user. Repeatable.",
+        "Administrator, in addition to root and the daemon's own user; @GROUP means every member of a group. "
+        "Repeatable.",
         variable="GPULEASE_ADMINS",
         flag="--admin",
-        metavar="USER",
+        metavar="USER|@GROUP",
+        check=checked_admins,
         group=ACCESS,
     )
     cors_origins: tuple[str, ...] = setting(

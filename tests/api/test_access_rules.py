@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -287,10 +289,11 @@ def test_over_loopback_the_owner_of_the_socket_is_the_caller(api: DaemonProcess)
 def test_a_token_outlives_a_restart_and_a_revoked_one_does_not_come_back() -> None:
     directory = Path(tempfile.mkdtemp(prefix="gpulease-identity-"))
     directory.chmod(0o711)
-    running = DaemonProcess(directory / "d", "--no-worker", "--admin", "nobody", "--show-commands", "own")
+    group = grp.getgrgid(pwd.getpwuid(OWNER).pw_gid).gr_name
+    running = DaemonProcess(directory / "d", "--no-worker", "--admin", f"@{group}", "--show-commands", "own")
     try:
         running.start(ready=False)
-        # A user named by --admin is an administrator, but cannot report as a worker.
+        # A member of a group named by --admin is an administrator, but cannot report as a worker.
         made = [call(running.port, "POST", "/v1/tokens", {"user": "ann"}, uid=OWNER).json for _ in range(2)]
         assert call(running.port, "POST", "/v1/nodes/n/exchange", {}, uid=OWNER).problem() == (403, "not_allowed")
         assert call(running.port, "DELETE", f"/v1/tokens/{made[1]['id']}", uid=OWNER).status == 200

@@ -18,6 +18,7 @@ from gpulease_server.core.records import Instant
 from gpulease_server.core.turn import Answer
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.group_members import GroupMembers
 from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
@@ -42,6 +43,8 @@ class DaemonState:
     leadership: LeadershipStatus = field(default_factory=LeadershipStatus)
     """Whether this daemon is the writer of its database, and whether that is confirmed."""
     access: AccessSettings = field(default_factory=AccessSettings)
+    admin_groups: GroupMembers = field(default_factory=lambda: GroupMembers(frozenset()))
+    """Whose members are administrators."""
     bearer_tokens: BearerTokens | None = None
     """The valid bearer tokens; None if this daemon has none, as in a test."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)

@@ -27,7 +27,6 @@ from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller, caller_from_peer, caller_from_token, trusted_peer
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.auth.rate_limiter import RateLimiter
-from gpulease_server.api.auth.user_names import refresh_user_name
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 
 HOW_TO_AUTHENTICATE = (
@@ -104,9 +103,7 @@ async def authorize(request: Request, daemon: DaemonDep) -> None:
     header = request.headers.get("authorization")
     if header is None:
         peer = trusted_peer(peer_of_request(request), access)
-        if peer.uid is not None:
-            await refresh_user_name(peer.uid)
-        caller = caller_from_peer(peer, access)
+        caller = await caller_from_peer(peer, access, daemon.admin_groups)
     else:
         caller = await caller_from_token(header, daemon.bearer_tokens)
     request.state.caller = caller
@@ -183,7 +180,7 @@ def _refusal(caller: Caller, rule: AccessRule | None) -> NotAllowed:
             )
             return NotAllowed(f"Only a worker may report for a node, and you are {who}.", remedy=remedy)
         case AccessRule.ADMIN:
-            remedy = "Ask one: root, the daemon's user, a user named by --admin, or one with an admin token."
+            remedy = "Ask one: root, the daemon's user, who is named by --admin, or has an admin token."
             return NotAllowed(f"Only an administrator may do this, and you are {who}.", remedy=remedy)
         case None:
             return NotAllowed("This route has no access rule, which is a bug in gpulease.", remedy="Please report it.")

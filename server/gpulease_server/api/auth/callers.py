@@ -10,9 +10,10 @@ from gpulease_protocol.model import Holder
 from gpulease_protocol.tokens import Role
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials
-from gpulease_server.api.auth.user_names import user_name
+from gpulease_server.api.auth.user_names import refresh_user_name, user_name
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.group_members import GroupMembers
 
 ROOT = 0
 SCHEME = "bearer "
@@ -64,12 +65,14 @@ def trusted_peer(peer: PeerCredentials, access: AccessSettings) -> PeerCredentia
     return peer
 
 
-def caller_from_peer(peer: PeerCredentials, access: AccessSettings) -> Caller:
+async def caller_from_peer(peer: PeerCredentials, access: AccessSettings, admin_groups: GroupMembers) -> Caller:
     """The caller at the other end of a connection; `ANONYMOUS` if the kernel does not show whose it is."""
     if peer.uid is None:
         return ANONYMOUS
+    await refresh_user_name(peer.uid)
     user, privileged = user_name(peer.uid), is_privileged(peer)
-    role = Role.ADMIN if privileged or user in access.admins else Role.USER
+    admin = privileged or user in access.admins or await admin_groups.include(peer.uid)
+    role = Role.ADMIN if admin else Role.USER
     return Caller(user, peer.uid, peer.gid, role, peer.connection.value, may_report=privileged)
 
 
