@@ -57,7 +57,9 @@ def serve(settings: ServeSettings) -> int:
     """Run a daemon until SIGTERM or SIGINT. Returns the exit code. Raises `GpuleaseError` when it cannot start."""
     sys.setswitchinterval(SWITCH_S)
     with logging_to_stderr("serve", settings.log_format, settings.log_level):
-        return _serve(settings)
+        code = _serve(settings)
+        log.info("gpulease has stopped", extra=fields(event="daemon.stopped"))
+        return code
 
 
 def _serve(settings: ServeSettings) -> int:

@@ -9,11 +9,19 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gpulease_protocol.host.logging import MAX_WAITING, HumanLine, JsonLine, fields
+from gpulease_protocol.host.logging import (
+    MAX_WAITING,
+    HumanLine,
+    JournalLine,
+    JsonLine,
+    fields,
+    goes_to_the_journal,
+)
 
 SECRETS = [
     "postgresql://me:hunter2@host/name failed",
@@ -64,8 +72,25 @@ def test_a_line_for_people() -> None:
     assert rest == ['INFO    lease.granted gpus=a,b reason="it is so"']
 
 
+def test_the_id_of_the_cause_is_at_the_end_of_a_line_for_people() -> None:
+    line = HumanLine().format(record("lease.granted", **fields(cause="request-97ce79bd2ce6dee7", node="a", user="ada")))
+    assert line.endswith(" lease.granted node=a user=ada cause=request-97ce79bd2ce6dee7")
+
+
+def test_each_line_for_the_journal_begins_with_its_level_and_has_no_time() -> None:
+    said = JournalLine().format(record("it broke", logging.ERROR, exc_info=failing("why"), **fields(node="a")))
+    first, *trace = said.split("\n")
+    assert first == "<3>it broke node=a"
+    assert trace[-1] == "<3>ValueError: why"
+    assert {line[:3] for line in trace} == {"<3>"}
+    levels = {logging.WARNING: "<4>", logging.INFO: "<6>", logging.DEBUG: "<7>"}
+    assert {level: JournalLine().format(record("x", level)) for level in levels} == {
+        level: f"{word}x" for level, word in levels.items()
+    }
+
+
 @pytest.mark.parametrize("text", ["two\nlines", "\x1b[2J", "a\r\nERROR forged", "\udcff", "\u2028"], ids=ascii)
-@pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine()], ids=["json", "human"])
+@pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine(), JournalLine()], ids=["json", "human", "journal"])
 def test_user_text_cannot_break_a_log_line(form: logging.Formatter, text: str) -> None:
     line = form.format(record(text, **fields(label=text))).encode(errors="backslashreplace").decode()
     assert "\n" not in line
@@ -74,7 +99,7 @@ def test_user_text_cannot_break_a_log_line(form: logging.Formatter, text: str) -
 
 
 @pytest.mark.parametrize("text", SECRETS)
-@pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine()], ids=["json", "human"])
+@pytest.mark.parametrize("form", [JsonLine("serve"), HumanLine(), JournalLine()], ids=["json", "human", "journal"])
 def test_passwords_and_tokens_are_redacted(form: logging.Formatter, text: str) -> None:
     line = form.format(record(text, exc_info=failing(text), **fields(reason=text, several=[text])))
     assert "hunter2" not in line
@@ -135,6 +160,21 @@ def test_on_a_terminal_lines_are_for_people(program: Any) -> None:
         os.close(theirs)
     assert "INFO    line 0 xxx" in line
     assert "{" not in line
+
+
+def test_in_the_journal_lines_are_for_people_and_not_in_a_file_of_what_it_started(program: Any, tmp_path: Path) -> None:
+    def lines_in(file: Path, stream: str) -> list[str]:
+        with file.open("wb") as output:
+            environment = os.environ | {"JOURNAL_STREAM": stream}
+            assert program("auto", 1, stderr=output, env=environment).wait(60) == 0
+        return file.read_text().splitlines()
+
+    journal, other = tmp_path / "journal", tmp_path / "other"
+    journal.touch()
+    stream = f"{journal.stat().st_dev}:{journal.stat().st_ino}"
+    assert lines_in(journal, stream) == [f"<6>line 0 {'x' * 100}"]
+    assert json.loads(lines_in(other, stream)[0])["level"] == "info"
+    assert not goes_to_the_journal({})
 
 
 def test_a_stuck_reader_blocks_no_one(program: Any) -> None:

@@ -127,4 +127,5 @@ def test_a_log_for_people_where_that_is_wanted(tmp_path: Path) -> None:
     assert re.search(rf"INFO    lease.granted seq=\d+ lease_id={lease.id} node=", text)
     addresses = (running.url, f"http://[::1]:{running.port}", f"unix://{running.socket}")
     assert f"INFO    gpulease listens on {' and '.join(addresses)}\n" in text
+    assert text.endswith("INFO    gpulease has stopped\n")
     assert '{"' not in text

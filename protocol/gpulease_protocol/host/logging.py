@@ -1,4 +1,5 @@
-"""The lines of a log on stderr: for people on a terminal, else a JSON object on each. For daemon and worker.
+"""The lines of a log on stderr: for people on a terminal and in the journal, else a JSON object on each. For daemon and
+worker.
 
 ```
 2026-11-22 01:44:00.123 INFO    lease.granted lease_id=lease-9f86d081884c7d65 gpus=GPU-da36...,GPU-491c... cause=call-1c
@@ -11,6 +12,7 @@ What must hold:
 - Who logs is never held up. A thread writes; when the reader of stderr is stuck, lines wait in a bounded queue, and
   what does not fit is counted and the count logged. Lines that a killed process had not written are lost; decisions are
   in the database.
+- The journal notes the time, and reads the level from the line (sd-daemon(3)): neither is there twice.
 - One line is one line, whatever a user has put into a label or a command.
 - No password and no bearer token is in any line, nor in the traceback of one.
 """
@@ -25,7 +27,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -45,6 +47,10 @@ QUIET = {
     "asyncio": logging.WARNING,
 }
 """Loggers of libraries that write an uninformative line for every request or migration."""
+
+
+JOURNAL_LEVELS = ((logging.ERROR, "<3>"), (logging.WARNING, "<4>"), (logging.INFO, "<6>"), (0, "<7>"))
+"""By the least level: how the journal is told it (sd-daemon(3))."""
 
 
 class LogFormat(StrEnum):
@@ -72,8 +78,7 @@ def fields(**what: Any) -> dict[str, Any]:
 @contextmanager
 def logging_to_stderr(program: str, form: LogFormat, level: LogLevel) -> Iterator[None]:
     """While the block runs, what is logged anywhere in this process goes to stderr; at its end the rest is written."""
-    human = form is LogFormat.HUMAN or (form is LogFormat.AUTO and sys.stderr.isatty())
-    lines = Lines(HumanLine() if human else JsonLine(program))
+    lines = Lines(_formatter(program, form))
     root = logging.getLogger()
     before = root.level
     root.setLevel(level.upper())
@@ -86,6 +91,22 @@ def logging_to_stderr(program: str, form: LogFormat, level: LogLevel) -> Iterato
         root.removeHandler(lines)
         root.setLevel(before)
         lines.close()
+
+
+def _formatter(program: str, form: LogFormat) -> logging.Formatter:
+    if form is not LogFormat.JSON and goes_to_the_journal():
+        return JournalLine()
+    people = form is LogFormat.HUMAN or (form is LogFormat.AUTO and sys.stderr.isatty())
+    return HumanLine() if people else JsonLine(program)
+
+
+def goes_to_the_journal(environ: Mapping[str, str] = os.environ) -> bool:
+    """True if stderr is the stream that systemd has connected to its journal (systemd.exec(5), JOURNAL_STREAM)."""
+    try:
+        stream = os.fstat(STDERR)
+    except OSError:
+        return False
+    return environ.get("JOURNAL_STREAM") == f"{stream.st_dev}:{stream.st_ino}"
 
 
 class Lines(logging.Handler):
@@ -166,17 +187,30 @@ class HumanLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
         at = _at(record).astimezone()
-        more = "".join(
-            f" {name}={_word(value)}" for name, value in getattr(record, "fields", {}).items() if name != "event"
-        )
+        begin = f"{at:%Y-%m-%d %H:%M:%S}.{int(record.msecs):03} {logging.getLevelName(record.levelno):<7} "
+        return "\n    ".join((begin + self.words(record), *self.trace(record)))
+
+    def words(self, record: logging.LogRecord) -> str:
+        """Message and fields. The cause comes last: its long id matters only to who searches for it."""
+        more = {name: value for name, value in getattr(record, "fields", {}).items() if name not in ("event", "cause")}
+        more |= {name: value for name, value in getattr(record, "fields", {}).items() if name == "cause"}
         message = _printable(_clean(record.getMessage()))
-        line = (
-            f"{at:%Y-%m-%d %H:%M:%S}.{int(record.msecs):03} {logging.getLevelName(record.levelno):<7} {message}{more}"
-        )
-        if record.exc_info:
-            trace = _clean(self.formatException(record.exc_info), 10 * MAX_TEXT)
-            line += "".join(f"\n    {_printable(part)}" for part in trace.splitlines())
-        return line
+        return message + "".join(f" {name}={_word(value)}" for name, value in more.items())
+
+    def trace(self, record: logging.LogRecord) -> list[str]:
+        """The lines of the traceback, if there is one."""
+        if not record.exc_info:
+            return []
+        return [_printable(part) for part in _clean(self.formatException(record.exc_info), 10 * MAX_TEXT).splitlines()]
+
+
+class JournalLine(HumanLine):
+    """The same for the journal, which has the time, and takes each line for an entry with a level of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        level = next(word for least, word in JOURNAL_LEVELS if record.levelno >= least)
+        return "\n".join(level + line for line in (self.words(record), *self.trace(record)))
 
 
 def _at(record: logging.LogRecord) -> datetime:

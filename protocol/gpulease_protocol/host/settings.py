@@ -103,7 +103,7 @@ MANAGE_COMPUTE_MODE = Declaration(
     group=HARDWARE,
 )
 LOG_FORMAT = Declaration(
-    help="Log lines for people or as JSON; auto means for people if stderr is a terminal.",
+    help="Log lines for people or as JSON; auto means for people on a terminal and in systemd's journal.",
     variable="GPULEASE_LOG_FORMAT",
     group=LOG,
 )
