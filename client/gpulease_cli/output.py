@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +42,11 @@ def print_json_line(value: Any) -> None:
 def print_json_list(values: Sequence[Any]) -> None:
     """Print a list as the REST API does: one page, with all items in it."""
     _json(to_json(Page(items=tuple(values))))
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is; None where it is none: then nothing is cut."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def print_table(table: str) -> None:

@@ -2,74 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from datetime import datetime
+import re
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
 
-from gpulease_protocol.model import Demand, Gpu, GpuState, Holder, Job, Lease, LeaseState, Node, NodeState, Selection
+from gpulease_protocol.model import (
+    Activity,
+    Demand,
+    Device,
+    Gpu,
+    GpuState,
+    Holder,
+    Job,
+    Lease,
+    LeaseState,
+    Liveness,
+    Node,
+    NodeState,
+    Selection,
+)
 
 GIB = 1024**3
+UNUSED_S = 60.0
+"""A GPU that has been leased for this long without a process is shown as unused."""
+ELLIPSIS = "…"
+MODEL_NOISE = re.compile(r"^(NVIDIA |Tesla |GeForce )+| HBM\d\w*$| Generation$")
+"""What product names have in common, and what no one chooses a GPU by."""
 
 
 def render_status(
-    gpus: Sequence[Gpu], leases: Sequence[Lease], jobs: Sequence[Job], now: datetime, nodes: Sequence[Node] = ()
+    gpus: Sequence[Gpu],
+    leases: Sequence[Lease],
+    jobs: Sequence[Job],
+    now: datetime,
+    nodes: Sequence[Node] = (),
+    *,
+    width: int | None = None,
+    more_waiting: int = 0,
 ) -> str:
-    """Two aligned tables: the GPUs, with who holds each and for how long yet, and below them the queue.
+    """The GPUs with who holds each and until when, why others are not free, the queue, and the totals.
 
     `leases` needs no ended ones, `jobs` only those of these leases; `nodes` that are unknown are named with the reason.
-    Ends in a newline.
+    With `width` the text is made to fit a terminal with so many columns; without, nothing is cut. `more_waiting`
+    requests are counted but not listed. Ends in a newline.
     """
     by_id = {lease.id: lease for lease in leases}
-    names = {job.lease_id: job.name or job.id for job in jobs}
+    job_of = {job.lease_id: job for job in jobs}
     several_nodes = len({gpu.node for gpu in gpus}) > 1
+    ordered = sorted(gpus, key=lambda gpu: (gpu.node, gpu.index))
     heads: tuple[str, ...] = ("GPU", "NAME", "MEMORY", "UTIL", "STATE", "HOLDER", "UNTIL")
-    if any(gpu.reason and gpu.state is not GpuState.LEASED for gpu in gpus):
-        heads += ("WHY NOT FREE",)
-    rows = [
-        ((gpu.node,) if several_nodes else ()) + _gpu_row(gpu, by_id.get(gpu.lease_id or ""), names, now)[: len(heads)]
-        for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.index))
-    ]
-    text = align_columns((("NODE",) if several_nodes else ()) + heads, rows) if rows else _without_gpus(nodes)
-    text += "".join(
-        f"Node {node.name} is unknown: {printable(node.reason or 'no reason was given', 300)}\n"
+    rows = [_gpu_row(gpu, by_id.get(gpu.lease_id or ""), job_of.get(gpu.lease_id or ""), now) for gpu in ordered]
+    if several_nodes:
+        heads, rows = ("NODE", *heads), [(gpu.node, *row) for gpu, row in zip(ordered, rows, strict=True)]
+    fit, least_important = {"NODE": 8, "HOLDER": 14}, ("NAME", "MEMORY", "UTIL", "UNTIL")
+    text = align_columns(heads, rows, width, cut=fit, drop=least_important) if rows else _without_gpus(nodes)
+    notes = [f"{place}: {reason}" for place, reason in _why_not_free(ordered, several_nodes)]
+    notes += [
+        f"Node {node.name} is unknown: {printable(node.reason or 'no reason was given', 300)}"
         for node in nodes
         if node.state is NodeState.UNKNOWN
-    )
+    ]
+    text += "".join(wrapped(note, width) for note in notes)
     waiting = sorted(
         (lease for lease in leases if lease.state is LeaseState.QUEUED), key=lambda lease: lease.position or 0
     )
     if waiting:
-        text += "\n" + align_columns(
-            ("QUEUE", "WHO", "WANTS", "WAITING", "LEASE"),
-            [
-                (
-                    str(lease.position or "-"),
-                    describe_holder(lease.holder, names.get(lease.id)),
-                    describe_demand(lease.demand),
-                    format_duration((now - lease.created_at).total_seconds()),
-                    lease.id,
-                )
-                for lease in waiting
-            ],
+        text += "\n" + _queue(waiting, job_of, now, width)
+    if more_waiting:
+        text += wrapped(f"{more_waiting} more wait; `gpulease leases` lists them.", width)
+    totals = wrapped(describe_totals(gpus, len(waiting) + more_waiting, nodes), width)
+    return text + (f"\n{totals}" if gpus else "")
+
+
+def describe_totals(gpus: Sequence[Gpu], waiting: int, nodes: Sequence[Node] = ()) -> str:
+    """How many GPUs are free and how many requests wait; and which nodes are simulated."""
+    free = sum(gpu.state is GpuState.FREE for gpu in gpus)
+    simulated = [printable(node.name) for node in nodes if node.simulated]
+    note = f" ({', '.join(simulated)}: simulated)" if simulated else ""
+    return f"{free} of {count_gpus(len(gpus))} free, {waiting} waiting{note}"
+
+
+def _queue(waiting: Sequence[Lease], jobs: Mapping[str, Job], now: datetime, width: int | None) -> str:
+    rows = [
+        (
+            str(lease.position or "-"),
+            describe_holder(lease.holder, job_label(jobs.get(lease.id))),
+            describe_demand(lease.demand),
+            format_duration((now - lease.created_at).total_seconds()),
+            lease.id,
         )
-    return text
+        for lease in waiting
+    ]
+    heads = ("QUEUE", "WHO", "WANTS", "WAITING", "LEASE")
+    return align_columns(heads, rows, width, cut={"WHO": 14, "WANTS": 12}, drop=("LEASE",))
+
+
+def _why_not_free(gpus: Sequence[Gpu], several_nodes: bool) -> list[tuple[str, str]]:
+    """Which GPUs are neither leased nor free, or are held for a request, and why; those of one reason together."""
+    places: dict[tuple[str, str], list[int]] = {}
+    for gpu in gpus:
+        if gpu.reason and gpu.state is not GpuState.LEASED:
+            places.setdefault((gpu.node, printable(gpu.reason, 300)), []).append(gpu.index)
+    return [
+        (f"GPU{'s' if len(indices) > 1 else ''} {format_indices(indices)}{f' of {node}' if several_nodes else ''}", why)
+        for (node, why), indices in places.items()
+    ]
 
 
 def _without_gpus(nodes: Sequence[Node]) -> str:
     """Why the table is empty."""
     if not nodes:
-        start = "Start one on each host with GPUs: gpulease worker --url URL"
-        return f"No GPUs are known: no worker has reported yet. {start}\n"
+        return (
+            "No GPUs are known: no worker has reported. On the host with the GPUs: systemctl status gpulease-worker"
+            " (or start one: gpulease worker --url URL)\n"
+        )
     ready = [node.name for node in nodes if node.state is NodeState.READY]
     return "No GPUs are known." + (f" There are none on {', '.join(ready)}." if ready else "") + "\n"
 
 
-def align_columns(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows under heads, aligned, two spaces apart; characters that could steer a terminal are shown as `?`."""
+def align_columns(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    width: int | None = None,
+    *,
+    cut: Mapping[str, int] | None = None,
+    drop: Sequence[str] = (),
+) -> str:
+    """Rows under heads, aligned, two spaces apart; characters that could steer a terminal are shown as `?`.
+
+    With `width`, columns of `cut` become narrower, at most to the width that it gives, until the lines fit; then
+    columns of `drop` are left out, the first one first. What is still too long is cut at the end of its line.
+    """
     lines = [tuple(heads), *(tuple(printable(cell, 200) for cell in row) for row in rows)]
-    widths = [max(len(line[place]) for line in lines) for place in range(len(heads))]
-    return "".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() + "\n" for line in lines
-    )
+    places, left = list(range(len(heads))), [heads.index(head) for head in drop if head in heads]
+    natural = [max(display_width(line[place]) for line in lines) for place in range(len(heads))]
+    least = [min(wide, (cut or {}).get(head, wide)) for head, wide in zip(heads, natural, strict=True)]
+    while width is not None and left and sum(least[place] + 2 for place in places) - 2 > width:
+        places.remove(left.pop(0))
+    widths = {place: natural[place] for place in places}
+    while width is not None and sum(wide + 2 for wide in widths.values()) - 2 > width:
+        wide, widest = max((widths[place] - least[place], place) for place in places)
+        if wide == 0:
+            break
+        widths[widest] -= 1
+    aligned = ("  ".join(_padded(line[place], widths[place]) for place in places).rstrip() for line in lines)
+    return "".join((line if width is None else shortened(line, width)) + "\n" for line in aligned)
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in at most `width` columns of a terminal, with an ellipsis where it was cut."""
+    if display_width(text) <= width:
+        return text
+    while text and display_width(text) >= width:
+        text = text[:-1]
+    return text.rstrip() + ELLIPSIS
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """`text` on as many lines as it needs, the further ones indented; on one line without a width."""
+    return textwrap.fill(text, max(width, 20), subsequent_indent="  ") + "\n" if width else text + "\n"
+
+
+def display_width(text: str) -> int:
+    """How many columns of a terminal a text takes: two for each character of East Asian scripts."""
+    return len(text) if text.isascii() else sum(2 if unicodedata.east_asian_width(one) in "WF" else 1 for one in text)
+
+
+def _padded(text: str, width: int) -> str:
+    text = shortened(text, width)
+    return text + " " * (width - display_width(text))
 
 
 def printable(text: str, limit: int = 60) -> str:
@@ -78,13 +182,56 @@ def printable(text: str, limit: int = 60) -> str:
     return shown if len(shown) <= limit else shown[: limit - 3] + "..."
 
 
+def count_gpus(count: int) -> str:
+    """`1 GPU`, `2 GPUs`."""
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def format_indices(indices: Iterable[int]) -> str:
+    """Indices in a few characters: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def describe_places(gpus: Iterable[Device], several_nodes: bool) -> str:
+    """GPUs by index, with their node where there are several: `0-3`, `n1:0-3, n2:1`; `-` for none."""
+    nodes: dict[str, list[int]] = {}
+    for gpu in gpus:
+        nodes.setdefault(gpu.node, []).append(gpu.index)
+    return (
+        ", ".join((f"{node}:" if several_nodes else "") + format_indices(found) for node, found in nodes.items()) or "-"
+    )
+
+
+def short_model(name: str | None) -> str:
+    """A product name without what all have in common: `H100 80GB`, `RTX 4090`; `?` where it is not known."""
+    return MODEL_NOISE.sub("", name or "") or "?"
+
+
+def job_label(job: Job | None) -> str | None:
+    """What a job is called: its name, with its index in an array, else its id."""
+    if job is None:
+        return None
+    if not job.name:
+        return job.id
+    return job.name if job.array_index is None else f"{job.name}[{job.array_index}]"
+
+
 def describe_holder(holder: Holder | None, job: str | None = None) -> str:
     """A holder in a few words: user, label or job, process."""
     if holder is None:
         return "-"
-    label = holder.label if holder.label != job else ""
+    label = "" if job and holder.label and job.startswith(holder.label) else holder.label
     parts = [holder.user or holder.host or "", label and f"({printable(label, 30)})"]
-    parts.append(f"job {printable(job, 30)}" if job else f"pid {holder.owner_pid}" if holder.owner_pid else "")
+    if job:
+        parts.append(printable(job, 30) if job.startswith("job-") else f"job {printable(job, 30)}")
+    elif holder.owner_pid:
+        parts.append(f"pid {holder.owner_pid}")
     return " ".join(part for part in parts if part) or "?"
 
 
@@ -115,29 +262,55 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 86400}d {whole % 86400 // 3600}h"
 
 
+def format_age(seconds: float) -> str:
+    """A length of time in its largest unit: `42s`, `3m`, `2h`, `3d`."""
+    return format_duration(seconds).split()[0]
+
+
 def gibibytes(size_bytes: int | None) -> str:
     """A size in GiB with one digit, `?` where it is not known."""
     return "?" if size_bytes is None else f"{size_bytes / GIB:.1f}"
 
 
-def _state(gpu: Gpu) -> str:
-    """The state's word, with the activity of a leased GPU; a free one that is held for a request says so."""
-    more = gpu.activity.value if gpu.state is GpuState.LEASED and gpu.activity else ""
+def describe_state(gpu: Gpu, lease: Lease | None, now: datetime) -> str:
+    """The state's word; with what happens on a leased GPU, and that a free one is held for a request."""
     if gpu.state is GpuState.FREE and gpu.reason:
-        more = "held"
-    return f"{gpu.state.value} ({more})" if more else gpu.state.value
+        return "free (held)"
+    if gpu.state is not GpuState.LEASED or gpu.activity is None:
+        return gpu.state.value
+    held_s = (now - lease.granted_at).total_seconds() if lease and lease.granted_at else 0.0
+    idle_s = (now - gpu.last_busy_at).total_seconds() if gpu.last_busy_at else 0.0
+    if gpu.activity is Activity.STARTING and held_s > UNUSED_S:
+        return "leased (unused)"
+    if gpu.activity is Activity.IDLE and idle_s > UNUSED_S:
+        return f"leased (idle {format_age(idle_s)})"
+    return f"leased ({gpu.activity.value})"
 
 
-def _gpu_row(gpu: Gpu, lease: Lease | None, names: dict[str, str], now: datetime) -> tuple[str, ...]:
-    leased = gpu.state is GpuState.LEASED
-    until = lease.expires_at if lease and lease.state is LeaseState.ACTIVE else None
+def describe_end(lease: Lease | None, job: Job | None, now: datetime) -> str:
+    """Until when a lease holds its GPUs: a process or job that ends, or a time."""
+    if lease is None or lease.state is not LeaseState.ACTIVE:
+        return "-"
+    if lease.liveness is Liveness.PROCESS:
+        return f"pid {lease.holder.owner_pid} ends" if lease.holder.owner_pid else "its process ends"
+    if lease.liveness is Liveness.JOB:
+        if job is None or job.timeout_s is None or job.started_at is None:
+            return "its job ends"
+        left = job.started_at + timedelta(seconds=job.timeout_s) - now
+        return f"in at most {format_duration(left.total_seconds())}"
+    return "-" if lease.expires_at is None else "in " + format_duration((lease.expires_at - now).total_seconds())
+
+
+def _gpu_row(gpu: Gpu, lease: Lease | None, job: Job | None, now: datetime) -> tuple[str, ...]:
+    holder, until = gpu.holder, describe_end(lease, job, now)
+    if holder is not None and until == f"pid {holder.owner_pid} ends" and (holder.user or holder.host):
+        holder = replace(holder, owner_pid=None)  # named once is enough
     return (
         str(gpu.index),
-        gpu.name or "?",
-        f"{gibibytes(gpu.memory_used_bytes)} / {gibibytes(gpu.memory_total_bytes)} GiB",
+        short_model(gpu.name),
+        f"{gibibytes(gpu.memory_used_bytes)}/{gibibytes(gpu.memory_total_bytes)} GiB",
         "?" if gpu.utilization_ratio is None else f"{gpu.utilization_ratio:.0%}",
-        _state(gpu),
-        describe_holder(gpu.holder, names.get(gpu.lease_id or "")),
-        "in " + format_duration((until - now).total_seconds()) if until else "-",
-        "" if leased else printable(gpu.reason or "", 200),
+        describe_state(gpu, lease, now),
+        describe_holder(holder, job_label(job)),
+        until,
     )

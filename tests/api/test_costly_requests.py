@@ -63,6 +63,7 @@ def test_the_text_page_shows_the_beginning_of_a_long_queue_and_says_how_many_mor
     api.submit("true", gpus=4, name="sweep", array={"indices": f"0-{MAX_WAITING + 2}"})
     page = api.get("/").content.decode()
     assert page.count("sweep") == MAX_WAITING
-    assert page.endswith("3 more requests wait; `gpulease leases` lists them.\n")
+    assert "\n3 more wait; `gpulease leases` lists them.\n" in page
+    assert f"0 of 4 GPUs free, {MAX_WAITING + 3} waiting" in page
     for job in api.get("/v1/jobs?state=queued&limit=1000").json["items"]:
         api.call("POST", f"/v1/jobs/{job['id']}/cancel")

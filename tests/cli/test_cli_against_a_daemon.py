@@ -151,7 +151,7 @@ def test_status_shows_holders_and_the_queue(client: Client, gpulease: Program, u
         explained = gpulease("explain", client.leases(LeaseState.QUEUED)[0].id).stdout
     assert waiting.wait(60) == 0
     assert table.count("(night run)") == 3
-    assert table.count("free") == 1
+    assert "1 of 4 GPUs free, 1 waiting" in table
     assert "2 GPUs" in table.split("QUEUE")[1]
     assert "night run" in explained
 

@@ -95,12 +95,12 @@ def test_watch_redraws_in_place_and_restores_the_screen(client: Client, terminal
     assert watching.drawn.startswith(ENTER)
     assert watching.drawn.endswith(LEAVE)
     assert {lines[0][:3] for lines in frames(watching.drawn)} == {"GPU"}
-    assert {len(lines) for lines in frames(watching.drawn)} == {5}
+    assert {len(lines) for lines in frames(watching.drawn)} == {7}
 
 
 def test_watch_crops_the_table_to_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
     watching = terminal("status", "--watch", columns=40, rows=4)
-    watching.shows("... and 2 more lines")
+    watching.shows("... and 5 more lines")
     wait_until(lambda: watching.drawn.count(TOP) > 2, 40)
     assert watching.end(signal.SIGINT) == 0
     for lines in frames(watching.drawn):

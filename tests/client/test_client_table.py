@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+
+import pytest
 
 from gpulease_protocol.model import (
     Activity,
@@ -17,7 +20,7 @@ from gpulease_protocol.model import (
     Node,
     NodeState,
 )
-from gpulease_protocol.status_table import format_duration, render_status
+from gpulease_protocol.status_table import align_columns, format_duration, render_status, short_model
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
 GIB = 1024**3
@@ -25,7 +28,7 @@ ADA = Holder(user="ada", label="night\x1b[31mrun")
 
 
 def gpu(index: int, state: GpuState = GpuState.FREE, node: str = "a", **more: object) -> Gpu:
-    return Gpu(uuid=f"GPU-{node}{index}", node=node, index=index, name="NVIDIA H100", state=state, **more)  # type: ignore[arg-type]
+    return Gpu(uuid=f"GPU-{node}{index}", node=node, index=index, name="NVIDIA H100 80GB HBM3", state=state, **more)  # type: ignore[arg-type]
 
 
 def lease(name: str, state: LeaseState, **more: object) -> Lease:
@@ -40,45 +43,119 @@ def lease(name: str, state: LeaseState, **more: object) -> Lease:
     return Lease(state=state, **(known | more))  # type: ignore[arg-type]
 
 
-def test_gpus_and_queue_are_in_aligned_columns() -> None:
+def eight_gpus() -> tuple[list[Gpu], list[Lease], list[Job]]:
+    """A host in use, with long names."""
+    bob = Holder(user="bob", label="bobs-long-training-run")
+    eve = Holder(user="eve", owner_pid=1681, label="notebook")
+    memory = {"memory_used_bytes": 12 * GIB, "memory_total_bytes": 80 * GIB, "utilization_ratio": 1.0}
+    left = "Being cleaned after L-0 (user ann): pid 4242 of ann (python train.py) is left"
     gpus = [
-        gpu(1, memory_used_bytes=None, memory_total_bytes=80 * GIB, utilization_ratio=None),
-        gpu(
-            0,
-            GpuState.LEASED,
-            activity=Activity.ACTIVE,
-            lease_id="L-1",
-            holder=ADA,
-            memory_used_bytes=2 * GIB,
-            memory_total_bytes=80 * GIB,
-            utilization_ratio=0.5,
-        ),
-        gpu(2, GpuState.FOREIGN, reason="is used by pid 4242"),
+        gpu(0, GpuState.LEASED, activity=Activity.ACTIVE, lease_id="L-1", holder=bob, **memory),
+        gpu(1, GpuState.LEASED, activity=Activity.IDLE, lease_id="L-2", holder=eve, **memory),
+        gpu(2, GpuState.LEASED, activity=Activity.STARTING, lease_id="L-3", holder=ADA),
+        gpu(3, GpuState.DRAINING, reason=left),
+        gpu(4, GpuState.CORDONED, reason="Cordoned by an administrator"),
+        gpu(5, GpuState.CORDONED, reason="Cordoned by an administrator"),
+        gpu(6),
+        gpu(7),
     ]
+    gpus[1] = replace(gpus[1], last_busy_at=NOW - timedelta(minutes=12))
     leases = [
-        lease("L-1", LeaseState.ACTIVE, expires_at=NOW + timedelta(minutes=90)),
-        lease("L-3", LeaseState.QUEUED, position=2, demand=Demand(gpu_model="H100", node="a")),
-        lease("L-2", LeaseState.QUEUED, position=1, holder=Holder(user="bob"), job_id="J-2"),
+        lease("L-1", LeaseState.ACTIVE, holder=bob, liveness=Liveness.JOB, job_id="J-1"),
+        lease("L-2", LeaseState.ACTIVE, holder=eve, liveness=Liveness.PROCESS, expires_at=NOW + timedelta(seconds=59)),
+        lease("L-3", LeaseState.ACTIVE, granted_at=NOW - timedelta(hours=2), expires_at=NOW + timedelta(minutes=90)),
+        lease("lease-3e1f8e2a3b70f12d", LeaseState.QUEUED, position=1, demand=Demand(count=4, gpu_model="H100")),
     ]
     job = Job(
-        id="J-2",
-        name="resnet",
-        state=JobState.QUEUED,
-        lease_id="L-2",
+        id="J-1",
+        name="bobs-long-training-run",
+        state=JobState.RUNNING,
+        lease_id="L-1",
         launcher=Launcher.PLAIN,
         command=("x",),
+        timeout_s=7200,
+        started_at=NOW - timedelta(hours=1),
         created_at=NOW,
     )
-    assert render_status(gpus, leases, [job], NOW) == (
-        "GPU  NAME         MEMORY          UTIL  STATE            HOLDER               UNTIL      WHY NOT FREE\n"
-        "0    NVIDIA H100  2.0 / 80.0 GiB  50%   leased (active)  ada (night?[31mrun)  in 1h 30m\n"
-        "1    NVIDIA H100  ? / 80.0 GiB    ?     free             -                    -\n"
-        "2    NVIDIA H100  ? / ? GiB       ?     foreign          -                    -          is used by pid 4242\n"
+    return gpus, leases, [job]
+
+
+def test_the_table_has_who_and_until_when_and_below_it_why_others_are_not_free() -> None:
+    assert render_status(*eight_gpus(), NOW) == (
+        "GPU  NAME       MEMORY         UTIL  STATE              HOLDER                          UNTIL\n"
+        "0    H100 80GB  12.0/80.0 GiB  100%  leased (active)    bob job bobs-long-training-run  in at most 1h 00m\n"
+        "1    H100 80GB  12.0/80.0 GiB  100%  leased (idle 12m)  eve (notebook)                  pid 1681 ends\n"
+        "2    H100 80GB  ?/? GiB        ?     leased (unused)    ada (night?[31mrun)             in 1h 30m\n"
+        "3    H100 80GB  ?/? GiB        ?     draining           -                               -\n"
+        "4    H100 80GB  ?/? GiB        ?     cordoned           -                               -\n"
+        "5    H100 80GB  ?/? GiB        ?     cordoned           -                               -\n"
+        "6    H100 80GB  ?/? GiB        ?     free               -                               -\n"
+        "7    H100 80GB  ?/? GiB        ?     free               -                               -\n"
+        "GPU 3: Being cleaned after L-0 (user ann): pid 4242 of ann (python train.py) is left\n"
+        "GPUs 4-5: Cordoned by an administrator\n"
         "\n"
-        "QUEUE  WHO                  WANTS                            WAITING  LEASE\n"
-        "1      bob job resnet       2 GPUs                           1m 05s   L-2\n"
-        "2      ada (night?[31mrun)  1 GPU on a, model contains H100  1m 05s   L-3\n"
+        "QUEUE  WHO                  WANTS                        WAITING  LEASE\n"
+        "1      ada (night?[31mrun)  4 GPUs, model contains H100  1m 05s   lease-3e1f8e2a3b70f12d\n"
+        "\n"
+        "2 of 8 GPUs free, 1 waiting\n"
     )
+
+
+def test_on_a_narrow_terminal_it_loses_what_matters_least() -> None:
+    assert render_status(*eight_gpus(), NOW, width=80) == (
+        "GPU  MEMORY         UTIL  STATE              HOLDER            UNTIL\n"
+        "0    12.0/80.0 GiB  100%  leased (active)    bob job bobs-lo…  in at most 1h 00m\n"
+        "1    12.0/80.0 GiB  100%  leased (idle 12m)  eve (notebook)    pid 1681 ends\n"
+        "2    ?/? GiB        ?     leased (unused)    ada (night?[31m…  in 1h 30m\n"
+        "3    ?/? GiB        ?     draining           -                 -\n"
+        "4    ?/? GiB        ?     cordoned           -                 -\n"
+        "5    ?/? GiB        ?     cordoned           -                 -\n"
+        "6    ?/? GiB        ?     free               -                 -\n"
+        "7    ?/? GiB        ?     free               -                 -\n"
+        "GPU 3: Being cleaned after L-0 (user ann): pid 4242 of ann (python train.py) is\n"
+        "  left\n"
+        "GPUs 4-5: Cordoned by an administrator\n"
+        "\n"
+        "QUEUE  WHO                  WANTS                WAITING  LEASE\n"
+        "1      ada (night?[31mrun)  4 GPUs, model cont…  1m 05s   lease-3e1f8e2a3b70f12d\n"
+        "\n"
+        "2 of 8 GPUs free, 1 waiting\n"
+    )
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal(width: int) -> None:
+    lines = render_status(*eight_gpus(), NOW, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(" leased" in line for line in lines) == 3
+
+
+def test_characters_of_two_columns_are_counted_as_two() -> None:
+    rows = [("訓練實驗", "x"), ("abc", "y")]
+    assert align_columns(("NAME", "N"), rows).splitlines() == ["NAME      N", "訓練實驗  x", "abc       y"]
+    narrow = align_columns(("NAME", "N"), rows, 8, cut={"NAME": 4})
+    assert narrow.splitlines() == ["NAME   N", "訓練…  x", "abc    y"]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("Tesla V100-SXM2-32GB", "V100-SXM2-32GB"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        (None, "?"),
+    ],
+)
+def test_a_model_has_a_short_name(name: str | None, short: str) -> None:
+    assert short_model(name) == short
+
+
+def test_totals_say_which_node_is_simulated() -> None:
+    node = Node(name="a", state=NodeState.READY, gpu_count=1, simulated=True)
+    assert render_status([gpu(0)], [], [], NOW, [node]).endswith("\n1 of 1 GPU free, 0 waiting (a: simulated)\n")
 
 
 def test_nodes_are_named_only_if_there_are_several() -> None:
@@ -93,7 +170,7 @@ def test_an_unknown_node_says_why_and_its_gpus_keep_their_holders() -> None:
 
 
 def test_without_gpus_it_says_so() -> None:
-    assert render_status([], [], [], NOW).startswith("No GPUs are known: no worker has reported yet. Start one")
+    assert render_status([], [], [], NOW).startswith("No GPUs are known: no worker has reported. On the host with the")
     empty, away = (
         Node(name="a", state=NodeState.READY, gpu_count=0),
         Node(name="b", state=NodeState.UNKNOWN, reason="silent", gpu_count=0),

@@ -71,6 +71,7 @@ def test_the_page_uses_the_words_of_the_terminal(modules: Path) -> None:
         console.log(JSON.stringify({
             who: given.holders.map((holder) => format.who(holder)),
             jobs: given.holders.map((holder) => format.who(holder, "digits")),
+            unnamed: given.holders.map((holder) => format.who(holder, "job-82c4b92c1f47e880")),
             asked: given.demands.map(format.askedFor),
             durations: given.seconds.map(format.duration),
             sizes: given.sizes.map(format.gibibytes),
@@ -83,6 +84,7 @@ def test_the_page_uses_the_words_of_the_terminal(modules: Path) -> None:
     assert said == {
         "who": [status_table.describe_holder(holder) for holder in HOLDERS],
         "jobs": [status_table.describe_holder(holder, "digits") for holder in HOLDERS],
+        "unnamed": [status_table.describe_holder(holder, "job-82c4b92c1f47e880") for holder in HOLDERS],
         "asked": [status_table.describe_demand(demand) for demand in DEMANDS],
         "durations": [status_table.format_duration(seconds) for seconds in SECONDS],
         "sizes": [status_table.gibibytes(size) for size in SIZES],

@@ -40,7 +40,7 @@ def status(watch: bool, json: bool) -> None:
             output.warn_if_stale(client.as_of)
             return
         if not watch:
-            output.print_table(_table(client))
+            output.print_table(_table(client, output.terminal_width()))
             output.warn_if_stale(client.as_of)
             return
         with suppress(KeyboardInterrupt):
@@ -48,7 +48,7 @@ def status(watch: bool, json: bool) -> None:
                 with _alternate_screen() as show:
                     _redraw(client, show)
             while True:
-                output.print_table(_table(client))
+                output.print_table(_table(client, None))
                 sys.stdout.flush()
                 output.warn_if_stale(client.as_of)
                 time.sleep(REFRESH_S)
@@ -59,7 +59,7 @@ def _redraw(client: Client, show: Callable[[str], None]) -> None:
     table = ""
     while True:
         try:
-            table = _table(client)
+            table = _table(client, shutil.get_terminal_size().columns - 1)
             note = "" if client.as_of is None else f"This is a copy as of {client.as_of}; see gpulease doctor.\n\n"
         except (DaemonUnavailable, Unavailable) as error:
             note = f"{printable(error.detail, 300)} Retrying; Ctrl-C stops.\n\n"
@@ -67,11 +67,11 @@ def _redraw(client: Client, show: Callable[[str], None]) -> None:
         time.sleep(REFRESH_S)
 
 
-def _table(client: Client) -> str:
+def _table(client: Client, width: int | None) -> str:
     gpus = client.gpus()
     leases = client.leases((LeaseState.QUEUED, LeaseState.ACTIVE))
     jobs = client.jobs([state for state in JobState if not state.final])
-    return render_status(gpus, leases, jobs, datetime.now(UTC), client.nodes())
+    return render_status(gpus, leases, jobs, datetime.now(UTC), client.nodes(), width=width)
 
 
 @contextmanager

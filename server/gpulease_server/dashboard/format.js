@@ -45,9 +45,10 @@ export function plain(text, limit = 60) {
 /** A holder in a few words: user, label or job, process. */
 export function who(holder, job = null) {
   if (holder === null) return "-";
-  const label = holder.label === job ? "" : holder.label;
+  const label = job?.startsWith(holder.label) ? "" : holder.label;
   const parts = [plain(holder.user || holder.host || ""), label && `(${plain(label, 30)})`];
-  parts.push(job ? `job ${plain(job, 30)}` : holder.owner_pid ? `pid ${holder.owner_pid}` : "");
+  if (job) parts.push(job.startsWith("job-") ? plain(job, 30) : `job ${plain(job, 30)}`);
+  else if (holder.owner_pid) parts.push(`pid ${holder.owner_pid}`);
   return parts.filter(Boolean).join(" ") || UNKNOWN;
 }
 

@@ -34,5 +34,4 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
     standby_notice = f"{daemon.writer.problem}\n\n" if daemon.leadership.standby_copy else ""
     more = len(ledger.queue) - len(waiting)
-    rest = f"{more} more requests wait; `gpulease leases` lists them.\n" if more > 0 else ""
-    return standby_notice + render_status(gpus, leases, jobs, now.at, nodes) + rest
+    return standby_notice + render_status(gpus, leases, jobs, now.at, nodes, more_waiting=max(0, more))
