@@ -49,7 +49,6 @@ def _run(words: list[str]) -> int:
         output.print_gpulease_error(error)
         return _code(error)
     except KeyboardInterrupt:
-        sys.stderr.write("\n")  # ends the line on which the terminal shows ^C
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has gone. Python would complain once more when it flushes stdout at exit.

@@ -14,6 +14,7 @@ import pytest
 from gpulease_cli import output
 from gpulease_cli.command_groups import summary
 from gpulease_cli.command_table import COMMANDS
+from gpulease_cli.global_options import GLOBAL_OPTIONS
 from gpulease_cli.installed_commands import entry_points
 from gpulease_cli.program import PROGRAM
 
@@ -69,6 +70,16 @@ def test_the_help_shows_whole_brackets_and_no_type_of_python(path: tuple[str, ..
     help_text = command.get_help(command.make_context(path[-1], [], resilient_parsing=True))
     assert help_text.count("[") == help_text.count("]"), help_text
     assert not re.search(r"<|[0-9]<=|list\[|Optional|Union", help_text)
+
+
+def test_the_options_of_the_program_may_follow_every_command() -> None:
+    """Except where a command has one of that name for itself."""
+    own = {(("renew",), "--token"), (("release",), "--token"), (("worker",), "--url")}
+    for path, command in commands():
+        parameters = command.get_params(command.make_context(path[-1], [], resilient_parsing=True))
+        assert len({one.name for one in parameters}) == len(parameters), "two of one name overwrite each other"
+        left_out = {(path, one.opts[0]) for one in GLOBAL_OPTIONS if one not in parameters}
+        assert left_out <= own
 
 
 WITHOUT_JSON = {

@@ -141,5 +141,5 @@ def test_a_wait_without_success_ends_with_only_the_error(client: Client, termina
     [("gpulease sta", "status"), ("gpulease node dr", "drain"), ("gpulease serve --max-bypass-", "--max-bypass-s")],
 )
 def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
-    asked = {"_GPULEASE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
-    assert completed((), environ() | asked, timeout_s=60).stdout.split() == [offered]
+    asked = {"_GPULEASE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+    assert completed((), environ() | asked, timeout_s=60).stdout.split() == [f"plain,{offered}"]

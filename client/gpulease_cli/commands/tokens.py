@@ -82,12 +82,12 @@ def list_tokens(json: bool) -> None:
 
 
 @command(examples=("gpulease token revoke token-6434526eb94cfb23",))
-@argument("token", metavar="ID", help="Token id, as `token list` shows it.")
+@argument("token_id", metavar="ID", help="Token id, as `token list` shows it.")
 @JSON
-def revoke(token: str, json: bool) -> None:
+def revoke(token_id: str, json: bool) -> None:
     """Revoke a token; it is refused from now on."""
     with Client() as client:
-        revoked = client.revoke_token(token)
+        revoked = client.revoke_token(token_id)
     if json:
         output.print_json(revoked)
     else:
