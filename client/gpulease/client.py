@@ -26,7 +26,7 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
 from gpulease_protocol.requests import JobRequest, LeaseRequest
-from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
+from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
 from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
@@ -92,6 +92,10 @@ class Client:
     ) -> Answer:
         """The answer to any API call. The other methods are shortcuts for this one."""
         return self._transport.run(self._flows.send(call, retry_s, timeout_s))
+
+    def me(self) -> Identity:
+        """Who the daemon takes the caller for: user, role, and how it knows."""
+        return self.send(endpoints.me())
 
     # GPUs, nodes and events
 
@@ -187,9 +191,21 @@ class Client:
 
     # Leases
 
-    def leases(self, state: str | Iterable[str] = ()) -> tuple[Lease, ...]:
-        """The leases in this state or in these states, by default in any."""
-        return self._transport.run(self._flows.all_pages(lambda cursor: endpoints.leases(as_tuple(state), cursor)))
+    def leases(
+        self,
+        state: str | Iterable[str] = (),
+        *,
+        user: str | None = None,
+        label: str | None = None,
+        node: str | None = None,
+    ) -> tuple[Lease, ...]:
+        """The leases in this state or in these states, by default in any; of one user, with exactly one label, on one
+        node, by default all."""
+        return self._transport.run(
+            self._flows.all_pages(
+                lambda cursor: endpoints.leases(as_tuple(state), cursor, user=user, label=label, node=node)
+            )
+        )
 
     def lease_by_id(self, lease_id: str) -> Lease:
         """One lease. Raises NotFound."""
@@ -322,11 +338,18 @@ class Client:
         return self.send(endpoints.submit(request, uuid.uuid4().hex))
 
     def jobs(
-        self, state: str | Iterable[str] = (), *, array: str | None = None, user: str | None = None
+        self,
+        state: str | Iterable[str] = (),
+        *,
+        array: str | None = None,
+        user: str | None = None,
+        name: str | None = None,
     ) -> tuple[Job, ...]:
-        """The jobs in this state or in these states, by default in any; of one array or user, by default of all."""
+        """The jobs in this state or in these states, by default in any; of one array, user or name, by default all."""
         return self._transport.run(
-            self._flows.all_pages(lambda cursor: endpoints.jobs(as_tuple(state), cursor, array=array, user=user))
+            self._flows.all_pages(
+                lambda cursor: endpoints.jobs(as_tuple(state), cursor, array=array, user=user, name=name)
+            )
         )
 
     def job(self, job_id: str) -> Job:

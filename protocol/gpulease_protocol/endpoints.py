@@ -26,7 +26,7 @@ from gpulease_protocol.requests import (
     LeaseRequest,
     PauseRequest,
 )
-from gpulease_protocol.tokens import BearerToken, NewBearerToken, TokenRequest
+from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
 from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
@@ -78,6 +78,11 @@ def without_refused_fields(call: ApiCall[Answer], refusal: str) -> ApiCall[Answe
     return replace(call, body={name: value for name, value in body.items() if name not in refused})
 
 
+def me() -> ApiCall[Identity]:
+    """`GET /v1/me`."""
+    return _get("/v1/me", Identity)
+
+
 def gpus(cursor: str | None = None) -> ApiCall[Page[Gpu]]:
     """`GET /v1/gpus`."""
     return _list("/v1/gpus", Gpu, cursor)
@@ -126,12 +131,18 @@ def cordon_gpu(uuid: str, cordoned: bool = True) -> ApiCall[Gpu]:
 
 
 def leases(
-    states: Iterable[str] = (), cursor: str | None = None, *, id_prefix: str | None = None
+    states: Iterable[str] = (),
+    cursor: str | None = None,
+    *,
+    id_prefix: str | None = None,
+    user: str | None = None,
+    label: str | None = None,
+    node: str | None = None,
 ) -> ApiCall[Page[Lease]]:
-    """`GET /v1/leases`, in these states, or in any; those whose id begins like this."""
-    query = [("state", str(state)) for state in states]
-    query += [] if id_prefix is None else [("id_prefix", id_prefix)]
-    return _list("/v1/leases", Lease, cursor, query)
+    """`GET /v1/leases`, in these states, or in any; those whose id begins like this, of one user, with one label, on
+    one node."""
+    only = {"id_prefix": id_prefix, "user": user, "label": label, "node": node}
+    return _list("/v1/leases", Lease, cursor, _filters(states, only))
 
 
 def lease(lease_id: str, wait_s: float = 0.0, wait_while: LeaseState | None = None) -> ApiCall[Lease]:
@@ -220,15 +231,12 @@ def jobs(
     array: str | None = None,
     user: str | None = None,
     id_prefix: str | None = None,
+    name: str | None = None,
 ) -> ApiCall[Page[Job]]:
-    """`GET /v1/jobs`, in these states or in any, of one array or user or of all; at most `limit`. `id_prefix` is how
-    its id or its array's begins."""
-    query = [("state", str(state)) for state in states]
-    query += [] if id_prefix is None else [("id_prefix", id_prefix)]
-    query += [] if array is None else [("array", array)]
-    query += [] if user is None else [("user", user)]
-    query += [] if limit is None else [("limit", str(limit))]
-    return _list("/v1/jobs", Job, cursor, query)
+    """`GET /v1/jobs`, in these states or in any, of one array, user or name or of all; at most `limit`. `id_prefix` is
+    how its id or its array's begins."""
+    only = {"id_prefix": id_prefix, "array": array, "user": user, "name": name, "limit": limit}
+    return _list("/v1/jobs", Job, cursor, _filters(states, only))
 
 
 def job(job_id: str, wait_s: float = 0.0, wait_while: str | None = None) -> ApiCall[Job]:
@@ -319,6 +327,12 @@ def alive() -> ApiCall[Mapping[str, Any]]:
 def front_page() -> ApiCall[str]:
     """`GET /`: GPUs, holders and the queue as a text table."""
     return ApiCall(method="GET", path="/", read=str, text=True)
+
+
+def _filters(states: Iterable[str], only: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Query parameters of a list; those that are null are left out."""
+    given = [(name, str(value)) for name, value in only.items() if value is not None]
+    return [("state", str(state)) for state in states] + given
 
 
 def _metrics_path(job_id: str) -> str:

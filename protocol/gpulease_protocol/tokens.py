@@ -33,6 +33,33 @@ class Role(StrEnum):
     WORKER = "worker"
 
 
+class IdentifiedBy(StrEnum):
+    """How the daemon knows who calls. `socket` and `loopback`: the kernel shows whose connection it is. `token`: by the
+    bearer token that was sent."""
+
+    SOCKET = "socket"
+    LOOPBACK = "loopback"
+    TOKEN = "token"  # noqa: S105
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity(Noun):
+    """Who the daemon takes the caller for."""
+
+    user: str
+    """Login name, or the uid as text where it has none; with a bearer token, the user that the token is for."""
+    uid: int | None = None
+    """Uid of that user on the daemon's host; null where the host does not know the user."""
+    role: Role
+    """What the caller may do."""
+    identified_by: IdentifiedBy
+    """How the daemon knows."""
+    token_id: str | None = None
+    """Id of the bearer token that was sent; null without one."""
+    node: str | None = None
+    """The only node that the caller may report for, with a token of role `worker`; else null."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BearerToken(Noun):
     """A bearer token, without its secret."""

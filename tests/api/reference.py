@@ -14,12 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpulease_server.api.problems import ERRORS_OF_EVERY_ROUTE
+from gpulease_server.api.openapi.document import TAGS
+from gpulease_server.api.problems import SHARED_STATUSES
 
-SUBJECTS = ("leases", "jobs", "gpus", "nodes", "usage", "events", "tokens", "service")
+SUBJECTS = tuple(TAGS)
 """The order of the page; other tags follow."""
-EVERYWHERE = tuple(sorted(str(kind.status) for kind in ERRORS_OF_EVERY_ROUTE))
-"""Statuses that every route may answer, which the page lists once."""
 TYPES = "Types"
 STYLE = """
 :root { color-scheme: light dark; }
@@ -66,7 +65,8 @@ def entries(document: Mapping[str, Any]) -> Iterator[Entry]:
 
 def introduction(document: Mapping[str, Any]) -> str:
     """What holds for every route."""
-    return f"{document['info']['description']} Every route may also answer {', '.join(EVERYWHERE)}."
+    shared = ", ".join(map(str, SHARED_STATUSES))
+    return f"{document['info']['description']} Every route may also answer {shared}: OpenAPI has them as `default`."
 
 
 def html_page(document: Mapping[str, Any]) -> str:
@@ -103,7 +103,7 @@ def _operations(paths: Mapping[str, Any]) -> Iterator[Entry]:
         answers = [
             (status, kind_of(_content(answer)), "" if status == "200" else answer["description"])
             for status, answer in sorted(operation["responses"].items())
-            if status not in EVERYWHERE
+            if status != "default"
         ]
         subject = operation["tags"][0].capitalize()
         yield Entry(subject, f"{method.upper()} {path}", operation["description"], (*parameters, *answers))

@@ -9,13 +9,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from gpulease_server.api.app import create_app
 from gpulease_server.api.auth.access_rules import ACCESS_RULES, AccessRule
+from tests.api.documents import endpoints
 from tests.daemon import Answer, DaemonProcess, events, eventually
 from tests.http_as_user import OTHER, OWNER, call
 
@@ -24,6 +23,7 @@ ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can send requ
 CALLERS = ("anonymous", "viewer", "owner", "other", "worker", "admin", "root")
 ALLOWED = {
     AccessRule.ANYONE: set(CALLERS),
+    AccessRule.KNOWN: set(CALLERS) - {"anonymous"},
     AccessRule.VIEWER: {"viewer", "owner", "other", "admin", "root"},
     AccessRule.USER: {"owner", "other", "admin", "root"},
     AccessRule.HOLDER: {"owner", "admin", "root"},
@@ -33,14 +33,8 @@ ALLOWED = {
 UNDOCUMENTED = {"GET /docs"}
 
 
-def operations() -> list[str]:
-    """`METHOD /path` of every operation in the application's OpenAPI document."""
-    document = create_app(SimpleNamespace(leadership=None)).openapi()  # type: ignore[arg-type]
-    return [f"{verb.upper()} {path}" for path, verbs in document["paths"].items() for verb in verbs]
-
-
 def test_every_endpoint_has_a_rule_and_every_rule_an_endpoint() -> None:
-    assert set(ACCESS_RULES) - UNDOCUMENTED == set(operations())
+    assert set(ACCESS_RULES) - UNDOCUMENTED == set(endpoints())
 
 
 class Installation:
@@ -87,6 +81,8 @@ def test_each_caller_may_do_what_the_rule_of_the_route_says(here: Installation, 
     method, path = operation.split(" ", 1)
     named = {"lease_id": here.lease["id"], "job_id": here.job["id"], "name": "nowhere", "uuid": "GPU-x"}
     asked = path.format(**named, token_id="token-none")
+    if operation == "DELETE /v1/leases/{lease_id}":
+        asked += "?token=0"  # stale, so that even an administrator ends nothing
     found = {}
     for who in CALLERS:
         answer = here.ask(who, method, asked, raw=b"{" if method == "POST" else None)
@@ -99,6 +95,19 @@ def test_each_caller_may_do_what_the_rule_of_the_route_says(here: Installation, 
     allowed = {who for who, status in found.items() if status not in (401, 403)}
     assert allowed == ALLOWED[ACCESS_RULES[operation]], found
     assert {status for status in found.values() if status >= 500} <= {503}, found
+
+
+@ROOT_ONLY
+def test_everyone_is_told_who_they_are(here: Installation) -> None:
+    me = {who: here.ask(who, "GET", "/v1/me").json for who in ("owner", "root", "viewer", "worker")}
+    assert me["owner"] | {"user": None} == {
+        "user": None, "uid": OWNER, "role": "user", "identified_by": "socket", "token_id": None, "node": None
+    }  # fmt: skip
+    assert (me["root"]["uid"], me["root"]["role"]) == (0, "admin")
+    assert (me["viewer"]["user"], me["viewer"]["role"], me["viewer"]["identified_by"]) == ("viewer", "viewer", "token")
+    listed = here.ask("root", "GET", "/v1/tokens").json["items"]
+    assert [token["id"] for token in listed if token["user"] == "worker"] == [me["worker"]["token_id"]]
+    assert not [who for who in me if here.bearers.get(who, "none") in str(me[who])], "the secret is never shown"
 
 
 @ROOT_ONLY

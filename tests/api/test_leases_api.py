@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -316,3 +318,43 @@ def test_a_reserved_gpu_says_so_in_the_list_by_itself_and_in_the_table(api: Daem
     table = api.call("GET", "/").content.decode()
     assert table.count("free (held)") == 3
     assert table.count(f"GPUs 0-2: Held for {older}") == 1
+
+
+def test_delete_releases_as_the_route_with_that_name_does(api: DaemonProcess) -> None:
+    held, waiting = api.request_lease(4), api.request_lease(1)
+    assert api.call("DELETE", f"/v1/leases/{held['id']}").problem() == (412, "stale_token")
+    assert api.call("DELETE", f"/v1/leases/{held['id']}?token={held['token'] + 1}").problem() == (412, "stale_token")
+    assert api.call("DELETE", f"/v1/leases/{waiting['id']}").json["end_reason"] == "cancelled"
+    for _ in range(2):
+        ended = api.call("DELETE", f"/v1/leases/{held['id']}?token={held['token']}")
+        assert (ended.status, ended.json["end_reason"]) == (200, "released")
+    assert api.call("DELETE", "/v1/leases/lease-none").problem() == (404, "not_found")
+
+
+def test_leases_are_listed_by_user_label_and_node(api: DaemonProcess) -> None:
+    me = api.get("/v1/me").json["user"]
+    label = f"sweep {time.monotonic_ns()}"
+    first, _, waiting = (api.request_lease(count, label=text) for count, text in ((1, label), (1, "other"), (4, label)))
+
+    def listed(query: str) -> list[str]:
+        return [lease["id"] for lease in api.get(f"/v1/leases?label={quote(label)}{query}").json["items"]]
+
+    assert listed("") == listed(f"&user={me}") == [waiting["id"], first["id"]]
+    assert listed("&user=nobody-else") == listed("&node=n2") == []
+    assert listed("&node=n1") == [first["id"]], "a queued request is on no node"
+    assert listed("&state=queued") == [waiting["id"]]
+
+
+def test_a_page_links_to_the_next_one(api: DaemonProcess) -> None:
+    label = f"a&b {time.monotonic_ns()}"
+    ids = [api.request_lease(1, label=label)["id"] for _ in range(3)]
+    found, path = [], f"/v1/leases?limit=2&label={quote(label, safe='')}"
+    while path:
+        page = api.get(path)
+        found += [lease["id"] for lease in page.json["items"]]
+        link = re.fullmatch('<(/v1/leases?[^>]*)>; rel="next"', page.headers.get("link", ""))
+        assert (link is None) == (page.json["next"] is None)
+        path = link[1] if link else ""
+    assert found == ids[::-1]
+    assert api.get("/v1/events?after=0&limit=1").headers["link"] == '</v1/events?limit=1&after=1>; rel="next"'
+    assert "link" not in api.get("/v1/gpus").headers

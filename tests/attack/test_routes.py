@@ -1,4 +1,4 @@
-"""A walk over every route of the OpenAPI document as eve: what it changes and shows of a lease and a job of ada.
+"""A walk over every route as eve: what it changes and shows of a lease and a job of ada.
 
 A new route fails here until the walk knows how to fill it.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.api.documents import whole_document
 from tests.attack.attacked import Attacked
 from tests.attack.host import UIDS, UUIDS
 from tests.daemon import Answer
@@ -24,8 +25,9 @@ CANARY = "routes-canary"
 """Begins each secret of ada; eve must find it nowhere."""
 QUERIES: dict[str, tuple[str, ...]] = {
     "after": ("0",), "array": ("array-1",), "cursor": (), "follow": ("1",), "format": ("csv",), "frames": ("1",),
-    "limit": ("1000",), "offset": ("0",), "points": ("10",), "rank": ("launcher", "0"), "state": (), "tail": ("10",),
-    "user": ("ada",), "wait_s": ("0",), "wait_while": (),
+    "label": (), "limit": ("1000",), "name": (), "node": (), "offset": ("0",), "points": ("10",),
+    "rank": ("launcher", "0"), "state": (), "tail": ("10",), "token": (), "user": ("ada",), "wait_s": ("0",),
+    "wait_while": (),
 }  # fmt: skip
 """What eve asks for with each query parameter, one at a time; nothing where it could show no more than without it."""
 MUTATIONS: dict[str, Any] = {
@@ -38,6 +40,7 @@ MUTATIONS: dict[str, Any] = {
     "POST /v1/nodes/{name}/exchange": {"worker_id": "w", "host": "h", "hold_s": 0},
     "POST /v1/leases/{lease_id}/renew": {"token": "TOKEN"},
     "POST /v1/leases/{lease_id}/release": {"token": "TOKEN"},
+    "DELETE /v1/leases/{lease_id}": None,
     "POST /v1/jobs/{job_id}/cancel": {"grace_s": 0},
     "POST /v1/tokens": {"user": "ada", "role": "user"},
     "DELETE /v1/tokens/{token_id}": None,
@@ -101,9 +104,9 @@ def belongings(attacked: Attacked) -> Belongings:
     )
 
 
-def operations(attacked: Attacked) -> dict[str, Any]:
-    """Every operation of the OpenAPI document, by `METHOD /path`."""
-    paths = attacked.daemon.get("/openapi.json").json["paths"]
+def operations() -> dict[str, Any]:
+    """Every operation of the application, by `METHOD /path`."""
+    paths = whole_document()["paths"]
     return {f"{verb.upper()} {path}": what for path, verbs in paths.items() for verb, what in verbs.items()}
 
 
@@ -116,13 +119,13 @@ def addresses(operation: str, fillers: dict[str, tuple[str, ...]]) -> list[str]:
     return found
 
 
-def test_the_walk_knows_every_route(attacked: Attacked) -> None:
-    unknown = {name for name in operations(attacked) if not name.startswith("GET ")} - set(MUTATIONS) - OF_THE_CALLER
+def test_the_walk_knows_every_route() -> None:
+    unknown = {name for name in operations() if not name.startswith("GET ")} - set(MUTATIONS) - OF_THE_CALLER
     assert unknown == set(), (
         "the walk does not know these routes: add to MUTATIONS what eve would send to harm ada through each, or, if it"
         " acts for the caller alone, to OF_THE_CALLER and a test of what it then does for eve"
     )
-    asked = {one["name"] for what in operations(attacked).values() for one in what.get("parameters", [])
+    asked = {one["name"] for what in operations().values() for one in what.get("parameters", [])
              if one["in"] == "query"}  # fmt: skip
     assert asked - set(QUERIES) == set(), "add to QUERIES what eve would ask for with these parameters"
 
@@ -130,7 +133,7 @@ def test_the_walk_knows_every_route(attacked: Attacked) -> None:
 def test_eve_changes_nothing_of_ada_through_any_route(attacked: Attacked, belongings: Belongings) -> None:
     before, wrong = state_of(attacked, belongings), []
     fillers = belongings.fillers(attacked.daemon.gpus()[0]["node"])
-    for operation in operations(attacked):
+    for operation in operations():
         method = operation.split(" ")[0]
         if method == "GET" or operation in OF_THE_CALLER:
             continue
@@ -165,7 +168,7 @@ def state_of(attacked: Attacked, belongings: Belongings) -> dict[str, Any]:
 def test_eve_reads_no_secret_of_ada_on_any_route(attacked: Attacked, belongings: Belongings) -> None:
     found, shown = [], 0
     fillers = belongings.fillers(attacked.daemon.gpus()[0]["node"])
-    for operation, what in operations(attacked).items():
+    for operation, what in operations().items():
         if not operation.startswith("GET "):
             continue
         for path in addresses(operation, fillers):

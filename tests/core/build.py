@@ -186,6 +186,7 @@ class World:
         key: IdempotencyKey | None = None,
         owner: int | None = None,
         user: str = "ann",
+        label: str = "",
         **what: Any,
     ) -> str:
         """Ask for GPUs; the call's id, whose answer is in `answers` once there is a verdict. `owner` is the pid of a
@@ -197,7 +198,7 @@ class World:
                 cause=f"ask-{number}",
                 lease_id=f"lease-{number}",
                 demand=demand,
-                holder=Holder(user=user, owner_pid=owner),
+                holder=Holder(user=user, owner_pid=owner, label=label),
                 ttl_s=ttl_s,
                 queue=queue,
                 key=key,

@@ -270,6 +270,22 @@ def test_an_id_is_found_by_its_beginning(store: Store) -> None:
     assert found("job-f") == found("array-0") == set()
 
 
+def test_pages_are_of_one_user_label_node_and_name(store: Store) -> None:
+    world = World().node(gpus=8)
+    ann = [world.lease(user="ann", label=label).id for label in ("a", "b", "a")]
+    bob = world.lease(user="bob", label="a").id
+    save(store, world)
+
+    def found(**only: str) -> list[str]:
+        return [record.lease.id for record in store.leases([], None, 10, **only)[0]]
+
+    assert found(user="ann") == ann[::-1]
+    assert found(label="a") == [bob, ann[2], ann[0]]
+    assert found(label="a", user="ann", node="a") == [ann[2], ann[0]]
+    assert found(node="b") == found(user="a%") == found(label="") == []
+    assert [record.lease.id for record in store.leases([], None, 1, user="ann")[0]] == [ann[2]]
+
+
 def test_a_page_ends_early_where_its_texts_are_long(store: Store) -> None:
     world = World().node(gpus=8)
     among = (uuid(0), *(f"GPU-{number:036d}" for number in range(100)))

@@ -73,13 +73,16 @@ ERRORS_OF_EVERY_ROUTE: tuple[type[GpuleaseError], ...] = (
     NotAuthenticated,
     NotAllowed,
     TooSlow,
+    TooLarge,
     UrlTooLong,
     OverQuota,
     HeadTooLarge,
     GpuleaseError,
     Unavailable,
 )
-"""Errors that every route may answer. OpenAPI lists them for each."""
+"""Errors that every route may answer, or every one that takes a body."""
+SHARED_STATUSES = sorted({kind.status for kind in ERRORS_OF_EVERY_ROUTE})
+"""Their statuses, which OpenAPI has as one `default` for each route."""
 
 
 def problem_response(error: GpuleaseError, headers: dict[str, str] | None = None) -> Response:
@@ -179,8 +182,18 @@ def responses_of(*kinds: type[GpuleaseError]) -> dict[int | str, dict[str, Any]]
     return entries
 
 
+OTHER_ERRORS: dict[str, Any] = {
+    "description": "Any other error; `code` says which.",
+    "headers": {
+        "Retry-After": {
+            "description": "With 429 and 503: after how many seconds to ask again.",
+            "schema": {"type": "integer"},
+        }
+    },
+    "content": {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+"""What any operation may answer besides the errors that it declares."""
 PROBLEM_SCHEMA: dict[str, Any] = {
-    "title": "Problem",
     "type": "object",
     "required": ["type", "title", "status", "code", "detail", "request_id"],
     "properties": {

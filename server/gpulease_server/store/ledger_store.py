@@ -143,12 +143,19 @@ class Store:
         limit: int,
         *,
         id_prefix: str | None = None,
+        user: str | None = None,
+        label: str | None = None,
+        node: str | None = None,
         known: Mapping[str, LeaseRecord] | None = None,
     ) -> tuple[list[LeaseRecord], int | None]:
         """Leases in these states (all when empty), newest first, those that arrived before number `after`, and the
-        number to continue after, None at the end; with `id_prefix` those whose id begins like this. Those in `known`
-        are taken from there instead of being read."""
-        only = [] if id_prefix is None else [_begins(tables.lease.c.id, id_prefix)]
+        number to continue after, None at the end; those whose id begins with `id_prefix`, of one user, with one label,
+        with GPUs of one node (any when None). Those in `known` are taken from there instead of being read."""
+        holder, gpus = tables.lease.c.holder, tables.lease.c.gpus
+        given = {holder["user"]: user, holder["label"]: label, gpus[0, "node"]: node}
+        only = _given({part.as_string(): value for part, value in given.items()})
+        if id_prefix is not None:
+            only.append(_begins(tables.lease.c.id, id_prefix))
         return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit, *only)
 
     def jobs(
@@ -160,15 +167,15 @@ class Store:
         array: str | None = None,
         user: str | None = None,
         id_prefix: str | None = None,
+        name: str | None = None,
         known: Mapping[str, JobRecord] | None = None,
     ) -> tuple[list[JobRecord], int | None]:
-        """As `leases`, for the jobs of one array and of one user (any when None). `id_prefix` may be that of an array.
-        A job that lives may have an environment of 1 MiB in the database, so it should be known."""
-        given = {tables.job.c.array_id: array, tables.job.c.user_name: user}
-        only = [column == value for column, value in given.items() if value is not None]
+        """As `leases`, for the jobs of one array, one user and one name (any when None). `id_prefix` may be that of an
+        array. A job that lives may have an environment of 1 MiB in the database, so it should be known."""
+        job = tables.job.c
+        only = _given({job.array_id: array, job.user_name: user, job.name: name})
         if id_prefix is not None:
-            column = tables.job.c.array_id if id_prefix.startswith("array-") else tables.job.c.id
-            only.append(_begins(column, id_prefix))
+            only.append(_begins(job.array_id if id_prefix.startswith("array-") else job.id, id_prefix))
         return self._page(tables.job, rows.job_record, known or {}, states, after, limit, *only)
 
     def lease(self, lease_id: str) -> LeaseRecord | None:
@@ -246,6 +253,11 @@ def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
     """
     last = "0123456789abcdefg".index(prefix[-1])
     return and_(column >= prefix, column < prefix[:-1] + "0123456789abcdefg"[last + 1])
+
+
+def _given(values: Mapping[ColumnElement[str], str | None]) -> list[ColumnElement[bool]]:
+    """The conditions of a query: each of these columns equals its value, unless that is None."""
+    return [column == value for column, value in values.items() if value is not None]
 
 
 def _key(table: Table) -> str:

@@ -33,7 +33,9 @@ HOW_TO_AUTHENTICATE = (
     "Use the daemon's Unix socket, or 127.0.0.1 on its host, or send `Authorization: Bearer TOKEN` (GPULEASE_TOKEN):"
     " an administrator creates one with `gpulease token create`."
 )
-LEASE_KEEPING_ROUTES = frozenset({"/v1/leases/{lease_id}/renew", "/v1/leases/{lease_id}/release"})
+LEASE_KEEPING_ROUTES = frozenset(
+    {"POST /v1/leases/{lease_id}/renew", "POST /v1/leases/{lease_id}/release", "DELETE /v1/leases/{lease_id}"}
+)
 """Rate-limited separately, so that no one loses a lease because they send too many other requests."""
 
 
@@ -42,6 +44,8 @@ class AccessRule(Enum):
 
     ANYONE = auto()
     """Also unknown callers."""
+    KNOWN = auto()
+    """Every known caller."""
     VIEWER = auto()
     """Every known caller except workers."""
     USER = auto()
@@ -58,6 +62,8 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "GET /healthz": AccessRule.ANYONE,
     "GET /readyz": AccessRule.ANYONE,
     "GET /docs": AccessRule.ANYONE,
+    "GET /v1": AccessRule.ANYONE,
+    "GET /v1/me": AccessRule.KNOWN,
     "GET /v1/gpus": AccessRule.VIEWER,
     "GET /v1/gpus/{uuid}": AccessRule.VIEWER,
     "POST /v1/gpus/{uuid}/cordon": AccessRule.ADMIN,
@@ -75,6 +81,7 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "GET /v1/leases/{lease_id}/explain": AccessRule.VIEWER,
     "POST /v1/leases/{lease_id}/renew": AccessRule.HOLDER,
     "POST /v1/leases/{lease_id}/release": AccessRule.HOLDER,
+    "DELETE /v1/leases/{lease_id}": AccessRule.HOLDER,
     "POST /v1/jobs": AccessRule.USER,
     "GET /v1/jobs": AccessRule.VIEWER,
     "GET /v1/jobs/{job_id}": AccessRule.VIEWER,
@@ -98,7 +105,8 @@ async def authorize(request: Request, daemon: DaemonDep) -> None:
     """
     route = request.scope.get("route")
     assert isinstance(route, APIRoute)
-    rule = ACCESS_RULES.get(f"{request.method} {route.path}")
+    operation = f"{request.method} {route.path}"
+    rule = ACCESS_RULES.get(operation)
     access = daemon.access
     header = request.headers.get("authorization")
     if header is None:
@@ -113,7 +121,7 @@ async def authorize(request: Request, daemon: DaemonDep) -> None:
         raise NotAuthenticated("The daemon cannot tell who you are.", remedy=HOW_TO_AUTHENTICATE)
     if rule is not AccessRule.WORKER and access.max_rps_per_user > 0:
         rate_limiter: RateLimiter = request.app.state.rate_limiter
-        bucket = "keep" if route.path in LEASE_KEEPING_ROUTES else "other"
+        bucket = "keep" if operation in LEASE_KEEPING_ROUTES else "other"
         rate_limiter.take(f"{bucket} {caller.user}", access.max_rps_per_user, daemon.now().mono_s)
     if not await _is_allowed(caller, rule, request, daemon):
         raise _refusal(caller, rule)
@@ -125,6 +133,8 @@ async def _is_allowed(caller: Caller, rule: AccessRule | None, request: Request,
     match rule:
         case AccessRule.WORKER:
             return caller.may_report and caller.node in (None, request.path_params["name"])
+        case AccessRule.KNOWN:
+            return True
         case AccessRule.VIEWER:
             return caller.role is not Role.WORKER
         case AccessRule.USER:

@@ -27,6 +27,7 @@ RESPONSE_HEADERS = (
     "ETag",
     "Retry-After",
     "Location",
+    "Link",
     REQUEST_ID_HEADER,
     AS_OF,
     STANDBY,

@@ -1,4 +1,8 @@
-"""Completes the OpenAPI document: adds what FastAPI does not find by itself."""
+"""Makes the OpenAPI document of what FastAPI finds in the routes.
+
+There are two: `app.openapi()` describes every route, and `GET /openapi.json` all but those of the worker protocol,
+which is no interface for anyone else and changes with the program.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +17,53 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gpulease_protocol.explanation import Explanation
-from gpulease_server.api.openapi import field_descriptions, links
+from gpulease_server.api.openapi import field_descriptions, links, schemas
 from gpulease_server.api.openapi.static_document import StaticDocument
-from gpulease_server.api.problems import ERRORS_OF_EVERY_ROUTE, PROBLEM_SCHEMA, error_responses, responses_of
+from gpulease_server.api.problems import MEDIA_TYPE, OTHER_ERRORS, PROBLEM_SCHEMA, SHARED_STATUSES, error_responses
 from gpulease_server.api.query_parameters import STRICT_PREFIX
 from gpulease_server.api.request_body import JsonBody
 
+INTERNAL = "x-internal"
+"""Marks an operation of the worker protocol."""
+TAGS = {
+    "leases": "GPUs held or waited for: request, renew, release, explain.",
+    "jobs": "Commands that a worker launches under a lease of their own, their logs and metrics.",
+    "gpus": "What each GPU is doing and who holds it; cordoning it.",
+    "nodes": "The hosts with GPUs; taking one out of use.",
+    "usage": "GPU-hours held and used, by user, label or node.",
+    "events": "The history of every change, as pages or as a stream.",
+    "me": "Who the daemon takes the caller for.",
+    "tokens": "Bearer tokens, for administrators. The fencing token of a lease is another thing.",
+    "service": "Entrance, health checks and metrics.",
+}
+"""The sections of the document, in order."""
+BEARER = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "A bearer token, as `POST /v1/tokens` creates it. A caller on the daemon's host needs none: its user"
+    " is known from the Unix socket or the loopback connection.",
+}
+SERVERS = [
+    {"url": "http://127.0.0.1:8750", "description": "The daemon of this host, where it has its default address."},
+    {"url": "/", "description": "The daemon that serves this document."},
+]
+
 
 def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
-    """Have `app.openapi()` add the schemas of request bodies and problems, descriptions, error responses and links,
-    and serve it.
+    """Have `app.openapi()` make the whole document, and serve the public part of it.
 
-    The document is made at the first request for it.
+    Each is made at the first request for it.
     """
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = generate()
-            schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            for body in bodies:
-                schemas |= {name: schema for name, schema in body.schemas().items() if name not in schemas}
-            explanation = TypeAdapter(Explanation).json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= explanation.pop("$defs", {})
-            schemas |= {"Explanation": explanation, "Problem": PROBLEM_SCHEMA}
-            field_descriptions.add_field_descriptions(schemas)
-            _add_error_responses(document)
-            links.add_links(document)
-            schemas.pop("HTTPValidationError", None)
-            schemas.pop("ValidationError", None)
-            app.openapi_schema = document
+            app.openapi_schema = _complete(schemas.with_named_pages(generate()), bodies)
         return app.openapi_schema
 
     @cache
     def encoded() -> StaticDocument:
-        return StaticDocument(json.dumps(app.openapi(), ensure_ascii=False).encode(), "application/json")
+        return StaticDocument(json.dumps(public_document(openapi()), ensure_ascii=False).encode(), "application/json")
 
     async def serve(request: Request) -> Response:
         return encoded().respond(request)
@@ -56,19 +72,55 @@ def install_openapi(app: FastAPI, bodies: Sequence[JsonBody[Any]]) -> None:
     app.add_route("/openapi.json", serve, include_in_schema=False)
 
 
+def _complete(document: dict[str, Any], bodies: Sequence[JsonBody[Any]]) -> dict[str, Any]:
+    """Add what FastAPI does not find: request bodies, problems, descriptions, errors, links, security."""
+    answers = document["components"]["schemas"]
+    explanation = TypeAdapter(Explanation).json_schema(ref_template=f"{schemas.PREFIX}{{model}}", mode="serialization")
+    answers |= {**explanation.pop("$defs", {}), "Explanation": explanation}
+    for name in ("HTTPValidationError", "ValidationError"):
+        answers.pop(name, None)
+    requests = schemas.body_schemas(bodies, answers)
+    field_descriptions.add_field_descriptions(answers | requests)
+    schemas.shape_answers(answers)
+    schemas.shape_requests(requests)
+    document["components"] = {
+        "schemas": dict(sorted({**answers, **requests, "Problem": PROBLEM_SCHEMA}.items())),
+        "responses": {"Error": OTHER_ERRORS},
+        "securitySchemes": {"bearer": BEARER},
+    }
+    schemas.drop_null_parameters(document["paths"])
+    schemas.drop_titles(document)
+    _add_error_responses(document)
+    links.add_links(document)
+    return document | {
+        "servers": SERVERS,
+        "security": [{}, {"bearer": []}],
+        "tags": [{"name": name, "description": text} for name, text in TAGS.items()],
+    }
+
+
+def public_document(document: dict[str, Any]) -> dict[str, Any]:
+    """The document without the worker protocol, and without the schemas that only it uses."""
+    paths = {
+        path: public
+        for path, methods in document["paths"].items()
+        if (public := {method: operation for method, operation in methods.items() if INTERNAL not in operation})
+    }
+    public = document | {"paths": paths}
+    return public | {"components": document["components"] | {"schemas": schemas.used_schemas(public)}}
+
+
 def _add_error_responses(document: dict[str, Any]) -> None:
-    """Replace the errors that FastAPI assumes by those that each route may answer."""
+    """Replace the errors that FastAPI assumes by those that each route may answer: one by one where the status says
+    something about this request, and one `default` for what may happen to any."""
     for path, methods in document["paths"].items():
         for operation in methods.values():
             operation["summary"] = operation["description"].split(". ")[0].split("\n")[0].rstrip(".")
             responses = operation["responses"]
-            if "HTTPValidationError" in str(responses.get("422")) or (
-                path.startswith(STRICT_PREFIX) and "422" not in responses
-            ):
-                responses |= {str(status): entry for status, entry in error_responses("invalid_request").items()}
-            for status, entry in responses_of(*ERRORS_OF_EVERY_ROUTE).items():
-                own = responses.get(str(status), {"description": ""})["description"]
-                shared = entry["description"] if entry["description"] not in own else ""
-                responses[str(status)] = entry | {"description": f"{own} {shared}".strip()}
-            if "requestBody" in operation:
-                responses["400"]["description"] += " Or the body is not JSON."
+            if MEDIA_TYPE not in responses.get("422", {}).get("content", ()):
+                responses.pop("422", None)
+                if path.startswith(STRICT_PREFIX):
+                    responses |= {str(status): entry for status, entry in error_responses("invalid_request").items()}
+            for status in SHARED_STATUSES:
+                responses.pop(str(status), None)
+            responses["default"] = {"$ref": "#/components/responses/Error"}

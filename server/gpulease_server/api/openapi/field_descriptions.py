@@ -16,15 +16,16 @@ from itertools import pairwise
 from typing import Any
 
 from gpulease_protocol.codec import wire_name
-from gpulease_protocol.model import Noun
+from gpulease_protocol.model import Noun, Page
 from gpulease_protocol.requests import RequestBody
+from gpulease_server.api.openapi.schemas import INPUT
 
 
 def add_field_descriptions(schemas: dict[str, Any]) -> None:
     """Add a description to every field of these schemas. The docstring of a subclass overrides an inherited one."""
     kinds = {kind.__name__: kind for kind in _subclasses(Noun, RequestBody)}
     for name, schema in schemas.items():
-        kind = kinds.get(name.partition("_")[0])  # Page_Gpu_ is a Page
+        kind = kinds.get(name.removesuffix(INPUT)) or (Page if name.endswith("Page") else None)  # GpuPage is a Page
         if kind is None:
             continue
         for parent in filter(is_dataclass, kind.__mro__):

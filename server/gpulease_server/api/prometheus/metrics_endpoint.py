@@ -91,6 +91,7 @@ class MetricsRenderer:
 
 @router.get(
     "/metrics",
+    operation_id="getMetrics",
     tags=["service"],
     response_class=Response,
     responses={

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import Query, Request
+from fastapi import Query, Request, Response
 
 from gpulease_protocol.model import EventPage
 from gpulease_server.api.auth.access_rules import CallerDep
@@ -14,22 +14,24 @@ from gpulease_server.api.auth.redaction import hidden_kind_prefix, redact_event
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.streams import event_stream
-from gpulease_server.api.streams.long_poll import Limit
+from gpulease_server.api.streams.long_poll import NEXT_LINK, Limit, link_to_next
 
 router = new_router()
 
 
 @router.get(
     "/v1/events",
+    operation_id="listEvents",
     tags=["events"],
     response_model=EventPage,
     responses=error_responses("events_pruned")
-    | {200: {"content": {event_stream.MEDIA_TYPE: {"schema": {"type": "string"}}}}},
+    | {200: NEXT_LINK[200] | {"content": {event_stream.MEDIA_TYPE: {"schema": {"type": "string"}}}}},
 )
 async def list_events(
     daemon: DaemonDep,
     caller: CallerDep,
     request: Request,
+    response: Response,
     after: Annotated[
         int | None,
         Query(
@@ -56,5 +58,6 @@ async def list_events(
         raise event_stream.events_pruned(after, pruned_seq)
     items = tuple(redact_event(caller, event, daemon.ledger) for event in events)
     next_cursor = str(events[-1].seq) if len(events) == limit else None
+    link_to_next(request, response, next_cursor, "after")
     last_seq = await asyncio.to_thread(daemon.store.last_seq)
     return EventPage(items=items, next=next_cursor, pruned_seq=pruned_seq, last_seq=max(last_seq, pruned_seq))

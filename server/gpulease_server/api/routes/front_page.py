@@ -18,7 +18,7 @@ MAX_WAITING = 200
 """Waiting requests that are shown."""
 
 
-@router.get("/", tags=["service"], response_class=PlainTextResponse)
+@router.get("/", operation_id="getStatusTable", tags=["service"], response_class=PlainTextResponse)
 async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -> str:
     """GPUs, holders and the queue as a text table. A client that prefers `text/html` gets the dashboard instead."""
     response.headers["Vary"] = "Accept"

@@ -32,14 +32,14 @@ def with_last_use(daemon: DaemonState, gpus: list[Gpu]) -> list[Gpu]:
     ]
 
 
-@router.get("")
+@router.get("", operation_id="listGpus")
 async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Page[Gpu]:
     """All GPUs: the last reading, the state, and who holds each or which request it is reserved for."""
     views = with_last_use(daemon, gpu_views(daemon.ledger, daemon.now(), daemon.policy))
     return Page(items=tuple(redact_gpu(caller, gpu, daemon.access) for gpu in views))
 
 
-@router.get("/{uuid}", responses=error_responses("not_found"))
+@router.get("/{uuid}", operation_id="getGpu", responses=error_responses("not_found"))
 async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     """One GPU."""
     record = daemon.ledger.gpus.get(canonical_uuid(uuid))
@@ -49,13 +49,13 @@ async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     return redact_gpu(caller, view, daemon.access)
 
 
-@router.post("/{uuid}/cordon", responses=error_responses("not_found", "unavailable"))
+@router.post("/{uuid}/cordon", operation_id="cordonGpu", responses=error_responses("not_found"))
 async def cordon(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     """Stop granting this GPU. Its current holder keeps it."""
     return await _set_cordon(daemon, caller, uuid, True)
 
 
-@router.post("/{uuid}/uncordon", responses=error_responses("not_found", "unavailable"))
+@router.post("/{uuid}/uncordon", operation_id="uncordonGpu", responses=error_responses("not_found"))
 async def uncordon(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     """Put a GPU back into use."""
     return await _set_cordon(daemon, caller, uuid, False)

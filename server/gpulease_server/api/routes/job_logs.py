@@ -261,7 +261,12 @@ class LogResponse(StreamingResponse):
             self._tail.close()
 
 
-@router.get("/{job_id}/logs", response_class=StreamingResponse, responses=error_responses("not_found", "unavailable"))
+@router.get(
+    "/{job_id}/logs",
+    operation_id="getJobLogs",
+    response_class=StreamingResponse,
+    responses=error_responses("not_found"),
+)
 async def logs(
     job_id: str,
     daemon: DaemonDep,

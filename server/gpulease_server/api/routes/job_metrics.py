@@ -43,6 +43,7 @@ class Format(StrEnum):
 
 @router.get(
     "/{job_id}/metrics",
+    operation_id="getJobMetrics",
     response_model=JobMetrics,
     responses=error_responses("not_found") | {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
 )

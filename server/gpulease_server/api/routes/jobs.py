@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from gpulease_protocol import job_arrays
+from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Holder, Job, JobState, Page
-from gpulease_protocol.requests import CancelRequest, JobRequest
+from gpulease_protocol.requests import MAX_TEXT, CancelRequest, JobRequest
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
@@ -23,7 +23,15 @@ from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.routes import job_dependencies
 from gpulease_server.api.routes.dry_run import DRY_RUN_RESPONSE, DryRun, answer_dry_run
-from gpulease_server.api.streams.long_poll import Cursor, Limit, WaitSeconds, cursor_number, wait_until
+from gpulease_server.api.streams.long_poll import (
+    NEXT_LINK,
+    Cursor,
+    Limit,
+    WaitSeconds,
+    cursor_number,
+    link_to_next,
+    wait_until,
+)
 from gpulease_server.core.footprint import shown_characters
 from gpulease_server.core.happenings import CancelRequested, IdempotencyKey, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import MadeLongAgo
@@ -38,14 +46,12 @@ CANCEL_BODY = JsonBody(CancelRequest, empty=CancelRequest())
 
 @router.post(
     "",
+    operation_id="createJob",
     status_code=201,
     response_model=Job,
     response_description="Queued, or starting already.",
     openapi_extra=SUBMIT_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
-    responses=DRY_RUN_RESPONSE
-    | error_responses(
-        "invalid_request", "never_fits", "idempotency_mismatch", "too_large", "over_quota", "unavailable"
-    ),
+    responses=DRY_RUN_RESPONSE | error_responses("invalid_request", "never_fits", "idempotency_mismatch"),
 )
 async def submit(
     body: Annotated[JobRequest, Depends(SUBMIT_BODY)],
@@ -60,6 +66,7 @@ async def submit(
 
     With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
     With `after` it joins the queue when those jobs have ended; 422 if one has failed whose success it needs.
+    429 `over_quota` where the queue has no room for them.
     """
     jobs, array_id = _submitted_jobs(body)
     after_live, after_refused = await job_dependencies.look_up(daemon, body.after)
@@ -93,10 +100,12 @@ async def submit(
     return _view(daemon, answer)
 
 
-@router.get("")
+@router.get("", operation_id="listJobs", responses=NEXT_LINK)
 async def list_jobs(
     daemon: DaemonDep,
     caller: CallerDep,
+    request: Request,
+    response: Response,
     state: Annotated[list[JobState] | None, Query(description="Only jobs in these states.")] = None,
     array: Annotated[str | None, Query(description="Only jobs of this array.", max_length=64)] = None,
     id_prefix: Annotated[
@@ -106,30 +115,32 @@ async def list_jobs(
             pattern="^(job|array)-[0-9a-f]{1,16}$",
         ),
     ] = None,
-    user: Annotated[str | None, Query(description="Only jobs of this user.", max_length=255)] = None,
+    user: Annotated[str | None, Query(description="Only jobs of this user.", max_length=MAX_NAME)] = None,
+    name: Annotated[str | None, Query(description="Only jobs of exactly this name.", max_length=MAX_TEXT)] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Job]:
     """Jobs, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
     records, number = await asyncio.to_thread(
-        partial(
-            daemon.store.jobs,
-            states,
-            after,
-            limit,
-            array=array,
-            user=user,
-            id_prefix=id_prefix,
-            known=daemon.ledger.jobs,
-        )
+        daemon.store.jobs,
+        states,
+        after,
+        limit,
+        array=array,
+        user=user,
+        name=name,
+        id_prefix=id_prefix,
+        known=daemon.ledger.jobs,
     )
     current = (daemon.ledger.jobs.get(record.job.id, record) for record in records)
     items = tuple(redact_job(caller, record, daemon.ledger, daemon.access) for record in current)
-    return Page(items=items, next=None if number is None else str(number))
+    page = Page(items=items, next=None if number is None else str(number))
+    link_to_next(request, response, page.next)
+    return page
 
 
-@router.get("/{job_id}", responses=error_responses("not_found"))
+@router.get("/{job_id}", operation_id="getJob", responses=error_responses("not_found"))
 async def show_job(
     job_id: str,
     daemon: DaemonDep,
@@ -153,8 +164,9 @@ async def show_job(
 
 @router.post(
     "/{job_id}/cancel",
+    operation_id="cancelJob",
     openapi_extra=CANCEL_BODY.openapi(),
-    responses=error_responses("invalid_request", "not_found", "too_large", "unavailable"),
+    responses=error_responses("invalid_request", "not_found"),
 )
 async def cancel(job_id: str, body: Annotated[CancelRequest, Depends(CANCEL_BODY)], daemon: DaemonDep) -> Job:
     """Cancel a job: SIGTERM to its launcher, and after `grace_s` seconds SIGKILL to all its remaining processes."""

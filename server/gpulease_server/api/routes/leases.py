@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.model import Holder, Lease, LeaseState, Page
 from gpulease_protocol.node_protocol import LeaseOwner
-from gpulease_protocol.requests import HolderProof, LeaseRequest
+from gpulease_protocol.requests import MAX_TEXT, HolderProof, LeaseRequest
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller
@@ -26,7 +26,16 @@ from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
 from gpulease_server.api.routes.dry_run import DRY_RUN_RESPONSE, DryRun, answer_dry_run
-from gpulease_server.api.streams.long_poll import SLICE_S, Cursor, Limit, WaitSeconds, cursor_number, wait_until
+from gpulease_server.api.streams.long_poll import (
+    NEXT_LINK,
+    SLICE_S,
+    Cursor,
+    Limit,
+    WaitSeconds,
+    cursor_number,
+    link_to_next,
+    wait_until,
+)
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import (
     AnswerLost,
@@ -52,16 +61,14 @@ KeyDep = Annotated[IdempotencyKey | None, Depends(idempotency_key)]
 
 @router.post(
     "",
+    operation_id="createLease",
     status_code=201,
     response_model=Lease,
     response_description="Granted.",
     openapi_extra=REQUEST_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
     responses=DRY_RUN_RESPONSE
     | QUEUED_RESPONSE
-    | error_responses(
-        *("invalid_request", "never_fits", "idempotency_mismatch", "not_now", "lease_lost"),
-        *("too_large", "over_quota", "unavailable"),
-    ),
+    | error_responses("invalid_request", "never_fits", "idempotency_mismatch", "not_now", "lease_lost"),
 )
 async def request_lease(
     body: Annotated[LeaseRequest, Depends(REQUEST_BODY)],
@@ -77,7 +84,7 @@ async def request_lease(
     """Request GPUs. Either all of them are granted (201), or none, and the request waits in the queue (202).
 
     410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
-    The problem document has it as `lease`, without `env`.
+    The problem document has it as `lease`, without `env`. 429 `over_quota` if the queue is full.
     """
     if body.ttl_s > daemon.policy.max_ttl_s:
         raise InvalidRequest(f"ttl_s: must be at most {daemon.policy.max_ttl_s:.0f} seconds, not {body.ttl_s:.0f}.")
@@ -115,14 +122,21 @@ async def request_lease(
     return lease
 
 
-@router.get("")
+@router.get("", operation_id="listLeases", responses=NEXT_LINK)
 async def list_leases(
     daemon: DaemonDep,
     caller: CallerDep,
+    request: Request,
+    response: Response,
     state: Annotated[list[LeaseState] | None, Query(description="Only leases in these states.")] = None,
     id_prefix: Annotated[
         str | None,
         Query(description="Only leases whose id begins like this.", pattern="^lease-[0-9a-f]{1,16}$"),
+    ] = None,
+    user: Annotated[str | None, Query(description="Only leases of this user.", max_length=MAX_NAME)] = None,
+    label: Annotated[str | None, Query(description="Only leases with exactly this label.", max_length=MAX_TEXT)] = None,
+    node: Annotated[
+        str | None, Query(description="Only leases that have or had GPUs of this node.", max_length=MAX_NAME)
     ] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
@@ -130,14 +144,24 @@ async def list_leases(
     """Leases, newest first."""
     states, after = [item.value for item in state or ()], cursor_number(cursor)
     records, number = await asyncio.to_thread(
-        partial(daemon.store.leases, states, after, limit, id_prefix=id_prefix, known=daemon.ledger.leases)
+        daemon.store.leases,
+        states,
+        after,
+        limit,
+        id_prefix=id_prefix,
+        user=user,
+        label=label,
+        node=node,
+        known=daemon.ledger.leases,
     )
     views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
     items = tuple(redact_lease(caller, lease) for lease in views)
-    return Page(items=items, next=None if number is None else str(number))
+    page = Page(items=items, next=None if number is None else str(number))
+    link_to_next(request, response, page.next)
+    return page
 
 
-@router.get("/{lease_id}", responses=error_responses("not_found", "unavailable"))
+@router.get("/{lease_id}", operation_id="getLease", responses=error_responses("not_found"))
 async def show_lease(
     lease_id: str,
     daemon: DaemonDep,
@@ -160,8 +184,9 @@ async def show_lease(
 
 @router.post(
     "/{lease_id}/renew",
+    operation_id="renewLease",
     openapi_extra=PROOF_BODY.openapi(),
-    responses=error_responses("invalid_request", "not_found", "lease_lost", "stale_token", "too_large", "unavailable"),
+    responses=error_responses("invalid_request", "not_found", "lease_lost", "stale_token"),
 )
 async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)], daemon: DaemonDep) -> Lease:
     """Extend the lease to a full `ttl_s` from now. An expired one revives unless a GPU of it was granted again."""
@@ -171,10 +196,9 @@ async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)
 
 @router.post(
     "/{lease_id}/release",
+    operation_id="releaseLease",
     openapi_extra=PROOF_BODY.openapi(),
-    responses=error_responses(
-        "invalid_request", "not_found", "lease_lost", "stale_token", "not_allowed", "too_large", "unavailable"
-    ),
+    responses=error_responses("invalid_request", "not_found", "lease_lost", "stale_token"),
 )
 async def release(
     lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)], daemon: DaemonDep, caller: CallerDep
@@ -183,15 +207,27 @@ async def release(
 
     An administrator who releases another user's lease revokes it, and needs no `token` for that.
     """
-    record = await _find_lease(daemon, lease_id)
-    revoked_by = None if caller.owns(record.lease.holder) else caller.user
-    happening = ReleaseRequested(
-        cause=ids.new_id("request"), lease_id=lease_id, fencing_token=proof.fencing_token, revoked_by=revoked_by
-    )
-    return await _submit(daemon, record, happening)
+    return await _release(daemon, caller, lease_id, proof.fencing_token)
 
 
-@router.get("/{lease_id}/explain", responses=error_responses("not_found"))
+@router.delete(
+    "/{lease_id}",
+    operation_id="deleteLease",
+    responses=error_responses("not_found", "lease_lost", "stale_token"),
+)
+async def delete_lease(
+    lease_id: str,
+    daemon: DaemonDep,
+    caller: CallerDep,
+    token: Annotated[
+        int | None, Query(ge=-(2**63), lt=2**63, description="The lease's fencing token; absent while it is queued.")
+    ] = None,
+) -> Lease:
+    """The same as `POST /v1/leases/{lease_id}/release`. The lease stays on record, with the state `ended`."""
+    return await _release(daemon, caller, lease_id, token)
+
+
+@router.get("/{lease_id}/explain", operation_id="explainLease", responses=error_responses("not_found"))
 async def explain_lease(lease_id: str, daemon: DaemonDep) -> Explanation:
     """Explain why the lease waits, GPU by GPU, or why it ended."""
     record = await _find_lease(daemon, lease_id)
@@ -220,6 +256,15 @@ def _remote_owner_watch(daemon: DaemonState, body: LeaseRequest, caller: Caller)
     node = body.node if body.node in there else there[0]
     owner = LeaseOwner(pid=pid, start_ticks=start_ticks, user=user)
     return WatchedOwner(node=node, realm=body.owner_realm, owner=owner)
+
+
+async def _release(daemon: DaemonState, caller: Caller, lease_id: str, fencing_token: int | None) -> Lease:
+    record = await _find_lease(daemon, lease_id)
+    revoked_by = None if caller.owns(record.lease.holder) else caller.user
+    happening = ReleaseRequested(
+        cause=ids.new_id("request"), lease_id=lease_id, fencing_token=fencing_token, revoked_by=revoked_by
+    )
+    return await _submit(daemon, record, happening)
 
 
 async def _submit(daemon: DaemonState, record: LeaseRecord, happening: RenewalRequested | ReleaseRequested) -> Lease:

@@ -36,7 +36,7 @@ OWNERS_DELAY_S = 0.25
 complete reading."""
 
 
-@router.get("")
+@router.get("", operation_id="listNodes")
 async def list_nodes(daemon: DaemonDep) -> Page[Node]:
     """All nodes, and whether their readings can be trusted."""
     now = daemon.now()
@@ -44,7 +44,7 @@ async def list_nodes(daemon: DaemonDep) -> Page[Node]:
     return Page(items=tuple(node_view(daemon.ledger, node, now, daemon.policy) for node in records))
 
 
-@router.get("/{name}", responses=error_responses("not_found"))
+@router.get("/{name}", operation_id="getNode", responses=error_responses("not_found"))
 async def show_node(name: str, daemon: DaemonDep) -> Node:
     """One node."""
     record = daemon.ledger.nodes.get(name)
@@ -55,8 +55,9 @@ async def show_node(name: str, daemon: DaemonDep) -> Node:
 
 @router.post(
     "/{name}/drain",
+    operation_id="drainNode",
     openapi_extra=DRAIN_BODY.openapi(),
-    responses=error_responses("not_found", "invalid_request", "too_large", "unavailable"),
+    responses=error_responses("not_found", "invalid_request"),
 )
 async def drain(
     name: str, body: Annotated[DrainRequest, Depends(DRAIN_BODY)], daemon: DaemonDep, caller: CallerDep
@@ -65,7 +66,7 @@ async def drain(
     return await _set_mode(daemon, caller, name, NodeMode.DRAINING, reason=body.reason)
 
 
-@router.post("/{name}/resume", responses=error_responses("not_found", "unavailable"))
+@router.post("/{name}/resume", operation_id="resumeNode", responses=error_responses("not_found"))
 async def resume(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
     """Put a node back into use. After a pause, all its GPUs are read again before anything is granted."""
     return await _set_mode(daemon, caller, name, NodeMode.ACTIVE)
@@ -73,8 +74,9 @@ async def resume(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
 
 @router.post(
     "/{name}/pause",
+    operation_id="pauseNode",
     openapi_extra=PAUSE_BODY.openapi(),
-    responses=error_responses("not_found", "in_use", "invalid_request", "too_large", "unavailable"),
+    responses=error_responses("not_found", "in_use", "invalid_request"),
 )
 async def pause(
     name: str, body: Annotated[PauseRequest, Depends(PAUSE_BODY)], daemon: DaemonDep, caller: CallerDep
@@ -87,7 +89,7 @@ async def pause(
     return await _set_mode(daemon, caller, name, NodeMode.PAUSED, body.force, body.reason)
 
 
-@router.post("/{name}/forget", responses=error_responses("not_found", "in_use", "unavailable"))
+@router.post("/{name}/forget", operation_id="forgetNode", responses=error_responses("not_found", "in_use"))
 async def forget(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
     """Forget a node whose host is off, with its GPUs. Answers with the node as it last was.
 
@@ -101,8 +103,9 @@ async def forget(name: str, daemon: DaemonDep, caller: CallerDep) -> Node:
 
 @router.post(
     "/{name}/exchange",
-    openapi_extra=REPORT_BODY.openapi(),
-    responses=error_responses("invalid_request", "not_allowed", "too_large", "unavailable"),
+    operation_id="exchangeReport",
+    openapi_extra=REPORT_BODY.openapi() | {"x-internal": True},
+    responses=error_responses("invalid_request"),
 )
 async def exchange(
     name: str,

@@ -25,10 +25,11 @@ CREATE_BODY = JsonBody(TokenRequest)
 
 @router.post(
     "",
+    operation_id="createToken",
     status_code=201,
     response_description="Created; `bearer` is not shown again.",
     openapi_extra=CREATE_BODY.openapi(),
-    responses=error_responses("invalid_request", "not_allowed", "too_large", "over_quota", "unavailable"),
+    responses=error_responses("invalid_request"),
 )
 async def create_token(
     body: Annotated[TokenRequest, Depends(CREATE_BODY)], daemon: DaemonDep, caller: CallerDep
@@ -46,13 +47,13 @@ async def create_token(
     return await bearers.create(body, caller.user, account)
 
 
-@router.get("", responses=error_responses("unavailable"))
+@router.get("", operation_id="listTokens")
 async def list_tokens(daemon: DaemonDep) -> Page[BearerToken]:
     """All tokens that have not been revoked, oldest first, without the secret. Expired ones are listed for 30 days."""
     return Page(items=await _bearer_tokens(daemon).all())
 
 
-@router.delete("/{token_id}", responses=error_responses("not_found", "unavailable"))
+@router.delete("/{token_id}", operation_id="revokeToken", responses=error_responses("not_found"))
 async def revoke_token(token_id: str, daemon: DaemonDep, caller: CallerDep) -> BearerToken:
     """Revoke a token. It is refused from this answer on."""
     return await _bearer_tokens(daemon).revoke(token_id, caller.user)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import Query, Request
+from fastapi import Query, Request, Response
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_server.api.auth.callers import Caller, require_still_valid
@@ -23,6 +23,24 @@ Limit = Annotated[
     int, Query(ge=1, le=1000, description="Maximum number of items on a page; there are fewer where they are large.")
 ]
 Cursor = Annotated[str | None, Query(description="`next` of the previous page.", pattern=r"^[0-9]{1,18}$")]
+NEXT_LINK: dict[int | str, dict[str, Any]] = {
+    200: {
+        "headers": {
+            "Link": {
+                "description": 'The next page, as `<...>; rel="next"`; absent at the end.',
+                "schema": {"type": "string"},
+            }
+        }
+    }
+}
+"""OpenAPI entry of a page, for `responses` of its route."""
+
+
+def link_to_next(request: Request, response: Response, cursor: str | None, parameter: str = "cursor") -> None:
+    """Add the header `Link` to a page that has a next one."""
+    if cursor is not None:
+        url = request.url.include_query_params(**{parameter: cursor})
+        response.headers["Link"] = f'<{url.path}?{url.query}>; rel="next"'
 
 
 async def wait_until(

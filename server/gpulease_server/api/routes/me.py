@@ -1,0 +1,23 @@
+"""Who the caller is, as the daemon sees it."""
+
+from __future__ import annotations
+
+from gpulease_protocol.tokens import IdentifiedBy, Identity
+from gpulease_server.api.auth.access_rules import CallerDep
+from gpulease_server.api.auth.authenticated_router import new_router
+
+router = new_router("/v1/me", "me")
+
+
+@router.get("", operation_id="getMe")
+async def show_me(caller: CallerDep) -> Identity:
+    """The caller: user, role, and how the daemon knows. For checking a token."""
+    assert caller.user is not None and caller.role is not None and caller.identified_by is not None  # noqa: PT018
+    return Identity(
+        user=caller.user,
+        uid=caller.uid,
+        role=caller.role,
+        identified_by=IdentifiedBy(caller.identified_by),
+        token_id=caller.token_id,
+        node=caller.node,
+    )
