@@ -340,7 +340,7 @@ def test_leases_are_listed_by_user_label_and_node(api: DaemonProcess) -> None:
         return [lease["id"] for lease in api.get(f"/v1/leases?label={quote(label)}{query}").json["items"]]
 
     assert listed("") == listed(f"&user={me}") == [waiting["id"], first["id"]]
-    assert listed("&user=nobody-else") == listed("&node=n2") == []
+    assert listed("&user=another-user") == listed("&node=n2") == []
     assert listed("&node=n1") == [first["id"]], "a queued request is on no node"
     assert listed("&state=queued") == [waiting["id"]]
 
