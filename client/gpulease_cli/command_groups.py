@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpulease_cli import installed_commands
 from gpulease_cli.command_table import Row
 from gpulease_cli.help_format import Command
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 COMMANDS = "gpulease_cli.commands"
 
@@ -64,6 +67,14 @@ class CommandGroup(click.Group):
         """Write some of its commands with their summaries."""
         with formatter.section(heading):
             formatter.write_dl([(name, self._summary(name)) for name in names])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Its commands and options that begin with what was typed; imports none of the commands."""
+        from click.shell_completion import CompletionItem  # noqa: PLC0415 - only when a shell asks
+
+        names = [name for name in self.commands if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=self._summary(name)) for name in names]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def _summary(self, name: str) -> str:
         return self._rows[name].summary if name in self._rows else summary(self.commands[name])

@@ -4,15 +4,20 @@ import getpass
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from click.shell_completion import BashComplete
 
 from gpulease import Client, JobState, LeaseState
+from gpulease_cli import completion, id_completion
+from gpulease_cli.program import PROGRAM
 from tests.cli.programs import Program, environ, wait_until
 
 
@@ -292,3 +297,28 @@ def test_db_current_and_check_print_what_they_find_as_json(gpulease: Program, tm
     wrong = gpulease("db", "check", *place)
     assert wrong.returncode == 1
     assert ["0001" in finding for finding in json.loads(wrong.stdout)["items"]] == [True]
+
+
+def completions(*words: str, beginning: str = "") -> list[str]:
+    """What a shell is offered after these words."""
+    found = BashComplete(PROGRAM, {}, "gpulease", completion.VARIABLE).get_completions(list(words), beginning)
+    return [item.value for item in found]
+
+
+def test_names_that_the_daemon_knows_are_completed(client: Client, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_completion, "ANSWER_S", 30.0)  # for a busy machine
+    monkeypatch.setenv("GPULEASE_URL", url)
+    gpus = [f"{gpu.node}:{gpu.index}" for gpu in client.gpus()]
+    with client.lease() as lease:
+        assert completions("gpu", "cordon") == gpus
+        assert completions("node", "drain", "--json", beginning=gpus[0][0]) == [client.nodes()[0].name]
+        assert lease.id in completions("release", beginning="lease-")
+
+
+def test_completion_is_silent_and_soon_where_no_daemon_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        for port in (9, deaf.getsockname()[1]):
+            monkeypatch.setenv("GPULEASE_URL", f"http://127.0.0.1:{port}")
+            begun = time.monotonic()
+            assert completions("gpu", "cordon") == []
+            assert time.monotonic() - begun < 5

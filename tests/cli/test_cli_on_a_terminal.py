@@ -138,7 +138,13 @@ def test_a_wait_without_success_ends_with_only_the_error(client: Client, termina
 
 @pytest.mark.parametrize(
     ("typed", "offered"),
-    [("gpulease sta", "status"), ("gpulease node dr", "drain"), ("gpulease serve --max-bypass-", "--max-bypass-s")],
+    [
+        ("gpulease sta", "status"),
+        ("gpulease node dr", "drain"),
+        ("gpulease serve --max-bypass-", "--max-bypass-s"),
+        ("gpulease status --dae", "--daemon-user"),
+        ("gpulease run --mask ind", "indices"),
+    ],
 )
 def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
     asked = {"_GPULEASE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}

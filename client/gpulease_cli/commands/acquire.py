@@ -8,7 +8,7 @@ import shlex
 import click
 
 from gpulease.client import Client
-from gpulease_cli import output, wait_progress
+from gpulease_cli import id_completion, output, wait_progress
 from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.options import FENCING_TOKEN, GPUS, JSON, LABEL, MODEL, NODE, WAIT, checked, ttl
@@ -24,7 +24,7 @@ def _lease_id(context: click.Context, parameter: click.Parameter, text: str) -> 
     return text
 
 
-LEASE = argument("lease", metavar="LEASE", help="Lease id.", callback=_lease_id)
+LEASE = argument("lease", metavar="LEASE", help="Lease id.", callback=_lease_id, shell_complete=id_completion.leases)
 
 
 @command(examples=('eval "$(gpulease acquire -n 1 --ttl 2h)"',))

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import click
 
 from gpulease.client import Client
-from gpulease_cli import log_colors, output, wait_progress
+from gpulease_cli import id_completion, log_colors, output, wait_progress
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DURATION, Field, Number, OneOf
 from gpulease_cli.options import JSON
@@ -19,8 +19,8 @@ from gpulease_protocol.model import Job, JobState, Launcher, Page
 from gpulease_protocol.requests import CancelRequest
 from gpulease_protocol.status_table import align_columns, format_duration, printable
 
-JOB = argument("job", metavar="JOB", help="Job id.")
-JOB_OR_ARRAY = argument("job", metavar="JOB", help="Job or array id.")
+JOB = argument("job", metavar="JOB", help="Job id.", shell_complete=id_completion.jobs)
+JOB_OR_ARRAY = argument("job", metavar="JOB", help="Job or array id.", shell_complete=id_completion.jobs)
 RANKED = (Launcher.TORCHRUN, Launcher.ACCELERATE)
 """Launchers that write one log file per rank. With the others, the launcher's own log has everything."""
 

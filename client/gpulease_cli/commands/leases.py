@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import click
 
 from gpulease.client import Client
-from gpulease_cli import output
+from gpulease_cli import id_completion, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
@@ -33,7 +33,7 @@ def list_leases(include_ended: bool, json: bool) -> None:
 
 
 @command(examples=("gpulease explain job-82c4b92c1f47e880",))
-@argument("lease", metavar="LEASE|JOB", help="Lease or job id.")
+@argument("lease", metavar="LEASE|JOB", help="Lease or job id.", shell_complete=id_completion.leases)
 @JSON
 def explain(lease: str, json: bool) -> None:
     """Explain why a lease or a job waits and what is in the way, or why it ended."""

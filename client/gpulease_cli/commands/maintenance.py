@@ -7,7 +7,7 @@ import time
 import click
 
 from gpulease.client import Client
-from gpulease_cli import output
+from gpulease_cli import id_completion, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
@@ -22,11 +22,12 @@ POLL_S = 0.1
 MIN_UUID_DIGITS = 4
 """Shortest accepted prefix of a UUID: an index that does not exist must not be taken for one."""
 
-NODE = argument("name", metavar="NAME", help="Name of the node.")
+NODE = argument("name", metavar="NAME", help="Name of the node.", shell_complete=id_completion.nodes)
 GPU = argument(
     "gpu",
     metavar="GPU",
     help="UUID or a prefix of it, or NODE:INDEX; INDEX alone if there is one node.",
+    shell_complete=id_completion.gpus,
 )
 
 
