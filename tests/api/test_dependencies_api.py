@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,10 +120,20 @@ def test_the_launcher_follows_from_the_command(api: DaemonProcess, command: list
     api.call("POST", f"/v1/jobs/{hold}/cancel", {"grace_s": 0})
 
 
-def test_a_job_says_where_its_log_is_and_what_its_attempts_were(api: DaemonProcess) -> None:
-    job = api.wait_job(submit(api, "sh", "-c", "exit 3", retries=1).json["id"], within_s=120)
+def test_a_job_says_what_its_attempts_were_and_tells_of_its_end_once(api: DaemonProcess, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    notify = f"echo $GPULEASE_JOB_STATE $GPULEASE_JOB_EXIT_CODE >>{told}"
+    job = api.wait_job(submit(api, "sh", "-c", "exit 3", retries=1, notify=notify).json["id"], within_s=120)
     (first,) = job["attempt_history"]
     assert (first["number"], first["exit_code"], first["node"]) == (1, 3, "n1")
     assert job["attempts"] == 2
     assert job["log_directory"].endswith(f"{job['id']}.2/logs")
     assert first["log_directory"].endswith(f"{job['id']}/logs")
+    eventually(lambda: told.exists() and told.read_text() == "failed 3\n", 60, api.story)
+
+
+@pytest.mark.parametrize(
+    "notify", ["ftp://host/x", "https://", "http:// /", "", "a\0b", pytest.param("x" * 4097, id="long")]
+)
+def test_what_cannot_be_told_is_refused(api: DaemonProcess, notify: str) -> None:
+    assert submit(api, "true", notify=notify).problem() == (422, "invalid_request")

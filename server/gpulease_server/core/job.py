@@ -285,9 +285,9 @@ def _end_job(
     lease_end: EndReason = EndReason.JOB_FINISHED,
     **changes: Any,
 ) -> dict[str, str]:
-    """End one job. Its environment, which may hold secrets and 1 MiB, is kept no longer. Returns the ids of the jobs
-    that cannot start any more, each with the reason."""
-    ended_at, spec = changes.pop("ended_at", turn.now.at), replace(record.spec, environment={})
+    """End one job. Its environment, which may hold secrets and 1 MiB, and its `notify` are kept no longer. Returns the
+    ids of the jobs that cannot start any more, each with the reason."""
+    ended_at, spec = changes.pop("ended_at", turn.now.at), replace(record.spec, environment={}, notify=None)
     turn.put(
         replace(record, spec=spec, job=replace(record.job, state=state, reason=reason, ended_at=ended_at, **changes))
     )

@@ -24,6 +24,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import on_owner_reports, on_silence_over
 from gpulease_server.core.maintenance import discard_if_paused
 from gpulease_server.core.node_loss import SEEN_INTERVAL_S
+from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import GpuRecord, LeaseRecord, NodeObservation, NodeRecord
 from gpulease_server.core.turn import Turn
 
@@ -204,7 +205,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
             env=ledger.leases[record.job.lease_id].lease.env,
             stop=record.cancelled_at is not None,
             grace_s=record.grace_s,
-            job=record.job if record.spec.notify is not None else None,
+            job=job_view(record) if record.spec.notify is not None else None,
         )
         for record in ledger.live_jobs.values()
         if record.job.gpus and record.job.gpus[0].node == node

@@ -35,6 +35,8 @@ from gpulease_protocol.model import Noun
 
 ORDER, START, STOP, UNKILLABLE, EXIT = "order.json", "start.json", "stop.json", "stuck.json", "exit.json"
 FORGOTTEN, LOGS, WORK, LOCK = "forgotten", "logs", "work", "lock"
+NOTIFY_LOG = "notify.log"
+"""Beside the job's logs: what its `notify` command printed, or why a URL was not told."""
 RESERVED_BYTES = 32768
 """Space for one record: a traceback of 4,096 characters and a reason of 1,200, six bytes each, and the rest."""
 

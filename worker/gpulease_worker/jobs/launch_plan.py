@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpulease.cuda import index_mask
 from gpulease_protocol.launchers import LAUNCHERS, choose_mask, strip_launcher_variables, strip_reserved_variables
-from gpulease_protocol.model import Launcher, Mask, Noun
+from gpulease_protocol.model import Job, Launcher, Mask, Noun
 from gpulease_protocol.node_protocol import JobOrder
 from gpulease_worker.jobs import launcher_argv
 from gpulease_worker.jobs.job_settings import JobSettings
@@ -61,6 +61,10 @@ class LaunchPlan(Noun):
     empty where the mask in `environment` is final."""
     interpreter: str | None = None
     """The submitter's Python, in which CUDA is asked."""
+    notify: str | None = None
+    """URL or command that is told of the job's end, as in `JobSpec`."""
+    job: Job | None = None
+    """The job, for that; null where the daemon is of an older version."""
 
     @property
     def uid(self) -> int:
@@ -116,6 +120,8 @@ def plan_launch(
         settings=settings or JobSettings(),
         indexed_gpus=order.gpus if needs_indices else (),
         interpreter=interpreter,
+        notify=spec.notify,
+        job=order.job,
     )
 
 

@@ -182,6 +182,8 @@ class JobReconciler:
         if not plan.starts_ranks:
             # The launched process is rank 0, so both names belong to one log.
             os.link(logs / "launcher.log", logs / "rank-0.log")
+        if plan.notify is not None:
+            (logs / job_records.NOTIFY_LOG).touch()
         if order.spec.launcher is Launcher.ACCELERATE:
             (made / launcher_argv.ACCELERATE_CONFIG).write_text(launcher_argv.accelerate_config(order))
             (made / launcher_argv.ACCELERATE_CONFIG).chmod(0o644)
@@ -189,7 +191,7 @@ class JobReconciler:
         job_records.write(made, job_records.ORDER, plan)
         account = plan.account
         if account is not None:
-            for path in (logs / "launcher.log", logs, work):
+            for path in (*logs.iterdir(), logs, work):
                 os.chown(path, account.uid, account.gid)
             made.chmod(0o711)
             self._root.chmod(0o711)

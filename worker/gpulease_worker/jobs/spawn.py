@@ -101,11 +101,17 @@ def preflight_error(plan: LaunchPlan, code: int, output: str) -> str | None:
     return f"The interpreter {python} does not work: {output.splitlines()[-1]}."
 
 
-def spawn(plan: LaunchPlan, output: int, group: Cgroup | None, login: LoginLimits | None = None) -> SpawnedProcess:
+def spawn(
+    plan: LaunchPlan,
+    output: int,
+    group: Cgroup | None,
+    login: LoginLimits | None = None,
+    call: Callable[[], object] | None = None,
+) -> SpawnedProcess:
     """Start the program of a plan, with its output going to a descriptor. Raises LaunchError.
 
     The caller has one thread, so it is safe to run Python between fork and exec. `login` is what the user's login has,
-    where PAM was asked.
+    where PAM was asked. With `call`, that function is run in place of the program, and the process ends with it.
     """
     reading, writing = os.pipe()
     supervisor = os.getpid()
@@ -119,7 +125,12 @@ def spawn(plan: LaunchPlan, output: int, group: Cgroup | None, login: LoginLimit
         try:
             _detach(supervisor, output, writing)
             _enter(_steps(plan, group, login), writing)
-            _execute(plan, writing)
+            if call is None:
+                _execute(plan, writing)
+            else:
+                os.close(writing)
+                call()
+                os._exit(0)
         finally:
             os._exit(255)
     os.close(writing)

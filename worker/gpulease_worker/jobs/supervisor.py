@@ -32,6 +32,7 @@ from gpulease_protocol.host.process_id import ProcessId, boot_id
 from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, spawn, unkillable_processes
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
+from gpulease_worker.jobs.notification_process import start_notification
 from gpulease_worker.jobs.pam_session import OPEN_S, LoginLimits, PamSession, SessionRefusedError
 from gpulease_worker.jobs.user_accounts import account_of
 from gpulease_worker.processes import lease_claims, procfs
@@ -125,6 +126,7 @@ class Supervisor:
         self._record(self._end_of(None if self._status is None else exit_code(self._status), stopped))
         if self._cgroup is not None and not self._cgroup.remove():
             self._log_error(f"{self._cgroup.path} is not empty and stays")
+        self._notify(cancelled=stopped)
 
     def _catch_signals(self) -> None:
         """Have SIGTERM and the end of children wake the loop, instead of interrupting it."""
@@ -231,6 +233,11 @@ class Supervisor:
         self._record(job_records.ExitRecord(exit_code=None, reason=reason, ended_at=job_records.now()))
         if self._cgroup is not None:
             self._cgroup.remove()
+        self._notify(cancelled=self._stop_requested)
+
+    def _notify(self, *, cancelled: bool) -> None:
+        if self._plan.notify is not None:
+            start_notification(self._directory, self._plan, self._login, self._log_error, cancelled=cancelled)
 
     def _record_start(self) -> None:
         """Record that the launcher has started; the job runs whether or not that succeeds."""
