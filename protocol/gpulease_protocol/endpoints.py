@@ -33,7 +33,6 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item")
 OUT_OF_USE_FIELDS = frozenset({"reason"})
 """Fields of `DrainRequest` and `PauseRequest` that an older daemon does not know."""
-_DRY_RUN = (("dry_run", "true"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +197,13 @@ def explain(lease_id: str) -> ApiCall[Explanation]:
 
 
 def would_grant(request: LeaseRequest) -> ApiCall[Explanation]:
-    """`POST /v1/leases?dry_run=true`: whether it fits now. Takes and records nothing."""
-    return replace(_post("/v1/leases", to_body(request), Explanation), query=_DRY_RUN, optional_fields=OWNER_FIELDS)
+    """`POST /v1/leases/explain`: whether it fits now. Takes and records nothing."""
+    return replace(_post("/v1/leases/explain", to_body(request), Explanation), optional_fields=OWNER_FIELDS)
 
 
 def would_start(request: JobRequest) -> ApiCall[Explanation]:
-    """`POST /v1/jobs?dry_run=true`: whether it fits now. Takes and records nothing."""
-    return replace(_post("/v1/jobs", _job_body(request), Explanation), query=_DRY_RUN)
+    """`POST /v1/jobs/explain`: whether it fits now. Takes and records nothing."""
+    return _post("/v1/jobs/explain", _job_body(request), Explanation)
 
 
 def _job_body(request: JobRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`after` and `dry_run` over plain HTTP."""
+"""`after`, and what would become of a request, over plain HTTP."""
 
 from __future__ import annotations
 
@@ -80,20 +80,20 @@ def test_the_same_key_gets_the_same_job_although_what_it_waited_for_has_failed(a
 
 def test_a_dry_run_answers_and_takes_nothing(api: DaemonProcess) -> None:
     before = api.call("GET", "/v1/events?limit=1000").json["last_seq"]
-    fits = api.call("POST", "/v1/leases?dry_run=true", {"count": 2})
+    fits = api.call("POST", "/v1/leases/explain", {"count": 2})
     assert (fits.status, fits.json["verdict"]) == (200, "fits_now")
-    assert submit(api, "train.py", gpus=4, query="?dry_run=true").json["verdict"] == "fits_now"
-    never = submit(api, "train.py", gpus=5, query="?dry_run=1")
+    assert submit(api, "train.py", gpus=4, query="/explain").json["verdict"] == "fits_now"
+    never = submit(api, "train.py", gpus=5, query="/explain")
     assert (never.status, never.json["verdict"]) == (200, "never")
-    wrong = submit(api, "train.py", after=[{"job": "job-0000"}], query="?dry_run=true")
+    wrong = submit(api, "train.py", after=[{"job": "job-0000"}], query="/explain")
     assert wrong.problem() == (422, "invalid_request")
     assert api.call("GET", "/v1/events?limit=1000").json["last_seq"] == before
     assert states(api) == ["free"] * 4
     job = submit(api, "sleep", "60").json
-    waits = submit(api, "train.py", gpus=4, query="?dry_run=true").json
+    waits = submit(api, "train.py", gpus=4, query="/explain").json
     assert waits["verdict"] == "not_now"
     assert job["id"] in waits["sentence"]
-    after = submit(api, "true", after=[{"job": job["id"]}], query="?dry_run=true").json
+    after = submit(api, "true", after=[{"job": job["id"]}], query="/explain").json
     assert (after["verdict"], after["after"]) == ("not_now", [job["id"]])
 
 

@@ -30,7 +30,7 @@ def test_an_unknown_parameter_is_refused_with_the_known_ones(
 def test_a_request_with_an_unknown_parameter_grants_nothing(api: DaemonProcess) -> None:
     answer = api.call("POST", "/v1/leases?wait=60", {"count": 1})
     assert answer.problem() == (422, "invalid_request")
-    assert answer.json["remedy"] == "It accepts dry_run, wait_s."
+    assert answer.json["remedy"] == "It accepts wait_s."
     assert not api.call("GET", "/v1/leases?state=active&state=queued").json["items"]
 
 

@@ -24,10 +24,11 @@ pytestmark = pytest.mark.slow
 CANARY = "routes-canary"
 """Begins each secret of ada; eve must find it nowhere."""
 QUERIES: dict[str, tuple[str, ...]] = {
-    "after": ("0",), "array": ("array-1",), "cursor": (), "follow": ("1",), "format": ("csv",), "frames": ("1",),
-    "label": (), "limit": ("1000",), "name": (), "node": (), "offset": ("0",), "points": ("10",),
-    "rank": ("launcher", "0"), "state": (), "tail": ("10",), "token": (), "user": ("ada",), "wait_s": ("0",),
-    "wait_while": (),
+    "after": ("0",), "array": ("array-1",), "by": ("label", "node"), "cursor": (), "follow": ("1",), "format": ("csv",),
+    "frames": ("1",), "from": ("2020-01-01",), "id_prefix": ("lease-", "job-"), "label": (),
+    "limit": ("1000",), "name": (), "node": (), "offset": ("0",), "points": ("10",),
+    "rank": ("launcher", "0"), "state": (), "tail": ("10",), "to": (), "token": (), "user": ("ada",),
+    "wait_s": ("0",), "wait_while": (),
 }  # fmt: skip
 """What eve asks for with each query parameter, one at a time; nothing where it could show no more than without it."""
 MUTATIONS: dict[str, Any] = {
@@ -46,7 +47,7 @@ MUTATIONS: dict[str, Any] = {
     "DELETE /v1/tokens/{token_id}": None,
 }
 """What eve sends to change something of ada's, and is refused. TOKEN becomes the fencing token, as if eve had it."""
-OF_THE_CALLER = {"POST /v1/leases", "POST /v1/jobs"}
+OF_THE_CALLER = {"POST /v1/leases", "POST /v1/jobs", "POST /v1/leases/explain", "POST /v1/jobs/explain"}
 """Routes that act for the caller: `test_a_lease_that_eve_asks_for_is_eves_whatever_the_body_says`."""
 PRETENDING = {
     "X-Forwarded-For": "127.0.0.1", "X-Forwarded-User": "root", "X-Remote-User": "ada", "Remote-User": "ada",

@@ -21,6 +21,7 @@ from gpulease_server.core.happenings import IdempotencyKey
 MAX_BODY_BYTES = 2**20
 MAX_JOB_BYTES = 4 * 2**20
 """For a job: its environment may have 1 MiB, and more when encoded as JSON."""
+JOB_PATHS = ("/v1/jobs", "/v1/jobs/explain")
 MAX_DISCARDED_BYTES = 16 * 2**20
 """How much of a body that is too large is read and discarded before the connection is closed."""
 MAX_KEY_CHARACTERS = 200
@@ -120,7 +121,7 @@ async def read_body(request: Request) -> bytes:
     A body that is too large is read and discarded, up to `MAX_DISCARDED_BYTES`: a client that is disconnected while it
     sends never sees the error.
     """
-    limit = MAX_JOB_BYTES if request.url.path == "/v1/jobs" else MAX_BODY_BYTES
+    limit = MAX_JOB_BYTES if request.url.path in JOB_PATHS else MAX_BODY_BYTES
     cached: bytes | None = getattr(request.state, "body", None)
     if cached is not None:
         return cached

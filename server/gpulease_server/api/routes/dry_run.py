@@ -1,13 +1,7 @@
-"""`dry_run`: the answer to a request that is not made."""
+"""The answer to a request that is not made: what would become of it."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from fastapi import Query
-from fastapi.responses import JSONResponse
-
-from gpulease_protocol.codec import to_json
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Lease, LeaseState, Liveness
@@ -16,21 +10,14 @@ from gpulease_server.core import dependencies
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.happenings import JobSubmitted, LeaseRequested
 
-DryRun = Annotated[
-    bool, Query(description="Only say whether it fits now (200), and take and record nothing. The answer is of now.")
-]
-DRY_RUN_RESPONSE: dict[int | str, dict[str, Any]] = {
-    200: {"model": Explanation, "description": "With `dry_run`: `verdict` is `fits_now`, `not_now` or `never`."}
-}
 
-
-def answer_dry_run(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> JSONResponse:
-    """Whether a request fits now, from the committed ledger. Raises what the request would be refused with, but for
-    `never_fits` and `not_now`, which are verdicts."""
+def explain_unmade(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Explanation:
+    """What would become of a request now, from the committed ledger. Raises what the request would be refused with, but
+    for `never_fits` and `not_now`, which are verdicts."""
     explanation = _explain(daemon, request)
     if isinstance(explanation, GpuleaseError):
         raise explanation
-    return JSONResponse(to_json(explanation))
+    return explanation
 
 
 def _explain(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Explanation | GpuleaseError:

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Query, Request, Response
-from fastapi.responses import JSONResponse
 
 from gpulease_protocol import job_arrays
 from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Holder, Job, JobState, Page
 from gpulease_protocol.requests import MAX_TEXT, CancelRequest, JobRequest
 from gpulease_server.api import fair_share
@@ -22,7 +22,7 @@ from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.routes import job_dependencies
-from gpulease_server.api.routes.dry_run import DRY_RUN_RESPONSE, DryRun, answer_dry_run
+from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.streams.long_poll import (
     NEXT_LINK,
     Cursor,
@@ -44,35 +44,19 @@ SUBMIT_BODY = JsonBody(JobRequest)
 CANCEL_BODY = JsonBody(CancelRequest, empty=CancelRequest())
 
 
-@router.post(
-    "",
-    operation_id="createJob",
-    status_code=201,
-    response_model=Job,
-    response_description="Queued, or starting already.",
-    openapi_extra=SUBMIT_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
-    responses=DRY_RUN_RESPONSE | error_responses("invalid_request", "never_fits", "idempotency_mismatch"),
-)
-async def submit(
+async def _job_submitted(
     body: Annotated[JobRequest, Depends(SUBMIT_BODY)],
     key: Annotated[IdempotencyKey | None, Depends(idempotency_key)],
     daemon: DaemonDep,
     caller: CallerDep,
     peer: PeerDep,
-    response: Response,
-    dry_run: DryRun = False,
-) -> Job | JSONResponse:
-    """Submit a job. It waits for its GPUs, then a worker launches it bound to them.
-
-    With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
-    With `after` it joins the queue when those jobs have ended; 422 if one has failed whose success it needs.
-    429 `over_quota` where the queue has no room for them.
-    """
+) -> JobSubmitted:
+    """The happening that a request for a job is."""
     jobs, array_id = _submitted_jobs(body)
     after_live, after_refused = await job_dependencies.look_up(daemon, body.after)
     if array_id is not None:
         fair_share.count_writing()
-    submitted = JobSubmitted(
+    return JobSubmitted(
         cause=ids.new_id("request"),
         jobs=jobs,
         name=body.name,
@@ -87,8 +71,26 @@ async def submit(
         after_refused=after_refused,
         key=key,
     )
-    if dry_run:
-        return answer_dry_run(daemon, submitted)
+
+
+SubmittedDep = Annotated[JobSubmitted, Depends(_job_submitted)]
+
+
+@router.post(
+    "",
+    operation_id="createJob",
+    status_code=201,
+    response_description="Queued, or starting already.",
+    openapi_extra=SUBMIT_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
+    responses=error_responses("invalid_request", "never_fits", "idempotency_mismatch"),
+)
+async def submit(submitted: SubmittedDep, daemon: DaemonDep, response: Response) -> Job:
+    """Submit a job. It waits for its GPUs, then a worker launches it bound to them.
+
+    With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
+    With `after` it joins the queue when those jobs have ended; 422 if one has failed whose success it needs.
+    429 `over_quota` where the queue has no room for them.
+    """
     answer: object
     try:
         answer = await daemon.submit(submitted)
@@ -98,6 +100,17 @@ async def submit(
         raise InvalidRequest("Idempotency-Key: belongs to a lease, not to a job.")
     response.headers["Location"] = f"/v1/jobs/{answer.id}"
     return _view(daemon, answer)
+
+
+@router.post(
+    "/explain",
+    operation_id="explainJobRequest",
+    openapi_extra=SUBMIT_BODY.openapi(),
+    responses=error_responses("invalid_request"),
+)
+async def explain_request(submitted: SubmittedDep, daemon: DaemonDep) -> Explanation:
+    """Explain what would become of a request now: `fits_now`, `not_now` or `never`. Takes and records nothing."""
+    return explain_unmade(daemon, submitted)
 
 
 @router.get("", operation_id="listJobs", responses=NEXT_LINK)

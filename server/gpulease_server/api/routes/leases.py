@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import Depends, Query, Request, Response
-from fastapi.responses import JSONResponse
 
 from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, StaleToken
@@ -25,7 +24,7 @@ from gpulease_server.api.auth.redaction import redact_lease
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
-from gpulease_server.api.routes.dry_run import DRY_RUN_RESPONSE, DryRun, answer_dry_run
+from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.streams.long_poll import (
     NEXT_LINK,
     SLICE_S,
@@ -56,42 +55,22 @@ PROOF_BODY = JsonBody(HolderProof)
 QUEUED_RESPONSE: dict[int | str, dict[str, Any]] = {
     202: {"model": Lease, "description": "Queued; wait for the grant at `Location`."}
 }
-KeyDep = Annotated[IdempotencyKey | None, Depends(idempotency_key)]
 
 
-@router.post(
-    "",
-    operation_id="createLease",
-    status_code=201,
-    response_model=Lease,
-    response_description="Granted.",
-    openapi_extra=REQUEST_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
-    responses=DRY_RUN_RESPONSE
-    | QUEUED_RESPONSE
-    | error_responses("invalid_request", "never_fits", "idempotency_mismatch", "not_now", "lease_lost"),
-)
-async def request_lease(
+async def _lease_requested(
     body: Annotated[LeaseRequest, Depends(REQUEST_BODY)],
-    key: KeyDep,
+    key: Annotated[IdempotencyKey | None, Depends(idempotency_key)],
     daemon: DaemonDep,
     caller: CallerDep,
     peer: PeerDep,
-    request: Request,
-    response: Response,
-    wait_s: WaitSeconds = 0.0,
-    dry_run: DryRun = False,
-) -> Lease | JSONResponse:
-    """Request GPUs. Either all of them are granted (201), or none, and the request waits in the queue (202).
-
-    410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
-    The problem document has it as `lease`, without `env`. 429 `over_quota` if the queue is full.
-    """
+) -> LeaseRequested:
+    """The happening that a request for a lease is."""
     if body.ttl_s > daemon.policy.max_ttl_s:
         raise InvalidRequest(f"ttl_s: must be at most {daemon.policy.max_ttl_s:.0f} seconds, not {body.ttl_s:.0f}.")
     owner = peer.check_owner(body.owner_pid, body.owner_start_ticks)
     watched_owner = _owner_watch(daemon, owner) if peer.local else _remote_owner_watch(daemon, body, caller)
     host = daemon.host if peer.local else daemon.ledger.nodes[watched_owner.node].host if watched_owner else None
-    requested = LeaseRequested(
+    return LeaseRequested(
         cause=ids.new_id("request"),
         lease_id=ids.new_id("lease"),
         demand=body.demand(),
@@ -102,8 +81,33 @@ async def request_lease(
         queue=body.queue,
         key=key,
     )
-    if dry_run:
-        return answer_dry_run(daemon, requested)
+
+
+RequestedDep = Annotated[LeaseRequested, Depends(_lease_requested)]
+
+
+@router.post(
+    "",
+    operation_id="createLease",
+    status_code=201,
+    response_description="Granted.",
+    openapi_extra=REQUEST_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
+    responses=QUEUED_RESPONSE
+    | error_responses("invalid_request", "never_fits", "idempotency_mismatch", "not_now", "lease_lost"),
+)
+async def request_lease(
+    requested: RequestedDep,
+    daemon: DaemonDep,
+    caller: CallerDep,
+    request: Request,
+    response: Response,
+    wait_s: WaitSeconds = 0.0,
+) -> Lease:
+    """Request GPUs. Either all of them are granted (201), or none, and the request waits in the queue (202).
+
+    410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
+    The problem document has it as `lease`, without `env`. 429 `over_quota` if the queue is full.
+    """
     try:
         answer = await daemon.submit(requested)
     except MadeLongAgo as error:
@@ -120,6 +124,17 @@ async def request_lease(
     response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
     response.headers["Location"] = f"/v1/leases/{lease.id}"
     return lease
+
+
+@router.post(
+    "/explain",
+    operation_id="explainLeaseRequest",
+    openapi_extra=REQUEST_BODY.openapi(),
+    responses=error_responses("invalid_request"),
+)
+async def explain_request(requested: RequestedDep, daemon: DaemonDep) -> Explanation:
+    """Explain what would become of a request now: `fits_now`, `not_now` or `never`. Takes and records nothing."""
+    return explain_unmade(daemon, requested)
 
 
 @router.get("", operation_id="listLeases", responses=NEXT_LINK)
