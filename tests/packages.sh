@@ -12,6 +12,7 @@ jq                                         jq             the same
 node                                       nodejs         the same
 chromium                                   chromium       the dashboard in a browser
 systemd-analyze                            systemd        reading the units
+/usr/lib/python3*/ensurepip                python3-venv   installing as docs/install.md says
 buildah                                    buildah        building the container image
 debootstrap                                debootstrap    the base of that image
 /usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon

@@ -52,6 +52,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
     "The daemon and its host": {
         "serve": Row("Run the daemon, and a worker for this host"),
         "worker": Row("Run the worker of this host"),
+        "setup": Row("Set up this host for all its users"),
         "doctor": Row("Look for problems on this host and say what to do"),
         "db": Row("The daemon's database"),
         "config": Row(

@@ -85,6 +85,7 @@ def test_the_options_of_the_program_may_follow_every_command() -> None:
 WITHOUT_JSON = {
     ("serve",): "it logs, and the log may be JSON",
     ("worker",): "it logs, and the log may be JSON",
+    ("setup",): "it asks before it does anything",
     ("run",): "what it prints is the command's own",
     ("logs",): "what it prints is the job's own",
     ("db", "upgrade"): "it prints nothing",

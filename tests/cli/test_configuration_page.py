@@ -1,4 +1,6 @@
-"""docs/configuration.md against the declarations. `python -m tests.cli.test_configuration_page` writes its tables."""
+"""docs/configuration.md and deploy/config.toml against the declarations, from which
+`python -m tests.cli.test_configuration_page` writes the tables of the one and the whole of the other.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from typing import Any
 from gpulease_cli import settings
 from gpulease_cli.option_types import Number
 from gpulease_cli.program import PROGRAM
+from gpulease_cli.sample_config import sample
 from gpulease_protocol.host import config_file
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+SAMPLE = Path(__file__).parents[2] / "deploy" / "config.toml"
 MADE = re.compile(r"(<!-- settings: .* -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -84,5 +88,28 @@ def test_the_example_file_is_valid(tmp_path: Path) -> None:
     )
 
 
+def test_the_sample_file_shows_every_setting_with_its_default() -> None:
+    assert SAMPLE.read_text() == sample(PROGRAM), "run python -m tests.cli.test_configuration_page"
+
+
+def test_what_the_sample_file_shows_is_allowed(tmp_path: Path) -> None:
+    """Without its `#`, every line counts; those whose default depends on the host hold a word for the kind of value."""
+    words = re.compile(r'^#(\w+ = "[A-Z|@]+")$', re.MULTILINE)
+    (tmp_path / "config.toml").write_text(
+        re.sub(r"^#(\w+ = )", r"\1", words.sub("", SAMPLE.read_text()), flags=re.MULTILINE)
+    )
+    sections = config_file.read(tmp_path / "config.toml")
+    settings.check(PROGRAM, sections)
+    assert sections["serve"]["port"].value == 8750
+    assert sum(map(len, sections.values())) > 30
+
+
+def test_a_sample_with_chosen_settings_has_those(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(sample(PROGRAM, {"serve": {"admins": ["@sudo"]}}))
+    sections = config_file.read(tmp_path / "config.toml")
+    assert {key: entry.value for key, entry in sections["serve"].items()} == {"admins": ["@sudo"]}
+
+
 if __name__ == "__main__":
+    SAMPLE.write_text(sample(PROGRAM))
     PAGE.write_text(MADE.sub(lambda found: f"{found[1]}{tables()}{found[2]}", PAGE.read_text()))

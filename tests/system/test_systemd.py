@@ -132,6 +132,12 @@ def test_systemd_holds_the_addresses_at_which_clients_look() -> None:
     assert "gpulease.socket" in service["After"].split()
 
 
+def test_the_daemon_brings_its_addresses_and_its_worker_along_and_cannot_be_enabled_without() -> None:
+    brought = {"gpulease.socket", "gpulease-worker.service"}
+    assert {*settings("gpulease.service", "Unit")["Wants"].split()} == brought
+    assert {*settings("gpulease.service", "Install")["Also"].split()} == brought
+
+
 def test_a_worker_starts_after_what_cuda_needs_and_needs_none_of_it() -> None:
     unit = settings("gpulease-worker.service", "Unit")
     assert {"nvidia-fabricmanager.service", "nvidia-persistenced.service"} <= {*unit["After"].split()}
