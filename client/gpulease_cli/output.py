@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from gpulease_cli.rest_words import COMMANDS
 from gpulease_protocol.codec import to_json
-from gpulease_protocol.errors import GpuleaseError, InvalidRequest
+from gpulease_protocol.errors import GpuleaseError, InvalidRequest, respelled
 from gpulease_protocol.model import GpuState, Page
 from gpulease_protocol.status_table import printable
 
@@ -89,7 +90,7 @@ def print_gpulease_error(error: GpuleaseError) -> None:
     title = f"{error.title}: "
     rest = error.detail.removeprefix(title)
     why = rest[:1].upper() + rest[1:] if error.detail.startswith(title) else error.detail
-    print_error(error.title.lower(), why, error.remedy or _default_remedy(error))
+    print_error(error.title.lower(), why, respelled(error.remedy, COMMANDS) or _default_remedy(error))
 
 
 def fail_in_shell(code: int) -> None:

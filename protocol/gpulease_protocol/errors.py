@@ -16,8 +16,12 @@ The server answers an error as `application/problem+json` with its `code`; the c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+DOCS = "/docs"
+"""The page of a daemon with an anchor for each code."""
 
 
 def shortened(text: str, limit: int = 80) -> str:
@@ -45,7 +49,7 @@ class GpuleaseError(Exception):
     def problem(self) -> dict[str, Any]:
         """The RFC 9457 document for this error."""
         body: dict[str, Any] = {
-            "type": "about:blank",
+            "type": f"{DOCS}#{self.code}",
             "title": self.title,
             "status": self.status,
             "code": self.code,
@@ -179,6 +183,23 @@ class MaskLatched(GpuleaseError, RuntimeError):
     """CUDA is initialised, so CUDA_VISIBLE_DEVICES does not count any more. Ask for GPUs before CUDA is used."""
 
     code, title = "mask_latched", "Mask latched"
+
+
+def respelled(remedy: str, words: Mapping[str, str]) -> str:
+    """A daemon's remedy in the words of another interface: a daemon names routes and fields of REST in backticks.
+
+    Args:
+        remedy: Such as "`GET /v1/jobs` lists them."
+        words: What stands for a route or field. `{}` in both stands for the same id. What is not there stays.
+    """
+
+    def in_other_words(quoted: re.Match[str]) -> str:
+        for rest, other in words.items():
+            if found := re.fullmatch(re.escape(rest).replace(r"\{\}", "([^/]+)"), quoted[1]):
+                return f"`{other.format(*found.groups())}`"
+        return quoted[0]
+
+    return re.sub("`([^`]+)`", in_other_words, remedy)
 
 
 ERRORS_BY_CODE: dict[str, type[GpuleaseError]] = {

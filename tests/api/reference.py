@@ -8,18 +8,21 @@ type of that name.
 from __future__ import annotations
 
 import html
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpulease_protocol.errors import ERRORS_BY_CODE, GpuleaseError
 from gpulease_server.api.openapi.document import TAGS
 from gpulease_server.api.problems import SHARED_STATUSES
 
 SUBJECTS = tuple(TAGS)
 """The order of the page; other tags follow."""
-TYPES = "Types"
+ERRORS, TYPES = "Errors", "Types"
+"""Sections whose entries are linked to."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -60,6 +63,8 @@ class Entry:
 def entries(document: Mapping[str, Any]) -> Iterator[Entry]:
     """Everything in an OpenAPI document, in the order of the page."""
     yield from _operations(document["paths"])
+    for code, kind in {**ERRORS_BY_CODE, GpuleaseError.code: GpuleaseError}.items():
+        yield Entry(ERRORS, code, f"Status {kind.status}. {inspect.cleandoc(kind.__doc__ or '')}", ())
     yield from _schemas(document["components"]["schemas"])
 
 
@@ -81,7 +86,7 @@ def html_page(document: Mapping[str, Any]) -> str:
             subject = entry.subject
             lines.append(f"<h2 id={subject.lower()}>{subject}</h2>")
         name = html.escape(entry.name)
-        place = f" id={name}" if subject == TYPES else ""
+        place = f" id={name}" if subject in (ERRORS, TYPES) else ""
         cells = "".join(
             f"<tr><td><code>{html.escape(what)}</code><td>{_text(kind)}<td>{_text(meaning)}"
             for what, kind, meaning in entry.rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 
+from gpulease_protocol.errors import ERRORS_BY_CODE, GpuleaseError
 from tests.daemon import DaemonProcess
 
 
@@ -24,6 +25,16 @@ def test_the_page_has_every_route_and_every_field_of_openapi(api: DaemonProcess)
             assert re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(about.get("description", ""))) in page
     links = set(re.findall(r"href='#([^']*)'", page))
     assert links <= set(document["components"]["schemas"])
+
+
+def test_the_type_of_each_error_leads_to_its_place_on_the_page(api: DaemonProcess) -> None:
+    problem = api.get("/v1/leases/lease-none").json
+    assert problem["type"] == "/docs#not_found"
+    page = api.get(problem["type"].partition("#")[0]).content.decode()
+    for kind in (*ERRORS_BY_CODE.values(), GpuleaseError):
+        path, _, anchor = kind("x").problem()["type"].partition("#")
+        assert path == "/docs"
+        assert page.count(f"id={anchor}>") == 1, "each has one place, and no section or type has the same"
 
 
 def test_the_page_loads_nothing_and_runs_nothing(api: DaemonProcess) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulease_server.api.openapi import docs_page
-from tests.api.reference import TYPES, Entry, entries, html_page, introduction
+from tests.api.reference import ERRORS, TYPES, Entry, entries, html_page, introduction
 from tests.daemon import DaemonProcess, daemon
 
 PAGE = Path(__file__).parents[2] / "docs" / "rest.md"
@@ -35,7 +35,7 @@ def markdown_page(document: dict[str, Any]) -> str:
 
 
 def written(entry: Entry) -> str:
-    name = entry.name if entry.subject == TYPES else f"`{entry.name}`"
+    name = entry.name if entry.subject in (ERRORS, TYPES) else f"`{entry.name}`"
     lines = [f"\n### {name}\n", linked(entry.text)]
     if entry.rows:
         heads = "| field | type | meaning |" if entry.subject == TYPES else "| parameter or status | type | meaning |"

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
+from gpulease.rest_words import METHODS
 from gpulease.sansio.effects import Attempt, Flow, NotConnected, NotTrusted, Response, ResponseLost
 from gpulease_protocol.endpoints import ApiCall, without_refused_fields
 from gpulease_protocol.errors import (
@@ -28,6 +29,7 @@ from gpulease_protocol.errors import (
     InvalidRequest,
     Unavailable,
     error_from_problem,
+    respelled,
 )
 from gpulease_protocol.host import addresses, config_file
 from gpulease_protocol.host.addresses import Address
@@ -331,6 +333,7 @@ def _error_from(address: Address, response: Response) -> GpuleaseError:
         document = None
     if isinstance(document, dict) and "code" in document:
         error = error_from_problem(document)
+        error.args = (f"{error.detail} {respelled(error.remedy, METHODS)}".strip(),)  # what a traceback shows
         if isinstance(error, Unavailable):
             error.retry_after_s = response.retry_after_s
         return error

@@ -33,7 +33,7 @@ from gpulease_protocol.errors import (
 )
 
 SEE_OPENAPI = "/openapi.json describes every field."
-MAYBE_PRUNED = "It may have ended long ago and been pruned. gpulease {} lists those that are kept."
+MAYBE_PRUNED = "It may have ended long ago and been pruned. `GET /v1/{}` lists those that are kept."
 """Remedy for an unknown id: whether it ever existed is no longer known."""
 MAX_TEXT = 8192
 """Characters of a text in a problem document. Only the reasons of many GPUs are longer than a few hundred; what the
@@ -197,7 +197,11 @@ PROBLEM_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["type", "title", "status", "code", "detail", "request_id"],
     "properties": {
-        "type": {"type": "string", "description": "Always `about:blank`; use `code` to distinguish errors."},
+        "type": {
+            "type": "string",
+            "format": "uri-reference",
+            "description": "Where the daemon describes this kind of error; `code` names it.",
+        },
         "title": {"type": "string", "description": "The kind of error in words."},
         "status": {"type": "integer", "description": "The HTTP status."},
         "code": {

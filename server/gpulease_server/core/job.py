@@ -120,7 +120,7 @@ def on_cancel_requested(turn: Turn, cancelled: CancelRequested) -> None:
     record = turn.ledger.jobs.get(cancelled.job_id)
     if record is None:
         detail = f"There is no job {cancelled.job_id}."
-        turn.answer(cancelled.cause, NotFound(detail, remedy="To list the jobs: gpulease jobs"))
+        turn.answer(cancelled.cause, NotFound(detail, remedy="`GET /v1/jobs` lists those that are kept."))
         return
     if record.job.state is JobState.QUEUED:
         finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")

@@ -173,7 +173,7 @@ def on_release_requested(turn: Turn, release: ReleaseRequested) -> None:
     lease = record.lease
     if lease.job_id is not None and lease.state is not LeaseState.ENDED:
         detail = f"Lease {lease.id} belongs to job {lease.job_id}."
-        turn.answer(release.cause, NotAllowed(detail, remedy=f"Cancel the job: gpulease cancel {lease.job_id}"))
+        turn.answer(release.cause, NotAllowed(detail, remedy=f"Cancel the job: `POST /v1/jobs/{lease.job_id}/cancel`."))
         return
     if lease.state is LeaseState.ENDED and not _ended_as_requested(lease, revoked):
         turn.answer(release.cause, _lost(lease))
@@ -221,7 +221,7 @@ def expire(turn: Turn) -> None:
 
 def _find_lease(turn: Turn, lease_id: str) -> LeaseRecord | NotFound:
     record = turn.ledger.leases.get(lease_id)
-    return record or NotFound(f"There is no lease {lease_id}.", remedy="To list the leases: gpulease leases")
+    return record or NotFound(f"There is no lease {lease_id}.", remedy="`GET /v1/leases` lists those that are kept.")
 
 
 def _find_as_holder(turn: Turn, lease_id: str, fencing_token: int | None) -> LeaseRecord | NotFound | StaleToken:

@@ -23,12 +23,12 @@ def on_node_mode_requested(turn: Turn, change: NodeModeRequested) -> None:
     node = turn.ledger.nodes.get(change.node)
     if node is None:
         detail = f"There is no node {change.node}."
-        turn.answer(change.cause, NotFound(detail, remedy="To list the nodes: gpulease node list"))
+        turn.answer(change.cause, NotFound(detail, remedy="`GET /v1/nodes` lists all nodes."))
         return
     holding = _active_leases(turn.ledger, change.node)
     if change.mode is NodeMode.PAUSED and node.mode is not NodeMode.PAUSED and holding and not change.force:
         detail = f"Node {change.node} has active leases: {', '.join(holding[:8])}{' ...' if len(holding) > 8 else ''}."
-        remedy = "Drain it and pause it when they have ended, or pause it with --force: they stay, unwatched."
+        remedy = 'Drain it and pause it when they have ended, or pause it with `"force": true`: they stay, unwatched.'
         turn.answer(change.cause, InUse(detail, remedy=remedy))
         return
     out_of_use = change.mode is not NodeMode.ACTIVE
@@ -48,7 +48,7 @@ def on_cordon_requested(turn: Turn, change: CordonRequested) -> None:
     gpu = turn.ledger.gpus.get(change.uuid)
     if gpu is None:
         detail = f"There is no GPU {change.uuid}."
-        turn.answer(change.cause, NotFound(detail, remedy="To list the GPUs: gpulease status --json"))
+        turn.answer(change.cause, NotFound(detail, remedy="`GET /v1/gpus` lists all GPUs."))
         return
     if gpu.cordoned is not change.cordoned:
         turn.put(replace(gpu, cordoned=change.cordoned))

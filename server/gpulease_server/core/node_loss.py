@@ -76,7 +76,7 @@ def on_node_forget_requested(turn: Turn, request: NodeForgetRequested) -> None:
     name = request.node
     if name not in turn.ledger.nodes:
         detail = f"There is no node {name}."
-        turn.answer(request.cause, NotFound(detail, remedy="To list the nodes: gpulease node list"))
+        turn.answer(request.cause, NotFound(detail, remedy="`GET /v1/nodes` lists all nodes."))
         return
     if not is_unheard(turn.ledger, name, turn.now, turn.policy):
         remedy = "Turn its host off, or stop its worker and everything that runs there, and try again."

@@ -139,9 +139,9 @@ def _answer_waiting(
         explanation = explain(turn.ledger, record, turn.now, turn.policy, reservations=reservations, stays_queued=False)
         turn.ledger.withdraw(record)
         kind, remedy = (
-            (NeverFits, "Ask for fewer or other GPUs. To list the GPUs: gpulease status")
+            (NeverFits, "Ask for fewer or other GPUs; `GET /v1/gpus` lists all GPUs.")
             if never
-            else (NotNow, "Ask again later, or wait in the queue with queue=true.")
+            else (NotNow, 'Ask again later, or wait in the queue with `"queue": true`.')
         )
         for cause in pending.causes:
             turn.answer(cause, kind(explanation.sentence, remedy=remedy, extra={"explanation": explanation}))

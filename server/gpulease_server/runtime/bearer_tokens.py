@@ -234,7 +234,7 @@ class BearerTokens:
         record = self._records.get(token_id)
         if record is None:
             detail = f"There is no token {token_id}."
-            raise NotFound(detail, remedy="gpulease token list shows the valid ids; a token is revoked once.")
+            raise NotFound(detail, remedy="`GET /v1/tokens` shows the valid ids; a token is revoked once.")
         await self._change(lambda: bearer_tokens.remove(self._store, token_id))
         with self._change_lock:
             self._changes += 1

@@ -31,7 +31,7 @@ from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 
 HOW_TO_AUTHENTICATE = (
     "Use the daemon's Unix socket, or 127.0.0.1 on its host, or send `Authorization: Bearer TOKEN` (GPULEASE_TOKEN):"
-    " an administrator creates one with `gpulease token create`."
+    " an administrator creates one with `POST /v1/tokens`."
 )
 LEASE_KEEPING_ROUTES = frozenset(
     {"POST /v1/leases/{lease_id}/renew", "POST /v1/leases/{lease_id}/release", "DELETE /v1/leases/{lease_id}"}

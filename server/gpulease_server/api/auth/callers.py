@@ -108,5 +108,5 @@ def invalid_token() -> NotAuthenticated:
     """The error for a wrong token, or for one that was revoked or has expired during a long poll."""
     return NotAuthenticated(
         "That token is not valid. It may have been revoked or have expired.",
-        remedy="Send a valid one, or none where the connection identifies you; see `gpulease token create`.",
+        remedy="Send a valid one, or none where the connection identifies you; see `POST /v1/tokens`.",
     )

@@ -44,7 +44,7 @@ async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     """One GPU."""
     record = daemon.ledger.gpus.get(canonical_uuid(uuid))
     if record is None:
-        raise NotFound(f"There is no GPU {uuid}.", remedy="gpulease status lists all GPUs.")
+        raise NotFound(f"There is no GPU {uuid}.", remedy="`GET /v1/gpus` lists all GPUs.")
     (view,) = with_last_use(daemon, [gpu_view(daemon.ledger, record, daemon.now(), daemon.policy)])
     return redact_gpu(caller, view, daemon.access)
 

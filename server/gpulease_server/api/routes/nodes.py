@@ -49,7 +49,7 @@ async def show_node(name: str, daemon: DaemonDep) -> Node:
     """One node."""
     record = daemon.ledger.nodes.get(name)
     if record is None:
-        raise NotFound(f"There is no node {name}.", remedy="/v1/nodes lists all nodes.")
+        raise NotFound(f"There is no node {name}.", remedy="`GET /v1/nodes` lists all nodes.")
     return node_view(daemon.ledger, record, daemon.now(), daemon.policy)
 
 

@@ -74,5 +74,5 @@ def _refuse_privilege_escalation(caller: Caller, role: Role, account: TokenAccou
 
 def _bearer_tokens(daemon: DaemonState) -> BearerTokens:
     if daemon.bearer_tokens is None:
-        raise Unavailable("This daemon has no bearer tokens.", remedy="Start it with `gpulease serve`.")
+        raise Unavailable("This daemon has no bearer tokens.", remedy="Use one that was started as a program.")
     return daemon.bearer_tokens

@@ -1,0 +1,16 @@
+"""What the routes and fields that a daemon's remedies name are called on the command line."""
+
+from __future__ import annotations
+
+COMMANDS = {
+    "GET /v1/gpus": "gpulease status",
+    "GET /v1/nodes": "gpulease node list",
+    "GET /v1/leases": "gpulease leases",
+    "GET /v1/jobs": "gpulease jobs",
+    "GET /v1/tokens": "gpulease token list",
+    "POST /v1/tokens": "gpulease token create",
+    "POST /v1/jobs/{}/cancel": "gpulease cancel {}",
+    '"queue": true': "--wait 10m",
+    '"force": true': "--force",
+}
+"""For `errors.respelled`."""
