@@ -12,7 +12,7 @@ import click
 
 from gpulease_cli.parameters import Option
 from gpulease_protocol.host import config_file
-from gpulease_protocol.host.server_owner import DAEMON_USER_VARIABLE
+from gpulease_protocol.host.server_owner import DAEMON_USER_VARIABLE, user_name
 
 
 def _into_environment(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -32,6 +32,12 @@ def _configuration_file(context: click.Context, parameter: click.Parameter, valu
         context.default_map = settings.from_files(program, sections, section)
 
 
+def _default_url(_: object) -> str:
+    from gpulease_protocol.host.addresses import candidates  # noqa: PLC0415 - for `config show` alone
+
+    return ",".join(address.url for address in candidates())
+
+
 def _global(*names: str, callback: Any = _into_environment, **more: Any) -> Option:
     # Eager: what a command reads from files depends on it.
     return Option(
@@ -46,6 +52,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
         envvar="GPULEASE_URL",
         help="Address of the daemon: http://host:port or unix:///path; several separated by commas.",
         show_default="the local socket, else http://127.0.0.1:8750",
+        derive=_default_url,
     ),
     _global(
         "--token",
@@ -60,6 +67,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
         help="As whom the daemon of this host runs; several separated by commas. Any other user who listens at its"
         " address is sent nothing.",
         show_default="root, or you",
+        derive=lambda _: ",".join(dict.fromkeys(("root", user_name(os.geteuid())))),
     ),
     _global(
         "--config",

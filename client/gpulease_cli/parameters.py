@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import click
 
+Derive = Callable[[Mapping[str, Any]], Any]
 OPTIONS = "Options"
 """The heading of options that have none of their own."""
 
@@ -14,11 +16,15 @@ OPTIONS = "Options"
 class Option(click.Option):
     """An option with a heading in the help, and the type of its value as a configuration file has it."""
 
-    def __init__(self, *names: Any, heading: str = OPTIONS, kind: Any = str, **more: Any) -> None:
+    def __init__(
+        self, *names: Any, heading: str = OPTIONS, kind: Any = str, derive: Derive | None = None, **more: Any
+    ) -> None:
         more.setdefault("show_default", more.get("default", "") not in ("", ()))
         super().__init__(*names, **more)
         self.heading = heading
         self.kind = kind
+        self.derive = derive
+        """Makes the default from the values of all settings, where it depends on the host or on others."""
 
 
 class Argument(click.Argument):

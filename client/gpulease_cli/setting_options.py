@@ -30,7 +30,9 @@ LEAST_FRACTION = 0.001
 class SettingOption(Option):
     """The option of one setting."""
 
-    def __init__(self, names: Any, *, declaration: Declaration, kind: Any, default: Any = None) -> None:
+    def __init__(
+        self, names: Any, *, declaration: Declaration, kind: Any, default: Any = None, factory: Any = None
+    ) -> None:
         several = get_origin(kind) is tuple
         kind = list[str] if several else kind
         default = default.value if isinstance(default, Enum) else default
@@ -47,6 +49,7 @@ class SettingOption(Option):
             metavar=declaration.metavar,
             show_default=declaration.default_text or True,
             heading=declaration.group,
+            derive=declaration.derive or (factory and (lambda _: factory())),
         )
         self.check = declaration.check
 
@@ -73,18 +76,24 @@ class Fraction(Number):
         return number
 
 
-def setting_option(name: str, declaration: Declaration, kind: Any, default: Any = None) -> Callable[[Any], Any]:
-    """The option for one setting of type `kind`, which may also be None."""
-    flag = declaration.flag or f"--{name.replace('_', '-')}"
-    return click.option(
-        name, flag, cls=SettingOption, declaration=declaration, kind=_without_none(kind), default=default
-    )
+def setting_option(
+    name: str, declaration: Declaration, kind: Any, default: Any = None, factory: Any = None
+) -> Callable[[Any], Any]:
+    """The option for one setting of type `kind`, which may also be None. `factory` makes a default of this host."""
+    flag, kind = declaration.flag or f"--{name.replace('_', '-')}", _without_none(kind)
+    more = {"declaration": declaration, "kind": kind, "default": default, "factory": factory}
+    return click.option(name, flag, cls=SettingOption, **more)
 
 
 def takes_settings(settings: type[Any]) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Give a command an option for each declared setting; it is called with an object of that class as `settings`."""
     declared, kinds = declarations(settings), get_type_hints(settings)
     defaults = {one.name: one.default for one in dataclasses.fields(settings)}
+    factories = {
+        one.name: one.default_factory
+        for one in dataclasses.fields(settings)
+        if one.default_factory is not dataclasses.MISSING
+    }
 
     def make(chosen: dict[str, Any]) -> Any:
         # What was not chosen and has no fixed default takes the one of this host or user.
@@ -107,7 +116,7 @@ def takes_settings(settings: type[Any]) -> Callable[[Callable[..., int]], Callab
         decorated: Callable[..., int] = call
         for name, declaration in reversed(declared.items()):
             default = None if defaults[name] is dataclasses.MISSING else defaults[name]
-            decorated = setting_option(name, declaration, kinds[name], default)(decorated)
+            decorated = setting_option(name, declaration, kinds[name], default, factories.get(name))(decorated)
         return decorated
 
     return decorate

@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from gpulease_protocol.host import config_file
-from gpulease_protocol.host.config_file import Entry, Sections
+from gpulease_protocol.host.config_file import ConfigurationRefused, Entry, Sections
 from gpulease_protocol.model import Noun
 
 OF_WORKER = frozenset({"kill_leftovers", "manage_compute_mode"})
@@ -42,7 +42,7 @@ class Setting(Noun):
     key: str
     """Its name in that section of a configuration file."""
     value: Any
-    """The value that counts; secrets are left out. Null where the default depends on the host or the user."""
+    """The value that counts; secrets are left out. Null where there is none."""
     origin: str
     """`option`, `environment`, `file` or `default`."""
     place: str | None
@@ -60,16 +60,26 @@ def declared(program: Any, section: str) -> dict[str, Any]:
 
 def check(program: Any, sections: Sections) -> None:
     """Raise `ConfigurationRefused` for the first unknown key or value that is not allowed."""
-    config_file.checked_client(sections.get("client", {}))
+    for mistake in mistakes(program, sections):
+        raise mistake
+
+
+def mistakes(program: Any, sections: Sections) -> Iterator[ConfigurationRefused]:
+    """Every unknown key and every value that is not allowed."""
+    yield from config_file.client_mistakes(sections.get("client", {}))
     for section in ("serve", "worker"):
         entries = sections.get(section, {})
         known = declared(program, section) if entries else {}
         for key, entry in entries.items():
             if section == "serve" and key in OF_WORKER:
-                raise config_file.refused(section, key, entry, "belongs in [worker]")
-            if key not in known:
-                raise config_file.unknown_key(section, key, entry, known)
-            _value(section, known[key], entry, click.Context(program))
+                yield config_file.refused(section, key, entry, "belongs in [worker]")
+            elif key not in known:
+                yield config_file.unknown_key(section, key, entry, known)
+            else:
+                try:
+                    _value(section, known[key], entry, click.Context(program))
+                except ConfigurationRefused as mistake:
+                    yield mistake
 
 
 def from_files(program: Any, sections: Sections, section: str) -> dict[str, Any]:
@@ -130,7 +140,7 @@ def shown(key: str, value: Any) -> Any:
 def _resolved(
     program: Any, sections: Mapping[str, Mapping[str, Entry]], section: str, arguments: Sequence[str]
 ) -> Iterator[tuple[Any, Any, str]]:
-    """(option, value, origin) for every setting of a section."""
+    """(option, value, origin) for every setting of a section. A default that depends on the host is what it is here."""
     command = program if section == "client" else program.commands[section]
     known = declared(program, section)
     context = command.context_class(command, info_name=section)
@@ -139,9 +149,16 @@ def _resolved(
     }
     given, _, _ = command.make_parser(context).parse_args(list(arguments))
     origins = {"COMMANDLINE": "option", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
-    for parameter in known.values():
+    values: dict[str, Any] = {}
+    found = []
+    for name, parameter in known.items():
         value, source = parameter.consume_value(context, given)
-        yield parameter, parameter.type_cast_value(context, value), origins.get(source.name, "default")
+        values[name] = parameter.type_cast_value(context, value)
+        found.append((parameter, origins.get(source.name, "default")))
+    for parameter, origin in found:
+        if values[parameter.name] is None and parameter.derive is not None:
+            values[parameter.name] = parameter.derive(values)
+        yield parameter, values[parameter.name], origin
 
 
 def _value(section: str, parameter: Any, entry: Entry, context: click.Context) -> Any:

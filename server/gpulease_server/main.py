@@ -40,7 +40,7 @@ from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
+from gpulease_server.settings import CommandVisibility, ServeSettings, Tls, default_database_url
 from gpulease_server.socket_activation import is_activated
 from gpulease_server.store.database import database_file, redacted, unusable_error, upgrade
 from gpulease_server.store.ledger_store import Store, Superseded
@@ -74,7 +74,7 @@ def _serve(settings: ServeSettings) -> int:
     except OSError as error:
         detail = f"{data_dir} cannot be created: {error.strerror}."
         raise CannotStart(detail, remedy="Give another --data-dir.") from None
-    url = settings.database_url or f"sqlite:///{data_dir / 'gpulease.db'}"
+    url = settings.database_url or default_database_url(data_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(FileLock(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
         lock = stack.enter_context(contextlib.closing(writer_lock(url)))

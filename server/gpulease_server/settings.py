@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from gpulease_protocol.host.addresses import candidates, default_data_dir
+from gpulease_protocol.host.addresses import SOCKET_NAME, candidates, default_data_dir
 from gpulease_protocol.host.logging import LogFormat, LogLevel
 from gpulease_protocol.host.settings import (
     DATA_DIR,
@@ -31,12 +31,19 @@ MANY = 1_000_000
 ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
+
+def default_database_url(data_dir: Path) -> str:
+    """The database of a daemon that is given none."""
+    return f"sqlite:///{data_dir.absolute() / 'gpulease.db'}"
+
+
 DATABASE_URL = Declaration(
     help="Database: postgresql://user@host/name, or sqlite:////path. A password in this option is visible in `ps`; "
     "prefer the variable or ~/.pgpass.",
     variable="GPULEASE_DATABASE_URL",
     metavar="URL",
     default_text="SQLite in the data directory",
+    derive=lambda settings: default_database_url(settings["data_dir"] or default_data_dir()),
     group=DATA,
 )
 
@@ -110,6 +117,7 @@ class ServeSettings:
         variable="GPULEASE_SOCKET",
         metavar="PATH",
         default_text="gpulease.sock in the data directory",
+        derive=lambda settings: (settings["data_dir"] or default_data_dir()).absolute() / SOCKET_NAME,
         group=NETWORK,
     )
     socket_mode: str = setting(

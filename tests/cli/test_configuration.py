@@ -24,7 +24,9 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.addresses import candidates
 from gpulease_protocol.host.config_file import ConfigurationRefused
+from gpulease_protocol.host.settings import host_node_name
 from gpulease_protocol.model import NodeState
+from gpulease_worker.settings import default_worker_dir
 from tests.daemon import DaemonProcess, eventually
 
 ALL = [(section, key) for section in config_file.SECTIONS for key in settings.declared(PROGRAM, section)]
@@ -115,6 +117,39 @@ def test_option_overrides_variable_overrides_file_overrides_default(
         words = [option.opts[0], in_option[0] if isinstance(in_option, list) else str(in_option)]
     found = shown(section, key, *words)
     assert (found["value"], found["origin"], found["place"]) == (secret(in_option), "option", option.opts[0])
+
+
+def test_defaults_that_depend_on_the_host_are_shown_as_they_are_here(file: Callable[[str], Path]) -> None:
+    path = file("[serve]\ndata_dir = 'd'\n")
+    data_dir = path.parent / "d"
+    assert shown("serve", "socket")["value"] == str(data_dir / "gpulease.sock")
+    assert shown("serve", "database_url")["value"] == f"sqlite:///{data_dir}/gpulease.db"
+    assert shown("serve", "node")["value"] == host_node_name()
+    assert shown("worker", "data_dir")["value"] == str(default_worker_dir())
+    assert shown("client", "url")["value"]
+    assert shown("serve", "socket")["origin"] == "default"
+
+
+def test_every_mistake_is_reported_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        "[serve]\nprot = 3\nmax_bypass = 'x'\n[sevre]\na = 1\n[client]\nurll = 'x'\n[worker]\npoll_s = -1\n"
+    )
+    assert main(["config", "check", str(path)]) == 2
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert last == "5 mistakes"
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4, 7, 9)]
+    assert lines[0].endswith("unknown key prot in [serve]. Did you mean port?")
+
+
+def test_where_there_is_no_file_it_says_where_it_looked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("GPULEASE_CONFIG", raising=False)
+    monkeypatch.setattr(config_file, "SYSTEM", tmp_path / "config.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    assert main(["config", "check"]) == 0
+    assert f"no configuration file; looked for {tmp_path / 'config.toml'}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

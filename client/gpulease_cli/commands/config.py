@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,31 @@ def show(context: click.Context, words: tuple[str, ...], json: bool) -> None:
     help="The file; by default the files that would be read.",
 )
 @click.pass_context
-def check(context: click.Context, file: Path | None) -> None:
-    """Check a configuration file for unknown sections and keys, and for values that are not allowed."""
-    sections = config_file.read(file.absolute()) if file is not None else config_file.load()
-    settings.check(context.find_root().command, sections)
-    files = (file,) if file is not None else [path for path in config_file.files() if path.exists()]
-    click.echo(f"no problems found in {' and '.join(map(str, files))}" if files else "no configuration file found")
+def check(context: click.Context, file: Path | None) -> int:
+    """Check a configuration file for unknown sections and keys, and for values that are not allowed.
+
+    Names every mistake with its file and line.
+    """
+    files = config_file.files() if file is None else (file.absolute(),)
+    mistakes = []
+    for path in files:
+        named = file is not None or config_file.VARIABLE in os.environ
+        sections, found = config_file.examine(path, required=named)
+        found += settings.mistakes(context.find_root().command, sections)
+        mistakes += sorted(found, key=lambda mistake: mistake.line or 0)
+    if len(mistakes) == 1:
+        raise mistakes[0]
+    for mistake in mistakes:
+        click.echo(f"{mistake.detail} {mistake.remedy}", err=True)
+    if mistakes:
+        click.echo(f"{len(mistakes)} mistakes", err=True)
+        return output.USAGE
+    present = [str(path) for path in files if path.exists()]
+    if present:
+        click.echo(f"no problems found in {' and '.join(present)}")
+    else:
+        click.echo(f"no configuration file; looked for {' and '.join(map(str, files))}")
+    return output.DONE
 
 
 def _format_value(value: Any) -> str:

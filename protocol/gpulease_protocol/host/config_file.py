@@ -20,7 +20,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ class ConfigurationRefused(InvalidRequest):
     """A configuration file is invalid. Correct the line that is named."""
 
     code, title = "configuration_refused", "Configuration refused"
+    line: int | None = None
+    """The line, where it could be determined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,18 @@ def load(environ: Mapping[str, str] = os.environ) -> Sections:
 
 def read(path: Path, *, required: bool = True) -> Sections:
     """The entries of one file. A file that is not `required` may be absent, and the system's may be unreadable."""
+    found, mistakes = examine(path, required=required)
+    if mistakes:
+        raise mistakes[0]
+    return found
+
+
+def examine(path: Path, *, required: bool = True) -> tuple[Sections, list[ConfigurationRefused]]:
+    """The entries of one file as `read`, and what is wrong with its sections. Raises `ConfigurationRefused` for a file
+    that is not TOML."""
     text = _text(path, required)
     if not text:
-        return {}
+        return {}, []
     import tomllib  # noqa: PLC0415 - costs the library its start-up time, and most have no file
 
     try:
@@ -94,18 +105,19 @@ def read(path: Path, *, required: bool = True) -> Sections:
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationRefused(f"{path}: {_lower(str(error))}.", remedy="See docs/configuration.md.") from None
     found: Sections = {}
+    mistakes = []
     for section, keys in document.items():
-        if section not in SECTIONS:
-            place = _place(path, _line(text, section) or _line(text, "", section))
+        if section in SECTIONS and isinstance(keys, dict):
+            found[section] = {key: Entry(value, path, _line(text, section, key)) for key, value in keys.items()}
+        elif section in SECTIONS:
+            remedy = f"Write [{section}] on a line above its keys."
+            line = _line(text, "", section)
+            mistakes.append(_mistake(path, line, f"{section} is a section, not a key", remedy))
+        else:
+            line = _line(text, section) or _line(text, "", section)
             what = f"unknown section [{section}]" if isinstance(keys, dict) else f"{section} is outside any section"
-            raise ConfigurationRefused(f"{place}: {what}.", remedy=_known(section, SECTIONS, "[{}]"))
-        if not isinstance(keys, dict):
-            place = _place(path, _line(text, "", section))
-            raise ConfigurationRefused(
-                f"{place}: {section} is a section, not a key.", remedy=f"Write [{section}] on a line above its keys."
-            )
-        found[section] = {key: Entry(value, path, _line(text, section, key)) for key, value in keys.items()}
-    return found
+            mistakes.append(_mistake(path, line, what, _known(section, SECTIONS, "[{}]")))
+    return found, mistakes
 
 
 def client(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -115,12 +127,18 @@ def client(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 def checked_client(entries: Mapping[str, Entry]) -> dict[str, str]:
     """The values of `[client]`. Raises `ConfigurationRefused` for unknown keys and values that are not strings."""
+    for mistake in client_mistakes(entries):
+        raise mistake
+    return {key: entry.value for key, entry in entries.items()}
+
+
+def client_mistakes(entries: Mapping[str, Entry]) -> Iterator[ConfigurationRefused]:
+    """What is wrong with the entries of `[client]`."""
     for key, entry in entries.items():
         if key not in CLIENT_KEYS:
-            raise unknown_key("client", key, entry, CLIENT_KEYS)
-        if not isinstance(entry.value, str) or not entry.value:
-            raise refused("client", key, entry, 'must be a string, such as "http://127.0.0.1:8750"')
-    return {key: entry.value for key, entry in entries.items()}
+            yield unknown_key("client", key, entry, CLIENT_KEYS)
+        elif not isinstance(entry.value, str) or not entry.value:
+            yield refused("client", key, entry, 'must be a string, such as "http://127.0.0.1:8750"')
 
 
 def trusted_client_value(key: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -135,14 +153,19 @@ def trusted_client_value(key: str, environ: Mapping[str, str] = os.environ) -> s
 
 def unknown_key(section: str, key: str, entry: Entry, known: Iterable[str]) -> ConfigurationRefused:
     """The error for an unknown key."""
-    return ConfigurationRefused(
-        f"{entry.place}: unknown key {key} in [{section}].", remedy=_known(key, tuple(known), "{}")
-    )
+    what = f"unknown key {key} in [{section}]"
+    return _mistake(entry.file, entry.line, what, _known(key, tuple(known), "{}"))
 
 
 def refused(section: str, key: str, entry: Entry, why: str) -> ConfigurationRefused:
     """The error for an invalid value."""
-    return ConfigurationRefused(f"{entry.place}: {key} in [{section}] {why}.", remedy="See docs/configuration.md.")
+    return _mistake(entry.file, entry.line, f"{key} in [{section}] {why}", "See docs/configuration.md.")
+
+
+def _mistake(file: Path, line: int | None, what: str, remedy: str) -> ConfigurationRefused:
+    error = ConfigurationRefused(f"{_place(file, line)}: {what}.", remedy=remedy)
+    error.line = line
+    return error
 
 
 def _text(path: Path, required: bool) -> str:

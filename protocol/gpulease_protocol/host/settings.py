@@ -14,7 +14,7 @@ the configuration file, its row in docs/configuration.md, and the attribute `set
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from socket import gethostname
 from typing import Any
@@ -41,6 +41,8 @@ class Declaration:
     maximum: float | None = None
     default_text: str | None = None
     """The default in words, where it depends on the host or the user."""
+    derive: Callable[[Mapping[str, Any]], Any] | None = None
+    """Makes the default from the values of all settings, where it depends on others."""
     check: Callable[[Any], Any] | None = None
     """Returns the value in its usual form. Raises ValueError for a value that is not allowed."""
     for_worker: bool = False

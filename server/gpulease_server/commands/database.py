@@ -16,7 +16,7 @@ from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import DATA_DIR
 from gpulease_protocol.model import Noun
-from gpulease_server.settings import DATABASE_URL
+from gpulease_server.settings import DATABASE_URL, default_database_url
 
 DATABASE = setting_option("database_url", DATABASE_URL, str)
 DIRECTORY = setting_option("data_dir", DATA_DIR, Path)
@@ -98,4 +98,4 @@ def backup(file: Path, database_url: str | None, data_dir: Path | None) -> None:
 
 
 def _url(database_url: str | None, data_dir: Path | None) -> str:
-    return database_url or f"sqlite:///{(data_dir or default_data_dir()).absolute() / 'gpulease.db'}"
+    return database_url or default_database_url(data_dir or default_data_dir())
