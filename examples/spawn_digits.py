@@ -1,6 +1,6 @@
 """Trains on scikit-learn's digits with ranks that the script spawns itself, by torch.multiprocessing.
 
-    gpulease submit -n 2 --launcher plain -- python examples/spawn_digits.py
+    gpulease submit -n 2 -- python examples/spawn_digits.py
 
 MASTER_ADDR and MASTER_PORT come from the lease, so that two such jobs never meet. Each rank ends by printing one JSON
 line, as `ddp_digits.py` does.

@@ -126,11 +126,11 @@ def test_dash_h_is_help(words: tuple[str, ...]) -> None:
     [
         (("--", "no-such-train.py"), "There is no script 'no-such-train.py' in "),
         (("--launcher", "accelerate", "--", "no/such/train.py", "--epochs", "3"), "'no/such/train.py'"),
-        (("--", "."), "There is no script '.'"),
-        (("--launcher", "plain", "--", "no-such-program"), "There is no program 'no-such-program' on PATH."),
+        (("--", "."), "There is no program '.'"),
+        (("--launcher", "plain", "--", "no-such-program"), "There is no program 'no-such-program' on PATH"),
         (("--launcher", "plain", "--", "./no-such-program"), "'./no-such-program'"),
-        (("--launcher", "plain", "--env", "PATH=/nowhere", "--", "sh"), "There is no program 'sh' on PATH."),
-        (("--launcher", "plain", "--", __file__), "is not executable."),
+        (("--launcher", "plain", "--env", "PATH=/nowhere", "--", "sh"), "There is no program 'sh' on PATH"),
+        (("--launcher", "torchrun", "--", "sh"), "There is no script 'sh' in "),
     ],
 )
 def test_submit_of_a_missing_command_is_refused_before_any_request(arguments: tuple[str, ...], said: str) -> None:
@@ -143,7 +143,7 @@ def test_submit_of_a_missing_command_is_refused_before_any_request(arguments: tu
 
 @pytest.mark.parametrize("command", [("-m", "package.train"), (os.path.relpath(__file__),), (__file__, "no-such-file")])
 def test_submit_does_not_mistake_modules_or_arguments_for_files(command: tuple[str, ...]) -> None:
-    assert gpulease("submit", "--", *command).returncode == 3
+    assert gpulease("submit", "--interpreter", sys.executable, "--", *command).returncode == 3
 
 
 def test_submit_to_another_host_leaves_the_check_to_that_host() -> None:

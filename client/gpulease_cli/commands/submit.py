@@ -4,48 +4,64 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from gpulease.client import Client
-from gpulease_cli import output, wait_progress
+from gpulease_cli import output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
-from gpulease_cli.help_format import ARGUMENTS_LAST, command
+from gpulease_cli.help_format import ARGUMENTS_LAST
+from gpulease_cli.job_script import MARKED, ScriptCommand
 from gpulease_cli.option_types import DURATION, Field, Number, OneOf
 from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, checked
 from gpulease_cli.parameters import argument, option
-from gpulease_protocol import job_arrays
+from gpulease_protocol import endpoints, job_arrays
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.launchers import choose_mask, strip_launcher_variables
-from gpulease_protocol.model import Job, JobState, Launcher, Mask
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.launchers import choose_launcher, choose_mask, strip_launcher_variables
+from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask
 from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
+from gpulease_protocol.status_table import printable
+
+LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "--dry-run", "--retries", "--follow")
+"""Options after the script that are rather meant for `submit`."""
 
 
-@command(
+@click.command(
+    cls=ScriptCommand,
     context_settings=ARGUMENTS_LAST,
     examples=(
-        "gpulease submit -n 2 -- train.py --epochs 20",
-        "gpulease submit --launcher plain -- make experiment",
+        "gpulease submit -n 2 -- train.py --epochs 20       # torchrun, one process per GPU",
+        "gpulease submit -- python train.py                 # any program, or a script: train.sh",
         "gpulease submit --array 0-19%3 -- train.py --seed {index}",
+        "gpulease submit --after job-82c4b92c1f47e880 --dry-run -- evaluate.py",
     ),
 )
 @argument(
     "words",
     nargs=-1,
     required=True,
-    metavar="SCRIPT...",
-    help="What to run in this directory, with its arguments, after `--`.",
+    metavar="COMMAND...",
+    help="What to run in this directory: a script or program with its arguments, after `--`. Options may also stand in"
+    " the head of a script: #GPULEASE -n 2 --time 1h",
 )
 @GPUS
 @option(
     "--launcher",
     type=OneOf(Launcher),
     metavar="LAUNCHER",
-    default=Launcher.TORCHRUN.value,
+    show_default="torchrun for a Python script (train.py) and -m MODULE, else plain",
     help=f"What starts the ranks: {', '.join(Launcher)}; plain means no launcher.",
+)
+@option(
+    "--interpreter",
+    type=Field(click.STRING, JobRequest, "interpreter"),
+    metavar="PATH",
+    show_default="that of VIRTUAL_ENV, else python3 on PATH",
+    help="Python that runs launcher and script.",
 )
 @option("--name", type=Field(click.STRING, JobRequest, "name"), metavar="NAME", default="", help="Name of the job.")
 @option(
@@ -55,7 +71,9 @@ from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
     help="Variable for the job, in addition to your shell's. Repeatable.",
 )
 @option(
+    "timeout",
     "--timeout",
+    "--time",
     type=Field(DURATION, JobRequest, "timeout_s"),
     metavar="DURATION",
     help="End the job after it has run this long.",
@@ -82,12 +100,27 @@ from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
     metavar="INDICES%N",
     help="One job per index, at most N at a time, as in 0-19%3; {index} in the command is replaced.",
 )
+@option(
+    "--after",
+    multiple=True,
+    metavar="JOB[,JOB]",
+    help="Wait until these jobs or arrays have succeeded; any:JOB until it has ended. If one fails, this job is"
+    " cancelled. Repeatable.",
+)
+@option(
+    "--notify",
+    type=Field(click.STRING, JobRequest, "notify"),
+    metavar="URL|COMMAND",
+    help="At its end, send the job as JSON to an http(s) URL, or run this command, as you.",
+)
 @option("--follow", is_flag=True, help="Show its log until it ends; exit with its code.")
+@option("--dry-run", is_flag=True, help="Only say whether it fits now, would wait, or never fits.")
 @JSON
 def submit(
     words: tuple[str, ...],
     gpus: int,
-    launcher: Launcher,
+    launcher: Launcher | None,
+    interpreter: str | None,
     name: str,
     env: tuple[str, ...],
     timeout: float | None,
@@ -97,20 +130,29 @@ def submit(
     node: str | None,
     mask: Mask | None,
     array: str | None,
+    after: tuple[str, ...],
+    notify: str | None,
     follow: bool,
+    dry_run: bool,
     json: bool,
 ) -> int:
     """Queue a job; the daemon launches it when its GPUs are free. Prints the id of the job or the array.
 
     It runs as you, in this directory, with this shell's environment, umask and resource limits.
     """
+    environment = _environment() | _variables(env)
+    command = submitted_command.startable(words, launcher, Path.cwd(), environment.get("PATH"))
+    launcher = launcher or choose_launcher(command)
+    python = submitted_command.interpreter(interpreter, launcher, mask or choose_mask(launcher, command))
+    if follow and array is not None:
+        raise InvalidRequest("--follow: follows one job, not an array.", remedy="Leave it out, and use gpulease wait.")
     request = checked(
         lambda: JobRequest(
-            command=list(words),
+            command=command,
             gpus=gpus,
             launcher=launcher.value,
             name=name,
-            environment=_environment() | _variables(env),
+            environment=environment,
             timeout_s=timeout,
             retries=retries,
             max_restarts=max_restarts,
@@ -119,20 +161,73 @@ def submit(
             gpu_model=model,
             node=node,
             working_directory=os.getcwd(),
-            interpreter=_interpreter(launcher, mask or choose_mask(launcher, words)),
+            interpreter=python,
             mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),
+            after=_dependencies(after),
+            notify=notify,
         )
     )
-    if follow and array is not None:
-        raise InvalidRequest("--follow: follows one job, not an array.", remedy="Leave it out, and use gpulease wait.")
+    _hint_at_options(words)
     with Client() as client:
-        if client.destination.local and (reason := _not_found(words, launcher, Path.cwd(), request.environment)):
-            output.print_error("the job was not submitted", *reason)
+        if client.destination.local and (problem := _problem(request, launcher)):
+            output.print_error("the job was not submitted", *problem)
             return output.REFUSED
-        job = client.submit(request)
+        if dry_run:
+            return _print_dry_run(client.send(endpoints.would_start(request)), json)
+        job = _submit(client, request)
         output.print_json(job) if json else click.echo(job.array_id or job.id)
         return _follow_job(client, job) if follow else output.DONE
+
+
+def _submit(client: Client, request: JobRequest) -> Job:
+    try:
+        return client.submit(request)
+    except InvalidRequest as error:
+        if error.detail.startswith("after: "):
+            raise InvalidRequest(error.detail, remedy="Leave it out, or wait for any end: --after any:JOB") from error
+        raise
+
+
+def _problem(request: JobRequest, launcher: Launcher) -> submitted_command.Problem | None:
+    """Why the job cannot start, as far as this shell sees, and what to do; None if it can."""
+    command, environment = request.command, request.environment
+    missing = submitted_command.not_found(command, launcher, Path.cwd(), environment)
+    return missing or submitted_command.launcher_missing(launcher, command, request.interpreter, environment)
+
+
+def _print_dry_run(found: Explanation, json: bool) -> int:
+    if json:
+        output.print_json(found)
+    elif found.verdict == "not_now":
+        click.echo(f"Would wait: {printable(found.sentence.removeprefix('Not now: '), 4000)}")
+    else:
+        click.echo(printable(found.sentence, 4000))
+    return output.REFUSED if found.verdict == "never" else output.DONE
+
+
+def _hint_at_options(words: Sequence[str]) -> None:
+    """Say on stderr that an option after the script is the script's, where it was rather meant for `submit`."""
+    if click.get_current_context().meta.get(MARKED):
+        return
+    for word in words[1:]:
+        if word.partition("=")[0] in LIKELY_OURS:
+            shown = printable(words[0], 100)
+            click.echo(
+                f"gpulease: {word} stands after {shown} and is passed to it. Options of submit come before it;"
+                f" `--` before {shown} says that all that follows is its own.",
+                err=True,
+            )
+            return
+
+
+def _dependencies(texts: Sequence[str]) -> list[JobDependency]:
+    found = []
+    for word in (word.strip() for text in texts for word in text.split(",")):
+        prefix, colon, job = word.partition(":")
+        when: Literal["succeeded", "ended"] = "ended" if colon and prefix == "any" else "succeeded"
+        found.append(JobDependency(job=job if colon and prefix in ("any", "ok") else word, when=when))
+    return found
 
 
 def _array(text: str) -> ArrayRequest:
@@ -149,36 +244,6 @@ def _follow_job(client: Client, job: Job) -> int:
         if started.started_at is not None:
             print_log(client, started, follow=True)
         return exit_code(client.wait_job(job.id))
-
-
-def _not_found(
-    command: Sequence[str], launcher: Launcher, directory: Path, environment: Mapping[str, str]
-) -> tuple[str, str] | None:
-    """Why the command cannot run from `directory`, and what to do; None if it can, as far as this shell sees.
-
-    Checked before the job is queued, where it might wait for hours and then fail at once. The rules are the worker's
-    (`gpulease_worker.jobs.launch_plan.missing_path`), applied as the submitting user.
-    """
-    name = command[0]
-    path = environment.get("PATH")
-    if launcher is not Launcher.PLAIN:
-        # A launcher's own option may come first, such as -m: then no file is named.
-        if name.startswith("-") or (directory / name).is_file():
-            return None
-        if shutil.which(name, path=path) is not None:
-            why = f"There is no script {name!r} in {directory}; {name!r} is a program."
-            return why, f"Leave {name!r} out, or add --launcher plain."
-        return f"There is no script {name!r} in {directory}.", "Check its name and your current directory."
-    if "/" not in name:
-        if shutil.which(name, path=path) is not None:
-            return None
-        remedy = f"Write ./{name}" if (directory / name).is_file() else "Check its name."
-        return f"There is no program {name!r} on PATH.", remedy
-    if shutil.which(str(directory / name)) is not None:
-        return None
-    if (directory / name).is_file():
-        return f"{name!r} is not executable.", f"chmod +x {name}"
-    return f"There is no program {name!r} in {directory}.", "Check its name and your current directory."
 
 
 def _variables(assignments: Sequence[str]) -> dict[str, str]:
@@ -216,15 +281,3 @@ def _limits() -> dict[str, list[int]]:
     """This shell's resource limits, soft and hard."""
     known = {name: getattr(resource, f"RLIMIT_{name.upper()}", None) for name in RESOURCE_LIMITS}
     return {name: list(resource.getrlimit(number)) for name, number in known.items() if number is not None}
-
-
-def _interpreter(launcher: Launcher, mask: Mask) -> str | None:
-    """The Python of the submitting shell: that of its virtual environment, else the first on its PATH.
-
-    None where the job needs none of ours: it has no launcher and does not ask CUDA for its ordinals.
-    """
-    if launcher is Launcher.PLAIN and mask is Mask.UUIDS:
-        return None
-    environment = os.environ.get("VIRTUAL_ENV")
-    python = Path(environment) / "bin" / "python" if environment else None
-    return str(python) if python and python.exists() else shutil.which("python3")

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 
+from gpulease_protocol.host import interpreter_check
 from gpulease_protocol.host.process_id import ProcessId, stat
 from gpulease_protocol.host.process_tree import signal_on_parent_death
 from gpulease_worker.jobs import inherited_state, resource_limits, session_keyring
@@ -26,19 +27,6 @@ EXEC_S = 60.0
 PREFLIGHT_S = 30.0
 """How long the job's interpreter may take to check for the launcher; a cold virtual environment on a network file
 system takes seconds."""
-PREFLIGHT = """
-import importlib.util, sys
-script, *names = sys.argv[1:]
-if script:
-    try:
-        open(script, "rb").close()
-    except OSError as error:
-        sys.exit(f"script {error.strerror}")
-specs = [importlib.util.find_spec(name) for name in names]
-if names and not any(spec is not None and spec.origin is not None for spec in specs):
-    sys.exit("module")
-"""
-"""Run by the job's own interpreter. A directory of a module's name without `__init__.py` is no installation."""
 
 
 class LaunchError(Exception):
@@ -80,7 +68,7 @@ def preflight_argv(plan: LaunchPlan) -> tuple[str, ...] | None:
     """Arguments that make the job's own interpreter check for script and launcher; None if there are neither."""
     if not plan.modules and plan.script is None:
         return None
-    return (plan.argv[0], "-c", PREFLIGHT, plan.script or "", *plan.modules)
+    return interpreter_check.check_arguments(plan.argv[0], plan.script, plan.modules)
 
 
 def preflight_error(plan: LaunchPlan, code: int, output: str) -> str | None:
@@ -90,11 +78,8 @@ def preflight_error(plan: LaunchPlan, code: int, output: str) -> str | None:
         return None
     if not output:
         return f"The interpreter {python} does not work: it ended with status {code}."
-    if output == "module":
-        return (
-            f"{plan.launcher} is not installed for {python}: it has no module {' or '.join(plan.modules)}."
-            " Install it there, or name the interpreter that has it."
-        )
+    if missing := interpreter_check.missing_module(output, python, plan.launcher, plan.modules):
+        return f"{missing} {interpreter_check.INSTALL}"
     if output.startswith("script "):
         why = output.removeprefix("script ")
         return f"The script {plan.script!r} cannot be read in {plan.working_directory}: {why}."
