@@ -2,7 +2,7 @@
 
     import gpulease
 
-    indices = gpulease.find_usable_cuda_devices(2)      # reserved until this process ends
+    indices = gpulease.find_usable_cuda_devices(2)      # reserved until this process ends, or gpulease.release()
 
     client = gpulease.Client()
     with client.lease(count=2, wait_s=600) as lease:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpulease.client import Client, find_usable_cuda_devices
     from gpulease.executor.executor import GPUExecutor
     from gpulease.executor.task_process import ProcessDied
-    from gpulease.find_devices import reserved_leases
+    from gpulease.find_devices import release, reserved_leases
     from gpulease.lease import HeldLease
     from gpulease_protocol.errors import (
         DaemonUnavailable,
@@ -123,6 +123,7 @@ __all__ = [
     "Unavailable",
     "UnknownOrdinals",
     "find_usable_cuda_devices",
+    "release",
     "reserved_leases",
 ]
 
@@ -136,6 +137,7 @@ _HOME = {
     "Obstacle": "gpulease_protocol.explanation",
     "ProcessDied": "gpulease.executor.task_process",
     "find_usable_cuda_devices": "gpulease.client",
+    "release": "gpulease.find_devices",
     "reserved_leases": "gpulease.find_devices",
 }
 _MODULES = ("gpulease_protocol.errors", "gpulease_protocol.model", "gpulease_protocol.requests")
@@ -152,4 +154,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from gpulease.async_lease import AsyncLease, OnLost, PendingLease
+from gpulease.brief_errors import brief_errors_of
 from gpulease.client import Client
 from gpulease.cuda import ranks
 from gpulease.sansio.async_transport import AsyncTransport
@@ -27,6 +28,7 @@ from gpulease_protocol.usage import Usage
 Answer = TypeVar("Answer")
 
 
+@brief_errors_of
 class AsyncClient:
     """`Client` for event loops: the same methods with the same arguments. For one event loop at a time.
 
@@ -239,14 +241,15 @@ class AsyncClient:
                 await process.wait()
 
         Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
-        now. `on_queued` is called once if the request must wait.
+        now. A wait is announced by the logger `gpulease`: who is in the way, and the place in the queue; Ctrl-C ends
+        it. If `on_queued` is given, it is called once instead when the request must wait.
         `on_lost` is called once if the lease is lost, in the event loop, and may be a coroutine function.
         The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
         longer renewed. Processes with the same `shared_key` and
         the same arguments hold one lease together, for as long as its owner lives; if it has ended, this raises
         LeaseLost. The other arguments are the fields of `LeaseRequest`.
 
-        Raises NotNow, with `extra["explanation"]`, if the GPUs are not granted in time; NeverFits if waiting would be
+        Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
         in vain; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
         """
         ranks.check_not_orphaned()
@@ -286,8 +289,7 @@ class AsyncClient:
         """A lease that the caller renews and releases.
 
         If `wait_s` is None, it returns at once, and the lease may be queued. Otherwise it waits for at most `wait_s`,
-        and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` is called once if it must
-        wait.
+        and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` as for `lease`.
         """
         return await self._transport.run(self._flows.request_lease(request, wait_s, on_queued))
 

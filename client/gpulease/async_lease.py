@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Generator
 from types import TracebackType
 from typing import Any, Literal
 
+from gpulease.brief_errors import brief_errors
 from gpulease.lease import HeldLease, LeaseClient
 from gpulease.sansio.async_transport import wait_through_cancellation
 from gpulease_protocol.host.process_id import ProcessId
@@ -139,8 +140,13 @@ class PendingLease:
         self._lease: AsyncLease | None = None
 
     def __await__(self) -> Generator[Any, None, AsyncLease]:
-        return self._grant().__await__()
+        return self._granted().__await__()
 
+    @brief_errors
+    async def _granted(self) -> AsyncLease:
+        return await self._grant()
+
+    @brief_errors
     async def __aenter__(self) -> AsyncLease:
         self._lease = await self._grant()
         return self._lease

@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from gpulease.brief_errors import brief_errors, brief_errors_of
 from gpulease.cuda import ranks
 from gpulease.device_reuse import DeviceRequirements
 from gpulease.find_devices import find_devices
@@ -32,6 +33,7 @@ from gpulease_protocol.usage import Usage
 Answer = TypeVar("Answer")
 
 
+@brief_errors_of
 class Client:
     """A client of a daemon. Safe to use from several threads, and in a forked child.
 
@@ -239,14 +241,15 @@ class Client:
                 subprocess.run(command, env=lease.environ())
 
         Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
-        now. `on_queued` is called once if the request must wait.
+        now. A wait is announced by the logger `gpulease`: who is in the way, and the place in the queue; Ctrl-C ends
+        it. If `on_queued` is given, it is called once instead when the request must wait.
         `on_lost` is called once if the lease is lost, in a thread.
         The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
         longer renewed. Processes with the same `shared_key` and
         the same arguments hold one lease together, for as long as its owner lives; if it has ended, this raises
         LeaseLost. The other arguments are the fields of `LeaseRequest`.
 
-        Raises NotNow, with `extra["explanation"]`, if the GPUs are not granted in time; NeverFits if waiting would be
+        Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
         in vain; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
         """
         ranks.check_not_orphaned()
@@ -286,8 +289,7 @@ class Client:
         """A lease that the caller renews and releases.
 
         If `wait_s` is None, it returns at once, and the lease may be queued. Otherwise it waits for at most `wait_s`,
-        and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` is called once if it must
-        wait.
+        and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` as for `lease`.
         """
         return self._transport.run(self._flows.request_lease(request, wait_s, on_queued))
 
@@ -392,6 +394,7 @@ class Client:
         )
 
 
+@brief_errors
 def find_usable_cuda_devices(
     num_devices: int = -1,
     *,

@@ -12,10 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from gpulease.cuda.ordinals import MaskSettings, VisibleDevices, initialized_since, mask_settings, visible_gpus
+from gpulease.cuda.ordinals import (
+    MASK,
+    ORDER,
+    MaskSettings,
+    VisibleDevices,
+    initialized_since,
+    mask_settings,
+    visible_gpus,
+)
+from gpulease.cuda.ranks import FINDER_VARIABLE
 from gpulease.lease import HeldLease
-from gpulease_protocol.errors import InUse, NotNow
+from gpulease_protocol.errors import InUse, NotNow, UnknownOrdinals
 
+LEASE_VARIABLE = "GPULEASE_LEASE_ID"
+TOKEN_VARIABLE = "GPULEASE_LEASE_TOKEN"  # noqa: S105 - no secret
+SET_VARIABLES = (LEASE_VARIABLE, TOKEN_VARIABLE, FINDER_VARIABLE, MASK, ORDER)
+"""What finding devices may set in the environment of this process."""
 LOCK_TIMEOUT_S = 30.0
 """How much longer than its own `wait_s` a call waits for another thread's: about as long as a call without waiting in
 the queue takes when the daemon hardly responds."""
@@ -53,6 +66,13 @@ class FoundDevices:
         visible = visible_gpus(self.visible.host, simulated=self.visible.simulated)
         return tuple(visible.ordinals(gpu.uuid for gpu in self.lease.gpus))
 
+    def uses_cuda(self) -> bool:
+        """True if CUDA is initialized in this process, as far as that is known."""
+        try:
+            return self.visible.initialized or initialized_since(self.visible)
+        except UnknownOrdinals:
+            return True
+
 
 class DeviceRegistry:
     """The devices that this process has found, oldest first."""
@@ -64,6 +84,10 @@ class DeviceRegistry:
         self._lock = threading.Lock()
         self._caller: int | None = None
         """Id of the thread that holds the lock."""
+        self._environment: dict[str, str | None] | None = None
+        """The variables that the calls set, as they were before; None while nothing is found."""
+        self.restored_mask = False
+        """True once a mask that a call had set was taken back."""
         os.register_at_fork(after_in_child=self._unlock)
 
     @contextmanager
@@ -94,6 +118,21 @@ class DeviceRegistry:
         """Add what a call has found."""
         self.ever_used = True
         self._entries.append(devices)
+
+    def remember_environment(self) -> None:
+        """Keep what a call is about to change, unless an earlier one has changed it already."""
+        if self._environment is None:
+            self._environment = {name: os.environ.get(name) for name in SET_VARIABLES}
+
+    def restore_environment(self) -> None:
+        """Take back what the calls have set, for this process and for those that it starts."""
+        before, self._environment = self._environment or {}, None
+        self.restored_mask |= MASK in before and before[MASK] != os.environ.get(MASK)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def active(self) -> list[FoundDevices]:
         """Those with a lease that this process, or the one it was forked from, has neither released nor lost."""

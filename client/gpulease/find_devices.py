@@ -20,6 +20,7 @@ A lease that is lost or was released is never returned again: the call takes a n
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -28,22 +29,44 @@ from typing import Any, Protocol
 
 from gpulease.cuda import ranks
 from gpulease.cuda.ordinals import MASK, VisibleDevices, check_mask_changeable, mask_settings, set_mask, visible_gpus
-from gpulease.device_reuse import DeviceRegistry, DeviceRequirements, FoundDevices, reuse_devices
+from gpulease.device_reuse import (
+    LEASE_VARIABLE,
+    TOKEN_VARIABLE,
+    DeviceRegistry,
+    DeviceRequirements,
+    FoundDevices,
+    reuse_devices,
+)
 from gpulease.lease import HeldLease, LeaseClient
-from gpulease_protocol.errors import IdempotencyMismatch, InUse, InvalidRequest, LeaseLost, NotFound, NotNow, StaleToken
+from gpulease_protocol.durations import LONGEST_S, parse_duration
+from gpulease_protocol.errors import (
+    DaemonUnavailable,
+    IdempotencyMismatch,
+    InUse,
+    InvalidRequest,
+    LeaseLost,
+    MaskLatched,
+    NeverFits,
+    NotFound,
+    NotNow,
+    StaleToken,
+    Unavailable,
+)
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import Gpu, Lease, LeaseState, Node
+from gpulease_protocol.obstacle_groups import obstacle_groups
+from gpulease_protocol.status_table import format_duration
 
-LEASE_VARIABLE = "GPULEASE_LEASE_ID"
-TOKEN_VARIABLE = "GPULEASE_LEASE_TOKEN"  # noqa: S105 - no secret
+LOG = logging.getLogger("gpulease")
+
 WAIT_VARIABLE = "GPULEASE_WAIT_S"
-"""How long to wait for GPUs by default, in seconds."""
+"""How long to wait for GPUs by default: `600`, `90s`, `10m`."""
 TTL_S = 60.0
 """How soon the GPUs are free again if this process dies unseen by the daemon."""
 MAX_SHARED_KEYS, MAX_FORKED_KEYS = 8, 1000
 """How many leases the ranks of one launcher may take, one after the other; a notebook launches many runs."""
-MAX_OBSTACLES_SHOWN = 8
-"""How many GPUs a refusal explains."""
+DAEMON_POLL_S = 1.0
+"""How often to look for a daemon that is not up yet."""
 
 _registry = DeviceRegistry()
 
@@ -75,46 +98,107 @@ def find_devices(
 ) -> list[int]:
     """Reserve usable GPUs and return their CUDA ordinals, as `gpulease.find_usable_cuda_devices` documents."""
     wait_s = _default_wait_s() if wait_s is None else wait_s
+    until_s = time.monotonic() + wait_s
     if not reuse:
-        visible = _visible_devices(num_devices, requirements, client)
-        return _reserve(num_devices, requirements, wait_s, label, client, visible, shared=False)
+        visible = _visible_devices(num_devices, requirements, client, until_s)
+        left_s = _left_s(wait_s, until_s)
+        return _reserve(num_devices, requirements, left_s, label, client, visible, shared=False)
     with _registry.exclusive(wait_s):
         found = [
             found for found in _registry.active() if found.lease.is_holder or _active_lease(client, found.lease.id)
         ]
         if found:
             return reuse_devices(num_devices, requirements, found)
-        visible = _visible_devices(num_devices, requirements, client)
+        visible = _visible_devices(num_devices, requirements, client, until_s)
         if (kept := _lease_kept_across_execve(client)) is not None:
             _register(kept, requirements, visible)
             return reuse_devices(num_devices, requirements, _registry.active())
         inherited = _inherited_devices(num_devices, requirements, client, visible)
-        return inherited or _reserve(num_devices, requirements, wait_s, label, client, visible, shared=True)
+        left_s = _left_s(wait_s, until_s)
+        return inherited or _reserve(num_devices, requirements, left_s, label, client, visible, shared=True)
 
 
 def reserved_leases() -> tuple[HeldLease, ...]:
     """The leases that `find_usable_cuda_devices` has taken in this process, without those released or lost.
 
-    Release them to give the GPUs back before the process exits, for instance in a notebook:
-
-        for lease in gpulease.reserved_leases():
-            lease.release()
+    Their `lost` is set when the GPUs may no longer be used. `gpulease.release` gives them back.
     """
     return tuple(found.lease for found in _registry.active() if found.lease.is_holder)
 
 
-def _visible_devices(num_devices: int, requirements: DeviceRequirements, client: DeviceClient) -> VisibleDevices:
+def release() -> tuple[HeldLease, ...]:
+    """Give back now what `find_usable_cuda_devices` took in this process, as in a notebook that goes on without GPUs.
+
+        gpulease.release()
+
+    Returns the leases that it gave back: none if nothing is held, in a forked child, and in the ranks of a launcher,
+    whose lease is that of all. CUDA_VISIBLE_DEVICES and the variables of the lease are as before, so that the next call
+    of `find_usable_cuda_devices` may find other GPUs. If CUDA is initialized, it keeps memory on the GPUs, and no one
+    else gets them before this process ends: a warning says so.
+
+    If no daemon answers, this process repeats the release until one does.
+    """
+    given_back = [found for found in _registry.active() if found.lease.is_holder and not found.lease.shared]
+    in_use = [found for found in given_back if found.uses_cuda()]
+    for found in given_back:
+        found.lease.__exit__(None, None, None)
+    if given_back and not reserved_leases():
+        _registry.restore_environment()
+    for found in in_use:
+        LOG.warning(
+            "CUDA is initialized in this process and may keep memory on %s: no one else gets them before it ends.",
+            ", ".join(f"GPU {gpu.index} of {gpu.node}" for gpu in found.lease.gpus),
+        )
+    return tuple(found.lease for found in given_back)
+
+
+def _left_s(wait_s: float, until_s: float) -> float:
+    """What is left of a wait; 0 only for a call that does not wait."""
+    return max(0.001, until_s - time.monotonic()) if wait_s > 0 else 0.0
+
+
+def _visible_devices(
+    num_devices: int, requirements: DeviceRequirements, client: DeviceClient, until_s: float
+) -> VisibleDevices:
     """What CUDA shows this process. Raises ValueError if it shows too few GPUs, MaskLatched if it is too late."""
     if requirements.set_visible:
         check_mask_changeable()
+    _await_daemon(client, until_s)
     gpus = client.gpus()
     local_node = _local_node(client, {gpu.node for gpu in gpus})
     in_pci_order = sorted(
         (gpu for gpu in gpus if local_node and gpu.node == local_node.name), key=lambda gpu: gpu.index
     )
     visible = visible_gpus(in_pci_order, simulated=local_node is None or local_node.simulated)
+    if visible.initialized and _registry.restored_mask and num_devices > len(visible.gpus):
+        raise MaskLatched(
+            f"CUDA was initialized while {MASK} named GPUs that were given back since, and shows no others here.",
+            remedy="Start the process again, in a notebook the kernel.",
+        )
     _check_count(num_devices, visible.gpus)
     return visible
+
+
+def _await_daemon(client: DeviceClient, until_s: float) -> None:
+    """Return when a daemon answers and knows a node, as after the start of the machine, or when no time is left."""
+    announced = not ranks.is_first_rank()
+    while (left_s := until_s - time.monotonic()) > 0:
+        try:
+            if client.nodes():
+                return
+            why = "No worker has reported to it yet."
+        except (DaemonUnavailable, Unavailable) as error:
+            if isinstance(error, DaemonUnavailable) and not error.may_come:
+                raise
+            why = error.detail
+        if not announced:
+            LOG.warning("gpulease waits for its daemon, for at most %s. %s Ctrl-C gives up.", _length(left_s), why)
+            announced = True
+        time.sleep(min(DAEMON_POLL_S, left_s))
+
+
+def _length(seconds: float) -> str:
+    return format_duration(round(seconds)) if seconds < LONGEST_S else "as long as it takes"
 
 
 def _active_lease(client: DeviceClient, lease_id: str) -> Lease | None:
@@ -217,7 +301,7 @@ def _reserve(
     except NotNow as error:
         if num_devices == -1:
             return []
-        raise _too_few_usable(num_devices, visible, error) from error
+        raise _too_few_usable(num_devices, visible, wait_s, error) from None
     return _register(held, requirements, visible, shared=launched_by is not None or forked_by is not None)
 
 
@@ -255,7 +339,7 @@ def _shared_lease(
                 f"Another rank launched by process {launched_by.pid} made a different request (GPUs, label, or"
                 " whether to wait), and all ranks of a training run share one lease.",
                 remedy="Ask for the same in every rank, or pass reuse=False to reserve more.",
-            ) from error
+            ) from None
     raise LeaseLost(
         f"The ranks launched by process {launched_by.pid} have lost {max_leases} leases, one after the other.",
         remedy="Start the training again; `gpulease leases` says why they ended.",
@@ -270,31 +354,25 @@ def _local_node(client: DeviceClient, names: set[str]) -> Node | None:
 
 def _check_count(num_devices: int, visible: Sequence[Gpu]) -> None:
     if not visible:
-        raise ValueError(
+        raise NeverFits(
             f"You requested to find {num_devices} devices but there are no visible CUDA devices on this machine."
         )
     if num_devices > len(visible):
-        raise ValueError(f"You requested to find {num_devices} devices but this machine only has {len(visible)} GPUs.")
+        raise NeverFits(f"You requested to find {num_devices} devices but this machine only has {len(visible)} GPUs.")
     if num_devices < -1:
-        raise ValueError(f"num_devices must be -1 for every usable device, or 0 or more, not {num_devices}")
+        raise InvalidRequest(f"num_devices must be -1 for every usable device, or 0 or more, not {num_devices}")
 
 
-def _too_few_usable(num_devices: int, visible: VisibleDevices, error: NotNow) -> NotNow:
-    obstacles = (error.extra.get("explanation") or {}).get("obstacles", ())
-    in_the_way = {obstacle["uuid"]: obstacle.get("sentence", "") for obstacle in obstacles}
-    shown = [(ordinal, gpu.uuid) for ordinal, gpu in enumerate(visible.devices) if gpu is not None]
-    occupied = {ordinal: in_the_way[uuid] for ordinal, uuid in shown if uuid in in_the_way}
-    reasons = " ".join(
-        f"Device {ordinal}: {sentence}"
-        for ordinal, sentence in list(occupied.items())[:MAX_OBSTACLES_SHOWN]
-        if sentence
-    )
-    return NotNow(
-        f"You requested to find {num_devices} devices but only {len(shown) - len(occupied)} are currently available."
-        f" The devices {list(occupied)} are occupied by other processes and can't be used at the moment.",
-        remedy=f"{reasons} Set {WAIT_VARIABLE} to wait for them.".strip(),
-        extra=error.extra,
-    )
+def _too_few_usable(num_devices: int, visible: VisibleDevices, wait_s: float, error: NotNow) -> NotNow:
+    """Lightning's sentence, and who is in the way of the GPUs that this process can see."""
+    obstacles = error.explanation.obstacles if error.explanation else ()
+    shown = {gpu.uuid for gpu in visible.gpus}
+    in_the_way = [obstacle for obstacle in obstacles if obstacle.uuid in shown]
+    usable = len(shown) - len(in_the_way)
+    requested = f"You requested to find {num_devices} devices but only {usable} are currently available."
+    reasons = [f"{group}." for group in obstacle_groups(in_the_way)] or [error.detail]
+    how = "Wait longer with" if wait_s > 0 else "To wait for them, set"
+    return NotNow(" ".join([requested, *reasons]), remedy=f"{how} {WAIT_VARIABLE}=10m.", extra=error.extra)
 
 
 def _fix_ordinals(visible: VisibleDevices, uuids: set[str], requirements: DeviceRequirements) -> list[int]:
@@ -308,6 +386,7 @@ def _fix_ordinals(visible: VisibleDevices, uuids: set[str], requirements: Device
 def _register(
     held: HeldLease, requirements: DeviceRequirements, visible: VisibleDevices, *, shared: bool = False
 ) -> list[int]:
+    _registry.remember_environment()
     try:
         ordinals = _fix_ordinals(visible, {gpu.uuid for gpu in held.gpus}, requirements)
     except BaseException:
@@ -328,11 +407,6 @@ def _register(
 def _default_wait_s() -> float:
     text = os.environ.get(WAIT_VARIABLE) or "0"
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise InvalidRequest(
-            f"{WAIT_VARIABLE}: {text!r} is not a time.", remedy="Set it to a number of seconds, 0 or more."
-        )
-    return seconds
+        return parse_duration(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{WAIT_VARIABLE}: {error}.", remedy="Set it to a time, 0 or more.") from None

@@ -109,13 +109,15 @@ class HeldLease:
         """Start to renew `lease`. `trusted_from`: a monotonic time before its grant, at best just before.
 
         `on_lost` is called once, in the thread that detects the loss, with the signal mask of the constructing thread.
-        `shared`: other processes hold the lease too, so the exit of this one does not release it.
+        `shared`: see the attribute.
         `owner`: the process that owns the lease, if it is another; the lease is given back when that ends.
         """
         self._client = client
         self._works_for = ranks.pool_parent() if owner in (None, ProcessId.this_process()) else owner
         self._lease = lease
         self._on_lost = on_lost
+        self.shared = shared
+        """True if other processes hold the lease too, so that the exit of this one does not release it."""
         self._sent_at = trusted_from
         self._resumed_at = float("-inf")
         """When a thread of this lease last noticed that it had been stopped."""

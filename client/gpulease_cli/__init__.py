@@ -12,6 +12,7 @@ import sys
 import click
 
 from gpulease_cli import output
+from gpulease_cli.global_options import GLOBAL_OPTIONS
 from gpulease_cli.program import PROGRAM
 from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost
 
@@ -63,7 +64,7 @@ def _command(words: list[str]) -> str | None:
     for word in rest:
         if not word.startswith("-"):
             return word
-        if word in ("--url", "--token", "--daemon-user", "--config"):
+        if any(word in option.opts for option in GLOBAL_OPTIONS):
             next(rest, None)
     return None
 

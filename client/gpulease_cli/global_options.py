@@ -12,6 +12,7 @@ import click
 
 from gpulease_cli.parameters import Option
 from gpulease_protocol.host import config_file
+from gpulease_protocol.host.certificates import CA_KEY, CA_VARIABLE
 from gpulease_protocol.host.server_owner import DAEMON_USER_VARIABLE, user_name
 
 
@@ -20,9 +21,13 @@ def _into_environment(context: click.Context, parameter: click.Parameter, value:
         os.environ[str(parameter.envvar)] = value
 
 
+def _file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    _into_environment(context, parameter, value and os.path.abspath(value))
+
+
 def _configuration_file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     """Name the file in the environment, and take the defaults of a command that has a section there."""
-    _into_environment(context, parameter, value and os.path.abspath(value))
+    _file(context, parameter, value)
     section = getattr(context.command, "section", "")
     if section and not context.resilient_parsing:
         from gpulease_cli import settings  # noqa: PLC0415 - for the daemon's own commands alone
@@ -68,6 +73,15 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
         " address is sent nothing.",
         show_default="root, or you",
         derive=lambda _: ",".join(dict.fromkeys(("root", user_name(os.geteuid())))),
+    ),
+    _global(
+        "--cacert",
+        CA_KEY,
+        metavar="FILE",
+        envvar=CA_VARIABLE,
+        callback=_file,
+        help="Certificates to trust for https, in PEM format: the daemon's own, or that of its authority.",
+        show_default="the system's",
     ),
     _global(
         "--config",

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from enum import Enum
 from typing import Any
 
 import click
 
 from gpulease_protocol.bounds import bounds_of
-
-LONGEST_S = 100 * 366 * 86400.0
-"""A century: nothing here takes longer."""
-UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-
-
-def seconds(text: str) -> float:
-    """Seconds in `90s`, `10m`, `1.5h`, `2d`, `300`; at most a century. Raises ValueError for anything else."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip().lower())
-    if match is None:
-        raise ValueError(f"{text!r} is not a duration; write it like 90s, 10m, 1.5h or 300 (seconds)")
-    length_s = float(match[1]) * UNITS_S[match[2]]
-    if length_s > LONGEST_S:
-        raise ValueError(f"{text!r} is longer than a century; write it like 90s, 10m, 1.5h or 300 (seconds)")
-    return length_s
+from gpulease_protocol.durations import parse_duration
 
 
 class Duration(click.ParamType[float]):
@@ -37,7 +22,7 @@ class Duration(click.ParamType[float]):
         if isinstance(value, float | int):
             return float(value)
         try:
-            return seconds(value)
+            return parse_duration(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

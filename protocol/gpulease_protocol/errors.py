@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from gpulease_protocol.explanation import Explanation
 
 DOCS = "/docs"
 """The page of a daemon with an anchor for each code."""
@@ -45,6 +48,15 @@ class GpuleaseError(Exception):
         self.remedy = remedy
         self.extra: dict[str, Any] = dict(extra or {})
         """Further members of the problem document, such as `explanation`."""
+
+    @property
+    def explanation(self) -> Explanation | None:
+        """Who is in the way of the request that was refused, GPU by GPU; None where the daemon did not explain."""
+        from gpulease_protocol.codec import from_json  # noqa: PLC0415 - most programs never ask
+        from gpulease_protocol.explanation import Explanation  # noqa: PLC0415
+
+        found = self.extra.get("explanation")
+        return from_json(Explanation, found) if isinstance(found, Mapping) else found
 
     def problem(self) -> dict[str, Any]:
         """The RFC 9457 document for this error."""
@@ -167,9 +179,11 @@ class Unavailable(GpuleaseError):
 
 
 class DaemonUnavailable(GpuleaseError, RuntimeError):
-    """No daemon answers. Start one with `gpulease serve`, or set GPULEASE_URL."""
+    """No daemon answers. Look at `systemctl status gpulease`, or ask the administrator."""
 
     code, status, title = "daemon_unavailable", 503, "Daemon unavailable"
+    may_come: bool = True
+    """False if something answers that is not trusted or speaks otherwise, so that waiting does not help."""
 
 
 class UnknownOrdinals(GpuleaseError, RuntimeError):
@@ -225,6 +239,9 @@ ERRORS_BY_CODE: dict[str, type[GpuleaseError]] = {
     )
 }
 """The class for each code that a daemon may answer."""
+
+for _kind in (GpuleaseError, UnknownOrdinals, MaskLatched, *ERRORS_BY_CODE.values()):
+    _kind.__module__ = "gpulease"  # the name that is documented, and that a traceback begins with
 
 
 def error_from_problem(problem: Mapping[str, Any]) -> GpuleaseError:

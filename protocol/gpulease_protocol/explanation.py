@@ -35,6 +35,8 @@ class Obstacle(Noun):
     until: datetime | None = None
     """When the lease in the way ends: unless it is renewed or, if it is a job's, at the latest; null where no time
     limit runs, or no lease is in the way."""
+    job_id: str | None = None
+    """The job that runs under that lease."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

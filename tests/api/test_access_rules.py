@@ -153,7 +153,11 @@ def test_the_output_of_a_job_is_private_to_its_holder(here: Installation) -> Non
 def test_the_right_token_does_not_help_another_user(here: Installation) -> None:
     path, proof = f"/v1/leases/{here.lease['id']}", {"token": here.lease["token"]}
     for verb in ("renew", "release"):
-        assert here.ask("other", "POST", f"{path}/{verb}", proof).problem() == (403, "not_allowed")
+        answer = here.ask("other", "POST", f"{path}/{verb}", proof)
+        assert answer.problem() == (403, "not_allowed")
+        owner = here.lease["holder"]["user"]
+        assert answer.json["detail"].startswith(f"{here.lease['id']} is {owner}'s; you are ")
+        assert answer.json["remedy"] == f"Ask {owner}, or an administrator."
     assert here.ask("owner", "POST", f"{path}/renew", proof).status == 200
 
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from gpulease_cli.option_types import seconds
+from gpulease_protocol.durations import parse_duration
 from tests.cli.programs import environ
 from tests.client.fake_daemon import FakeDaemon
 from tests.imported_program import completed
@@ -27,13 +27,13 @@ def gpulease(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     [("90s", 90), ("10m", 600), ("2h", 7200), ("1.5h", 5400), ("300", 300), ("0", 0), ("1d", 86400), (" 5M ", 300)],
 )
 def test_durations(text: str, expected: float) -> None:
-    assert seconds(text) == expected
+    assert parse_duration(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "m", "-5", "5x", "1h30m", "inf", "nan", "1e3", "٣", "9" * 400])
 def test_an_invalid_duration_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="write it like"):
-        seconds(text)
+        parse_duration(text)
 
 
 @pytest.mark.alone

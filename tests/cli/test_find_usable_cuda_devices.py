@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import subprocess
 import sys
@@ -22,10 +23,7 @@ except Exception as error:
 """
 
 NONE_VISIBLE = "ValueError: You requested to find {} devices but there are no visible CUDA devices on this machine."
-TOO_FEW = (
-    "RuntimeError: You requested to find {} devices but only {} are currently available. The devices {} are occupied by"
-    " other processes and can't be used at the moment."
-)
+TOO_FEW = "RuntimeError: You requested to find {} devices but only {} are currently available. {}: "
 
 
 def found(python: Program, asked: str, mask: str | None) -> str:
@@ -65,8 +63,8 @@ def test_with_every_gpu_free(client: Client, python: Program, asked: str, mask: 
     [
         ("2", None, "[1, 3]"),
         ("-1", None, "[1, 3]"),
-        ("3", None, TOO_FEW.format(3, 2, [0, 2])),
-        ("2", "2,1", TOO_FEW.format(2, 1, [0])),
+        ("3", None, TOO_FEW.format(3, 2, "GPUs 0, 2")),
+        ("2", "2,1", TOO_FEW.format(2, 1, "GPU 2")),
         ("1", "2,3", "[1]"),
         ("-1", "0,2", "[]"),
     ],
@@ -77,11 +75,11 @@ def test_with_gpus_0_and_2_busy(client: Client, python: Program, asked: str, mas
 
 
 def test_a_refusal_names_the_holders(client: Client, python: Program) -> None:
-    with client.lease(devices=[0], wait_s=60, label="evening run"):
+    with client.lease(devices=[0], wait_s=60), client.lease(devices=[1, 2, 3], wait_s=60, label="evening run"):
         said = found(python, "4", None)
-    assert "Device 0: " in said
-    assert f'pid {os.getpid()}, "evening run") until ' in said
-    assert said.strip().endswith("Set GPULEASE_WAIT_S to wait for them.")
+    assert f"GPU 0: {getpass.getuser()} (pid {os.getpid()}) for " in said
+    assert f"GPUs 1-3: {getpass.getuser()} (evening run) for " in said
+    assert said.strip().endswith("To wait for them, set GPULEASE_WAIT_S=10m.")
 
 
 def test_a_mask_of_uuids_or_prefixes_is_respected(client: Client, python: Program) -> None:
@@ -125,7 +123,7 @@ def test_the_wait_may_be_set_in_the_environment(client: Client, url: str) -> Non
     held = client.lease(4, wait_s=60)
     finder = subprocess.Popen(
         [sys.executable, "-c", FIND.format("1")],
-        env=environ(GPULEASE_URL=url, GPULEASE_WAIT_S="30"),
+        env=environ(GPULEASE_URL=url, GPULEASE_WAIT_S="0.5m"),
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -141,7 +139,7 @@ def test_the_wait_may_be_set_in_the_environment(client: Client, url: str) -> Non
 
 def test_a_wait_that_is_not_a_number_is_refused(client: Client, python: Program) -> None:
     result = python(FIND.format("1"), GPULEASE_WAIT_S="soon")
-    assert result.stdout.startswith("ValueError: GPULEASE_WAIT_S: 'soon' is not a time.")
+    assert result.stdout.startswith("ValueError: GPULEASE_WAIT_S: 'soon' is not a duration; write it like 90s")
 
 
 def test_a_program_that_dies_frees_its_gpus(client: Client, url: str) -> None:

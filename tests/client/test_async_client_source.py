@@ -23,7 +23,7 @@ REPLACEMENTS = {
         "from gpulease.sansio.async_transport import AsyncTransport\n"
     ),
     r"from gpulease\.sansio\.sync_transport .*?\n": "",
-    r"\n\n\ndef find_usable_cuda_devices.*\Z": "\n",
+    r"\n\n\n@brief_errors\ndef find_usable_cuda_devices.*\Z": "\n",
     r"    def find_usable_cuda_devices.*?(?=    # )": "",
     # Class
     r"class Client:": "class AsyncClient:",

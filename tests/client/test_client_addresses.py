@@ -187,7 +187,7 @@ def test_a_standby_is_skipped_and_the_serving_daemon_is_kept(daemon: FakeDaemon,
 def test_a_server_that_refuses_or_hangs_up_is_skipped(gpus: Ask, daemon: FakeDaemon, speak: Any) -> None:
     with misbehaving(speak) as (url, read):
         assert gpus([url, daemon.url]) == ()
-    assert len(read) == 1
+    assert [request[:3] for request in read].count(b"GET") == 1, "the other one only tries whether it speaks TLS"
 
 
 def test_a_daemon_that_hangs_leaves_time_for_the_next_address(gpus: Ask, daemon: FakeDaemon, other: FakeDaemon) -> None:

@@ -119,6 +119,7 @@ def test_a_job_with_a_time_limit_says_when_it_ends_at_the_latest() -> None:
     assert 3590 < (found.until - world.now.at).total_seconds() <= HOUR_S
     assert "UTC at the latest" in found.sentence
     assert found.since == world.ledger.leases[found.lease_id or ""].lease.granted_at
+    assert found.job_id == job_id
 
 
 def test_a_lease_with_a_watched_process_is_held_as_long_as_that_lives() -> None:

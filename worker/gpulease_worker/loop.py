@@ -19,6 +19,7 @@ from gpulease.sansio.failover import Destination, Failover
 from gpulease_protocol import codec
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host import certificates
 from gpulease_protocol.host.addresses import candidates
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.model import ComputeMode, LeaseState
@@ -66,14 +67,16 @@ class WorkerLoop:
         self._changed = asyncio.Event()
         """Set when a job or an owner has changed since the last report."""
         # Without the proxies of the environment: the daemon is reached directly.
+        found = candidates(settings.url)
         destination = Destination(
-            candidates(settings.url),
+            found,
             True,
             settings.token,
             ANSWER_TIMEOUT_S,
             use_proxies=False,
             obeys=True,
             plain_http=settings.plain_http,
+            ca_file=certificates.ca_file(found),
         )
         self._destination = destination
         self._failover = Failover(destination)

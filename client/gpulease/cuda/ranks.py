@@ -163,6 +163,11 @@ def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
     return any(word.startswith("from multiprocessing.") for word in sys.orig_argv[:8])
 
 
+def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """False in every rank of a host but the first, so that one of them speaks for all."""
+    return all(environ.get(name, "0") == "0" for name in LOCAL_RANK_VARIABLES)
+
+
 def descends_from(ancestor: ProcessId, proc: Path = Path("/proc")) -> bool:
     """True if that process started this one, directly or not, and all processes in between are alive."""
     pid = os.getpid()

@@ -31,10 +31,12 @@ from gpulease.sansio.sync_transport import (
     connects_directly,
     error_reason,
     host_and_port,
+    may_speak_tls,
     ssl_verification,
     to_response,
     translate_error,
 )
+from gpulease.sansio.tls_errors import speaks_tls, tls_failure, use_https
 from gpulease_protocol.host.addresses import Address
 
 
@@ -46,6 +48,8 @@ class AsyncTransport:
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
+        self._contacted: set[Address] = set()
+        """Where a connection was made before, which may have failed only later."""
         self._loop: tuple[int, asyncio.AbstractEventLoop] | None = None
         self._connections: dict[Address, httpx2.AsyncClient] = {}
 
@@ -162,13 +166,23 @@ class AsyncTransport:
         trace = ServerCheck(attempt.address, self._destination).asynchronous
         request = build_request(connection, attempt, self._destination.bearer_token, trace)
         try:
-            return _Stream(await connection.send(request, stream=True), connection)
+            response = await connection.send(request, stream=True)
         except (httpx2.RequestError, OSError) as error:
-            raise translate_error(error) from error
+            first = attempt.address not in self._contacted
+            self._contacted.add(attempt.address)
+            if (
+                first
+                and may_speak_tls(error, attempt.address)
+                and await asyncio.to_thread(speaks_tls, attempt.address, self._destination)
+            ):
+                raise use_https(attempt.address) from error
+            raise tls_failure(error, attempt.address) or translate_error(error) from error
         except RuntimeError as error:
             if not connection.is_closed:
                 raise
             raise NotConnected("its connections were closed meanwhile") from error
+        self._contacted.add(attempt.address)
+        return _Stream(response, connection)
 
     def _is_own_loop(self) -> bool:
         return self._loop == (os.getpid(), asyncio.get_running_loop())
@@ -178,7 +192,7 @@ class AsyncTransport:
             # Sockets of another loop can neither be used nor closed here.
             self._connections, self._loop = {}, (os.getpid(), asyncio.get_running_loop())
         if address not in self._connections:
-            verify = ssl_verification(address)
+            verify = ssl_verification(address, self._destination.ca_file)
             socket = None if address.socket is None else str(address.socket)
             transport = None if socket is None else httpx2.AsyncHTTPTransport(uds=socket, verify=verify)
             self._connections[address] = httpx2.AsyncClient(

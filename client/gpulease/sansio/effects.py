@@ -86,12 +86,14 @@ class NotConnected(Exception):
 
 
 class NotTrusted(NotConnected):
-    """Who listens may not be a daemon, so the connection was closed before anything was sent."""
+    """Who listens may not be a daemon, or cannot be spoken to; nothing that counts was sent."""
 
-    def __init__(self, reason: str, remedy: str) -> None:
+    def __init__(self, reason: str, remedy: str, sentence: str | None = None) -> None:
         super().__init__(reason)
         self.remedy = remedy
         """What to do."""
+        self.sentence = sentence
+        """The same as `reason`, as a whole sentence with the address; None where `reason` says enough beside it."""
 
 
 class ResponseLost(Exception):

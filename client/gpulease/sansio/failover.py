@@ -14,12 +14,15 @@ nothing (503 `unavailable` without `outcome: unknown`), or the call is repeatabl
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self, TypeVar
 
+from gpulease.cuda import ranks
 from gpulease.rest_words import METHODS
 from gpulease.sansio.effects import Attempt, Flow, NotConnected, NotTrusted, Response, ResponseLost
 from gpulease_protocol.endpoints import ApiCall, without_refused_fields
@@ -31,8 +34,11 @@ from gpulease_protocol.errors import (
     error_from_problem,
     respelled,
 )
-from gpulease_protocol.host import addresses, config_file
+from gpulease_protocol.host import addresses, certificates, config_file
 from gpulease_protocol.host.addresses import Address
+from gpulease_protocol.host.variables import unknown_variables
+
+LOG = logging.getLogger("gpulease")
 
 Answer = TypeVar("Answer")
 
@@ -72,19 +78,24 @@ class Destination:
     """This process does what the daemon orders, as a worker does, so it believes fewer users (`server_check`)."""
     plain_http: bool = True
     """Plain HTTP may lead to another host, where nothing shows who answers."""
+    ca_file: str | None = None
+    """File with the certificates that https is to be trusted by, instead of the system's."""
 
     @classmethod
     def of(cls, url: str | Sequence[str] | None, bearer_token: str | None, timeout_s: float) -> Self:
-        """From the arguments, else GPULEASE_URL and GPULEASE_TOKEN, else a configuration file.
+        """From the arguments, else GPULEASE_URL, GPULEASE_TOKEN and GPULEASE_CACERT, else a configuration file.
 
         The file's token is never sent to an address from elsewhere. Raises InvalidRequest.
         """
+        _warn_of_unknown_variables()
         is_explicit = bool(url or os.environ.get("GPULEASE_URL"))
         configured = {} if is_explicit else config_file.client()
         if bearer_token is None:
             bearer_token = os.environ.get("GPULEASE_TOKEN") or configured.get("token")
         url = url or configured.get("url")
-        return cls(addresses.candidates(url), is_explicit or bool(url), bearer_token, timeout_s)
+        found = addresses.candidates(url)
+        trusted = certificates.ca_file(found)
+        return cls(found, is_explicit or bool(url), bearer_token, timeout_s, ca_file=trusted)
 
     @property
     def local(self) -> bool:
@@ -94,6 +105,14 @@ class Destination:
     def overlaps(self, other: Destination) -> bool:
         """True if both may lead to the same daemon, with the same credentials."""
         return self.bearer_token == other.bearer_token and not set(self.addresses).isdisjoint(other.addresses)
+
+
+@cache
+def _warn_of_unknown_variables() -> None:
+    """Once in each process, and by one of the ranks of a training."""
+    if ranks.is_first_rank():
+        for sentence in unknown_variables():
+            LOG.warning(sentence)
 
 
 class OutcomeUnknown(DaemonUnavailable):
@@ -264,13 +283,27 @@ class Failover:
         return kind(f"No daemon serves at {failures}.", remedy=failure.remedy, extra=failure.extra)
 
     def _no_daemon(self, failures: _Failures) -> DaemonUnavailable:
-        not_tried = ""
-        if not self.destination.interchangeable and self.destination.addresses[-1].socket is not None:
+        not_tried, systems = "", self.destination.addresses[-1].socket is not None
+        if not self.destination.interchangeable and systems:
             not_tried = (
                 f" {addresses.DEFAULT_URL} was not tried: this host has {addresses.SYSTEM_DATA_DIR}, so its daemon is "
                 "looked for at its socket only."
             )
-        return DaemonUnavailable(f"No daemon answers at {failures}.{not_tried}", remedy=failures.remedy)
+        if failures.distrust is not None:
+            remedy = failures.distrust.remedy
+        elif self.destination.interchangeable:
+            remedy = "Check the address (GPULEASE_URL), and that the daemon runs there."
+        elif systems:
+            remedy = "Look at `systemctl status gpulease`, or ask the administrator of this machine."
+        else:
+            remedy = (
+                "On a shared machine ask its administrator; `gpulease serve` starts one of your own, and GPULEASE_URL"
+                " names one elsewhere."
+            )
+        where = failures.distrust.sentence if len(failures.places) == 1 and failures.distrust else None
+        error = DaemonUnavailable(where or f"No daemon answers at {failures}.{not_tried}", remedy=remedy)
+        error.may_come = failures.distrust is None
+        return error
 
 
 class _Failures:
@@ -278,12 +311,13 @@ class _Failures:
 
     def __init__(self) -> None:
         self.places: list[str] = []
-        self.remedy = "Start one with `gpulease serve`, or set GPULEASE_URL."
+        self.distrust: NotTrusted | None = None
+        """The last failure of an address at which something answers that is not trusted."""
 
     def add(self, address: Address, error: Exception) -> None:
         self.places.append(f"{address.shown} ({getattr(error, 'detail', error)})")
         if isinstance(error, NotTrusted):
-            self.remedy = error.remedy
+            self.distrust = error
 
     def __str__(self) -> str:
         return ", ".join(self.places)

@@ -12,15 +12,16 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from gpulease.sansio.effects import Emit, Flow, NextChunk, ResponseLost, Sleep
 from gpulease.sansio.failover import Destination, Failover, is_safe_to_resend, may_have_taken_effect
 from gpulease.sansio.owed import DEBTS, Debt, is_about_its_debt, is_answer
+from gpulease.sansio.wait_announcement import WaitAnnouncement
 from gpulease_protocol import endpoints
-from gpulease_protocol.codec import from_json, to_json
+from gpulease_protocol.codec import to_json
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import (
     DaemonUnavailable,
@@ -33,9 +34,11 @@ from gpulease_protocol.errors import (
 )
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.log_frames import LogFrameParser
-from gpulease_protocol.model import Job, Lease, LeaseState, Page
+from gpulease_protocol.model import Demand, Job, Lease, LeaseState, Page
+from gpulease_protocol.obstacle_groups import obstacle_groups
 from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.sse import EventStreamParser
+from gpulease_protocol.status_table import describe_demand
 
 LOG = logging.getLogger("gpulease")
 
@@ -155,17 +158,19 @@ class Flows:
             lease = yield from self._request(
                 endpoints.request_lease(request, key), self._retry_s, shared_key is not None
             )
-        try:
-            if not _settled(lease):
-                if on_queued is not None:
-                    on_queued(lease)
-                lease, sent_at = yield from self._wait_for_grant(lease, sent_at, wait_s)
-            return (yield from self._renewed_if_old(lease, float("-inf") if shared_key else sent_at))
-        except BaseException as error:
-            if shared_key is None or not _settled(lease):
-                debt = Debt(self.failover, lease_id=lease.id, granted_too=shared_key is None)
-                yield from self._settle_or_owe(debt, error)
-            raise
+        with WaitAnnouncement(self.failover, silent=on_queued is not None) as announcement:
+            try:
+                if not _settled(lease):
+                    if on_queued is not None:
+                        on_queued(lease)
+                    lease, sent_at = yield from self._wait_for_grant(lease, sent_at, wait_s, announcement)
+                return (yield from self._renewed_if_old(lease, float("-inf") if shared_key else sent_at))
+            except BaseException as error:
+                if shared_key is None or not _settled(lease):
+                    debt = Debt(self.failover, lease_id=lease.id, granted_too=shared_key is None)
+                    if (yield from self._settle_or_owe(debt, error)) and not isinstance(error, Exception):
+                        announcement.gave_up(error)
+                raise
 
     def release(
         self, lease_id: str, fencing_token: int | None, retry_s: float | None = None, timeout_s: float | None = None
@@ -267,7 +272,7 @@ class Flows:
                 yield from self._request(endpoints.request_lease(request, key), self._short_retry_s, shared)
             ), sent_at
         except NotNow as error:
-            raise _not_now(error.extra.get("explanation"), 0, error) from error
+            raise _not_now(request.demand(), error.explanation, 0, error) from None
 
     def _request(self, call: ApiCall[Lease], retry_s: float, shared: bool) -> Flow[Lease]:
         """The answer to a request for a lease. If none arrives, a lease that may have been granted is released, unless
@@ -280,15 +285,15 @@ class Flows:
                 yield from self._settle_or_owe(Debt(self.failover, request=call), error)
             raise
 
-    def _settle_or_owe(self, debt: Debt, interruption: BaseException) -> Flow[None]:
-        """Settle the debt at once, because the process may be about to end. What no daemon answers is owed."""
+    def _settle_or_owe(self, debt: Debt, interruption: BaseException) -> Flow[bool]:
+        """Settle the debt at once, because the process may be about to end. What no daemon answers is owed: false."""
         DEBTS.add(debt)
         backoff, until_s = Backoff(RETRY_S), time.monotonic() + RETRY_S
         try:
             # A generator that is being closed can do nothing more itself.
             while not isinstance(interruption, GeneratorExit):
                 if (error := (yield from DEBTS.settled(debt))) is None:
-                    return
+                    return True
                 try:
                     pause = backoff.pause(error)
                 except GpuleaseError:
@@ -296,8 +301,9 @@ class Flows:
                 if pause is None or time.monotonic() > until_s:
                     what = f"Request {debt.lease_id}" if debt.lease_id else "A request without a response"
                     LOG.warning("%s is not withdrawn yet; this process repeats that: %s", what, error)
-                    return
+                    break
                 yield pause
+            return False
         finally:
             DEBTS.settle_in_background()
 
@@ -320,7 +326,9 @@ class Flows:
             raise LeaseLost(f"Request {lease.id} ended before it was granted: {lease.end_reason}.", remedy="Ask again.")
         return lease, sent_at
 
-    def _wait_for_grant(self, lease: Lease, sent_at: float, wait_s: float) -> Flow[tuple[Lease, float]]:
+    def _wait_for_grant(
+        self, lease: Lease, sent_at: float, wait_s: float, announcement: WaitAnnouncement
+    ) -> Flow[tuple[Lease, float]]:
         """The lease once it is granted, and when the last call was sent that found it still queued.
 
         Not when the call that found it granted was sent: an earlier response that said so may have been lost.
@@ -328,17 +336,17 @@ class Flows:
 
         def poll(hold_s: float, lease: Lease) -> ApiCall[Lease]:
             # Each poll keeps the request alive, so polls must be closer together than the ttl.
-            return endpoints.lease(lease.id, min(hold_s, lease.ttl_s / 3), lease.state)
+            return endpoints.lease(lease.id, min(hold_s, lease.ttl_s / 3, announcement.longest_poll_s), lease.state)
 
         left_s = sent_at + wait_s - time.monotonic()
-        lease, queued_at = yield from self._poll_until(lease, sent_at, poll, _settled, left_s)
+        lease, queued_at = yield from self._poll_until(lease, sent_at, poll, _settled, left_s, announcement.after_poll)
         if not _settled(lease):
             explanation = yield from self.send(endpoints.explain(lease.id))
             try:
                 yield from self.send(endpoints.release(lease.id, None))
             except StaleToken:  # granted after the last poll
                 return (yield from self.send(endpoints.lease(lease.id))), queued_at
-            raise _not_now(to_json(explanation), wait_s)
+            raise _not_now(lease.demand, explanation, wait_s)
         return lease, queued_at
 
     def _poll_until(
@@ -348,6 +356,7 @@ class Flows:
         poll: Callable[[float, Item], ApiCall[Item]],
         settled: Callable[[Item], bool],
         wait_s: float | None,
+        after_poll: Callable[[Item], Flow[None]] | None = None,
     ) -> Flow[tuple[Item, float]]:
         """Long-poll until `noun` is settled or `wait_s` has passed, retrying for `retry_s` in an outage.
 
@@ -370,6 +379,8 @@ class Flows:
                 if settled(noun):
                     break
                 sent_at = started_at
+                if after_poll is not None:
+                    yield from after_poll(noun)
                 # Do not poll in a tight loop if the daemon does not hold its responses.
                 pause = Sleep(0.05 if time.monotonic() - started_at < 0.05 else 0.0)
             yield pause
@@ -400,15 +411,14 @@ def as_tuple(state: str | Iterable[str]) -> tuple[str, ...]:
     return (state,) if isinstance(state, str) else tuple(state)
 
 
-def _not_now(explanation: Mapping[str, Any] | None, wait_s: float, answer: NotNow | None = None) -> NotNow:
-    """A refusal that says who holds which GPU."""
-    explained = from_json(Explanation, explanation) if explanation else None
-    when = f"Not granted within {wait_s:g} s." if wait_s > 0 else ""
-    summary = explained.sentence if explained else answer.detail if answer else ""
-    sentences = [obstacle.sentence for obstacle in explained.obstacles[:8]] if explained else []
-    in_the_way = [sentence for sentence in sentences if sentence not in summary]
-    return NotNow(
-        " ".join(part for part in (when, summary, *in_the_way) if part) or "The GPUs are in use.",
-        remedy="Try again later, or wait longer in the queue.",
-        extra={"explanation": explanation},
-    )
+def _not_now(demand: Demand, explanation: Explanation | None, wait_s: float, answer: NotNow | None = None) -> NotNow:
+    """A refusal in one look: what was asked for, and who has the GPUs."""
+    if explanation is None:
+        detail = answer.detail if answer else "The GPUs are in use."
+    elif groups := obstacle_groups(explanation.obstacles):
+        not_granted = f", not granted within {wait_s:g} s" if wait_s > 0 else ""
+        detail = f"Not now: asked for {describe_demand(demand)}{not_granted}. {'. '.join(groups)}."
+    else:
+        detail = explanation.sentence
+    remedy = "Wait longer: wait_s=600." if wait_s > 0 else "Wait in the queue: wait_s=600."
+    return NotNow(detail, remedy=remedy, extra={"explanation": to_json(explanation) if explanation else None})

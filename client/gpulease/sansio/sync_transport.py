@@ -30,6 +30,7 @@ from gpulease.sansio.effects import (
 )
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.server_check import ServerCheck
+from gpulease.sansio.tls_errors import speaks_tls, tls_failure, use_https
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.addresses import Address
@@ -48,6 +49,8 @@ class Transport:
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination
+        self._contacted: set[Address] = set()
+        """Where a connection was made before, which may have failed only later."""
         # Keyed by process: a forked child must neither use nor close the sockets of its parent.
         self._connections: dict[tuple[int, Address], httpx2.Client] = {}
 
@@ -127,19 +130,25 @@ class Transport:
         trace = ServerCheck(attempt.address, self._destination)
         request = build_request(connection, attempt, self._destination.bearer_token, trace)
         try:
-            return _Stream(connection.send(request, stream=True), connection)
+            response = connection.send(request, stream=True)
         except (httpx2.RequestError, OSError) as error:
-            raise translate_error(error) from error
+            first = attempt.address not in self._contacted
+            self._contacted.add(attempt.address)
+            if first and may_speak_tls(error, attempt.address) and speaks_tls(attempt.address, self._destination):
+                raise use_https(attempt.address) from error
+            raise tls_failure(error, attempt.address) or translate_error(error) from error
         except RuntimeError as error:
             if not connection.is_closed:
                 raise
             raise NotConnected("its connections were closed meanwhile") from error  # by `close` in another thread
+        self._contacted.add(attempt.address)
+        return _Stream(response, connection)
 
     def _connection(self, address: Address) -> httpx2.Client:
         key = (os.getpid(), address)
         if (existing := self._connections.get(key)) is not None:
             return existing
-        verify = ssl_verification(address)
+        verify = ssl_verification(address, self._destination.ca_file)
         transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket), verify=verify)
         new = httpx2.Client(
             transport=transport, verify=verify, trust_env=self._destination.use_proxies and not address.local
@@ -183,12 +192,23 @@ class _Stream:
             self.response.extensions["network_stream"].close()
 
 
-def ssl_verification(address: Address) -> ssl.SSLContext | bool:
-    """Trusted certificates: the system's or those of SSL_CERT_FILE, also without a proxy.
+def ssl_verification(address: Address, ca_file: str | None) -> ssl.SSLContext | bool:
+    """Trusted certificates: those of `ca_file`, else the system's or those of SSL_CERT_FILE, also without a proxy.
 
-    False for plain HTTP, because reading them takes 20 ms.
+    False for plain HTTP, because reading them takes 20 ms. Raises InvalidRequest for a file without certificates.
     """
-    return httpx2.create_ssl_context() if address.origin.startswith("https:") else False
+    if not address.origin.startswith("https:"):
+        return False
+    if ca_file is None:
+        return httpx2.create_ssl_context()
+    import ssl  # noqa: PLC0415 - for https only
+
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError:
+        raise InvalidRequest(
+            f"{ca_file} has no certificate that TLS can use.", remedy="Name a file in PEM format, as the daemon's own."
+        ) from None
 
 
 def build_request(
@@ -251,6 +271,12 @@ def translate_error(error: Exception) -> NotConnected | ResponseLost:
     if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)):
         return NotConnected(error_reason(error))
     return ResponseLost(error_reason(error), timed_out=isinstance(error, httpx2.TimeoutException))
+
+
+def may_speak_tls(error: Exception, address: Address) -> bool:
+    """True if plain HTTP failed as it does at a server that speaks TLS: the connection ends instead of a response."""
+    plain = address.socket is None and address.origin.startswith("http:")
+    return plain and isinstance(error, httpx2.RemoteProtocolError)
 
 
 def error_reason(error: Exception) -> str:

@@ -30,7 +30,7 @@ from gpulease_protocol.errors import InvalidRequest
 SYSTEM = Path("/etc/gpulease/config.toml")
 """The system's file."""
 SECTIONS = ("client", "serve", "worker")
-CLIENT_KEYS = ("url", "token", "daemon_user")
+CLIENT_KEYS = ("url", "token", "daemon_user", "ca_file")
 """Keys of `[client]`; each is a string."""
 VARIABLE = "GPULEASE_CONFIG"
 MAX_BYTES = 2**20

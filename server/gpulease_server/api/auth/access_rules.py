@@ -146,8 +146,10 @@ async def _is_allowed(caller: Caller, rule: AccessRule | None, request: Request,
                 return True
             parameters = request.path_params
             exists, holder = await holder_of(daemon, parameters.get("lease_id"), parameters.get("job_id"))
+            if caller.role is Role.USER and exists and not caller.owns(holder):
+                raise _of_another(caller, parameters.get("lease_id") or parameters["job_id"], holder)
             # If it does not exist, the route answers 404.
-            return caller.role is Role.USER and (not exists or caller.owns(holder))
+            return caller.role is Role.USER
         case AccessRule.ADMIN:
             return caller.is_admin
         case _:
@@ -177,12 +179,18 @@ def other_node(node: str | None) -> NotAllowed:
     )
 
 
+def _of_another(caller: Caller, noun_id: str, holder: Holder | None) -> NotAllowed:
+    """The refusal of a user who is not the holder."""
+    user = holder.user if holder is not None and holder.user else None
+    whose = f"{user}'s" if user else "that of a user who is not known"
+    return NotAllowed(
+        f"{noun_id} is {whose}; you are {caller.user}.", remedy=f"Ask {user or 'its holder'}, or an administrator."
+    )
+
+
 def _refusal(caller: Caller, rule: AccessRule | None) -> NotAllowed:
     who = f"{caller.user} ({caller.role}, identified by {caller.identified_by})"
     match rule:
-        case AccessRule.HOLDER if caller.role is Role.USER:
-            detail = f"This belongs to another user, and you are {who}."
-            return NotAllowed(detail, remedy="Ask its holder or an administrator.")
         case AccessRule.WORKER if caller.may_report:
             return other_node(caller.node)
         case AccessRule.WORKER:

@@ -53,7 +53,7 @@ def obstacle(
         lease = ledger.leases[gpu.lease_id].lease
         until, ends = _end(ledger, lease, now)
         found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{ends}{_cordoned_later(ledger, gpu)}.")
-        return replace(found, since=lease.granted_at, until=until)
+        return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id)
     if lacks_memory(ledger, demand, gpu):
         reading = reading_of(ledger, gpu)
         unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None

@@ -1,0 +1,39 @@
+"""The environment variables of gpulease, by name: one that is not among them is a slip of the pen, and has no effect.
+
+A test compares the list with what the code reads. What a lease or a job sets is known by its beginning, because a newer
+daemon may set more.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+
+KNOWN = frozenset(
+    """
+    ADMINS BEHIND_PROXY CACERT CALL_DEADLINE_S CGROUPS CONFIG CORS_ORIGINS DAEMON_USER DATABASE_URL DATA_DIR
+    DESKTOP_NAMES DEVICE_FILES FOUND_BY HEALTH_S IDLE_MEMORY_BYTES JOB_MEMORY_BYTES JOB_PIDS KEEP_DAYS KEEP_ENDED
+    KEEP_EVENTS KEEP_JOBS KILL_LEFTOVERS LISTEN_HOST LISTEN_PORT LOG_BYTES LOG_FORMAT LOG_LEVEL MANAGE_COMPUTE_MODE
+    MAX_BYPASS MAX_BYPASS_S MAX_GPUS_PER_USER MAX_LEASES_PER_USER MAX_OBSERVATION_AGE_S MAX_QUEUE_BYTES_PER_USER
+    MAX_QUEUE_PER_USER MAX_RPS_PER_USER MONITOR_NAMES NODE NODE_LOST_AFTER_S NO_NEW_PRIVS PAM_SERVICE PARENT_PID
+    PCI_DEVICES PEERS PLAIN_HTTP POLL_S PROBE_DEADLINE_S PROCESSES_S RETAINED_MEMORY_S SHOW_COMMANDS SIMULATE SOCKET
+    SOCKET_MODE STANDBY START_DEADLINE_S TLS_CERT TLS_KEY TOKEN URL WAIT_S WORKER WORKER_DIR
+    """.split()  # noqa: SIM905 - one name on each line would be seventy
+)
+"""Names after `GPULEASE_`."""
+SET_BY_LEASES = re.compile(r"GPULEASE(_(LEASE|JOB|ARRAY|MEMBER|TEST)_\w+)?")
+"""Variables that a lease, a job or a test sets."""
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A sentence for each variable that looks as if gpulease read it, and which it does not."""
+    names = (name for name in environ if name.startswith("GPULEASE_") and not SET_BY_LEASES.fullmatch(name))
+    return [_sentence(name) for name in sorted(names) if name.removeprefix("GPULEASE_") not in KNOWN]
+
+
+def _sentence(name: str) -> str:
+    near = difflib.get_close_matches(name.removeprefix("GPULEASE_"), KNOWN, 1, 0.7)
+    meant = f" Did you mean GPULEASE_{near[0]}?" if near else ""
+    return f"{name} is no variable of gpulease and has no effect.{meant}"

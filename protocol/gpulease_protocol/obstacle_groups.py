@@ -1,0 +1,89 @@
+"""Who is in the way of a request, for people: the obstacles of an explanation, grouped by who has the GPUs.
+
+    GPUs 0, 1: bob (resnet) for 2h 10m
+    GPUs 4-7: ada (job job-82c4b92c) for 5m 00s, until 16:20
+    GPU 2: in use without a lease by pid 4242 of eve
+
+The library's errors and its announcements of a wait are made of it, and the progress line of the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+
+from gpulease_protocol.explanation import Obstacle
+from gpulease_protocol.status_table import format_duration, printable
+
+UNFIT = frozenset({"other_node", "other_model", "not_listed"})
+"""Codes of GPUs that were not asked for, and so are not in the way."""
+MAX_GROUPS = 8
+"""Groups that are told: no one reads a longer sentence to its end."""
+
+
+def obstacle_groups(obstacles: Iterable[Obstacle], now: datetime | None = None) -> list[str]:
+    """One phrase for each holder in the way, those of the first GPUs first; at most `MAX_GROUPS` and how many more."""
+    now = datetime.now(UTC) if now is None else now
+    relevant = [obstacle for obstacle in obstacles if obstacle.code not in UNFIT]
+    several_nodes = len({obstacle.node for obstacle in relevant}) > 1
+    groups: dict[tuple[str, str], list[int]] = {}
+    whole: dict[str, None] = {}
+    for obstacle in relevant:
+        why = _why(obstacle, now)
+        if why is None:  # a sentence about the node or the user
+            whole[obstacle.sentence.rstrip(".")] = None
+        else:
+            groups.setdefault((obstacle.node if several_nodes else "", why), []).append(obstacle.index)
+    phrases = [f"{_gpus(indices, node)}: {why}" for (node, why), indices in groups.items()]
+    phrases += whole
+    more = len(phrases) - MAX_GROUPS
+    return phrases if more <= 0 else [*phrases[:MAX_GROUPS], f"and {more} more"]
+
+
+def _why(obstacle: Obstacle, now: datetime) -> str | None:
+    """Why one GPU is not free, without its name; None for a sentence that does not begin with it."""
+    if obstacle.code == "leased" and obstacle.holder is not None:
+        return _holder(obstacle) + _times(obstacle, now)
+    name = f"GPU {obstacle.index} of {obstacle.node} "
+    if not obstacle.sentence.startswith(name):
+        return None
+    return printable(obstacle.sentence.removeprefix(name).removeprefix("is ").rstrip("."), 200)
+
+
+def _holder(obstacle: Obstacle) -> str:
+    """Who holds the lease in the way, by the name that says most."""
+    holder = obstacle.holder
+    assert holder is not None
+    if holder.label:
+        what = holder.label
+    elif obstacle.job_id:
+        what = f"job {obstacle.job_id}"
+    elif holder.owner_pid:
+        what = f"pid {holder.owner_pid}"
+    else:
+        what = obstacle.lease_id or ""
+    who = holder.user or holder.host or "someone"
+    return f"{printable(who, 40)} ({printable(what, 40)})" if what else printable(who, 40)
+
+
+def _times(obstacle: Obstacle, now: datetime) -> str:
+    """Since when, and until when where that is known, by the clock of this host."""
+    since = f" for {format_duration((now - obstacle.since).total_seconds())}" if obstacle.since else ""
+    watched = obstacle.holder is not None and obstacle.holder.owner_pid is not None
+    if obstacle.until is None or watched:  # the end of a watched process is not known
+        return since
+    local = obstacle.until.astimezone()
+    day = "" if local.date() == now.astimezone().date() else f"{local:%b %d} "
+    return f"{since}, until {day}{local:%H:%M}{'' if obstacle.job_id else ' unless renewed'}"
+
+
+def _gpus(indices: Sequence[int], node: str) -> str:
+    """`GPU 0`, `GPUs 0, 1`, `GPUs 0-2, 5 of gpubox`."""
+    runs: list[list[int]] = []
+    for index in sorted(indices):
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    names = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(names)}{f' of {node}' if node else ''}"
