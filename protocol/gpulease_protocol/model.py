@@ -388,6 +388,8 @@ class Node(Noun):
     """GPUs of the node."""
     driver_version: str | None = None
     """NVIDIA driver version."""
+    worker_version: str | None = None
+    """Version of gpulease that its worker is of; null if it has not reported, or is older than this field."""
     simulated: bool = False
     """True when the readings come from a simulation."""
     observed_at: datetime | None = None

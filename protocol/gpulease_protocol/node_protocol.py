@@ -160,6 +160,8 @@ class NodeReport(Noun):
     """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
     driver_version: str | None = None
     """NVIDIA driver version."""
+    worker_version: str | None = None
+    """Version of gpulease that the worker is of."""
     simulated: bool = False
     """True when the readings come from a simulation."""
     ports_in_use: tuple[int, ...] = ()

@@ -255,8 +255,8 @@ def test_a_daemon_without_a_worker_is_ready_says_so_and_grants_nothing(tmp_path:
         ready = running.call("GET", "/readyz")
         assert (ready.status, ready.json["status"]) == (200, "ready"), "else a proxy keeps its workers away"
         assert "No worker has reported since this daemon started: nothing can be granted." in ready.json["detail"]
-        assert "no worker has reported yet" in running.call("GET", "/").content.decode()
-        assert "no worker has reported yet" in gpulease("status", GPULEASE_URL=running.url).stdout
+        assert "no worker has reported" in running.call("GET", "/").content.decode()
+        assert "no worker has reported" in gpulease("status", GPULEASE_URL=running.url).stdout
         examined = gpulease("doctor", GPULEASE_URL=running.url).stdout
         assert "No worker has reported since this daemon started: nothing can be granted." in examined
         assert "It answers and can grant" not in examined

@@ -81,8 +81,10 @@ def test_doctor_finds_the_daemon_fine_and_exits_1_if_a_check_fails(client: Clien
     health = {item["check"]: item["health"] for item in json.loads(result.stdout)["items"]}
     assert (health["daemon"], health["socket"], health["clock"]) == ("fine", "fine", "fine")
     assert result.returncode == ("wrong" in health.values())
-    lines = gpulease("doctor", "--data-dir", place).stdout.splitlines()
+    *lines, last = gpulease("doctor", "--data-dir", place).stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(health.values())
+    assert last.endswith(" wrong")
+    assert (health["workers"], health["version"]) == ("fine", "fine")
 
 
 @pytest.mark.parametrize(

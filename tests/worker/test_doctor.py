@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol.model import ComputeMode, GpuReading
+from gpulease_protocol.model import ComputeMode, GpuReading, Node, NodeMode, NodeState
 from gpulease_worker import doctor_facts
-from gpulease_worker.doctor import CHECKS, INITIAL_PID_NAMESPACE, Finding, HostFacts, Outcome, examine
+from gpulease_worker.doctor import CHECKS, examine, verdict
+from gpulease_worker.doctor_findings import Certificate, Finding, HostFacts, Outcome
+from gpulease_worker.doctor_service import UNITS
+from gpulease_worker.processes.procfs import INITIAL_PID_NAMESPACE
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
 from tests.squatter import EVE, ROOT, Squatter
 from tests.worker.stand_in import POOR, WHOLE, Driver
@@ -39,7 +43,19 @@ WELL = HostFacts(
     newest_s=1.8e9 - 5,
     data_dir="/d",
     free_bytes=50 * 2**30,
+    units=dict.fromkeys(UNITS, (True, True)),
+    nodes=(Node(name="n", state=NodeState.READY, gpu_count=2, worker_version="0.1.0"),),
+    daemon_version="0.1.0",
+    program_version="0.1.0",
 )
+CERTIFICATE = Certificate(
+    file="/c.pem", expires_s=1.8e9 + 90 * 86400, names=("gpubox.example", "localhost"), host_names=("gpubox.example",)
+)
+NO_WORKER = "No worker has reported since this daemon started: nothing can be granted. Start one: gpulease worker."
+
+
+def silent(name: str, mode: NodeMode = NodeMode.ACTIVE) -> Node:
+    return Node(name=name, state=NodeState.UNKNOWN, mode=mode, gpu_count=2, reason=f"node {name} has been silent")
 
 
 def found(facts: HostFacts) -> dict[str, Finding]:
@@ -107,6 +123,22 @@ def test_on_a_host_that_is_well_every_check_is_fine() -> None:
         ({"newest_s": 1.8e9 + 3600}, "clock", "3600 s in the future", "timedatectl"),
         ({"daemon_problem": "Not ready: x"}, "daemon", "Not ready: x", "log"),
         ({"free_bytes": 2**20}, "disk", "0.0 GiB", "Free some space"),
+        ({"without_worker": NO_WORKER}, "workers", "No worker has reported", "systemctl start gpulease-worker.service"),
+        ({"without_worker": NO_WORKER, "units": None}, "workers", "can be granted.", "Start one: gpulease worker."),
+        ({"nodes": (silent("a"),)}, "workers", "a: node a has been silent", "systemctl status gpulease-worker"),
+        (
+            {"units": {"gpulease.service": (True, True), "gpulease.socket": (True, True)}},
+            "units",
+            "gpulease-worker.service is not installed: the daemon has no GPUs of this host",
+            "gpulease setup",
+        ),
+        (
+            {"units": dict.fromkeys(UNITS, (True, True)) | {"gpulease-worker.service": (True, False)}},
+            "units",
+            "gpulease-worker.service does not run",
+            "systemctl start gpulease-worker.service; journalctl -u gpulease-worker.service shows why",
+        ),
+        ({"certificate": replace(CERTIFICATE, expires_s=1.8e9 - 3 * 86400)}, "certificate", "3 days ago", "Renew it"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
@@ -145,6 +177,16 @@ def test_what_is_wrong_is_said_in_one_line_with_what_to_do(
             "GPU 0: pid 42, user root; GPU 1: pid 7, user ada",
             "Stop all but one",
         ),
+        ({"certificate": replace(CERTIFICATE, expires_s=1.8e9 + 3 * 86400)}, "certificate", "in 3 days", "Renew it"),
+        ({"certificate": replace(CERTIFICATE, names=("other",))}, "certificate", "is for other; this host is", "name"),
+        ({"units": dict.fromkeys(UNITS, (False, True))}, "units", "does not start with the host", "systemctl enable"),
+        (
+            {"nodes": (Node(name="n", state=NodeState.READY, gpu_count=2, worker_version="0.0.9"),)},
+            "workers",
+            "The daemon is of version 0.1.0, but n has 0.0.9",
+            "restart the worker",
+        ),
+        ({"program_version": "0.2.0"}, "version", "gpulease 0.2.0, the daemon 0.1.0", "one release"),
         ({"port_strangers": ("[::1]:8750 (user eve)",)}, "port", "you have [::1]:8750 (user eve).", "End that program"),
     ],
 )
@@ -170,6 +212,10 @@ def test_what_should_be_known_but_prevents_nothing_is_a_warning(
         ({"pid_namespace": 4026532999, "wsl": True}, "PID namespace"),
         ({"socket_mode": None}, "socket"),
         ({"free_bytes": None}, "disk"),
+        ({"free_bytes": 2**20, "nodes": (silent("a"),)}, "workers"),
+        ({"nodes": None, "daemon_problem": "No daemon answers."}, "workers"),
+        ({"certificate": replace(CERTIFICATE, problem="Permission denied")}, "certificate"),
+        ({"units": {}}, "units"),
     ],
 )
 def test_what_cannot_be_told_is_neither_fine_nor_wrong(what: dict[str, Any], check: str) -> None:
@@ -182,6 +228,52 @@ def test_nothing_is_wrong_on_a_host_without_gpus_whose_daemon_simulates_them() -
     assert Outcome.WRONG not in {finding.health for finding in examine(simulating)}
     idle = replace(simulating, daemon_has_readings=False, daemon_problem="No daemon answers.")
     assert [finding.check for finding in examine(idle) if finding.health is Outcome.WRONG] == ["driver", "daemon"]
+
+
+def test_what_is_fine_says_so() -> None:
+    paused = found(replace(WELL, nodes=(silent("a", NodeMode.PAUSED),), certificate=CERTIFICATE))
+    assert paused["workers"].health is Outcome.FINE
+    assert paused["certificate"].sentence == "/c.pem is valid for 90 days more."
+    any_host = replace(CERTIFICATE, names=("*.example",))
+    assert found(replace(WELL, certificate=any_host))["certificate"].health is Outcome.FINE
+
+
+def test_what_is_wrong_comes_first_and_is_counted_at_the_end() -> None:
+    ill = examine(replace(WELL, free_bytes=2**20, wall_s=0.0, persistence=(False,), gpus=(), library=None))
+    words = [finding.health.value for finding in ill]
+    assert words == sorted(words, key=["wrong", "warning", "fine", "unknown"].index)
+    assert words[:3] == ["wrong", "wrong", "warning"]
+    assert [verdict(found[:most]) for found, most in ((ill, 9), (ill, 1), (examine(WELL), 99))] == [
+        "2 things are wrong",
+        "1 thing is wrong",
+        "nothing is wrong",
+    ]
+
+
+def test_a_certificate_is_read(tmp_path: Path) -> None:
+    certificate = tmp_path / "c.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    words += ["-subj", "/CN=x", "-addext", "subjectAltName=DNS:localhost", "-out", str(certificate)]
+    subprocess.run([*words, "-keyout", str(tmp_path / "k.pem")], check=True, capture_output=True, timeout=60)
+    known = doctor_facts.read_certificate(certificate)
+    assert (known.problem, "localhost" in known.names) == (None, True)
+    assert known.expires_s > time.time()
+    assert doctor_facts.read_certificate(tmp_path / "absent").problem == "No such file or directory"
+    (tmp_path / "garbage").write_text("x")
+    assert doctor_facts.read_certificate(tmp_path / "garbage").problem
+
+
+def test_a_user_of_the_system_s_daemon_is_told_of_its_directory_and_not_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, system = tmp_path / "own", tmp_path / "system"
+    own.mkdir()
+    monkeypatch.setattr(doctor_facts, "default_data_dir", lambda: own)
+    monkeypatch.setattr(doctor_facts, "SYSTEM_DATA_DIR", system)
+    monkeypatch.setattr(doctor_facts, "has_system_socket", lambda: True)
+    assert doctor_facts.daemon_data_dir() == system
+    (own / "gpulease.sock").touch()
+    assert doctor_facts.daemon_data_dir() == own
 
 
 def test_exclusive_process_is_fine_and_says_what_it_means() -> None:

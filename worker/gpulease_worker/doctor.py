@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 
 from gpulease.cuda.libcuda import SYSTEM_NOT_READY
-from gpulease_protocol.model import ComputeMode, GpuReading, Noun
+from gpulease_protocol.model import ComputeMode, GpuReading
+from gpulease_worker import doctor_service
+from gpulease_worker.doctor_findings import Finding, HostFacts, Outcome, fine, unknown, warning, wrong
 from gpulease_worker.probe.gpu_health import FABRIC_NOT_READY, ROW_REMAP_PENDING
 from gpulease_worker.processes.procfs import INITIAL_PID_NAMESPACE
 
 RELEASED_S = 1767225600.0
 """2026-01-01: a correct clock shows no earlier time."""
-MIN_FREE_BYTES = 2**30
-"""Below this, the ledger and the logs of jobs soon fill the disk."""
 CLOCK_TOLERANCE_S = 60.0
 HEALTH_REMEDIES = {
     "mig": "Disable MIG to lease the whole GPU (gpulease node pause, nvidia-smi -i INDEX -mig 0).",
@@ -35,105 +33,30 @@ WARNING_REMEDIES = {
 """What to do, by warning."""
 
 
-class Outcome(StrEnum):
-    """The outcome of a check."""
-
-    FINE = "fine"
-    WARNING = "warning"
-    WRONG = "wrong"
-    UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Noun):
-    """The result of one check."""
-
-    check: str
-    """What was checked."""
-    health: Outcome
-    """`fine`, `wrong`, `warning` for what does not prevent work, or `unknown` if it cannot be told."""
-    sentence: str
-    """What was found."""
-    remedy: str = ""
-    """What to do; empty if nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostFacts:
-    """What was found on a host. None: it could not be determined."""
-
-    kernel_driver: str | None = None
-    """Version of the loaded kernel driver (`/proc/driver/nvidia/version`)."""
-    library: str | None = None
-    """Version of `libnvidia-ml.so.1`, from the name of the file that it links to."""
-    nvml_problem: str | None = None
-    """Why NVML gave no reading; None if it gave one."""
-    gpus: tuple[GpuReading, ...] = ()
-    """What NVML read."""
-    cuda: tuple[str, ...] | None = None
-    """UUIDs of the GPUs that CUDA shows; None if it did not start or was not asked."""
-    cuda_problem: str | None = None
-    """Why CUDA did not start."""
-    cuda_code: int | None = None
-    """The error code of CUDA."""
-    cuda_absent: bool = False
-    """True if there is no libcuda."""
-    pid_namespace: int | None = None
-    """Inode of this process's PID namespace."""
-    network_of_host: bool | None = None
-    """Whether this process is in the host's network namespace; None if that cannot be told."""
-    claims: tuple[str | None, ...] = ()
-    """Which process has claimed each GPU that NVML read, such as "pid 4242, user ada"; None: no process has."""
-    wsl: bool = False
-    """True under WSL2: the GPUs are those of Windows, through /dev/dxg."""
-    persistence: tuple[bool, ...] | None = None
-    """Whether each GPU is in persistence mode, in PCI order."""
-    binding: str | None = None
-    """The file that `import pynvml` would load; None if there is none."""
-    socket: str = ""
-    """Where the daemon's Unix socket should be."""
-    socket_mode: int | None = None
-    """Its permissions; None if it does not exist."""
-    socket_opens: bool = False
-    """Whether this user may connect to it."""
-    port_strangers: tuple[str, ...] = ()
-    """Other users who listen where browsers and curl look for the daemon, such as "127.0.0.1:8750 (user eve)"."""
-    wall_s: float = 0.0
-    """The wall clock, seconds since 1970."""
-    newest_s: float | None = None
-    """When anything in the data directory was last written, by the wall clock at that time."""
-    daemon_problem: str | None = None
-    """Why the daemon cannot be reached or cannot grant; None if it can."""
-    daemon_remedy: str = ""
-    """What to do about that."""
-    daemon_has_readings: bool = False
-    """Whether the daemon has readings of any GPUs: of this host, of others, or simulated."""
-    stands_by_for: str | None = None
-    """The address of the writer, if the daemon is a standby."""
-    data_dir: str = ""
-    """The daemon's data directory."""
-    free_bytes: int | None = None
-    """Free space there."""
-
-
 def examine(facts: HostFacts) -> tuple[Finding, ...]:
-    """One finding per check, in the order in which they should be read."""
-    return tuple(check(facts) for check in CHECKS)
+    """One finding per check: what is wrong first, and causes before consequences."""
+    return tuple(sorted((check(facts) for check in CHECKS), key=lambda finding: SEVERITY.index(finding.health)))
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """How many things are wrong, in words."""
+    count = sum(finding.health is Outcome.WRONG for finding in findings)
+    return "nothing is wrong" if not count else "1 thing is wrong" if count == 1 else f"{count} things are wrong"
 
 
 def driver(facts: HostFacts) -> Finding:
     """Is the kernel driver loaded?"""
     if facts.kernel_driver is None and facts.gpus:
-        return _unknown(
+        return unknown(
             "driver", "NVML answers although /proc does not show the driver, as under WSL and in some containers."
         )
     if facts.kernel_driver is None and facts.daemon_has_readings:
-        return _unknown("driver", "No NVIDIA driver is loaded; the daemon's GPUs are simulated or on other hosts.")
+        return unknown("driver", "No NVIDIA driver is loaded; the daemon's GPUs are simulated or on other hosts.")
     if facts.kernel_driver is None:
-        return _wrong(
+        return wrong(
             "driver", "No NVIDIA driver is loaded.", "Install it, or try without GPUs: gpulease serve --simulate 4."
         )
-    return _fine("driver", f"NVIDIA driver {facts.kernel_driver} is loaded.")
+    return fine("driver", f"NVIDIA driver {facts.kernel_driver} is loaded.")
 
 
 def library(facts: HostFacts) -> Finding:
@@ -141,48 +64,48 @@ def library(facts: HostFacts) -> Finding:
     if facts.library is None:
         sentence = "libnvidia-ml.so.1 was not found."
         if facts.kernel_driver is None or facts.nvml_problem is None:
-            return _unknown("driver library", sentence)
-        return _wrong("driver library", sentence, "Install the driver's user-space libraries, or set LD_LIBRARY_PATH.")
+            return unknown("driver library", sentence)
+        return wrong("driver library", sentence, "Install the driver's user-space libraries, or set LD_LIBRARY_PATH.")
     if facts.kernel_driver is None:
         driver_version = "the driver's version is unknown" if facts.gpus else "no driver is loaded"
-        return _unknown("driver library", f"The library has version {facts.library}; {driver_version}.")
+        return unknown("driver library", f"The library has version {facts.library}; {driver_version}.")
     if facts.library != facts.kernel_driver:
         sentence = f"The library has version {facts.library}, the loaded driver {facts.kernel_driver}: new processes \
 cannot use CUDA."
-        return _wrong("driver library", sentence, "Reboot, or unload and load the NVIDIA kernel modules.")
-    return _fine("driver library", f"It matches the driver's version, {facts.library}.")
+        return wrong("driver library", sentence, "Reboot, or unload and load the NVIDIA kernel modules.")
+    return fine("driver library", f"It matches the driver's version, {facts.library}.")
 
 
 def binding(facts: HostFacts) -> Finding:
     """Is `pynvml` the module of nvidia-ml-py, not the old package of that name?"""
     if facts.binding is None:
-        return _wrong("pynvml", "nvidia-ml-py is not installed.", "pip install 'gpulease[worker]'")
+        return wrong("pynvml", "nvidia-ml-py is not installed.", "pip install 'gpulease[worker]'")
     if facts.binding.endswith("__init__.py"):
         sentence = f"An old package shadows nvidia-ml-py: {facts.binding}."
-        return _wrong("pynvml", sentence, "pip uninstall -y pynvml nvidia-ml-py && pip install nvidia-ml-py")
-    return _fine("pynvml", f"It is the module of nvidia-ml-py: {facts.binding}.")
+        return wrong("pynvml", sentence, "pip uninstall -y pynvml nvidia-ml-py && pip install nvidia-ml-py")
+    return fine("pynvml", f"It is the module of nvidia-ml-py: {facts.binding}.")
 
 
 def nvml(facts: HostFacts) -> Finding:
     """Does NVML answer?"""
     if facts.nvml_problem is not None and facts.kernel_driver is None:
-        return _unknown("NVML", "There is no driver to ask.")
+        return unknown("NVML", "There is no driver to ask.")
     if facts.nvml_problem is not None:
-        return _wrong("NVML", facts.nvml_problem, "See the checks above; nvidia-smi should list the GPUs.")
+        return wrong("NVML", facts.nvml_problem, "See the checks above; nvidia-smi should list the GPUs.")
     conditions = {gpu.index: _health_and_warnings(gpu, facts) for gpu in facts.gpus}
     unhealthy = {index: health for index, (health, _) in conditions.items() if health != "ok"}
     warned = {index: warnings for index, (_, warnings) in conditions.items() if warnings}
     if unhealthy:
         remedies = dict.fromkeys(HEALTH_REMEDIES.get(health, RESET_REMEDY) for health in unhealthy.values())
         sentence = ", ".join(f"GPU {index} is {health}" for index, health in unhealthy.items())
-        return _wrong("NVML", f"{sentence}.", " ".join(remedies))
+        return wrong("NVML", f"{sentence}.", " ".join(remedies))
     if warned:
         remedies = dict.fromkeys(
             WARNING_REMEDIES.get(word, RESET_REMEDY) for warnings in warned.values() for word in warnings
         )
         sentence = ", ".join(f"GPU {index} has {' and '.join(warnings)}" for index, warnings in warned.items())
-        return _warning("NVML", f"{sentence}; this does not prevent its use.", " ".join(remedies))
-    return _fine("NVML", f"It answers and shows {_gpus(len(facts.gpus))}.")
+        return warning("NVML", f"{sentence}; this does not prevent its use.", " ".join(remedies))
+    return fine("NVML", f"It answers and shows {_gpus(len(facts.gpus))}.")
 
 
 def _health_and_warnings(gpu: GpuReading, facts: HostFacts) -> tuple[str, tuple[str, ...]]:
@@ -195,20 +118,20 @@ def _health_and_warnings(gpu: GpuReading, facts: HostFacts) -> tuple[str, tuple[
 def cuda(facts: HostFacts) -> Finding:
     """Does CUDA start? NVML answers even if it does not."""
     if not facts.gpus:
-        return _unknown("CUDA", "Not checked, because no GPU was read.")
+        return unknown("CUDA", "Not checked, because no GPU was read.")
     if facts.cuda:
-        return _fine("CUDA", f"It starts and shows {_gpus(len(facts.cuda))}.")
+        return fine("CUDA", f"It starts and shows {_gpus(len(facts.cuda))}.")
     if facts.cuda is not None:
-        return _warning(
+        return warning(
             "CUDA", "It starts, but shows no GPU.", "CUDA leaves out GPUs in MIG mode that have no instances."
         )
     if facts.cuda_code == SYSTEM_NOT_READY:
         sentence = "CUDA does not start: error 802, system not ready. The fabric manager is not running or not ready."
         remedy = "systemctl start nvidia-fabricmanager, in the driver's version; for a virtual machine, on its host."
-        return _wrong("CUDA", sentence, remedy)
+        return wrong("CUDA", sentence, remedy)
     if facts.cuda_absent or facts.cuda_problem is None:
-        return _unknown("CUDA", f"It cannot be checked: {facts.cuda_problem or 'it was not asked'}.")
-    return _wrong("CUDA", f"CUDA does not start: {facts.cuda_problem}.", "See the checks above, and dmesg.")
+        return unknown("CUDA", f"It cannot be checked: {facts.cuda_problem or 'it was not asked'}.")
+    return wrong("CUDA", f"CUDA does not start: {facts.cuda_problem}.", "See the checks above, and dmesg.")
 
 
 def pid_namespace(facts: HostFacts) -> Finding:
@@ -216,119 +139,75 @@ def pid_namespace(facts: HostFacts) -> Finding:
     if facts.wsl:
         sentence = "Under WSL2 not every process on a GPU is listed; memory and utilization tell whether it is in use. \
 GPULEASE_IDLE_MEMORY_BYTES is the memory that Windows may use."
-        return _unknown("PID namespace", sentence)
+        return unknown("PID namespace", sentence)
     if facts.pid_namespace is None:
-        return _unknown("PID namespace", "/proc/self/ns/pid cannot be read.")
+        return unknown("PID namespace", "/proc/self/ns/pid cannot be read.")
     if facts.pid_namespace != INITIAL_PID_NAMESPACE:
         sentence = "It is not the host's. Processes outside it are hidden; only memory and utilization show their use."
-        return _wrong("PID namespace", sentence, "Run the worker in the host's: docker run --pid=host.")
-    return _fine("PID namespace", "It is the host's: every process on a GPU is visible.")
+        return wrong("PID namespace", sentence, "Run the worker in the host's: docker run --pid=host.")
+    return fine("PID namespace", "It is the host's: every process on a GPU is visible.")
 
 
 def claims(facts: HostFacts) -> Finding:
     """Is each GPU in the ledger of one daemon? Its worker claims it, which others see in the same network namespace."""
     if facts.network_of_host is False:
         sentence = "This is not the host's network: whether another gpulease here leases the same GPUs cannot be seen."
-        return _warning("claims", sentence, "Run the worker in the host's network: docker run --network=host.")
+        return warning("claims", sentence, "Run the worker in the host's network: docker run --network=host.")
     indices: dict[str, list[int]] = {}
     for gpu, holder in zip(facts.gpus, facts.claims, strict=False):
         if holder is not None:
             indices.setdefault(holder, []).append(gpu.index)
     if not indices:
-        return _unknown("claims", "No worker has claimed a GPU that NVML shows here.")
+        return unknown("claims", "No worker has claimed a GPU that NVML shows here.")
     if len(indices) == 1:
-        return _fine("claims", f"One worker leases the GPUs of this host: {next(iter(indices))}.")
+        return fine("claims", f"One worker leases the GPUs of this host: {next(iter(indices))}.")
     sentence = "; ".join(f"GPU {_indices(held)}: {holder}" for holder, held in indices.items())
-    return _warning("claims", f"Several workers lease the GPUs of this host: {sentence}.", "Stop all but one.")
+    return warning("claims", f"Several workers lease the GPUs of this host: {sentence}.", "Stop all but one.")
 
 
 def persistence(facts: HostFacts) -> Finding:
     """Does the driver stay initialized while no process uses a GPU?"""
     if facts.persistence is None:
-        return _unknown("persistence mode", "nvidia-smi does not show it.")
+        return unknown("persistence mode", "nvidia-smi does not show it.")
     off = _indices([index for index, on in enumerate(facts.persistence) if not on])
     if off:
         sentence = f"Off on GPU {off}: the first use takes seconds whenever no worker or program has the GPU open."
-        return _warning("persistence mode", sentence, "Run nvidia-persistenced, or nvidia-smi -pm 1.")
-    return _fine("persistence mode", "On.")
+        return warning("persistence mode", sentence, "Run nvidia-persistenced, or nvidia-smi -pm 1.")
+    return fine("persistence mode", "On.")
 
 
 def compute_modes(facts: HostFacts) -> Finding:
     """How many processes may use each GPU?"""
     modes = {mode: [gpu.index for gpu in facts.gpus if gpu.compute_mode is mode] for mode in (*ComputeMode, None)}
     if not facts.gpus:
-        return _unknown("compute mode", "No GPU was read.")
+        return unknown("compute mode", "No GPU was read.")
     closed = _indices(modes[ComputeMode.PROHIBITED])
     if closed:
         sentence = f"PROHIBITED on GPU {closed}: no process may use it, so it is never granted."
-        return _wrong("compute mode", sentence, f"nvidia-smi -i {closed.replace(' ', '')} -c DEFAULT")
+        return wrong("compute mode", sentence, f"nvidia-smi -i {closed.replace(' ', '')} -c DEFAULT")
     single = _indices(modes[ComputeMode.EXCLUSIVE_PROCESS])
     if single:
-        return _fine(
+        return fine(
             "compute mode",
             f"EXCLUSIVE_PROCESS on GPU {single}: only one process at a time, so two ranks cannot share it.",
         )
     unread = _indices(modes[None])
     if unread:
-        return _unknown("compute mode", f"The driver does not report the mode of GPU {unread}.")
-    return _fine("compute mode", "DEFAULT on every GPU.")
-
-
-def socket(facts: HostFacts) -> Finding:
-    """Can this user open the daemon's socket? The daemon decides what each user may do."""
-    if facts.socket_mode is None:
-        return _unknown(
-            "socket",
-            f"There is none at {facts.socket}: no daemon runs with this data directory, or it was given another"
-            " --socket.",
-        )
-    if not facts.socket_opens:
-        sentence = f"{facts.socket} does not let this user connect, or no daemon listens on it."
-        return _wrong("socket", sentence, "Allow this user (gpulease serve --socket-mode), or restart the daemon.")
-    return _fine("socket", f"{facts.socket} lets this user connect (mode {facts.socket_mode:04o}).")
-
-
-def port(facts: HostFacts) -> Finding:
-    """Does another user listen at the daemon's port? Clients of gpulease send them nothing, but curl does."""
-    if facts.port_strangers:
-        return _warning(
-            "port",
-            f"Neither the daemon nor you have {' and '.join(facts.port_strangers)}.",
-            "End that program: the daemon takes the port when it is free. Until then use the socket.",
-        )
-    return _fine("port", "No other user listens at the daemon's port.")
+        return unknown("compute mode", f"The driver does not report the mode of GPU {unread}.")
+    return fine("compute mode", "DEFAULT on every GPU.")
 
 
 def clock(facts: HostFacts) -> Finding:
     """Is the wall clock plausible? Leases use a monotonic clock, but people and logs use this one."""
     if facts.wall_s < RELEASED_S:
-        return _wrong(
+        return wrong(
             "clock", "The wall clock shows a time before this program was released.", "timedatectl set-ntp true"
         )
     if facts.newest_s is not None and facts.newest_s > facts.wall_s + CLOCK_TOLERANCE_S:
         ahead_s = facts.newest_s - facts.wall_s
         sentence = f"The wall clock was set back: {facts.data_dir} was written {ahead_s:.0f} s in the future."
-        return _wrong("clock", sentence, "timedatectl set-ntp true")
-    return _fine("clock", "It is plausible; leases do not depend on it.")
-
-
-def daemon(facts: HostFacts) -> Finding:
-    """Does the daemon answer, and can it grant?"""
-    if facts.daemon_problem is not None:
-        return _wrong("daemon", facts.daemon_problem, facts.daemon_remedy or "See the daemon's log.")
-    if facts.stands_by_for is not None:
-        return _fine("daemon", f"It is a standby; the writer is {facts.stands_by_for}.")
-    return _fine("daemon", "It answers and can grant.")
-
-
-def disk(facts: HostFacts) -> Finding:
-    """Is there space for the ledger and for logs?"""
-    if facts.free_bytes is None:
-        return _unknown("disk", f"{facts.data_dir} does not exist yet.")
-    free = f"{facts.free_bytes / 2**30:.1f} GiB are free in {facts.data_dir}."
-    if facts.free_bytes < MIN_FREE_BYTES:
-        return _wrong("disk", free, "Free some space: without it nothing can be granted or logged.")
-    return _fine("disk", free)
+        return wrong("clock", sentence, "timedatectl set-ntp true")
+    return fine("clock", "It is plausible; leases do not depend on it.")
 
 
 CHECKS: Sequence[Callable[[HostFacts], Finding]] = (
@@ -341,13 +220,18 @@ CHECKS: Sequence[Callable[[HostFacts], Finding]] = (
     claims,
     persistence,
     compute_modes,
-    socket,
-    port,
     clock,
-    daemon,
-    disk,
+    doctor_service.disk,
+    doctor_service.units,
+    doctor_service.socket,
+    doctor_service.port,
+    doctor_service.certificate,
+    doctor_service.daemon,
+    doctor_service.workers,
+    doctor_service.version,
 )
 """Every check, causes before consequences."""
+SEVERITY = (Outcome.WRONG, Outcome.WARNING, Outcome.FINE, Outcome.UNKNOWN)
 
 
 def _indices(indices: Sequence[int]) -> str:
@@ -356,19 +240,3 @@ def _indices(indices: Sequence[int]) -> str:
 
 def _gpus(gpus: int) -> str:
     return f"{gpus} GPU{'' if gpus == 1 else 's'}"
-
-
-def _fine(check: str, sentence: str) -> Finding:
-    return Finding(check=check, health=Outcome.FINE, sentence=sentence)
-
-
-def _unknown(check: str, sentence: str) -> Finding:
-    return Finding(check=check, health=Outcome.UNKNOWN, sentence=sentence)
-
-
-def _wrong(check: str, sentence: str, remedy: str) -> Finding:
-    return Finding(check=check, health=Outcome.WRONG, sentence=sentence, remedy=remedy)
-
-
-def _warning(check: str, sentence: str, remedy: str) -> Finding:
-    return Finding(check=check, health=Outcome.WARNING, sentence=sentence, remedy=remedy)

@@ -8,27 +8,42 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 import time
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from gpulease.client import Client
 from gpulease.cuda import libcuda
 from gpulease.cuda.ordinals import MASK, ORDER
+from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.host.addresses import DEFAULT_URL, SOCKET_NAME
+from gpulease_protocol.host.addresses import (
+    DEFAULT_URL,
+    SOCKET_NAME,
+    SYSTEM_DATA_DIR,
+    default_data_dir,
+    has_system_socket,
+)
 from gpulease_protocol.host.server_owner import may_be_daemon, user_name
 from gpulease_protocol.host.tcp_socket_owner import owner_of_listener
 from gpulease_protocol.model import NodeState
 from gpulease_worker import gpu_claims
-from gpulease_worker.doctor import HostFacts
+from gpulease_worker.doctor_findings import Certificate, HostFacts
+from gpulease_worker.doctor_service import UNITS
 from gpulease_worker.probe import cuda_init_check, driver_check
 from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import Reading
 from gpulease_worker.processes import abstract_socket
 from gpulease_worker.processes.bounded_run import bounded_run
 
+SYSTEMCTL_S = 10.0
+VERSION: ApiCall[str] = ApiCall(
+    method="GET", path="/openapi.json", read=lambda document: str(document["info"]["version"])
+)
 DEADLINE_S = 60.0
 """How long NVML and nvidia-smi may take each: without persistence mode each initializes every GPU first."""
 KERNEL_DRIVER = Path("/proc/driver/nvidia/version")
@@ -42,13 +57,14 @@ LIBRARY_DIRECTORIES = (
 )
 
 
-def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> HostFacts:
-    """Examine this host, the daemon on this data directory, and the daemon that clients would use."""
+def gather(data_dir: Path, certificate: Path | None = None, deadline_s: float = DEADLINE_S) -> HostFacts:
+    """Examine this host, the daemon on this data directory with this certificate, and the daemon that clients would
+    use."""
     reading = read_nvml(deadline_s)
     uuids, failed = ask_cuda(deadline_s) if reading.gpus else (None, None)
     path = data_dir / SOCKET_NAME
-    daemon_problem, daemon_remedy, stands_by_for, has_readings = _daemon_problem()
     return HostFacts(
+        **_daemon(),
         kernel_driver=kernel_driver(KERNEL_DRIVER),
         library=library_version(_library_places()),
         nvml_problem=reading.problem,
@@ -69,10 +85,9 @@ def gather(data_dir: Path, deadline_s: float = DEADLINE_S) -> HostFacts:
         port_strangers=port_strangers(urlsplit(DEFAULT_URL).port or 0),
         wall_s=time.time(),
         newest_s=_newest(data_dir),
-        daemon_problem=daemon_problem,
-        daemon_remedy=daemon_remedy,
-        daemon_has_readings=has_readings,
-        stands_by_for=stands_by_for,
+        program_version=metadata.version("gpulease"),
+        units=_units(),
+        certificate=None if certificate is None else read_certificate(certificate),
         data_dir=str(data_dir),
         free_bytes=shutil.disk_usage(data_dir).free if data_dir.is_dir() else None,
     )
@@ -140,21 +155,63 @@ def _binding() -> str | None:
     return None if found is None else found.origin or "a directory without __init__.py"
 
 
-def _daemon_problem() -> tuple[str | None, str, str | None, bool]:
-    """Why the daemon cannot grant, what to do, the writer if it is a standby, and whether it has readings of GPUs."""
+def _daemon() -> dict[str, Any]:
+    """What the daemon says of itself: fields of `HostFacts`."""
+    facts: dict[str, Any] = {"nodes": None}
     try:
         with Client(timeout_s=5.0) as client:
+            facts["daemon_version"] = client.send(VERSION)
             ready = client.ready()
-            has_readings = any(node.state is NodeState.READY and node.gpu_count for node in client.nodes())
+            facts["nodes"] = client.nodes()
     except GpuleaseError as error:
         if "writer" in error.extra:
-            return None, "", str(error.extra["writer"]), False
+            return facts | {"stands_by_for": str(error.extra["writer"])}
         remedy = error.remedy if error.remedy != "Ask again." else "gpulease node list says which node, and why."
-        return error.detail, remedy or "Start one with gpulease serve, or set GPULEASE_URL.", None, False
-    if "detail" in ready:
-        what, _, remedy = str(ready["detail"]).partition(". ")
-        return f"{what}.", remedy, None, has_readings
-    return None, "", None, has_readings
+        facts["daemon_problem"] = error.detail
+        return facts | {"daemon_remedy": remedy or "Start one with gpulease serve, or set GPULEASE_URL."}
+    readings = any(node.state is NodeState.READY and node.gpu_count for node in facts["nodes"])
+    return facts | {"without_worker": ready.get("detail"), "daemon_has_readings": readings}
+
+
+def daemon_data_dir() -> Path:
+    """The data directory of the daemon that this user's commands ask: their own, or the system's."""
+    own = default_data_dir()
+    return own if (own / SOCKET_NAME).exists() or not has_system_socket() else SYSTEM_DATA_DIR
+
+
+def _units() -> dict[str, tuple[bool, bool]] | None:
+    """The units of gpulease that are installed: whether each is enabled and active. None where systemd is not."""
+    if not Path("/run/systemd/system").is_dir():
+        return None
+    found = {}
+    for unit in UNITS:
+        words = ["systemctl", "show", "--property=LoadState,UnitFileState,ActiveState", unit]
+        try:
+            printed = bounded_run(words, SYSTEMCTL_S).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        state = {name: value for name, _, value in (line.partition("=") for line in printed.splitlines())}
+        if state.get("LoadState") == "loaded":
+            found[unit] = (state.get("UnitFileState") == "enabled", state.get("ActiveState") == "active")
+    return found
+
+
+def read_certificate(file: Path) -> Certificate:
+    """What a certificate says (PEM)."""
+    names = tuple(dict.fromkeys((socket.getfqdn(), socket.gethostname(), "localhost")))
+    try:
+        file.read_bytes()
+        known: Any = ssl._ssl._test_decode_cert(str(file))  # type: ignore[attr-defined]
+    except ssl.SSLError:
+        return Certificate(file=str(file), problem="it is not a certificate in PEM")
+    except OSError as error:
+        return Certificate(file=str(file), problem=error.strerror)
+    return Certificate(
+        file=str(file),
+        expires_s=float(ssl.cert_time_to_seconds(known["notAfter"])),
+        names=tuple(name for _, name in known.get("subjectAltName", ())),
+        host_names=names,
+    )
 
 
 def port_strangers(port: int) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 import uuid
+from importlib import metadata
 from urllib.parse import quote
 
 from gpulease.sansio.async_transport import AsyncTransport
@@ -98,6 +99,7 @@ class WorkerLoop:
         self._claims = GpuClaims()
         self._ports = PortReservation(data_dir)
         self._worker_id = uuid.uuid4().hex
+        self._version = metadata.version("gpulease")
         self._desired: DesiredState | None = None
         self._ports_in_use: tuple[int, ...] = ()
         self._complete_ticket: int | None = None
@@ -199,6 +201,7 @@ class WorkerLoop:
             claimed_elsewhere=others,
             links=reading.links,
             driver_version=reading.driver_version,
+            worker_version=self._version,
             simulated=reading.simulated,
             ports_in_use=self._ports_in_use,
             ports_reserved=self._ports.reserve(len(gpus), self._ports_in_use),

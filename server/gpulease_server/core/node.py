@@ -105,6 +105,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + REPORT_MARGIN_S,
         gpus=before.gpus if before is not None else {},
         realm=report.realm,
+        worker_version=report.worker_version,
     )
     if report.problem is not None:
         return observation

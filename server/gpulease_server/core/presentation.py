@@ -135,6 +135,7 @@ def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) ->
         host=node.host,
         gpu_count=sum(gpu.device.node == node.name for gpu in ledger.gpus.values()),
         driver_version=node.driver_version,
+        worker_version=observation.worker_version if observation else None,
         simulated=node.simulated,
         observed_at=None if observed_at_s is None else wall_clock(now, observed_at_s),
         links=observation.links if observation else (),

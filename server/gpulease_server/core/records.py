@@ -170,6 +170,7 @@ class NodeObservation:
     """By UUID; kept while there is a problem."""
     realm: str | None = None
     """Boot and pid namespace in which its worker sees processes; None where that is not known."""
+    worker_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

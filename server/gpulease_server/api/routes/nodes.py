@@ -177,6 +177,7 @@ def _require_storable(node: str, report: NodeReport) -> None:
         "driver_version": (report.driver_version, 64),
         "worker_id": (report.worker_id, MAX_NAME),
         "realm": (report.realm, 128),
+        "worker_version": (report.worker_version, 64),
         "problem": (report.problem, MAX_TEXT),
     }
     for field, (text, max_length) in texts.items():
