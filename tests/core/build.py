@@ -367,6 +367,8 @@ class World:
         assert dependents == self.ledger.dependents
         waiting = {self.ledger.jobs[job_id].job.lease_id for job_id in unmet}
         assert waiting == set(self.ledger.waiting_for_jobs)
+        users = Counter(self.ledger.jobs[job_id].job.user for job_id in unmet)
+        assert users == self.ledger.waiting_for_jobs_by_user
         in_queue = {lease_id for _, lease_id in self.ledger.queue}
         everyone = {one.lease.id for one in self.ledger.leases.values() if one.lease.state is LeaseState.QUEUED}
         assert in_queue | waiting == everyone

@@ -76,7 +76,8 @@ def test_how_a_job_ends_decides_what_becomes_of_the_next(
 
 
 def test_a_chain_of_thousands_is_cancelled_with_its_first_job() -> None:
-    world = World().node(gpus=1)
+    """Longer than Python's stack."""
+    world = World(policy=Policy(max_waiting_for_jobs=3000)).node(gpus=1)
     names = [world.submit()]
     for _ in range(3000):
         names.append(world.submit(after={names[-1]: "succeeded"}))
@@ -245,6 +246,21 @@ def test_what_can_never_be_granted_is_refused_at_once_although_it_waits() -> Non
     assert isinstance(answer(world, world.submit(3, after={first: "ended"})), NeverFits)
     assert isinstance(answer(world, world.submit(after={first: "ended"})), Job)
     assert isinstance(answer(world, world.submit(after={first: "ended"})), OverQuota)
+    world.check()
+
+
+def test_a_user_has_so_many_jobs_that_wait_for_others_and_no_more() -> None:
+    """All of them may have to be decided on in one turn."""
+    world = World(policy=Policy(max_waiting_for_jobs=2)).node(gpus=2)
+    first = world.submit()
+    second = world.submit(after={first: "succeeded"})
+    world.submit(after={second: "succeeded"})
+    refused = answer(world, world.submit(after={first: "succeeded"}))
+    assert isinstance(refused, OverQuota)
+    assert "2 jobs that wait for other jobs already; the limit is 2" in refused.detail
+    assert isinstance(answer(world, world.submit()), Job)
+    world.cancel(second)
+    assert isinstance(answer(world, world.submit(after={first: "succeeded"})), Job)
     world.check()
 
 

@@ -18,8 +18,9 @@ What must always hold
    The end of a job and what follows from it for those that wait (to join, to be cancelled, and those that wait for
    them) is one turn, so one transaction. After a restart what has ended is therefore met.
 2. A lease is in `Ledger.queue` or in `Ledger.waiting_for_jobs` while it is queued, and never in both.
-3. The end of a job costs as much as there are jobs that wait for it (`Ledger.dependents`), and nothing else. A job can
-   only name jobs that were there before it, so there are no circles. A chain of any length is cancelled in a loop.
+3. The end of a job costs as much as there are jobs that wait for it (`Ledger.dependents`), and nothing else; with those
+   that are cancelled with it, `Policy.max_waiting_for_jobs` of each user at most. A job can only name jobs that were
+   there before it, so there are no circles. A chain is cancelled in a loop, whatever its length.
 
 | what happens | what follows |
 |---|---|

@@ -43,10 +43,11 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     refused = submitted.after_refused
     refused = refused or dependencies.check(turn.ledger, submitted.after, submitted.after_live)
     refused = refused or too_many_at_once(turn.ledger, submitted, turn.pending, turn.policy)
+    waits = any(turn.ledger.is_live(one.job) for one in submitted.after)
+    refused = refused or (too_many_waiting(turn.ledger, submitted, turn.policy) if waits else None)
     if refused is not None:
         turn.answer(submitted.cause, refused)
         return
-    waits = any(turn.ledger.is_live(one.job) for one in submitted.after)
     first_number = turn.ledger.next_number
     lease, job_record = _queued_job(turn, submitted, first, first_number, waits=waits)
     changes: list[Change] = [job_record]
@@ -81,6 +82,16 @@ def too_many_at_once(
         detail = f"The queue has {ledger.waiting_count} requests already; the limit is {policy.max_queued}."
         return OverQuota(detail, remedy=remedy)
     return None
+
+
+def too_many_waiting(ledger: Ledger, submitted: JobSubmitted, policy: Policy) -> OverQuota | None:
+    """Why jobs that wait for other jobs are refused; None if their user may have so many."""
+    user, most = submitted.holder.user, policy.max_waiting_for_jobs
+    waiting = ledger.waiting_for_jobs_by_user[user]
+    if waiting + len(submitted.jobs) <= most:
+        return None
+    detail = f"User {user} has {waiting} jobs that wait for other jobs already; the limit is {most}."
+    return OverQuota(detail, remedy="Submit the rest when some of them have started.")
 
 
 def _queued_job(

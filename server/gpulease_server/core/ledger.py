@@ -61,6 +61,8 @@ class Ledger:
     """(number, lease id) of queued leases, in order of arrival; without those of jobs that wait for other jobs."""
     waiting_for_jobs: dict[str, None] = field(default_factory=dict)
     """Ids of queued leases whose jobs wait for other jobs, see `core.dependencies`."""
+    waiting_for_jobs_by_user: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many of them there are."""
     unmet: dict[str, dict[str, None]] = field(default_factory=dict)
     """By id of a job that waits for others: the jobs and arrays of its `after` that have not ended."""
     dependents: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
@@ -304,6 +306,7 @@ class Ledger:
             if one.job in unmet:
                 self.dependents.setdefault((one.job, one.when), {})[job.id] = None
         self.waiting_for_jobs[job.lease_id] = None
+        self.waiting_for_jobs_by_user[job.user] += 1
         if job.lease_id in self.leases:
             self._place_in_queue(self.leases[job.lease_id])
 
@@ -316,7 +319,10 @@ class Ledger:
             del self.dependents[met.name, when]
         if not unmet:
             del self.unmet[met.job_id]
-            self.waiting_for_jobs.pop(record.job.lease_id, None)
+            del self.waiting_for_jobs[record.job.lease_id]
+            self.waiting_for_jobs_by_user[record.job.user] -= 1
+            if not self.waiting_for_jobs_by_user[record.job.user]:
+                del self.waiting_for_jobs_by_user[record.job.user]
             self._place_in_queue(self.leases[record.job.lease_id])
 
     def is_live(self, name: str) -> bool:

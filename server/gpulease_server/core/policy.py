@@ -84,6 +84,8 @@ class Policy:
     """Requests that may wait at once."""
     max_queued_bytes: int = 2**30
     """Memory that requests may keep while they wait, of all users together."""
+    max_waiting_for_jobs: int = 1000
+    """Jobs of one user that may wait for other jobs at once: what follows from one end is decided in one turn."""
     limits: UserLimits = field(default_factory=UserLimits)
     """What one user may have."""
     show_commands: bool = True

@@ -9,6 +9,7 @@ from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.core import dependencies
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.happenings import JobSubmitted, LeaseRequested
+from gpulease_server.core.job import too_many_waiting
 
 
 def explain_unmade(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Explanation:
@@ -38,8 +39,10 @@ def _explain(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Exp
         liveness=Liveness.JOB,
         created_at=daemon.now().at,
     )
-    found = dry_run(ledger, lease, daemon.now(), daemon.policy, further_jobs=further_jobs, queue=queue)
     unmet = tuple(one for one in getattr(request, "after", ()) if ledger.is_live(one.job))
+    if unmet and isinstance(request, JobSubmitted) and (full := too_many_waiting(ledger, request, daemon.policy)):
+        return full
+    found = dry_run(ledger, lease, daemon.now(), daemon.policy, further_jobs=further_jobs, queue=queue)
     if unmet and not isinstance(found, GpuleaseError) and found.verdict != "never":
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
         return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))
