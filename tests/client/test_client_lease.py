@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from gpulease import Client, DaemonUnavailable, InvalidRequest, NotNow
 from gpulease.lease import HeldLease
-from gpulease.sansio import sync_transport
+from gpulease.sansio.direct_http import DirectHttp
 from gpulease.sansio.effects import Attempt
 from gpulease_protocol import endpoints
 from gpulease_protocol.launchers import strip_launcher_variables
@@ -95,16 +94,15 @@ def test_closing_the_client_at_any_moment_loses_no_lease(
     daemon: FakeDaemon, client: Client, monkeypatch, until
 ) -> None:
     with client.lease(1, ttl_s=6) as lease:
-        build = sync_transport.build_request
+        send = DirectHttp.send
 
-        def build_and_close(connection: Any, attempt: Attempt, *rest: Any) -> object:
-            request = build(connection, attempt, *rest)
+        def close_and_send(connections: DirectHttp, attempt: Attempt) -> object:
             if "renew" in attempt.call.path and not daemon.count("renew"):
                 monkeypatch.undo()
                 client.close()
-            return request
+            return send(connections, attempt)
 
-        monkeypatch.setattr(sync_transport, "build_request", build_and_close)
+        monkeypatch.setattr(DirectHttp, "send", close_and_send)
         until(lambda: daemon.count("renew") >= 3)
         assert not lease.lost.is_set()
 

@@ -24,19 +24,11 @@ from gpulease.sansio.effects import (
     Sleep,
 )
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.http_requests import MAX_RESPONSE_BYTES, error_reason
+from gpulease.sansio.httpx_connection import build_request, ssl_verification, to_response, translate_error
 from gpulease.sansio.server_check import ServerCheck
-from gpulease.sansio.sync_transport import (
-    MAX_RESPONSE_BYTES,
-    build_request,
-    connects_directly,
-    error_reason,
-    host_and_port,
-    may_speak_tls,
-    ssl_verification,
-    to_response,
-    translate_error,
-)
-from gpulease.sansio.tls_errors import speaks_tls, tls_failure, use_https
+from gpulease.sansio.sync_transport import connects_directly, host_and_port
+from gpulease.sansio.tls_errors import may_speak_tls, speaks_tls, tls_failure, use_https
 from gpulease_protocol.host.addresses import Address
 
 
@@ -168,15 +160,16 @@ class AsyncTransport:
         try:
             response = await connection.send(request, stream=True)
         except (httpx2.RequestError, OSError) as error:
+            failure = translate_error(error)
             first = attempt.address not in self._contacted
             self._contacted.add(attempt.address)
             if (
                 first
-                and may_speak_tls(error, attempt.address)
+                and may_speak_tls(failure, attempt.address)
                 and await asyncio.to_thread(speaks_tls, attempt.address, self._destination)
             ):
                 raise use_https(attempt.address) from error
-            raise tls_failure(error, attempt.address) or translate_error(error) from error
+            raise tls_failure(error, attempt.address) or failure from error
         except RuntimeError as error:
             if not connection.is_closed:
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -12,9 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import httpcore2  # noqa: F401 - else httpx2 would load it during the first call
-import httpx2
-
+from gpulease.sansio.direct_http import DirectHttp
 from gpulease.sansio.effects import (
     Attempt,
     Effect,
@@ -29,17 +26,16 @@ from gpulease.sansio.effects import (
     Sleep,
 )
 from gpulease.sansio.failover import Destination
-from gpulease.sansio.server_check import ServerCheck
-from gpulease.sansio.tls_errors import speaks_tls, tls_failure, use_https
-from gpulease_protocol.endpoints import ApiCall
-from gpulease_protocol.errors import InvalidRequest
+from gpulease.sansio.http_requests import MAX_RESPONSE_BYTES, error_reason
+from gpulease.sansio.tls_errors import may_speak_tls, speaks_tls, use_https
 from gpulease_protocol.host.addresses import Address
 
 if TYPE_CHECKING:
-    import ssl
+    from gpulease.sansio import direct_http, httpx_connection
 
-MAX_RESPONSE_BYTES = 2**26
-"""Largest body of a response."""
+    Connections = DirectHttp | httpx_connection.HttpxConnection
+    ArrivingResponse = direct_http.ArrivingResponse | httpx_connection.ArrivingResponse
+
 PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 """Environment variables, in lower case, that name a proxy."""
 
@@ -52,7 +48,7 @@ class Transport:
         self._contacted: set[Address] = set()
         """Where a connection was made before, which may have failed only later."""
         # Keyed by process: a forked child must neither use nor close the sockets of its parent.
-        self._connections: dict[tuple[int, Address], httpx2.Client] = {}
+        self._connections: dict[tuple[int, Address], Connections] = {}
 
     def close(self) -> None:
         """Close every connection; a later call opens new ones."""
@@ -77,7 +73,7 @@ class Transport:
     def emitted(self, flow: Flow[None]) -> Iterator[Any]:
         """The items that the flow emits, as they arrive."""
         driver = FlowDriver(flow)
-        stream: _Stream | _NoStream = _NoStream()
+        stream: ArrivingResponse | _NoStream = _NoStream()
         try:
             while (effect := driver.next_effect()) is not None:
                 if isinstance(effect, Emit):
@@ -108,55 +104,49 @@ class Transport:
         until = time.monotonic() + attempt.timeout_s
         stream = self._send(attempt)
         try:
-            return stream.response_with(_read_body(stream.response, until))
+            return stream.response_with(_read_body(stream, until))
         finally:
             stream.close()
 
-    def _open(self, attempt: Attempt) -> tuple[Response, _Stream | _NoStream]:
+    def _open(self, attempt: Attempt) -> tuple[Response, ArrivingResponse | _NoStream]:
         stream = self._send(attempt)
-        if stream.response.is_success:
+        if stream.is_success:
             return stream.response_with(), stream
         try:
-            return stream.response_with(
-                _read_body(stream.response, time.monotonic() + self._destination.timeout_s)
-            ), _NoStream()
+            return stream.response_with(_read_body(stream, time.monotonic() + self._destination.timeout_s)), _NoStream()
         finally:
             stream.close()
 
-    def _send(self, attempt: Attempt) -> _Stream:
-        if attempt.check_listening and connects_directly(attempt.address):
+    def _send(self, attempt: Attempt) -> ArrivingResponse:
+        connections = self._connections_to(attempt.address)
+        if attempt.check_listening and not isinstance(connections, DirectHttp) and connects_directly(attempt.address):
             _check_listening(attempt.address, attempt.connect_timeout_s)
-        connection = self._connection(attempt.address)
-        trace = ServerCheck(attempt.address, self._destination)
-        request = build_request(connection, attempt, self._destination.bearer_token, trace)
+        first = attempt.address not in self._contacted
+        self._contacted.add(attempt.address)
         try:
-            response = connection.send(request, stream=True)
-        except (httpx2.RequestError, OSError) as error:
-            first = attempt.address not in self._contacted
-            self._contacted.add(attempt.address)
+            return connections.send(attempt)
+        except ResponseLost as error:
             if first and may_speak_tls(error, attempt.address) and speaks_tls(attempt.address, self._destination):
                 raise use_https(attempt.address) from error
-            raise tls_failure(error, attempt.address) or translate_error(error) from error
-        except RuntimeError as error:
-            if not connection.is_closed:
-                raise
-            raise NotConnected("its connections were closed meanwhile") from error  # by `close` in another thread
-        self._contacted.add(attempt.address)
-        return _Stream(response, connection)
+            raise
 
-    def _connection(self, address: Address) -> httpx2.Client:
+    def _connections_to(self, address: Address) -> Connections:
         key = (os.getpid(), address)
         if (existing := self._connections.get(key)) is not None:
             return existing
-        verify = ssl_verification(address, self._destination.ca_file)
-        transport = None if address.socket is None else httpx2.HTTPTransport(uds=str(address.socket), verify=verify)
-        new = httpx2.Client(
-            transport=transport, verify=verify, trust_env=self._destination.use_proxies and not address.local
-        )
+        new = _connections(address, self._destination)
         kept = self._connections.setdefault(key, new)
         if kept is not new:  # another thread was first
             new.close()
         return kept
+
+
+def _connections(address: Address, destination: Destination) -> Connections:
+    if address.local and address.origin.startswith("http:"):
+        return DirectHttp(address, destination)
+    from gpulease.sansio.httpx_connection import HttpxConnection  # noqa: PLC0415 - 80 ms
+
+    return HttpxConnection(address, destination)
 
 
 class _NoStream:
@@ -167,124 +157,6 @@ class _NoStream:
 
     def close(self) -> None:
         return
-
-
-class _Stream:
-    """A response that is arriving."""
-
-    def __init__(self, response: httpx2.Response, connection: httpx2.Client) -> None:
-        self.response = response
-        self._connection = connection
-        self._chunks = response.iter_bytes()
-
-    def response_with(self, content: bytes = b"") -> Response:
-        return to_response(self.response, content)
-
-    def next_chunk(self) -> bytes | None:
-        try:
-            return next(self._chunks, None)
-        except httpx2.RequestError as error:
-            raise translate_error(error) from error
-
-    def close(self) -> None:
-        self.response.close()
-        if self._connection.is_closed:  # by `close` in another thread, which does not see sockets in use
-            self.response.extensions["network_stream"].close()
-
-
-def ssl_verification(address: Address, ca_file: str | None) -> ssl.SSLContext | bool:
-    """Trusted certificates: those of `ca_file`, else the system's or those of SSL_CERT_FILE, also without a proxy.
-
-    False for plain HTTP, because reading them takes 20 ms. Raises InvalidRequest for a file without certificates.
-    """
-    if not address.origin.startswith("https:"):
-        return False
-    if ca_file is None:
-        return httpx2.create_ssl_context()
-    import ssl  # noqa: PLC0415 - for https only
-
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError:
-        raise InvalidRequest(
-            f"{ca_file} has no certificate that TLS can use.", remedy="Name a file in PEM format, as the daemon's own."
-        ) from None
-
-
-def build_request(
-    connection: httpx2.Client | httpx2.AsyncClient, attempt: Attempt, bearer_token: str | None, trace: Any
-) -> httpx2.Request:
-    """The HTTP request of an attempt, whose new connections `trace` checks.
-
-    Raises InvalidRequest, naming the field, for text that UTF-8 cannot encode.
-    """
-    call = attempt.call
-    try:
-        return connection.build_request(
-            call.method,
-            attempt.address.origin + call.path,
-            params=call.query,
-            json=call.body,
-            headers=headers(call, bearer_token),
-            timeout=httpx2.Timeout(attempt.timeout_s, connect=attempt.connect_timeout_s),
-            extensions={} if attempt.address.origin.startswith("https:") else {"trace": trace},
-        )
-    except UnicodeEncodeError as error:
-        fields: dict[str, Any] = {**dict(call.query), **(call.body or {})}
-        name = next((name for name, value in fields.items() if not _is_unicode(value)), "request")
-        shown = ascii(error.object[max(0, error.start - 40) : error.end + 40])
-        raise InvalidRequest(
-            f"{name}: must be text in UTF-8, not {shown}.", remedy="Rename it, or leave it out."
-        ) from error
-
-
-def _is_unicode(value: object) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def headers(call: ApiCall[Any], bearer_token: str | None) -> dict[str, str]:
-    """The HTTP headers of a call."""
-    values = {"Accept": call.accept}
-    if bearer_token:
-        values["Authorization"] = f"Bearer {bearer_token}"
-    if call.idempotency_key:
-        values["Idempotency-Key"] = call.idempotency_key
-    return values
-
-
-def to_response(response: httpx2.Response, content: bytes) -> Response:
-    """The response as flows see it. Only a `Retry-After` in whole seconds counts, not one with a date."""
-    retry_after = response.headers.get("Retry-After", "").strip()
-    retry_after_s = (
-        float(retry_after) if retry_after.isascii() and retry_after.isdigit() and len(retry_after) <= 9 else None
-    )
-    as_of = response.headers.get("Gpulease-As-Of")
-    return Response(response.status_code, response.reason_phrase, content, retry_after_s, as_of)
-
-
-def translate_error(error: Exception) -> NotConnected | ResponseLost:
-    """A failure of httpx2 as the failure of a flow: whether the daemon may have received the call."""
-    if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)):
-        return NotConnected(error_reason(error))
-    return ResponseLost(error_reason(error), timed_out=isinstance(error, httpx2.TimeoutException))
-
-
-def may_speak_tls(error: Exception, address: Address) -> bool:
-    """True if plain HTTP failed as it does at a server that speaks TLS: the connection ends instead of a response."""
-    plain = address.socket is None and address.origin.startswith("http:")
-    return plain and isinstance(error, httpx2.RemoteProtocolError)
-
-
-def error_reason(error: Exception) -> str:
-    """The reason, in the words of the operating system."""
-    number = error.errno or 0 if isinstance(error, OSError) else 0
-    if number > 0:
-        return os.strerror(number)
-    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 
 def connects_directly(address: Address) -> bool:
@@ -298,19 +170,16 @@ def host_and_port(address: Address) -> tuple[str, int]:
     return str(parts.hostname), parts.port or (443 if parts.scheme == "https" else 80)
 
 
-def _read_body(response: httpx2.Response, until: float) -> bytes:
-    """The body. Raises ResponseLost if it is incomplete at `until`: httpx2's read timeout restarts with every chunk."""
+def _read_body(stream: ArrivingResponse, until: float) -> bytes:
+    """The body. Raises ResponseLost if it is incomplete at `until`: the limit of one read restarts with every chunk."""
     chunks, size = [], 0
-    try:
-        for chunk in response.iter_bytes():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > MAX_RESPONSE_BYTES:
-                raise ResponseLost(f"its response is larger than {MAX_RESPONSE_BYTES} bytes")
-            if time.monotonic() > until:
-                raise ResponseLost("its response did not end in time", timed_out=True)
-    except httpx2.RequestError as error:
-        raise translate_error(error) from error
+    while (chunk := stream.next_chunk()) is not None:
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_RESPONSE_BYTES:
+            raise ResponseLost(f"its response is larger than {MAX_RESPONSE_BYTES} bytes")
+        if time.monotonic() > until:
+            raise ResponseLost("its response did not end in time", timed_out=True)
     return b"".join(chunks)
 
 

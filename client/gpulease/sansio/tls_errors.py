@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from gpulease.sansio.effects import NotConnected, NotTrusted
+from gpulease.sansio.effects import NotConnected, NotTrusted, ResponseLost
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.server_check import check_server
 from gpulease_protocol.host.addresses import Address
@@ -51,6 +51,12 @@ def tls_failure(error: BaseException, address: Address) -> NotTrusted | None:
     else:
         sentence, remedy = f"The certificate of {where} is not trusted here: {why}.", TRUST_REMEDY
     return NotTrusted(f"its certificate does not count: {why}", remedy, sentence)
+
+
+def may_speak_tls(failure: NotConnected | ResponseLost, address: Address) -> bool:
+    """True if plain HTTP failed as it does at a server that speaks TLS: the connection ends instead of a response."""
+    plain = address.socket is None and address.origin.startswith("http:")
+    return plain and isinstance(failure, ResponseLost) and not failure.timed_out
 
 
 def speaks_tls(address: Address, destination: Destination) -> bool:
