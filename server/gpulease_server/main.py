@@ -131,6 +131,12 @@ def check_simulation(simulate: str | None) -> None:
 def check_tls(settings: ServeSettings) -> None:
     """Raise `CannotStart` if TLS does not work."""
     if settings.tls is not None:
+        for option, file in (("--tls-cert", settings.tls.certificate), ("--tls-key", settings.tls.key)):
+            try:
+                file.read_bytes()
+            except OSError as error:
+                detail = f"{option} {file} cannot be read: {error.strerror}."
+                raise CannotStart(detail, remedy="Give a file in PEM that the daemon's user can read.") from None
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
                 settings.tls.certificate, settings.tls.key, password=_no_password

@@ -129,6 +129,20 @@ def test_a_service_that_others_wait_for_shows_its_health() -> None:
     assert "healthcheck" in COMPOSE["services"]["postgres"]
 
 
+def test_the_simulated_worker_is_all_that_has_to_be_named() -> None:
+    """Compose starts what it depends on, and what has a profile only where it is named."""
+    simulated = COMPOSE["services"]["simulated-worker"]
+    assert (list(simulated["depends_on"]), simulated["profiles"]) == (["daemon"], ["simulated"])
+    assert "docker compose up --build simulated-worker " in (ROOT / "docker-compose.yml").read_text()
+
+
+def test_the_image_says_its_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f'org.opencontainers.image.version="{project["version"]}"' in DOCKERFILE
+    assert f'org.opencontainers.image.licenses="{project["license"]}"' in DOCKERFILE
+    assert f"image: gpulease:{project['version']}\n" in (ROOT / "docker-compose.yml").read_text()
+
+
 def test_what_is_watched_is_on_loopback_only() -> None:
     assert "--web.listen-address=127.0.0.1:9090" in COMPOSE["services"]["prometheus"]["command"]
     assert COMPOSE["services"]["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

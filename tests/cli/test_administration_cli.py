@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 
 import pytest
@@ -36,8 +37,13 @@ def test_pausing_a_node_in_use_is_refused_with_a_remedy(client: Client, gpulease
         assert said[0] == "gpulease: in use"
         assert lease.id in said[1]
         assert "force" in said[2]
-        drained = gpulease("node", "drain", node.name)
-        assert drained.stdout == f"node {node.name} is draining\n"
+        assert "--force" in said[2]
+        drained = gpulease("node", "drain", node.name, "--reason", "till 15:00")
+        who = getpass.getuser()
+        assert drained.stdout == f"node {node.name} is draining ({who}: till 15:00)\n"
+        assert f"{who}: till 15:00" in gpulease("node", "list").stdout
+        waits = gpulease("run", "-n", "1", "--", "true").stderr
+        assert f"being drained by {who}: till 15:00" in waits
         gpulease("node", "resume", node.name)
 
 
@@ -102,6 +108,7 @@ def test_what_becomes_of_a_token_of_an_unknown_user_is_said_when_it_is_made(
     made = gpulease("token", "create", "--user", user, "--role", role)
     client.revoke_token(made.stdout.partition(".")[0])
     assert ("has no user" in made.stderr) is bool(said)
+    assert "--expires 30d would end it by itself" in made.stderr
     for words in said:
         assert words in made.stderr
 
@@ -113,6 +120,7 @@ def test_a_token_is_created_listed_used_and_revoked(client: Client, gpulease: Pr
     assert made.returncode == 0, made.stderr
     (bearer,) = made.stdout.split()
     assert "it is not shown again" in made.stderr
+    assert "by itself" not in made.stderr
     token_id = bearer.partition(".")[0]
     rows = [line.split() for line in gpulease("token", "list").stdout.splitlines()]
     (row,) = [row for row in rows if row[0] == token_id]

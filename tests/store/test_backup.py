@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import text
 
 from gpulease_server.store import backup as backup_module
+from gpulease_server.store import integrity_check
 from gpulease_server.store.backup import COUNTER_SKIP, BackupFailed, backup
 from gpulease_server.store.database import DatabaseUnusable, connect
 from gpulease_server.store.integrity_check import check_database, revisions
@@ -38,6 +39,17 @@ def run(url: str, *statements: str) -> None:
         for statement in statements:
             connection.execute(text(statement))
     engine.dispose()
+
+
+@pytest.mark.parametrize(("uid", "remedy"), [(1000, "This is for its administrator"), (0, "Give the --database-url")])
+def test_a_user_of_the_system_s_daemon_is_sent_to_its_administrator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uid: int, remedy: str
+) -> None:
+    monkeypatch.setattr(integrity_check, "has_system_socket", lambda: True)
+    monkeypatch.setattr(integrity_check.os, "geteuid", lambda: uid)
+    with pytest.raises(DatabaseUnusable) as refused:
+        backup(f"sqlite:///{tmp_path / 'absent.db'}", tmp_path / "copy.db")
+    assert refused.value.remedy.startswith(remedy)
 
 
 def test_a_backup_has_everything_and_counts_on_from_further_up(sqlite_url: str, tmp_path: Path) -> None:

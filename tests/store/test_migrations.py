@@ -179,5 +179,5 @@ def test_an_upgrade_does_not_wait_forever_for_a_table_in_use(postgres: PostgresS
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.db").write_bytes(b"not a database, but long enough to have a header" * 100)
-    with pytest.raises(DatabaseUnusable, match="not a database"):
+    with pytest.raises(DatabaseUnusable, match=r"not a database\. Restore a backup"):
         upgrade(f"sqlite:///{tmp_path / 'ledger.db'}")

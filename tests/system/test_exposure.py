@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from gpulease_server.listeners import CannotStart
+from gpulease_server.main import check_tls
+from gpulease_server.settings import ServeSettings
 from tests.daemon import Answer, DaemonProcess
 from tests.http_as_user import call
 from tests.imported_program import completed
@@ -27,6 +30,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(words, check=True, capture_output=True, timeout=60)
     return certificate, key
+
+
+def test_a_file_that_cannot_be_read_is_named(files: tuple[Path, Path]) -> None:
+    for cert, key, named in (("/nope", files[1], "--tls-cert /nope"), (files[0], "/nope", "--tls-key /nope")):
+        with pytest.raises(CannotStart, match=f"^{named} cannot be read: No such file or directory"):
+            check_tls(ServeSettings(tls_cert=Path(cert), tls_key=Path(key)))
 
 
 class OverSocket(DaemonProcess):

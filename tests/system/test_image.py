@@ -160,4 +160,6 @@ def test_the_image_serves_as_its_own_user_and_is_healthy(builder: Builder, tmp_p
         assert {one.uids().real for one in daemons if "python" in one.name() or "gpulease" in one.name()} == {1000}
         kind, *health = config["Healthcheck"]["Test"]
         assert kind == "CMD"
-        output(builder.start(container, *(word.replace("8750", str(port)) for word in health)))
+        output(builder.start(container, *health))  # at a port that it was not told
+    ended = subprocess.run(builder.start(container, *health), capture_output=True, timeout=100, check=False)
+    assert ended.returncode != 0, "it is healthy without a daemon"

@@ -9,11 +9,13 @@ import click
 from gpulease.client import Client
 from gpulease_cli import id_completion, output
 from gpulease_cli.help_format import command
+from gpulease_cli.option_types import Field
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Gpu, Node, NodeMode
 from gpulease_protocol.node_protocol import PAUSED
+from gpulease_protocol.requests import DrainRequest
 from gpulease_protocol.status_table import align_columns
 
 NVML_CLOSE_S = 10.0
@@ -22,6 +24,12 @@ POLL_S = 0.1
 MIN_UUID_DIGITS = 4
 """Shortest accepted prefix of a UUID: an index that does not exist must not be taken for one."""
 
+REASON = option(
+    "--reason",
+    type=Field(click.STRING, DrainRequest, "reason"),
+    metavar="TEXT",
+    help="Shown to users who wait, such as 'driver update till 15:00'.",
+)
 NODE = argument("name", metavar="NAME", help="Name of the node.", shell_complete=id_completion.nodes)
 GPU = argument(
     "gpu",
@@ -48,20 +56,21 @@ def list_nodes(json: bool) -> None:
             node.mode.value,
             str(node.gpu_count),
             node.driver_version or "?",
-            node.reason or "-",
+            _out_of_use(node) or "-",
         )
         for node in nodes
     ]
     output.print_table(align_columns(heads, rows))
 
 
-@command(examples=("gpulease node drain gpubox",))
+@command(examples=("gpulease node drain gpubox", "gpulease node drain gpubox --reason 'driver update till 15:00'"))
 @NODE
+@REASON
 @JSON
-def drain(name: str, json: bool) -> None:
+def drain(name: str, reason: str | None, json: bool) -> None:
     """Grant no more GPUs of a node; running work continues."""
     with Client() as client:
-        _print_node(client.drain_node(name), json)
+        _print_node(client.drain_node(name, reason), json)
 
 
 @command(examples=("gpulease node resume gpubox",))
@@ -76,12 +85,13 @@ def resume(name: str, json: bool) -> None:
 @command(examples=("gpulease node pause gpubox",))
 @NODE
 @option("--force", is_flag=True, help="Pause even if leases are active; they stay.")
+@REASON
 @JSON
-def pause(name: str, force: bool, json: bool) -> int:
+def pause(name: str, force: bool, reason: str | None, json: bool) -> int:
     """Drain a node and close NVML on it, for a GPU reset, a MIG change or a driver unload."""
     until_s = time.monotonic() + NVML_CLOSE_S
     with Client() as client:
-        node = client.pause_node(name, force)
+        node = client.pause_node(name, force, reason)
         while node.mode is NodeMode.PAUSED and node.reason != PAUSED and time.monotonic() < until_s:
             time.sleep(POLL_S)
             node = client.node(name)
@@ -147,11 +157,18 @@ def _uuid(client: Client, name: str) -> str:
     raise InvalidRequest(f"{name} matches several GPUs: {several}.", remedy="Give more of the UUID.")
 
 
+def _out_of_use(node: Node) -> str:
+    """Why a node is not used: what its worker says, what an administrator says."""
+    said = f"{node.mode_by}: {node.mode_reason}" if node.mode_by and node.mode_reason else node.mode_reason
+    return "; ".join(filter(None, (node.reason, said)))
+
+
 def _print_node(node: Node, json: bool) -> None:
     if json:
         output.print_json(node)
     else:
-        click.echo(f"node {node.name} is {node.mode.value}{f' ({node.reason})' if node.reason else ''}")
+        reason = _out_of_use(node)
+        click.echo(f"node {node.name} is {node.mode.value}{f' ({reason})' if reason else ''}")
 
 
 def _print_gpu(gpu: Gpu, json: bool) -> None:

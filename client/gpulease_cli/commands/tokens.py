@@ -62,6 +62,8 @@ def create(user: str, role: Role, node: str | None, expires: float | None, note:
         return
     until = "until revoked" if made.expires_at is None else f"until {made.expires_at:%Y-%m-%d %H:%M} UTC"
     click.echo(f"{made.id} of {made.user} ({made.role}) is valid {until}; it is not shown again", err=True)
+    if made.expires_at is None:
+        click.echo("A token that someone finds is valid as long: --expires 30d would end it by itself.", err=True)
     if made.uid is None and made.role is not Role.WORKER:
         click.echo(_unknown_user(made), err=True)
     click.echo(made.bearer)

@@ -78,12 +78,18 @@ def connect(url: str) -> Engine:
         ) from error
 
 
+DAMAGED = ("file is not a database", "malformed")
+"""What SQLite says of a file that it cannot read any more."""
+
+
 def unusable_error(url: str, error: BaseException) -> DatabaseUnusable:
     """The error for a database that does not work."""
-    remedy = "Check the path and its permissions."
+    remedy, message = "Check the path and its permissions.", dialects.error_message(error)
     if database_file(url) is None:
         remedy = "Check that the server runs, and check --database-url."
-    return DatabaseUnusable(f"{redacted(url)} cannot be used: {dialects.error_message(error)}.", remedy=remedy)
+    elif any(words in message for words in DAMAGED):
+        remedy = "Restore a backup, see docs/databases.md; check the path if this is not the daemon's file."
+    return DatabaseUnusable(f"{redacted(url)} cannot be used: {message}.", remedy=remedy)
 
 
 def migrations_directory() -> Path:

@@ -5,6 +5,7 @@ Everything is read in one snapshot, so a daemon may write meanwhile.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, exists, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from gpulease_protocol.host.addresses import has_system_socket
 from gpulease_server.store import tables
 from gpulease_server.store.database import (
     DatabaseUnusable,
@@ -44,8 +46,12 @@ def revisions(url: str) -> tuple[str | None, str]:
 def require_file(url: str) -> None:
     """Raise `DatabaseUnusable` if the file is missing, since connecting would create it."""
     file = database_file(url)
-    if file is not None and not file.is_file():
-        raise DatabaseUnusable(f"{file} does not exist.", remedy="Give the --database-url or --data-dir of the daemon.")
+    if file is None or file.is_file():
+        return
+    if os.geteuid() != 0 and has_system_socket():
+        detail = f"{file} does not exist: the daemon of this host is not yours."
+        raise DatabaseUnusable(detail, remedy="This is for its administrator: sudo gpulease db ...")
+    raise DatabaseUnusable(f"{file} does not exist.", remedy="Give the --database-url or --data-dir of the daemon.")
 
 
 def check_database(url: str) -> list[str]:
