@@ -17,7 +17,7 @@ lane = $(call LANE,$(1)) -n $(2) --dist loadgroup && $(call LANE,$(1)-alone) -n 
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool
+.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool generators
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -42,7 +42,7 @@ demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for
 test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
 	$(call lane,fast,6,2)
 
-test-slow: $(STAMP) packages promtool ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
+test-slow: $(STAMP) packages promtool generators ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
 	$(call lane,slow,4,0)
 
 test-all: test test-slow ## both lanes
@@ -69,6 +69,11 @@ clean: ## remove .venv and everything built or cached
 
 packages:
 	@bash tests/packages.sh
+
+# What makes clients of the OpenAPI document.
+generators: $(STAMP) packages
+	@bash tests/generated/install.sh $(VENV)/generators || \
+		echo "No generators: tests of generated clients will fail. They come from PyPI and npm." >&2
 
 # Tests check metrics, alerts and the dashboard with Prometheus' own tool. Only that one program is taken out of Debian's
 # package, because the package would start a server.

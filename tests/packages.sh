@@ -10,6 +10,7 @@ ip                                         iproute2       cutting the network to
 curl                                       curl           doing what the documents say
 jq                                         jq             the same
 node                                       nodejs         the same
+npm                                        npm            generators of TypeScript clients
 chromium                                   chromium       the dashboard in a browser
 systemd-analyze                            systemd        reading the units
 /usr/lib/python3*/ensurepip                python3-venv   installing as docs/install.md says

@@ -234,7 +234,8 @@ class Lease(Noun):
     env: dict[str, str] = field(default_factory=dict)
     """Everything a training needs in its environment; empty while queued."""
     fencing_token: int | None = None
-    """Fencing token: increases with every grant; null while queued."""
+    """Fencing token: a number that increases with every grant and proves which one is meant; null while queued. It is
+    no bearer token."""
     ttl_s: float
     """How long the lease lasts after its last renewal."""
     liveness: Liveness

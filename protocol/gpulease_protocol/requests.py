@@ -270,7 +270,8 @@ class HolderProof(RequestBody):
     """Body of renew and release: proof that the caller is the holder."""
 
     fencing_token: int | None = None
-    """The lease's fencing token; null while it is queued."""
+    """The fencing token of the lease, which its grant showed; null or absent while it is queued. It says which grant is
+    meant, and is no bearer token: those say who asks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

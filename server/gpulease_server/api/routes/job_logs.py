@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import StreamingResponse
@@ -43,6 +43,9 @@ MAX_FOLLOWERS = 256
 RECHECK_S = 0.5
 """How often a follower reads even if the poller has noticed no change, and checks whether its client is still there."""
 MAX_LINES = 1_000_000
+LOG_RESPONSE: dict[int | str, dict[str, Any]] = {
+    200: {"content": {kind: {"schema": {"type": "string"}} for kind in ("text/plain", MEDIA_TYPE)}}
+}
 OFFSET_FORMAT = re.compile(
     r"(?:(?P<attempt>\d{1,6})@)?(?:(?P<offset>\d{1,18})|(?P<several>(?:\d{1,4}|launcher):\d{1,18}"
     r"(?:,(?:\d{1,4}|launcher):\d{1,18})*))"
@@ -265,7 +268,7 @@ class LogResponse(StreamingResponse):
     "/{job_id}/logs",
     operation_id="getJobLogs",
     response_class=StreamingResponse,
-    responses=error_responses("not_found"),
+    responses=LOG_RESPONSE | error_responses("not_found"),
 )
 async def logs(
     job_id: str,

@@ -235,7 +235,8 @@ async def delete_lease(
     daemon: DaemonDep,
     caller: CallerDep,
     token: Annotated[
-        int | None, Query(ge=-(2**63), lt=2**63, description="The lease's fencing token; absent while it is queued.")
+        int | None,
+        Query(ge=-(2**63), lt=2**63, description="The fencing token of the lease; absent while it is queued."),
     ] = None,
 ) -> Lease:
     """The same as `POST /v1/leases/{lease_id}/release`. The lease stays on record, with the state `ended`."""
