@@ -66,9 +66,9 @@ def render_status(
         if node.state is NodeState.UNKNOWN
     ]
     text += "".join(wrapped(note, width) for note in notes)
-    waiting = sorted(
-        (lease for lease in leases if lease.state is LeaseState.QUEUED), key=lambda lease: lease.position or 0
-    )
+    queued = (lease for lease in leases if lease.state is LeaseState.QUEUED)
+    # One without a place waits for other jobs, and joins the queue at its end.
+    waiting = sorted(queued, key=lambda lease: (lease.position is None, lease.position or 0))
     if waiting:
         text += "\n" + _queue(waiting, job_of, now, width)
     if more_waiting:

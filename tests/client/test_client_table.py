@@ -187,3 +187,9 @@ def test_lengths_of_time_are_told_in_two_units() -> None:
         "1h 01m",
         "1d 1h",
     ]
+
+
+def test_a_job_that_waits_for_other_jobs_stands_behind_the_queue() -> None:
+    later = lease("lease-later", LeaseState.QUEUED, position=None)
+    text = render_status([gpu(0)], [later, lease("lease-first", LeaseState.QUEUED, position=1)], [], now=NOW)
+    assert text.index("lease-first") < text.index("lease-later")

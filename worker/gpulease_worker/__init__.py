@@ -55,7 +55,8 @@ The life of a job
    so neither killpg nor waiting for the launcher would suffice.
 6. Ended. Only now is `exit.json` written. The supervisor ends; its pidfd wakes the worker, which reports `exited` at
    once, replacing a request that the daemon may be holding. Exit code, reason and traceback are those of the rank that
-   failed first (`jobs.failure_cause`).
+   failed first (`jobs.failure_cause`). Whom the job is to notify is told by a process that the supervisor has forked,
+   so that nothing waits for it (`jobs.notification`).
 7. Forgotten. The daemon no longer orders it. The directory stays, because its logs were announced there, and is marked
    `forgotten`; the newest 1000 of those are kept (`--keep-jobs`).
 

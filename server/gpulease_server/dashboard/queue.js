@@ -5,11 +5,13 @@ import { namesOfJobs } from "./gpus.js";
 import { cell, count, element, keep, sayMore, setText } from "./rows.js";
 
 const MAX_ROWS = 200;
+/** The place of a job that waits for other jobs, and joins the queue at its end. */
+const LAST = 1e9;
 
 /** Draw the queue; `why(lease)` is called by the button of a row. */
 export function drawQueue(place, data, why) {
   const names = namesOfJobs(data);
-  const waiting = data.queued.items.toSorted((one, other) => (one.position ?? 0) - (other.position ?? 0));
+  const waiting = data.queued.items.toSorted((one, other) => (one.position ?? LAST) - (other.position ?? LAST));
   const views = waiting.slice(0, MAX_ROWS).map(({ id, position, holder, demand, created_at }) => ({
     id, position, holder, demand, created_at, job: names.get(id) ?? null,
   }));
