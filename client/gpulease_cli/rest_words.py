@@ -1,4 +1,4 @@
-"""What the routes and fields that a daemon's remedies name are called on the command line."""
+"""What the routes, fields and arguments that remedies name are called on the command line."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ COMMANDS = {
     "POST /v1/jobs/{}/cancel": "gpulease cancel {}",
     '"queue": true': "--wait 10m",
     '"force": true': "--force",
+    "wait_s=600": "--wait 10m",
 }
 """For `errors.respelled`."""

@@ -420,5 +420,5 @@ def _not_now(demand: Demand, explanation: Explanation | None, wait_s: float, ans
         detail = f"Not now: asked for {describe_demand(demand)}{not_granted}. {'. '.join(groups)}."
     else:
         detail = explanation.sentence
-    remedy = "Wait longer: wait_s=600." if wait_s > 0 else "Wait in the queue: wait_s=600."
+    remedy = "Wait longer: `wait_s=600`." if wait_s > 0 else "Wait in the queue: `wait_s=600`."
     return NotNow(detail, remedy=remedy, extra={"explanation": to_json(explanation) if explanation else None})
