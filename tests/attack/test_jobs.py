@@ -65,3 +65,12 @@ def test_a_job_has_nothing_of_the_daemons_environment_groups_or_descriptors(atta
     assert [line.split()[1] for line in lines if line.startswith("CapEff")] == ["0" * 16]
     assert [line.split()[1:] for line in lines if line.startswith("Groups:")] in ([[]], [[str(UIDS["eve"])]])
     assert not [line for line in lines if "socket:" in line], "a job has a socket of root"
+
+
+def test_a_url_that_a_job_of_eve_notifies_is_called_as_eve(attacked: Attacked) -> None:
+    """Not as root, who starts the job: the URL is the daemon's own, where only an administrator may do this."""
+    node = attacked.daemon.get("/v1/nodes").json["items"][0]["name"]
+    job, _ = attacked.completed_job("eve", "true", notify=f"http://127.0.0.1:8750/v1/nodes/{node}/drain")
+    (log,) = attacked.host.data.rglob(f"jobs/{job['id']}/logs/notify.log")
+    eventually(lambda: "it answered 403" in log.read_text(), 60, log.read_text)
+    assert attacked.daemon.get(f"/v1/nodes/{node}").json["mode"] == "active"

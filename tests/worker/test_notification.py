@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.server
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 
 from gpulease_protocol.model import Job, JobState, Launcher
 from gpulease_protocol.node_protocol import JobOrder, JobReport
-from gpulease_worker.jobs import job_records
+from gpulease_worker.jobs import job_records, notification_process
 from tests.worker.build import order, spec, until
 from tests.worker.play import Worker, play
 from tests.worker.strangers import ROOT, STRANGER, passable, refused
@@ -137,6 +138,23 @@ def test_the_end_of_the_job_does_not_wait_for_a_command_that_hangs(tmp_path: Pat
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(parent, 9)
     until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in _state(pid), "its end with the one that waits for it")
+
+
+def test_a_user_has_so_many_notifications_under_way_and_no_more(tmp_path: Path) -> None:
+    locks, there = tmp_path / notification_process.LOCKS, tmp_path / "told"
+    locks.mkdir()
+    held = [(locks / f"{os.getuid()}-{number}").open("w") for number in range(notification_process.MAX_AT_ONCE)]
+    for file in held:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    end_of(tmp_path, told_order("j", "true", notify=f"touch {there}"))
+    log = tmp_path / "jobs" / "j" / "supervisor.log"
+    until(lambda: "notifications of its user are under way" in log.read_text(), "the reason")
+    assert not there.exists()
+    held[3].close()
+    end_of(tmp_path, told_order("k", "true", notify=f"touch {there}"))
+    until(there.exists, "the command of the next job")
+    for file in held:
+        file.close()
 
 
 def _state(pid: int) -> str:

@@ -11,7 +11,7 @@ from typing import Literal
 import click
 
 from gpulease.client import Client
-from gpulease_cli import output, submitted_command, wait_progress
+from gpulease_cli import id_completion, output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
@@ -104,6 +104,7 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
     "--after",
     multiple=True,
     metavar="JOB[,JOB]",
+    shell_complete=id_completion.jobs,
     help="Wait until these jobs or arrays have succeeded; any:JOB until it has ended. If one fails, this job is"
     " cancelled. Repeatable.",
 )

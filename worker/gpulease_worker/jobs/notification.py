@@ -1,15 +1,16 @@
 """Tells someone of a job's end (`JobSpec.notify`): a POST of the job as JSON to a URL, or a command. Both as its user.
 
-The supervisor forks a process for it once `exit.json` is on disk, and ends: neither the job's end nor its GPUs wait for
-a slow mail server. That process is no part of the job. It has none of its descriptors, cgroup or marker, sees no GPU,
-and is over after DEADLINE_S, with everything that it has started. What goes on the network goes as the job's user, who
-may do the same in a job: gpulease lends no one its own rights, or root's.
+The supervisor forks a process for it once `exit.json` is on disk (`notification_process`), and ends: neither the job's
+end nor its GPUs wait for a slow mail server. It is no part of the job: it has none of its descriptors, cgroup or
+marker, sees no GPU, and is over after DEADLINE_S, with everything that it has started. What goes on the network goes
+as the job's user, who may do the same in a job: gpulease lends no one its own rights, or root's.
 
 | what happens | who is told |
 |---|---|
 | the attempt failed and is to be tried again | no one: only the last one counts |
 | the job was cancelled, or its node forgotten, before a supervisor had it | no one |
 | its supervisor was killed, its worker cannot run it, or its node is gone | no one; the events of the daemon have it |
+| too many such processes of its user are at work already | no one |
 | a command fails, or a URL does not answer 2xx in ATTEMPTS attempts | no one; `notify.log` in the job's logs says why |
 | a URL answers with a redirect | no one: it is not followed |
 """
@@ -52,9 +53,8 @@ KILL_S = 5.0
 
 
 def tell_of_end(directory: Path, plan: LaunchPlan, login: LoginLimits | None, *, cancelled: bool) -> None:
-    """Tell of the end that is recorded in the job's directory. Call it in a process of its own: it keeps only its
-    standard descriptors, and ends what it has started."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    """Tell of the end that is recorded in the job's directory. Call it in a process of its own: it ends everything that
+    this process has started."""
     inherited_state.reset_signals()
     local = LocalJob(directory=directory)
     local.read()
