@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpulease.async_lease import AsyncLease, OnLost, PendingLease
 from gpulease.brief_errors import brief_errors_of
@@ -19,11 +19,13 @@ from gpulease.sansio.flows import Flows, as_tuple, lease_request
 from gpulease_protocol import endpoints
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
-from gpulease_protocol.requests import JobRequest, LeaseRequest
-from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
-from gpulease_protocol.usage import Usage
+
+if TYPE_CHECKING:
+    from gpulease_protocol.job_metrics import JobMetrics
+    from gpulease_protocol.requests import JobRequest, LeaseRequest
+    from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
+    from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
 

@@ -11,24 +11,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpulease.brief_errors import brief_errors, brief_errors_of
 from gpulease.cuda import ranks
-from gpulease.device_reuse import DeviceRequirements
-from gpulease.find_devices import find_devices
-from gpulease.lease import HeldLease
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.flows import Flows, as_tuple, lease_request
 from gpulease.sansio.sync_transport import Transport
 from gpulease_protocol import endpoints
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
-from gpulease_protocol.requests import JobRequest, LeaseRequest
-from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
-from gpulease_protocol.usage import Usage
+
+if TYPE_CHECKING:
+    from gpulease.lease import HeldLease
+    from gpulease_protocol.job_metrics import JobMetrics
+    from gpulease_protocol.requests import JobRequest, LeaseRequest
+    from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
+    from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
 
@@ -278,6 +278,8 @@ class Client:
     ) -> HeldLease:
         lease, sent_at = self._transport.run(self._flows.acquire(request, wait_s, shared_key, on_queued))
         shared = shared_key is not None
+        from gpulease.lease import HeldLease  # noqa: PLC0415 - for who holds leases
+
         return HeldLease(self, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared, owner=owner)
 
     def request_lease(
@@ -432,5 +434,8 @@ def find_usable_cuda_devices(
         raise TypeError(f"num_devices must be an integer, not {num_devices!r}") from None
     if count == 0:
         return []
+    from gpulease.device_reuse import DeviceRequirements  # noqa: PLC0415 - for who holds leases
+    from gpulease.find_devices import find_devices  # noqa: PLC0415
+
     requirements = DeviceRequirements(min_free_memory_bytes, gpu_model, set_visible)
     return find_devices(count, client or Client(), requirements, wait_s=wait_s, label=label, reuse=reuse)

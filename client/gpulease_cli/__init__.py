@@ -11,10 +11,9 @@ import sys
 
 import click
 
-from gpulease_cli import output
 from gpulease_cli.global_options import GLOBAL_OPTIONS
 from gpulease_cli.program import PROGRAM
-from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost
+from gpulease_protocol.errors import GpuleaseError
 
 COMPLETION = "_GPULEASE_COMPLETE"
 """Set by the completion script of a shell; see `gpulease_cli.completion`."""
@@ -25,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     code = _run(words)
     if code and "--json" not in words and _command(words) == "acquire":
+        from gpulease_cli import output  # noqa: PLC0415 - after a failure only
+
         output.fail_in_shell(code)
     return code
 
@@ -40,22 +41,17 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
-    except click.ClickException as error:
-        from gpulease_cli import usage_errors  # noqa: PLC0415 - after a mistake only
+    except (click.ClickException, GpuleaseError) as error:
+        from gpulease_cli import failures  # noqa: PLC0415 - after a failure only
 
-        what = usage_errors.message(error)
-        output.print_error("usage error", what, f"See `{usage_errors.command_path(error)} --help`.")
-        return output.USAGE
-    except GpuleaseError as error:
-        output.print_gpulease_error(error)
-        return _code(error)
+        return failures.report(error)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader (`| head`) has gone. Python would complain once more when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
-    return code if isinstance(code, int) else output.DONE
+    return code if isinstance(code, int) else 0
 
 
 def _command(words: list[str]) -> str | None:
@@ -67,11 +63,3 @@ def _command(words: list[str]) -> str | None:
         if any(word in option.opts for option in GLOBAL_OPTIONS):
             next(rest, None)
     return None
-
-
-def _code(error: GpuleaseError) -> int:
-    if isinstance(error, DaemonUnavailable):
-        return output.UNREACHABLE
-    if isinstance(error, LeaseLost):
-        return output.LOST
-    return output.USAGE if isinstance(error, InvalidRequest) else output.REFUSED

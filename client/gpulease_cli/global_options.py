@@ -11,9 +11,7 @@ from typing import Any
 import click
 
 from gpulease_cli.parameters import Option
-from gpulease_protocol.host import config_file
-from gpulease_protocol.host.certificates import CA_KEY, CA_VARIABLE
-from gpulease_protocol.host.server_owner import DAEMON_USER_VARIABLE, user_name
+from gpulease_protocol.host import variables
 
 
 def _into_environment(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -31,6 +29,7 @@ def _configuration_file(context: click.Context, parameter: click.Parameter, valu
     section = getattr(context.command, "section", "")
     if section and not context.resilient_parsing:
         from gpulease_cli import settings  # noqa: PLC0415 - for the daemon's own commands alone
+        from gpulease_protocol.host import config_file  # noqa: PLC0415
 
         program, sections = context.find_root().command, config_file.load()
         settings.check(program, sections)
@@ -41,6 +40,12 @@ def _default_url(_: object) -> str:
     from gpulease_protocol.host.addresses import candidates  # noqa: PLC0415 - for `config show` alone
 
     return ",".join(address.url for address in candidates())
+
+
+def _default_daemon_users(_: object) -> str:
+    from gpulease_protocol.host.server_owner import user_name  # noqa: PLC0415 - for `config show` alone
+
+    return ",".join(dict.fromkeys(("root", user_name(os.geteuid()))))
 
 
 def _global(*names: str, callback: Any = _into_environment, **more: Any) -> Option:
@@ -54,7 +59,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
     _global(
         "--url",
         metavar="URL",
-        envvar="GPULEASE_URL",
+        envvar=variables.URL,
         help="Address of the daemon: http://host:port or unix:///path; several separated by commas.",
         show_default="the local socket, else http://127.0.0.1:8750",
         derive=_default_url,
@@ -62,23 +67,23 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
     _global(
         "--token",
         metavar="TOKEN",
-        envvar="GPULEASE_TOKEN",
+        envvar=variables.TOKEN,
         help="Bearer token. Visible in `ps`; prefer GPULEASE_TOKEN or the configuration file.",
     ),
     _global(
         "--daemon-user",
         metavar="USER",
-        envvar=DAEMON_USER_VARIABLE,
+        envvar=variables.DAEMON_USER,
         help="As whom the daemon of this host runs; several separated by commas. Any other user who listens at its"
         " address is sent nothing.",
         show_default="root, or you",
-        derive=lambda _: ",".join(dict.fromkeys(("root", user_name(os.geteuid())))),
+        derive=_default_daemon_users,
     ),
     _global(
         "--cacert",
-        CA_KEY,
+        "ca_file",  # its key in a configuration file
         metavar="FILE",
-        envvar=CA_VARIABLE,
+        envvar=variables.CA_FILE,
         callback=_file,
         help="Certificates to trust for https, in PEM format: the daemon's own, or that of its authority.",
         show_default="the system's",
@@ -86,7 +91,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
     _global(
         "--config",
         metavar="FILE",
-        envvar=config_file.VARIABLE,
+        envvar=variables.CONFIG,
         callback=_configuration_file,
         help="The configuration file.",
         show_default="/etc/gpulease/config.toml, then ~/.config/gpulease/config.toml",

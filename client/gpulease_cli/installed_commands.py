@@ -12,8 +12,6 @@ from typing import Any
 
 import click
 
-from gpulease_cli import output
-
 GROUP = "gpulease.commands"
 PACKAGE = "gpulease_"
 """What the name of a package begins with; the rest is the extra that installs what it needs."""
@@ -50,8 +48,7 @@ def needs_extra(name: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        _complain(name, error)
-        raise click.exceptions.Exit(output.REFUSED) from error
+        raise click.exceptions.Exit(_complain(name, error)) from error
 
 
 def _missing(name: str, extra: str, error: ModuleNotFoundError) -> click.Command:
@@ -63,15 +60,17 @@ def _missing(name: str, extra: str, error: ModuleNotFoundError) -> click.Command
         context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     )
     def command() -> int:
-        _complain(extra, error)
-        return output.REFUSED
+        return _complain(extra, error)
 
     return command
 
 
-def _complain(extra: str, error: ModuleNotFoundError) -> None:
+def _complain(extra: str, error: ModuleNotFoundError) -> int:
+    from gpulease_cli import output  # noqa: PLC0415 - after a failure only
+
     output.print_error(
         f"this command needs the extra `{extra}`",
         f"the package {error.name} is not installed",
         f"pip install 'gpulease[{extra}]'",
     )
+    return output.REFUSED

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 import click
 
-from gpulease_protocol.bounds import bounds_of
 from gpulease_protocol.durations import parse_duration
 
 
@@ -88,14 +88,18 @@ class Field(click.ParamType[Any]):
     So what is wrong is said of the option that was typed, and not of the field.
     """
 
-    def __init__(self, base: click.ParamType[Any], body: type[Any], field: str) -> None:
-        self.base, self.body, self.field = base, body, field
+    def __init__(self, base: click.ParamType[Any], body: type[Any] | Callable[[], type[Any]], field: str) -> None:
+        """`body` is the class, or a function that imports it."""
+        self.base, self._body, self.field = base, body, field
         self.name = base.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value as the base type has it. Fails where it is out of the field's bounds."""
         converted = self.base.convert(value, param, ctx)
-        for bounds in bounds_of(self.body, self.field):
+        from gpulease_protocol.bounds import bounds_of  # noqa: PLC0415 - most options have no bounds
+
+        body = self._body if isinstance(self._body, type) else self._body()
+        for bounds in bounds_of(body, self.field):
             if rule := bounds.broken_rule(self.field, converted):
                 shown = f", not {value}" if isinstance(converted, int | float) else ""
                 self.fail(f"{rule}{shown}", param, ctx)

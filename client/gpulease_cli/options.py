@@ -11,10 +11,15 @@ from gpulease_cli.option_types import DURATION, Field, Number, OneOf
 from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.model import Mask
-from gpulease_protocol.requests import LeaseRequest
 
 Body = TypeVar("Body")
 MAX_TOKEN = 2**63 - 1
+
+
+def _lease_request() -> type[Any]:
+    from gpulease_protocol.requests import LeaseRequest  # noqa: PLC0415 - for commands that ask for GPUs
+
+    return LeaseRequest
 
 
 def checked(make: Callable[[], Body]) -> Body:
@@ -27,17 +32,17 @@ def checked(make: Callable[[], Body]) -> Body:
 
 def ttl(default: str, help: str) -> Callable[[Any], Any]:
     """The option `--ttl`."""
-    kind = Field(DURATION, LeaseRequest, "ttl_s")
+    kind = Field(DURATION, _lease_request, "ttl_s")
     return option("--ttl", type=kind, metavar="DURATION", default=default, show_default=default, help=help)
 
 
 JSON = option("--json", is_flag=True, help="Print JSON.")
 GPUS = option(
-    "-n", "--gpus", type=Field(Number(), LeaseRequest, "count"), metavar="N", default=1, help="Number of GPUs."
+    "-n", "--gpus", type=Field(Number(), _lease_request, "count"), metavar="N", default=1, help="Number of GPUs."
 )
 LABEL = option(
     "--label",
-    type=Field(click.STRING, LeaseRequest, "label"),
+    type=Field(click.STRING, _lease_request, "label"),
     metavar="TEXT",
     default="",
     help="Shown to users who wait for these GPUs.",
@@ -58,11 +63,13 @@ FENCING_TOKEN = option(
 )
 MODEL = option(
     "--model",
-    type=Field(click.STRING, LeaseRequest, "gpu_model"),
+    type=Field(click.STRING, _lease_request, "gpu_model"),
     metavar="TEXT",
     help="Only GPUs with TEXT in their name.",
 )
-NODE = option("--node", type=Field(click.STRING, LeaseRequest, "node"), metavar="NAME", help="Only GPUs of this node.")
+NODE = option(
+    "--node", type=Field(click.STRING, _lease_request, "node"), metavar="NAME", help="Only GPUs of this node."
+)
 MASK = option(
     "--mask",
     type=OneOf(Mask),

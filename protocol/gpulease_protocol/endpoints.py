@@ -3,6 +3,8 @@
 Pure, so that any transport can send it. Every call except those that create or revoke a bearer token may be sent again
 after a lost response (`ApiCall.is_repeatable`): reading changes nothing, a request for a lease or a job carries an
 idempotency key, the fencing token guards renew and release, and cancelling twice is the same as cancelling once.
+
+A call imports what only it needs: to make the classes of all bodies and answers takes longer than `gpulease status`.
 """
 
 from __future__ import annotations
@@ -10,24 +12,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from urllib.parse import quote
 
 from gpulease_protocol.codec import from_json, to_body
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
-from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
-from gpulease_protocol.requests import (
-    OWNER_FIELDS,
-    CancelRequest,
-    DrainRequest,
-    JobRequest,
-    LeaseRequest,
-    PauseRequest,
-)
-from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
-from gpulease_protocol.usage import Usage
+
+if TYPE_CHECKING:
+    from gpulease_protocol.job_metrics import JobMetrics
+    from gpulease_protocol.requests import JobRequest, LeaseRequest
+    from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
+    from gpulease_protocol.usage import Usage
 
 Answer = TypeVar("Answer")
 Item = TypeVar("Item")
@@ -79,6 +76,8 @@ def without_refused_fields(call: ApiCall[Answer], refusal: str) -> ApiCall[Answe
 
 def me() -> ApiCall[Identity]:
     """`GET /v1/me`."""
+    from gpulease_protocol.tokens import Identity
+
     return _get("/v1/me", Identity)
 
 
@@ -104,12 +103,16 @@ def node(name: str) -> ApiCall[Node]:
 
 def drain_node(name: str, reason: str | None = None) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/drain`; idempotent."""
+    from gpulease_protocol.requests import DrainRequest
+
     body = to_body(DrainRequest(reason=reason)) or None
     return replace(_post(f"/v1/nodes/{_encoded(name)}/drain", body, Node), optional_fields=OUT_OF_USE_FIELDS)
 
 
 def pause_node(name: str, force: bool = False, reason: str | None = None) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/pause`; idempotent."""
+    from gpulease_protocol.requests import PauseRequest
+
     body = to_body(PauseRequest(force=force, reason=reason))
     return replace(_post(f"/v1/nodes/{_encoded(name)}/pause", body, Node), optional_fields=OUT_OF_USE_FIELDS)
 
@@ -151,6 +154,8 @@ def lease(lease_id: str, wait_s: float = 0.0, wait_while: LeaseState | None = No
 
 def request_lease(request: LeaseRequest, idempotency_key: str, wait_s: float = 0.0) -> ApiCall[Lease]:
     """`POST /v1/leases`: the lease, active or queued."""
+    from gpulease_protocol.requests import OWNER_FIELDS
+
     return ApiCall(
         method="POST",
         path="/v1/leases",
@@ -198,6 +203,8 @@ def explain(lease_id: str) -> ApiCall[Explanation]:
 
 def would_grant(request: LeaseRequest) -> ApiCall[Explanation]:
     """`POST /v1/leases/explain`: whether it fits now. Takes and records nothing."""
+    from gpulease_protocol.requests import OWNER_FIELDS
+
     return replace(_post("/v1/leases/explain", to_body(request), Explanation), optional_fields=OWNER_FIELDS)
 
 
@@ -245,6 +252,8 @@ def job(job_id: str, wait_s: float = 0.0, wait_while: str | None = None) -> ApiC
 
 def cancel_job(job_id: str, grace_s: float | None = None) -> ApiCall[Job]:
     """`POST /v1/jobs/{id}/cancel`; idempotent."""
+    from gpulease_protocol.requests import CancelRequest
+
     body = None if grace_s is None else to_body(CancelRequest(grace_s=grace_s))
     return _post(f"/v1/jobs/{_encoded(job_id)}/cancel", body, Job)
 
@@ -265,6 +274,8 @@ def job_logs(
 
 def job_metrics(job_id: str, points: int | None = None) -> ApiCall[JobMetrics]:
     """`GET /v1/jobs/{id}/metrics`, with at most `points` buckets for each GPU."""
+    from gpulease_protocol.job_metrics import JobMetrics
+
     query = () if points is None else (("points", str(points)),)
     return ApiCall(method="GET", path=_metrics_path(job_id), query=query, read=_reader(JobMetrics))
 
@@ -277,16 +288,22 @@ def job_metrics_csv(job_id: str, points: int | None = None) -> ApiCall[str]:
 
 def create_token(request: TokenRequest) -> ApiCall[NewBearerToken]:
     """`POST /v1/tokens`. Not repeatable: only this response shows the token."""
+    from gpulease_protocol.tokens import NewBearerToken
+
     return ApiCall(method="POST", path="/v1/tokens", body=to_body(request), read=_reader(NewBearerToken))
 
 
 def tokens(cursor: str | None = None) -> ApiCall[Page[BearerToken]]:
     """`GET /v1/tokens`."""
+    from gpulease_protocol.tokens import BearerToken
+
     return _list("/v1/tokens", BearerToken, cursor)
 
 
 def revoke_token(token_id: str) -> ApiCall[BearerToken]:
     """`DELETE /v1/tokens/{id}`. Not repeatable: the second one raises NotFound."""
+    from gpulease_protocol.tokens import BearerToken
+
     return ApiCall(method="DELETE", path=f"/v1/tokens/{_encoded(token_id)}", read=_reader(BearerToken))
 
 
@@ -308,6 +325,8 @@ def usage(
     from_at: datetime | None = None, to_at: datetime | None = None, by: str | None = None, user: str | None = None
 ) -> ApiCall[Usage]:
     """`GET /v1/usage`; None is the daemon's default."""
+    from gpulease_protocol.usage import Usage
+
     given = (("from", from_at and from_at.isoformat()), ("to", to_at and to_at.isoformat()), ("by", by), ("user", user))
     query = tuple((name, str(value)) for name, value in given if value is not None)
     return ApiCall(method="GET", path="/v1/usage", query=query, read=_reader(Usage))

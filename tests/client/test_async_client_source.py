@@ -17,11 +17,13 @@ REPLACEMENTS = {
     ),
     r"import operator\n": "",
     r"import Callable, Iterable, Iterator, Mapping": "import AsyncIterator, Callable, Iterable, Mapping",
-    r"from gpulease\.device_reuse .*?\nfrom gpulease\.lease import HeldLease\n": (
+    r"from gpulease\.cuda import ranks\n": (
+        "from gpulease.cuda import ranks\n"
         "from gpulease.async_lease import AsyncLease, OnLost, PendingLease\n"
         "from gpulease.client import Client\n"
         "from gpulease.sansio.async_transport import AsyncTransport\n"
     ),
+    r" +from gpulease\.lease import HeldLease\b.*?\n\n?": "",
     r"from gpulease\.sansio\.sync_transport .*?\n": "",
     r"\n\n\n@brief_errors\ndef find_usable_cuda_devices.*\Z": "\n",
     r"    def find_usable_cuda_devices.*?(?=    # )": "",

@@ -14,8 +14,7 @@ import pytest
 
 from gpulease import AsyncClient, Client, DaemonUnavailable, InvalidRequest
 from gpulease.sansio.tls_errors import tls_failure
-from gpulease_protocol.host import addresses
-from gpulease_protocol.host.certificates import CA_VARIABLE
+from gpulease_protocol.host import addresses, variables
 from tests.client.fake_daemon import FakeDaemon
 
 
@@ -93,13 +92,13 @@ def test_an_untrusted_certificate_is_called_that_and_trusted_by_its_file(serve, 
     error = refusal(url)
     assert error.detail == f"The certificate of {url} is not trusted here: self-signed certificate."
     assert "--cacert FILE, GPULEASE_CACERT=FILE, or ca_file under [client]" in error.remedy
-    monkeypatch.setenv(CA_VARIABLE, str(files["good"]))
+    monkeypatch.setenv(variables.CA_FILE, str(files["good"]))
     with Client(url) as client:
         assert client.gpus() == ()
 
 
 def test_a_certificate_for_another_name_says_that(serve, files, monkeypatch) -> None:
-    monkeypatch.setenv(CA_VARIABLE, str(files["other"]))
+    monkeypatch.setenv(variables.CA_FILE, str(files["other"]))
     assert refusal(serve("other")).detail.endswith("is not for 127.0.0.1.")
 
 
@@ -127,7 +126,7 @@ def test_a_file_without_certificates_is_refused_by_name(serve, monkeypatch, tmp_
     path = tmp_path / "ca.pem"
     if content is not None:
         path.write_text(content)
-    monkeypatch.setenv(CA_VARIABLE, str(path))
+    monkeypatch.setenv(variables.CA_FILE, str(path))
     with pytest.raises(InvalidRequest, match=str(path)):
         Client(serve("good")).gpus()
 

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpulease.sansio.effects import Emit, Flow, NextChunk, ResponseLost, Sleep
 from gpulease.sansio.failover import Destination, Failover, is_safe_to_resend, may_have_taken_effect
@@ -36,8 +36,10 @@ from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.log_frames import LogFrameParser
 from gpulease_protocol.model import Demand, Job, Lease, LeaseState, Page
 from gpulease_protocol.obstacle_groups import obstacle_groups
-from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.sse import EventStreamParser
+
+if TYPE_CHECKING:
+    from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import describe_demand
 
 LOG = logging.getLogger("gpulease")
@@ -400,6 +402,8 @@ def _settled(lease: Lease) -> bool:
 
 def lease_request(**fields: Any) -> LeaseRequest:
     """The body of a lease request. Raises InvalidRequest, naming the field."""
+    from gpulease_protocol.requests import LeaseRequest  # noqa: PLC0415 - for who asks for leases
+
     try:
         return LeaseRequest(**fields)
     except (TypeError, ValueError) as error:

@@ -17,10 +17,10 @@ from urllib.parse import urlsplit
 
 from gpulease.sansio.effects import NotConnected, NotTrusted
 from gpulease.sansio.failover import Destination
+from gpulease_protocol.host import variables
 from gpulease_protocol.host.addresses import Address
 from gpulease_protocol.host.config_file import SYSTEM
 from gpulease_protocol.host.server_owner import (
-    DAEMON_USER_VARIABLE,
     daemon_users,
     is_on_this_host,
     may_be_daemon,
@@ -32,7 +32,7 @@ from gpulease_protocol.host.sock_diag import TCP_ESTABLISHED
 NEW_CONNECTIONS = ("connection.connect_tcp.complete", "connection.connect_unix_socket.complete")
 """What httpcore2 calls a new connection."""
 UNKNOWN_REMEDY = (
-    f"Use the daemon's Unix socket, or https. If only the daemon can listen there, set {DAEMON_USER_VARIABLE}='*'."
+    f"Use the daemon's Unix socket, or https. If only the daemon can listen there, set {variables.DAEMON_USER}='*'."
 )
 
 
@@ -90,8 +90,8 @@ def check_server(connection: socket.socket, destination: Destination) -> None:
     name, accepted = user_name(uid), ["root", *(["you"] if os.geteuid() else []), *daemon_users()]
     raise NotTrusted(
         f"served by user {name}, not by {' or '.join(accepted)}; nothing was sent to it",
-        remedy=f"If the daemon is to run as {name}, set {DAEMON_USER_VARIABLE}={name}, or daemon_user under [client] in"
-        f" {SYSTEM}. If not, tell an administrator.",
+        remedy=f"If the daemon is to run as {name}, set {variables.DAEMON_USER}={name}, or daemon_user under [client]"
+        f" in {SYSTEM}. If not, tell an administrator.",
     )
 
 

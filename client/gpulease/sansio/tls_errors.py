@@ -13,8 +13,9 @@ from urllib.parse import urlsplit
 from gpulease.sansio.effects import NotConnected, NotTrusted, ResponseLost
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.server_check import check_server
+from gpulease_protocol.host import variables
 from gpulease_protocol.host.addresses import Address
-from gpulease_protocol.host.certificates import CA_KEY, CA_VARIABLE
+from gpulease_protocol.host.certificates import CA_KEY
 
 if TYPE_CHECKING:
     import ssl
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 NOT_YET_VALID, EXPIRED, OTHER_NAME, OTHER_IP = 9, 10, 62, 64
 """X509_V_ERR_* of OpenSSL; any other one is an untrusted certificate here."""
 TRUST_REMEDY = (
-    f"Name the file with its certificate, or that of its authority: gpulease --cacert FILE, {CA_VARIABLE}=FILE, or"
-    f" {CA_KEY} under [client] in the configuration file."
+    f"Name the file with its certificate, or that of its authority: gpulease --cacert FILE, {variables.CA_FILE}=FILE,"
+    f" or {CA_KEY} under [client] in the configuration file."
 )
 PROBE_TIMEOUT_S = 1.0
 """How long to try whether a server speaks TLS."""

@@ -10,11 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.host import config_file
+from gpulease_protocol.host import config_file, variables
 from gpulease_protocol.host.addresses import Address
 
-CA_VARIABLE = "GPULEASE_CACERT"
-"""Environment variable; `gpulease --cacert` sets it."""
 CA_KEY = "ca_file"
 """Its key under `[client]` in a configuration file."""
 
@@ -26,7 +24,7 @@ def ca_file(addresses: Iterable[Address], environ: Mapping[str, str] = os.enviro
     """
     if not any(address.origin.startswith("https:") for address in addresses):
         return None
-    path, source = environ.get(CA_VARIABLE), CA_VARIABLE
+    path, source = environ.get(variables.CA_FILE), variables.CA_FILE
     if not path:
         named = config_file.trusted_client_value(CA_KEY, environ)
         if named is None:

@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.host import variables
 
 SYSTEM = Path("/etc/gpulease/config.toml")
 """The system's file."""
 SECTIONS = ("client", "serve", "worker")
 CLIENT_KEYS = ("url", "token", "daemon_user", "ca_file")
 """Keys of `[client]`; each is a string."""
-VARIABLE = "GPULEASE_CONFIG"
+VARIABLE = variables.CONFIG
 MAX_BYTES = 2**20
 """Size limit of a configuration file."""
 

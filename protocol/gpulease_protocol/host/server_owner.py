@@ -14,13 +14,12 @@ import stat
 import struct
 from collections.abc import Mapping
 
-from gpulease_protocol.host import config_file
+from gpulease_protocol.host import config_file, variables
 from gpulease_protocol.host.addresses import owner_of_system_data_dir
 from gpulease_protocol.host.tcp_socket_owner import is_loopback, is_overflow_uid, owner_of_server
 
 UCRED = struct.Struct("=iII")
 """struct ucred: pid, uid, gid."""
-DAEMON_USER_VARIABLE = "GPULEASE_DAEMON_USER"
 ANY_USER = "*"
 """In GPULEASE_DAEMON_USER: any server is believed, also one whose user the kernel does not show."""
 
@@ -79,7 +78,7 @@ def may_be_daemon(uid: int | None, *, obeyed: bool = False, environ: Mapping[str
 def daemon_users(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """The users named by GPULEASE_DAEMON_USER, else by `daemon_user` in a configuration file. Raises
     ConfigurationRefused, also for a file that is neither root's nor this user's."""
-    text = environ.get(DAEMON_USER_VARIABLE) or config_file.trusted_client_value("daemon_user", environ) or ""
+    text = environ.get(variables.DAEMON_USER) or config_file.trusted_client_value("daemon_user", environ) or ""
     return tuple(name for word in text.split(",") if (name := word.strip()))
 
 

@@ -6,11 +6,12 @@ daemon may set more.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping
 
+URL, TOKEN, CONFIG = "GPULEASE_URL", "GPULEASE_TOKEN", "GPULEASE_CONFIG"
+DAEMON_USER, CA_FILE = "GPULEASE_DAEMON_USER", "GPULEASE_CACERT"
 KNOWN = frozenset(
     """
     ADMINS BEHIND_PROXY CACERT CALL_DEADLINE_S CGROUPS CONFIG CORS_ORIGINS DAEMON_USER DATABASE_URL DATA_DIR
@@ -34,6 +35,8 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _sentence(name: str) -> str:
+    import difflib  # noqa: PLC0415 - after a slip only
+
     near = difflib.get_close_matches(name.removeprefix("GPULEASE_"), KNOWN, 1, 0.7)
     meant = f" Did you mean GPULEASE_{near[0]}?" if near else ""
     return f"{name} is no variable of gpulease and has no effect.{meant}"

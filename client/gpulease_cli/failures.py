@@ -1,4 +1,4 @@
-"""Errors in what was typed, in words of the command line."""
+"""Reports what made a command fail: mistakes in what was typed, and errors of the library."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from collections.abc import Iterable
 
 import click
 
+from gpulease_cli import output
 from gpulease_cli.help_format import flags
+from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost
 
 SIMILAR = 0.75
 """How similar a word has to be to be suggested, from 0 to 1: `stauts` suggests `status`, `--time` not `--model`."""
 
 
-def message(error: click.ClickException) -> str:
+def report(error: click.ClickException | GpuleaseError) -> int:
+    """Print the error in three lines; the exit code that it means."""
+    if isinstance(error, click.ClickException):
+        output.print_error("usage error", _message(error), f"See `{_command_path(error)} --help`.")
+        return output.USAGE
+    output.print_gpulease_error(error)
+    if isinstance(error, DaemonUnavailable):
+        return output.UNREACHABLE
+    if isinstance(error, LeaseLost):
+        return output.LOST
+    return output.USAGE if isinstance(error, InvalidRequest) else output.REFUSED
+
+
+def _message(error: click.ClickException) -> str:
     """What is wrong, on one line."""
     match error:
         case click.exceptions.NoSuchOption():
@@ -27,7 +42,7 @@ def message(error: click.ClickException) -> str:
     return error.format_message()
 
 
-def command_path(error: click.ClickException) -> str:
+def _command_path(error: click.ClickException) -> str:
     """The program and the command that an error is about."""
     context = getattr(error, "ctx", None)
     return "gpulease" if context is None else str(context.command_path)
