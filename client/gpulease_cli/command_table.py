@@ -34,19 +34,26 @@ SUBJECTS: dict[str, dict[str, Row]] = {
     },
     "Jobs in the queue": {
         "submit": Row("Queue a job; the daemon launches it when its GPUs are free", "submit:submit"),
-        "jobs": Row("List jobs, newest first; those of an array by index", "jobs:list_jobs"),
+        "jobs": Row("List jobs, newest first; those of an array by index", "job_list:list_jobs"),
         "logs": Row("Show a job's output", "jobs:logs"),
         "metrics": Row(
             "Show a job's GPU utilization, memory and power over time, and its GPU-hours held and used",
             "metrics:metrics",
         ),
-        "wait": Row("Wait until a job, or every job of an array, has ended", "jobs:wait"),
-        "cancel": Row("End a job, or all jobs of an array; queued jobs are withdrawn", "jobs:cancel"),
+        "wait": Row("Wait until jobs, or every job of an array, have ended", "jobs:wait"),
+        "cancel": Row("End jobs, or all jobs of an array; queued jobs are withdrawn", "jobs:cancel"),
     },
     "Who has what, and why": {
         "status": Row("Show the GPUs, who holds each and until when, and who waits", "status:status"),
+        "top": Row("Show GPUs, processes, jobs and the queue live", "top:top"),
+        "queue": Row(
+            "Show who waits, for what, since when, and when they start at the latest, where that is known",
+            "queue:queue",
+        ),
+        "show": Row("Show everything about one job, array, lease, GPU or node", "show:show"),
         "leases": Row("List active and queued leases", "leases:list_leases"),
         "explain": Row("Explain why a lease or a job waits and what is in the way, or why it ended", "leases:explain"),
+        "usage": Row("Show GPU-hours held and used, by user, label or node", "usage:usage"),
         "events": Row("Show events, oldest first", "events:list_events"),
     },
     "The daemon and its host": {
@@ -83,8 +90,9 @@ SUBJECTS: dict[str, dict[str, Row]] = {
             },
         ),
         "gpu": Row(
-            "Take single GPUs out of use and put them back",
+            "List GPUs, take single ones out of use and put them back",
             below={
+                "list": Row("List the GPUs with their UUIDs and state", "maintenance:list_gpus"),
                 "cordon": Row("Stop granting a GPU; its current holder keeps it", "maintenance:cordon"),
                 "uncordon": Row("Put a GPU back into use", "maintenance:uncordon"),
             },

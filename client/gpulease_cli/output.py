@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from gpulease_cli.rest_words import COMMANDS
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, respelled
 from gpulease_protocol.model import GpuState, Page
-from gpulease_protocol.status_table import printable
+from gpulease_protocol.status_table import align_columns, printable
 
 DONE, REFUSED, USAGE, UNREACHABLE, LOST = range(5)
 """Exit codes."""
@@ -28,6 +31,11 @@ STATE_COLORS = {
     GpuState.PROHIBITED.value: "red",
     GpuState.CORDONED.value: "yellow",
 }
+
+STATE_WORDS = re.compile(rf"(?<=  )(?:{'|'.join(STATE_COLORS)})\b")
+UTC_TIME = re.compile(r"\b(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) UTC\b")
+STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36"}
+"""SGR numbers."""
 
 
 def print_json(value: Any) -> None:
@@ -45,6 +53,21 @@ def print_json_list(values: Sequence[Any]) -> None:
     _json(to_json(Page(items=tuple(values))))
 
 
+def spelled(word: str) -> str:
+    """A word of the API as people read it: `timed out`."""
+    return str(word).replace("_", " ")
+
+
+def local_times(sentence: str) -> str:
+    """The sentence with its UTC times in this time zone: `14:05:06` for today's."""
+
+    def local(found: re.Match[str]) -> str:
+        at = datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).astimezone()
+        return f"{at:%H:%M:%S}" if at.date() == datetime.now(UTC).astimezone().date() else f"{at:%Y-%m-%d %H:%M:%S}"
+
+    return UTC_TIME.sub(local, sentence)
+
+
 def terminal_width() -> int | None:
     """Columns of the terminal that stdout is; None where it is none: then nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -55,18 +78,33 @@ def print_table(table: str) -> None:
     sys.stdout.write(colored(table) if sys.stdout.isatty() else table)
 
 
+def print_rows(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    cut: Mapping[str, int] | None = None,
+    drop: Sequence[str] = (),
+    styles: Sequence[str] = (),
+) -> None:
+    """Print rows under heads. On a terminal they fit its width, as `align_columns` does it, and each row has its style;
+    in a pipe nothing is cut."""
+    table = align_columns(heads, rows, terminal_width(), cut=cut, drop=drop)
+    if styles and sys.stdout.isatty():
+        head, *lines = table.splitlines()
+        table = "\n".join([head, *map(styled, lines, styles)]) + "\n"
+    sys.stdout.write(table)
+
+
 def colored(table: str) -> str:
     """A table with its states in color, if the terminal has any."""
-    from rich.console import Console  # noqa: PLC0415 - 50 ms that a pipe need not pay
-    from rich.text import Text  # noqa: PLC0415
+    return STATE_WORDS.sub(lambda found: styled(found[0], STATE_COLORS[found[0]]), table)
 
-    text = Text(table)
-    for word, color in STATE_COLORS.items():
-        text.highlight_regex(rf"(?<=  ){word}\b", color)
-    console = Console(highlight=False, soft_wrap=True)
-    with console.capture() as capture:
-        console.print(text, end="")
-    return capture.get()
+
+def styled(text: str, style: str) -> str:
+    """`text` in a style of `STYLES`, if the terminal has any."""
+    if not style or os.environ.get("NO_COLOR") or os.environ.get("TERM") in (None, "", "dumb"):
+        return text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
 
 def warn_if_stale(as_of: str | None) -> None:

@@ -92,7 +92,7 @@ def _queue(waiting: Sequence[Lease], jobs: Mapping[str, Job], now: datetime, wid
             describe_holder(lease.holder, job_label(jobs.get(lease.id))),
             describe_demand(lease.demand),
             format_duration((now - lease.created_at).total_seconds()),
-            lease.id,
+            lease.id if width is None else short_id(lease.id),
         )
         for lease in waiting
     ]
@@ -185,6 +185,12 @@ def printable(text: str, limit: int = 60) -> str:
 def count_gpus(count: int) -> str:
     """`1 GPU`, `2 GPUs`."""
     return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def short_id(record_id: str) -> str:
+    """The beginning of an id, long enough for every command: `lease-3e1f8e2a`."""
+    kind, dash, digits = record_id.partition("-")
+    return f"{kind}{dash}{digits[:8]}"
 
 
 def format_indices(indices: Iterable[int]) -> str:

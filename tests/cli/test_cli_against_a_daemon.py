@@ -199,7 +199,8 @@ def test_jobs_can_be_limited_and_filtered(client: Client, gpulease: Program) -> 
     assert ids[1] in failed.stdout
     assert gpulease("jobs", "--state", "queued").stdout.splitlines()[1:] == []
     mine = gpulease("jobs", "--user", getpass.getuser(), "--state", "succeeded", "--limit", "1").stdout
-    assert mine.splitlines()[1].split()[:2] == [ids[2], getpass.getuser()]
+    assert mine.splitlines()[1].split()[:4] == [ids[2], "-", getpass.getuser(), "succeeded"]
+    assert gpulease("jobs", "--mine", "-s", "succeeded", "--limit", "1").stdout == mine
     assert gpulease("jobs", "--user", "another-user").stdout.splitlines()[1:] == []
 
 

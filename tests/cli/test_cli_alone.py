@@ -79,7 +79,7 @@ def test_without_a_daemon_it_exits_3_soon_and_says_what_to_do(arguments: tuple[s
         (("submit", "--launcher", "mpirun", "--", "train.py"), "mpirun"),
         (("submit", "-n", "0", "--", "train.py"), "-n/--gpus: must be 1 to 4096, not 0"),
         (("serve", "--port", "70000"), "--port"),
-        (("cancel", "a", "b"), "See `gpulease cancel --help`."),
+        (("cancel",), "JOB... is missing; --mine is for all of yours"),
         (("node", "drain"), "See `gpulease node drain --help`."),
         (("statsu",), "there is no command statsu. Did you mean status?"),
         (("release", "job-1"), "`gpulease cancel job-1`"),

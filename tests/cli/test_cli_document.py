@@ -88,6 +88,7 @@ WITHOUT_JSON = {
     ("setup",): "it asks before it does anything",
     ("run",): "what it prints is the command's own",
     ("logs",): "what it prints is the job's own",
+    ("top",): "it draws on a terminal",
     ("db", "upgrade"): "it prints nothing",
     ("db", "backup"): "its result is the file that it creates",
     ("config", "check"): "its result is the exit code, and the error that names the line",

@@ -21,7 +21,7 @@ from gpulease_protocol.tokens import Role, TokenRequest
 from tests.cli.programs import Program, environ, wait_until
 from tests.daemon import daemon
 
-AT = datetime(2026, 11, 22, 9, 8, 7, 654321, tzinfo=UTC)
+AT = datetime(2026, 11, 22, 9, 8, 7, 654321, tzinfo=datetime.now(UTC).astimezone().tzinfo)
 
 
 @pytest.mark.parametrize(
@@ -38,26 +38,25 @@ AT = datetime(2026, 11, 22, 9, 8, 7, 654321, tzinfo=UTC)
                 gpus=("GPU-bf4cfdfc-6704", "GPU-09c729ea-5efa"),
                 fencing_token=3,
             ),
-            "2026-11-22 09:08:07       7  lease.granted     lease-1 on gpubox GPU-bf4cfdfc, GPU-09c729ea"
-            " (by request-0123456789abcdef)",
+            "2026-11-22 09:08:07       7  lease.granted     lease-1 on gpubox GPU-bf4cfdfc, GPU-09c729ea",
         ),
         (
             Event(
                 seq=1234567, at=AT, kind="job.ended", cause="report-1", lease_id="lease-1", job_id="job-2", reason="x"
             ),
-            "2026-11-22 09:08:07  1234567  job.ended         lease-1 job-2: x (observed in report-1)",
+            "2026-11-22 09:08:07  1234567  job.ended         lease-1 job-2: x",
         ),
         (
             Event(seq=8, at=AT, kind="node.unknown", cause="tick", node="gpubox", reason="silent\x1b[2J\nfor 3 s"),
-            "2026-11-22 09:08:07       8  node.unknown      on gpubox: silent?[2J?for 3 s (by timer)",
+            "2026-11-22 09:08:07       8  node.unknown      on gpubox: silent?[2J?for 3 s",
         ),
         (
             Event(seq=9, at=AT, kind="ledger.recovered", cause="recovery"),
-            "2026-11-22 09:08:07       9  ledger.recovered  (after a database outage)",
+            "2026-11-22 09:08:07       9  ledger.recovered",
         ),
         (
             Event(seq=10, at=AT, kind="token.revoked", cause="request-1", reason="token-1 of user ann, by root"),
-            "2026-11-22 09:08:07      10  token.revoked     token-1 of user ann, by root (by request-1)",
+            "2026-11-22 09:08:07      10  token.revoked     token-1 of user ann, by root",
         ),
     ],
 )
@@ -88,7 +87,7 @@ def test_without_a_number_the_newest_are_shown_and_with_it_those_after(client: C
     assert gpulease("events", "--after", "2", "--limit", "3").stdout.splitlines() == everything[2:5]
     assert gpulease("events", "--after", "999999999").stdout == ""
     granted = next(line for line in everything if "lease.granted" in line and lease.id in line)
-    assert "(by request-" in granted
+    assert "request-" not in granted
 
 
 def test_the_newest_are_those_that_the_caller_may_see(client: Client, gpulease: Program) -> None:

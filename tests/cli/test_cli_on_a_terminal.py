@@ -13,12 +13,15 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpulease import Client, LeaseState
-from gpulease_cli.commands.status import ENTER, LEAVE, TOP
-from tests.cli.programs import environ, wait_until
+from gpulease import Client, JobRequest, LeaseState
+from gpulease_cli.screen import ENTER, LEAVE, TOP
+from tests.cli.programs import Program, environ, wait_until
+from tests.daemon import daemon
 from tests.imported_program import completed
 
 SEQUENCE = re.compile(r"\x1b\[[?0-9;]*[A-Za-z]")
@@ -50,6 +53,13 @@ class Terminal:
             except OSError:  # no process has it open any more
                 return
 
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def settings(self) -> list[Any]:
+        """How the terminal treats what is typed."""
+        return termios.tcgetattr(self._ours)
+
     def shows(self, text: str) -> None:
         wait_until(lambda: text in self.drawn, 40, lambda: repr(self.drawn[-2000:]))
 
@@ -72,7 +82,7 @@ class Terminal:
 def terminal(url: str) -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def start(*arguments: str, **size: int) -> Terminal:
+    def start(*arguments: str, url: str = url, **size: int) -> Terminal:
         opened.append(Terminal(url, *arguments, **size))
         return opened[-1]
 
@@ -94,13 +104,14 @@ def test_watch_redraws_in_place_and_restores_the_screen(client: Client, terminal
     assert watching.end(signal.SIGINT) == 0
     assert watching.drawn.startswith(ENTER)
     assert watching.drawn.endswith(LEAVE)
-    assert {lines[0][:3] for lines in frames(watching.drawn)} == {"GPU"}
-    assert {len(lines) for lines in frames(watching.drawn)} == {7}
+    assert all("every 1s, q quits" in lines[0] for lines in frames(watching.drawn))
+    assert {lines[2][:3] for lines in frames(watching.drawn)} == {"GPU"}
+    assert {len(lines) for lines in frames(watching.drawn)} == {9}
 
 
 def test_watch_crops_the_table_to_the_screen(client: Client, terminal: Callable[..., Terminal]) -> None:
     watching = terminal("status", "--watch", columns=40, rows=4)
-    watching.shows("... and 5 more lines")
+    watching.shows("... and 7 more lines")
     wait_until(lambda: watching.drawn.count(TOP) > 2, 40)
     assert watching.end(signal.SIGINT) == 0
     for lines in frames(watching.drawn):
@@ -149,3 +160,87 @@ def test_a_wait_without_success_ends_with_only_the_error(client: Client, termina
 def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
     asked = {"_GPULEASE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
     assert completed((), environ() | asked, timeout_s=60).stdout.split() == [f"plain,{offered}"]
+
+
+def test_cancel_of_all_own_jobs_asks_first(client: Client, terminal: Callable[..., Terminal]) -> None:
+    with client.lease(4, wait_s=60):
+        job = client.submit(JobRequest(command=["true"], launcher="plain", name="precious"))
+        refusing, agreeing = (terminal("cancel", "--mine") for _ in range(2))
+        for asked in (refusing, agreeing):
+            asked.shows("Cancel 1 job? [y/N]")
+            assert "precious" in asked.drawn
+        refusing.type("n\n")
+        assert refusing.end() == 1
+        assert not client.job(job.id).ended
+        agreeing.type("y\n")
+        assert agreeing.end() == 0
+        assert client.job(job.id).ended
+
+
+@pytest.mark.parametrize(("columns", "longest_bar"), [(80, 8), (160, 20)])
+def test_top_draws_bars_jobs_and_the_queue_and_obeys_keys(
+    client: Client, terminal: Callable[..., Terminal], columns: int, longest_bar: int
+) -> None:
+    with client.lease(1, wait_s=60, label="night run"):
+        submit = {"command": ["sleep", "600"], "launcher": "plain", "name": "trains", "timeout_s": 900.0}
+        running, waiting = (client.submit(JobRequest(**submit, gpus=gpus)) for gpus in (1, 4))  # type: ignore[arg-type]
+        watched = terminal("top", columns=columns, rows=40)
+        try:
+            watched.shows("night run")
+            watched.shows("PLACE")
+            wait_until(lambda: "█" in watched.drawn, 40, lambda: watched.drawn[-3000:])
+            watched.type("s")
+            watched.shows("s sort: util")
+            watched.type("q")
+            assert watched.end() == 0
+        finally:
+            for job in (running, waiting):
+                client.cancel_job(job.id, 0)
+    assert watched.drawn.startswith(ENTER)
+    assert watched.drawn.endswith(LEAVE)
+    shown = frames(watched.drawn)[-1]
+    assert max(map(len, shown)) < columns
+    assert "trains" in "".join(shown)
+    assert max(len(bar) for bar in re.findall("[█▏▎▍▌▋▊▉·]+", "".join(shown))) == longest_bar
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_top_leaves_the_terminal_as_it_was(terminal: Callable[..., Terminal], number: int) -> None:
+    watched = terminal("top")
+    before = watched.settings()
+    watched.shows("GPUs free")
+    assert watched.settings() != before
+    assert watched.end(number) == 0
+    assert watched.drawn.endswith(LEAVE)
+    assert watched.settings() == before
+
+
+@pytest.mark.budget(25)
+def test_top_keeps_the_last_picture_while_the_daemon_is_away(terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    with daemon(tmp_path, "--simulate", "2") as running:
+        watched = terminal("top", url=running.url)
+        watched.shows("2 of 2 GPUs free")
+        running.kill()
+        watched.shows("Trying again.")
+        drawn = len(watched.drawn)
+        wait_until(lambda: "H100" in watched.drawn[drawn:], 40, lambda: watched.drawn[-2000:])
+        running.start()
+        wait_until(lambda: "Trying again." not in watched.drawn.split(TOP)[-2], 60, lambda: watched.drawn[-2000:])
+        watched.type("q")
+        assert watched.end() == 0
+
+
+def test_top_in_a_pipe_says_what_to_use(gpulease: Program) -> None:
+    refused = gpulease("top")
+    assert (refused.returncode, "Use gpulease status." in refused.stderr) == (2, True)
+
+
+def test_own_jobs_are_bold_and_failed_ones_red(client: Client, terminal: Callable[..., Terminal]) -> None:
+    for end in ("true", "false"):
+        client.wait_job(client.submit(JobRequest(command=[end], launcher="plain", name=f"ends-{end}")).id, 60)
+    listed = terminal("jobs", columns=80)
+    assert listed.end() == 0
+    rows = [line for line in listed.drawn.splitlines() if "ends-" in line]
+    assert {line[:4] for line in rows if "ends-true" in line} == {"\x1b[1m"}
+    assert {line[:5] for line in rows if "ends-false" in line} == {"\x1b[31m"}
+    assert max(len(SEQUENCE.sub("", line)) for line in listed.drawn.splitlines()) <= 80

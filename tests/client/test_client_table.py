@@ -116,8 +116,8 @@ def test_on_a_narrow_terminal_it_loses_what_matters_least() -> None:
         "  left\n"
         "GPUs 4-5: Cordoned by an administrator\n"
         "\n"
-        "QUEUE  WHO                  WANTS                WAITING  LEASE\n"
-        "1      ada (night?[31mrun)  4 GPUs, model cont…  1m 05s   lease-3e1f8e2a3b70f12d\n"
+        "QUEUE  WHO                  WANTS                        WAITING  LEASE\n"
+        "1      ada (night?[31mrun)  4 GPUs, model contains H100  1m 05s   lease-3e1f8e2a\n"
         "\n"
         "2 of 8 GPUs free, 1 waiting\n"
     )

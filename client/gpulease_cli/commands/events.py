@@ -21,13 +21,6 @@ NEWEST = 50
 """How many are shown by default."""
 PAGE = 1000
 """Maximum number of events in one answer."""
-CAUSES = {
-    "request": "by {}",
-    "report": "observed in {}",
-    "tick": "by timer",
-    "recovery": "after a database outage",
-}
-"""Descriptions of causes, by the prefix of the cause."""
 
 
 @command("events", examples=("gpulease events --limit 20", "gpulease events --after 0 --follow --json"))
@@ -47,7 +40,7 @@ CAUSES = {
 )
 @JSON
 def list_events(follow: bool, after: int | None, limit: int | None, json: bool) -> None:
-    """Show events, oldest first: number, kind, subject, reason, and cause."""
+    """Show events, oldest first: number, kind, subject and reason."""
     with Client() as client:
         events = client.watch_events(after) if follow else _recorded(client, after, limit)
         for event in islice(events, limit):
@@ -79,14 +72,12 @@ def _newest(client: Client, count: int) -> Collection[Event]:
 
 
 def format_event(event: Event) -> str:
-    """An event on one line: time, number, kind, subject, reason, and cause."""
+    """An event on one line: time of this time zone, number, kind, subject and reason. Its cause is in the JSON."""
     about = [event.lease_id, event.job_id, event.node and f"on {event.node}", _gpus(event.gpus)]
     parts = [" ".join(printable(word, 255) for word in about if word), printable(event.reason or "", 300)]
     what = ": ".join(part for part in parts if part)
-    kind, _, _ = event.cause.partition("-")
-    cause = printable(CAUSES.get(kind, "{}").format(event.cause), 100)
-    moment, kind = f"{event.at:%Y-%m-%d %H:%M:%S}", printable(event.kind)
-    return f"{moment}  {event.seq:>6}  {kind:<16}  {f'{what} ' if what else ''}({cause})"
+    at = event.at.astimezone()
+    return f"{at:%Y-%m-%d %H:%M:%S}  {event.seq:>6}  {printable(event.kind):<16}  {what}".rstrip()
 
 
 def _gpus(uuids: tuple[str, ...]) -> str:

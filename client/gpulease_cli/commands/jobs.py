@@ -1,79 +1,74 @@
-"""`gpulease jobs`, `logs`, `cancel` and `wait`."""
+"""`gpulease logs`, `cancel` and `wait`. `gpulease jobs` is in `job_list`."""
 
 from __future__ import annotations
 
 import sys
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import click
 
 from gpulease.client import Client
-from gpulease_cli import id_completion, log_colors, output, wait_progress
+from gpulease_cli import id_completion, log_colors, names, output, wait_progress
 from gpulease_cli.help_format import command
-from gpulease_cli.option_types import DURATION, Field, Number, OneOf
+from gpulease_cli.option_types import DURATION, Field, Number
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
-from gpulease_protocol import endpoints
-from gpulease_protocol.errors import NotFound
-from gpulease_protocol.model import Job, JobState, Launcher, Page
+from gpulease_cli.snapshot import LIVE_JOBS
+from gpulease_protocol.errors import GpuleaseError, InvalidRequest
+from gpulease_protocol.model import Job, JobState, Launcher
 from gpulease_protocol.requests import CancelRequest
-from gpulease_protocol.status_table import align_columns, format_duration, printable
+from gpulease_protocol.status_table import printable
 
-JOB = argument("job", metavar="JOB", help="Job id.", shell_complete=id_completion.jobs)
-JOB_OR_ARRAY = argument("job", metavar="JOB", help="Job or array id.", shell_complete=id_completion.jobs)
+JOB = argument(
+    "job",
+    metavar="JOB",
+    help="Id of a job, the beginning of one, the name of a job of yours, or NAME[INDEX] in an array.",
+    shell_complete=id_completion.jobs,
+)
 RANKED = (Launcher.TORCHRUN, Launcher.ACCELERATE)
 """Launchers that write one log file per rank. With the others, the launcher's own log has everything."""
 
 
-@command("jobs", examples=("gpulease jobs --state queued --state running",))
-@option(
-    "--state",
-    type=OneOf(JobState),
-    multiple=True,
-    metavar="STATE",
-    help=f"Only jobs in this state: {', '.join(JobState)}. Repeatable.",
-)
-@option("--array", metavar="ARRAY", help="Only the jobs of this array.")
-@option("--user", metavar="USER", help="Only jobs of this user.")
-@option(
-    "--limit",
-    type=Number(int, 1, 1000),
-    metavar="N",
-    default=50,
-    help="Show at most N jobs; an array is always shown whole.",
-)
-@JSON
-def list_jobs(state: tuple[JobState, ...], array: str | None, user: str | None, limit: int, json: bool) -> None:
-    """List jobs, newest first; those of an array by index."""
-    with Client() as client:
-        if array is None:
-            page = client.send(endpoints.jobs(state, limit=limit, user=user))
-        else:
-            members = [member for member in _members(client, array) if not state or member.state in state]
-            members = [member for member in members if user is None or member.user == user]
-            page = Page(items=tuple(members), next=None)
-    if json:
-        output.print_json(page)
-        return
-    heads = ("JOB", "NAME", "USER", "STATE", "GPUS", "CODE", "AGE", "COMMAND")
-    output.print_table(align_columns(heads, [_row(job, datetime.now(UTC)) for job in page.items]))
-    if page.next is not None:
-        click.echo(f"Only the newest {limit} are shown; see --limit, --state and --user.", err=True)
+def jobs_or_arrays(required: bool) -> Callable[[Any], Any]:
+    """The argument for jobs and arrays, one or several."""
+    return argument(
+        "words",
+        metavar="JOB...",
+        nargs=-1,
+        required=required,
+        help="Jobs and arrays: ids, beginnings of ids, or names of your own.",
+        shell_complete=id_completion.jobs,
+    )
 
 
-@command(examples=("gpulease logs -f job-82c4b92c1f47e880", "gpulease logs --tail 20 --rank 1 job-82c4b92c1f47e880"))
+@command(examples=("gpulease logs -f job-82c4b92c1f47e880", "gpulease logs -n 20 --rank 1 resnet"))
 @JOB
 @option("-f", "--follow", is_flag=True, help="Keep printing until the job ends.")
 @option("--rank", type=Number(int, 0, 9999), metavar="N", help="Show only this rank.")
-@option("--tail", type=Number(int, 0, 1_000_000), metavar="N", help="Start with the last N lines (per rank).")
+@option("-n", "--tail", type=Number(int, 0, 1_000_000), metavar="N", help="Start with the last N lines (per rank).")
 def logs(job: str, follow: bool, rank: int | None, tail: int | None) -> None:
     """Show a job's output: with torchrun and accelerate that of all ranks, each line prefixed with its rank."""
-    with Client() as client, wait_progress.hint_on_interrupt(job, "logs -f"):
-        print_log(client, client.job(job), follow, rank, tail)
+    with Client() as client:
+        found = names.find_job(client, job)
+        with wait_progress.hint_on_interrupt(found.id, "logs -f"):
+            if follow and found.state is JobState.QUEUED:
+                print(f"{found.id} waits: {printable(found.reason or '', 500)}", file=sys.stderr)
+            if not print_log(client, found, follow, rank, tail) and tail != 0:
+                _say_why_empty(client.job(found.id))
 
 
-@command(examples=("gpulease cancel --grace 1m job-82c4b92c1f47e880",))
-@JOB_OR_ARRAY
+@command(
+    examples=(
+        "gpulease cancel job-82c4b92c1f47e880",
+        "gpulease cancel --grace 1m resnet sweep[3]",
+        "gpulease cancel --mine --yes",
+    )
+)
+@jobs_or_arrays(required=False)
+@option("--mine", is_flag=True, help="All of your jobs.")
+@option("--name", metavar="NAME", help="All of your jobs with this name.")
+@option("-y", "--yes", is_flag=True, help="Do not ask before `--mine` and `--name` cancel several.")
 @option(
     "--grace",
     type=Field(DURATION, CancelRequest, "grace_s"),
@@ -81,82 +76,124 @@ def logs(job: str, follow: bool, rank: int | None, tail: int | None) -> None:
     help="Time between SIGTERM and SIGKILL.",
 )
 @JSON
-def cancel(job: str, grace: float | None, json: bool) -> None:
-    """End a job, or all jobs of an array; queued jobs are withdrawn."""
+def cancel(words: tuple[str, ...], mine: bool, name: str | None, yes: bool, grace: float | None, json: bool) -> int:
+    """End jobs, or all jobs of an array; queued jobs are withdrawn."""
+    if not words and not mine and name is None:
+        raise click.UsageError("JOB... is missing; --mine is for all of yours", click.get_current_context())
     with Client() as client:
-        if not _is_array_id(job):
-            cancelled = [client.cancel_job(job, grace)]
-        else:
-            live = [member for member in _members(client, job) if not member.ended]
-            # Queued jobs first, so that none of them starts in the place of one that ends.
-            live.sort(key=lambda member: member.state is not JobState.QUEUED)
-            cancelled = [client.cancel_job(member.id, grace) for member in live]
+        found = {job.id: job for word in words for job in names.find_jobs(client, word, single=True)}
+        several = mine or name is not None
+        if several:
+            own = client.jobs(LIVE_JOBS, user=client.me().user, name=name)
+            found |= {job.id: job for job in own}
+        live = [job for job in found.values() if not job.ended]
+        if several and live and not yes and not _confirmed(live):
+            return output.REFUSED
+        # Queued jobs first, so that none of them starts in the place of one that ends.
+        live.sort(key=lambda job: job.state is not JobState.QUEUED)
+        one = len(words) == len(found) == 1 and not several and not names.is_array(words[0])
+        cancelled, refusals = _cancel(client, list(found.values()) if one else live, grace)
     if json:
-        output.print_json_list(cancelled) if _is_array_id(job) else output.print_json(cancelled[0])
-        return
-    for one in cancelled:
-        click.echo(f"{one.id} is {one.state}")
-    if not cancelled:
-        click.echo(f"all jobs of {job} have already ended")
+        output.print_json(cancelled[0]) if one and cancelled else output.print_json_list(cancelled)
+    else:
+        _print_cancelled(words, cancelled)
+    for error in refusals:
+        output.print_gpulease_error(error)
+    return output.REFUSED if refusals else output.DONE
 
 
-@command(examples=("gpulease wait job-82c4b92c1f47e880",))
-@JOB_OR_ARRAY
+@command(examples=("gpulease wait job-82c4b92c1f47e880", "gpulease wait resnet sweep"))
+@jobs_or_arrays(required=True)
 @JSON
-def wait(job: str, json: bool) -> int:
-    """Wait until a job, or every job of an array, has ended. Exits with its code; for an array, the first failure's.
+def wait(words: tuple[str, ...], json: bool) -> int:
+    """Wait until jobs, or every job of an array, have ended. Exits with its code; of several, the first failure's.
 
     Prints on stderr what it waits for."""
-    with Client() as client, wait_progress.hint_on_interrupt(job, "wait"):
-        if not _is_array_id(job):
-            ended = wait_progress.wait_for_job(client, job, lambda job: job.ended)
-            if json:
-                output.print_json(ended)
-            return exit_code(ended)
-        members = _members(client, job)
-        left = sum(not member.ended for member in members)
-        click.echo(f"{job}: {len(members) - left} of {len(members)} jobs have ended, waiting for {left}", err=True)
-        members = tuple(client.wait_job(member.id) for member in members)
+    with Client() as client:
+        found = {job.id: job for word in words for job in names.find_jobs(client, word)}
+        jobs, shown = list(found.values()), " ".join(words)
+        one = len(words) == len(jobs) == 1 and not names.is_array(words[0])
+        with wait_progress.hint_on_interrupt(jobs[0].id if one else shown, "wait"):
+            if one:
+                jobs = [wait_progress.wait_for_job(client, jobs[0].id, lambda job: job.ended)]
+            else:
+                left = sum(not job.ended for job in jobs)
+                note = f"{shown}: {len(jobs) - left} of {len(jobs)} jobs have ended, waiting for {left}"
+                click.echo(note, err=True)
+                jobs = [client.wait_job(job.id) for job in jobs]
     if json:
-        output.print_json_list(members)
-    failed = [member for member in members if member.state is not JobState.SUCCEEDED]
-    return exit_code(min(failed, key=lambda member: member.ended_at or member.created_at)) if failed else output.DONE
+        output.print_json(jobs[0]) if one else output.print_json_list(jobs)
+    failed = [job for job in jobs if job.state is not JobState.SUCCEEDED]
+    return exit_code(min(failed, key=lambda job: job.ended_at or job.created_at)) if failed else output.DONE
 
 
-def _is_array_id(name: str) -> bool:
-    return name.startswith("array-")
-
-
-def _members(client: Client, array: str) -> tuple[Job, ...]:
-    """The jobs of an array, by index. Raises NotFound."""
-    members = client.jobs(array=array)
-    if not members:
-        raise NotFound(f"There is no array {array}.", remedy="`gpulease jobs --json` shows the array_id of each job.")
-    return tuple(reversed(members))
-
-
-def print_log(client: Client, job: Job, follow: bool, rank: int | None = None, tail: int | None = None) -> None:
-    """Write a job's log to stdout."""
+def print_log(client: Client, job: Job, follow: bool, rank: int | None = None, tail: int | None = None) -> bool:
+    """Write a job's log to stdout. Returns whether there was anything."""
     merged = rank is None and job.launcher in RANKED
-    log_colors.write(client.job_logs(job.id, follow, "all" if merged else rank, tail), merged)
+    any_text = False
+
+    def pieces() -> Iterator[str]:
+        nonlocal any_text
+        for piece in client.job_logs(job.id, follow, "all" if merged else rank, tail):
+            any_text = any_text or bool(piece)
+            yield piece
+
+    log_colors.write(pieces(), merged)
+    return any_text
 
 
 def exit_code(job: Job) -> int:
     """The exit code to pass on. Prints the reason if the job did not succeed."""
     if job.state is JobState.SUCCEEDED:
         return output.DONE
-    sys.stderr.write(f"{job.id} {job.state}: {printable(job.reason or 'no reason is known', 2000)}\n")
+    reason = printable(job.reason or "no reason is known", 2000)
+    sys.stderr.write(f"{job.id} {output.spelled(job.state)}: {reason}\n")
     return job.exit_code or output.REFUSED
 
 
-def _row(job: Job, now: datetime) -> tuple[str, ...]:
-    return (
-        job.id,
-        printable(job.name if job.array_index is None else f"{job.name}[{job.array_index}]", 30),
-        printable(job.user or "-", 20),
-        job.state.value,
-        ", ".join(f"{gpu.node}:{gpu.index}" for gpu in job.gpus) or "-",
-        "-" if job.exit_code is None else str(job.exit_code),
-        format_duration((now - job.created_at).total_seconds()),
-        " ".join(job.command),
-    )
+def _say_why_empty(job: Job) -> None:
+    """Say on stderr why a job has no log, and where it would be."""
+    reason = printable(job.reason or "", 2000)
+    if job.state is JobState.QUEUED:
+        said = f"waits, so it has no log yet: {reason}; see `gpulease explain {job.id}`"
+    elif job.started_at is None and job.ended:
+        said = f"has no log, because it never started: {output.spelled(job.state)}{f', {reason}' if reason else ''}"
+    else:
+        node = f" on {job.gpus[0].node}" if job.gpus else ""
+        where = f"; its logs are in {job.log_directory}{node}" if job.log_directory else ""
+        said = f"({output.spelled(job.state)}) has written nothing{'' if job.ended else ' yet'}{where}"
+    print(f"{job.id} {said}", file=sys.stderr)
+
+
+def _confirmed(jobs: Sequence[Job]) -> bool:
+    """Ask on a terminal whether these jobs should be cancelled; True where there is no one to ask."""
+    if not sys.stdin.isatty():
+        return True
+    for job in jobs[:20]:
+        click.echo(f"  {job.id} {output.spelled(job.state)} {printable(job.name)}".rstrip(), err=True)
+    more = f" ({len(jobs) - 20} are not shown)" if len(jobs) > 20 else ""
+    click.echo(f"Cancel {len(jobs)} job{'s' if len(jobs) > 1 else ''}{more}? [y/N] ", nl=False, err=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _cancel(client: Client, jobs: Iterable[Job], grace: float | None) -> tuple[list[Job], list[GpuleaseError]]:
+    """Cancel each; the jobs as answered, and what was refused. A single refusal is raised."""
+    cancelled, refusals = [], []
+    jobs = list(jobs)
+    for job in jobs:
+        try:
+            cancelled.append(client.cancel_job(job.id, grace))
+        except InvalidRequest:
+            raise
+        except GpuleaseError as error:
+            if len(jobs) == 1:
+                raise
+            refusals.append(error)
+    return cancelled, refusals
+
+
+def _print_cancelled(words: Sequence[str], cancelled: Sequence[Job]) -> None:
+    for job in cancelled:
+        click.echo(f"{job.id} is {output.spelled(job.state)}")
+    if not cancelled:
+        click.echo(f"all jobs of {' '.join(words)} have already ended" if words else "you have no job to cancel")

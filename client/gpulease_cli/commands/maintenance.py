@@ -7,22 +7,19 @@ import time
 import click
 
 from gpulease.client import Client
-from gpulease_cli import id_completion, output
+from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import Field
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
-from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Gpu, Node, NodeMode
 from gpulease_protocol.node_protocol import PAUSED
 from gpulease_protocol.requests import DrainRequest
-from gpulease_protocol.status_table import align_columns
+from gpulease_protocol.status_table import align_columns, gibibytes, short_model
 
 NVML_CLOSE_S = 10.0
 """How long `pause` waits for the worker to report that it has closed NVML."""
 POLL_S = 0.1
-MIN_UUID_DIGITS = 4
-"""Shortest accepted prefix of a UUID: an index that does not exist must not be taken for one."""
 
 REASON = option(
     "--reason",
@@ -119,13 +116,37 @@ def forget(name: str, json: bool) -> None:
         click.echo(f"node {node.name} is forgotten, with {node.gpu_count} GPU{'' if node.gpu_count == 1 else 's'}")
 
 
+@command("list", examples=("gpulease gpu list",))
+@JSON
+def list_gpus(json: bool) -> None:
+    """List the GPUs with their UUIDs and state."""
+    with Client() as client:
+        gpus = client.gpus()
+    if json:
+        output.print_json_list(gpus)
+        return
+    heads = ("NODE", "GPU", "UUID", "NAME", "MEMORY", "STATE")
+    rows = [
+        (
+            gpu.node,
+            str(gpu.index),
+            gpu.uuid,
+            short_model(gpu.name),
+            f"{gibibytes(gpu.memory_total_bytes)} GiB",
+            gpu.state.value,
+        )
+        for gpu in gpus
+    ]
+    output.print_table(align_columns(heads, rows, output.terminal_width(), cut={"NODE": 8}, drop=("MEMORY", "NAME")))
+
+
 @command(examples=("gpulease gpu cordon GPU-bf4c", "gpulease gpu cordon gpubox:3"))
 @GPU
 @JSON
 def cordon(gpu: str, json: bool) -> None:
     """Stop granting a GPU; its current holder keeps it."""
     with Client() as client:
-        _print_gpu(client.cordon_gpu(_uuid(client, gpu)), json)
+        _print_gpu(client.cordon_gpu(names.find_gpu(client, gpu).uuid), json)
 
 
 @command(examples=("gpulease gpu uncordon gpubox:3",))
@@ -134,27 +155,7 @@ def cordon(gpu: str, json: bool) -> None:
 def uncordon(gpu: str, json: bool) -> None:
     """Put a GPU back into use."""
     with Client() as client:
-        _print_gpu(client.cordon_gpu(_uuid(client, gpu), cordoned=False), json)
-
-
-def _uuid(client: Client, name: str) -> str:
-    """The UUID of the GPU that `name` means. Raises NotFound, and InvalidRequest if several match."""
-    gpus = client.gpus()
-    prefix = name.lower().removeprefix("gpu-")
-    matches = [gpu for gpu in gpus if name in (gpu.uuid, f"{gpu.node}:{gpu.index}")]
-    if not matches and len({gpu.node for gpu in gpus}) == 1:
-        matches = [gpu for gpu in gpus if name == str(gpu.index)]
-    if not matches and len(prefix) >= MIN_UUID_DIGITS:
-        matches = [gpu for gpu in gpus if gpu.uuid.lower().removeprefix("gpu-").startswith(prefix)]
-    if len(matches) == 1:
-        return matches[0].uuid
-    if not matches:
-        raise NotFound(
-            f"There is no GPU {name}.",
-            remedy="`gpulease status` shows nodes and indices, `gpulease status --json` UUIDs.",
-        )
-    several = ", ".join(f"{gpu.uuid} ({gpu.node}:{gpu.index})" for gpu in matches[:8])
-    raise InvalidRequest(f"{name} matches several GPUs: {several}.", remedy="Give more of the UUID.")
+        _print_gpu(client.cordon_gpu(names.find_gpu(client, gpu).uuid, cordoned=False), json)
 
 
 def _out_of_use(node: Node) -> str:

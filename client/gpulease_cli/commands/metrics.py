@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from gpulease.client import Client
-from gpulease_cli import output
+from gpulease_cli import names, output
 from gpulease_cli.commands.jobs import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
@@ -29,6 +29,7 @@ def metrics(job: str, csv: bool, json: bool) -> None:
     if csv and json:
         raise InvalidRequest("--csv and --json exclude each other.", remedy="Use one of them.")
     with Client() as client:
+        job = names.find_job(client, job).id
         if csv:
             sys.stdout.write(client.job_metrics_csv(job))
             return
