@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from gpulease_cli import output
-from gpulease_cli.commands.queue import HEADS as QUEUE_HEADS
-from gpulease_cli.commands.queue import rows as queue_rows
+from gpulease_cli import output, queue_table
+from gpulease_cli.queue_table import queue_rows
 from gpulease_cli.snapshot import Snapshot
 from gpulease_protocol.model import Device, Gpu, JobState, Process
 from gpulease_protocol.status_table import (
@@ -67,8 +66,8 @@ def lines(now: Snapshot, sort: str, width: int) -> list[str]:
     """GPUs with bars, their processes, the jobs that run, and the queue."""
     sections = [_gpus(now, sort, width), _processes(now, width), _jobs(now, width)]
     if now.queue:
-        cut = {"WHO": 14, "WANTS": 8, "START": 12}
-        sections.append(align_columns(QUEUE_HEADS, queue_rows(now), width, cut=cut, drop=("LEASE",)))
+        rows = queue_rows(now, short=True)
+        sections.append(align_columns(queue_table.HEADS, rows, width, cut=queue_table.CUT, drop=queue_table.DROP))
     return "\n".join(section for section in sections if section).splitlines()
 
 
