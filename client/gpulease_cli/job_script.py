@@ -25,6 +25,7 @@ HEAD_BYTES = 65536
 """Of a script that are read."""
 MARKED = "gpulease.words_marked"
 """In `ctx.meta`: whether `--` stands before the script."""
+MODULE = "-m"
 _LINE = re.compile(r"#GPULEASE(?:\s+(.*))?")
 
 
@@ -42,11 +43,23 @@ class ScriptCommand(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options of the script, then those that were typed."""
         if not ctx.resilient_parsing:
+            args = self._marked_module(ctx, args)
             words = _words(self.make_parser(ctx).parse_args(list(args))[0])
             ctx.meta[MARKED] = len(args) > len(words) and args[-len(words) - 1] == "--"
             if words:
                 args = [*self._options_of(ctx, Path(words[0])), *args]
         return super().parse_args(ctx, args)
+
+    def _marked_module(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """With `--` before `-m MODULE`, as people write it after `python`: it is no option of this command."""
+        try:
+            self.make_parser(ctx).parse_args(list(args))
+        except click.NoSuchOption as error:
+            if error.option_name == MODULE:
+                at = args.index(MODULE)
+                return [*args[:at], "--", *args[at:]]
+            raise
+        return args
 
     def _options_of(self, ctx: click.Context, script: Path) -> Iterator[str]:
         for line in option_lines(script):

@@ -137,6 +137,28 @@ def test_a_bad_line_is_an_error_that_names_it(place: Path, line: str, why: str) 
     assert why in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--array", "x", "true"), '--array: must be like "0-19"'),
+        (("--array", "5-1", "true"), "--array: '5-1' must go upwards"),
+        (("--after", "nonsense", "true"), "--after: 'nonsense' is no id of a job or an array."),
+        (("--after", "job-1,any:", "true"), "--after: '' is no id of a job or an array."),
+        (("--notify", "ftp://x", "true"), "--notify: must be an http or https URL with a host, or a command."),
+    ],
+)
+def test_a_mistake_is_said_of_the_option_that_was_typed(words: tuple[str, ...], why: str) -> None:
+    refused = alone("submit", *words)
+    assert refused.returncode == 2
+    assert why in refused.stderr
+
+
+def test_a_module_is_named_as_after_python(bare_python: str) -> None:
+    said = alone("submit", "-n", "2", "--interpreter", bare_python, "-m", "pkg.train", "-n", "3").stderr
+    assert f"torchrun is not installed for {bare_python}" in said
+    assert "passed to it" not in said
+
+
 def test_options_of_a_script_count_unless_others_are_typed(client: Client, gpulease: Program) -> None:
     job = client.job(gpulease("submit", "bash.sh").stdout.strip())
     assert (job.name, job.gpu_count, job.timeout_s, job.launcher) == ("digits", 2, 3600.0, Launcher.PLAIN)

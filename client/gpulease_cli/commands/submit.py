@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from gpulease_cli.parameters import argument, option
 from gpulease_protocol import endpoints, job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.job_parts import DEPENDENCY_PATTERN
 from gpulease_protocol.launchers import choose_launcher, choose_mask, strip_launcher_variables
 from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask
 from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
@@ -185,7 +187,7 @@ def _submit(client: Client, request: JobRequest) -> Job:
     try:
         return client.submit(request)
     except InvalidRequest as error:
-        if error.detail.startswith("after: "):
+        if error.detail.startswith("after: ") and "only its success" in error.detail:
             raise InvalidRequest(error.detail, remedy="Leave it out, or wait for any end: --after any:JOB") from error
         raise
 
@@ -227,13 +229,19 @@ def _dependencies(texts: Sequence[str]) -> list[JobDependency]:
     for word in (word.strip() for text in texts for word in text.split(",")):
         prefix, colon, job = word.partition(":")
         when: Literal["succeeded", "ended"] = "ended" if colon and prefix == "any" else "succeeded"
-        found.append(JobDependency(job=job if colon and prefix in ("any", "ok") else word, when=when))
+        name = job if colon and prefix in ("any", "ok") else word
+        if re.search(DEPENDENCY_PATTERN, name) is None:
+            raise InvalidRequest(f"--after: {name!r} is no id of a job or an array.", remedy="List them: gpulease jobs")
+        found.append(JobDependency(job=name, when=when))
     return found
 
 
 def _array(text: str) -> ArrayRequest:
-    indices, at_most = job_arrays.parse_array(text)
-    return ArrayRequest(indices=indices, at_most=at_most)
+    try:
+        indices, at_most = job_arrays.parse_array(text)
+        return ArrayRequest(indices=indices, at_most=at_most)
+    except ValueError as error:
+        raise ValueError(f"--array: {str(error).partition(': ')[2]}") from error
 
 
 def _follow_job(client: Client, job: Job) -> int:
