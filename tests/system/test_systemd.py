@@ -132,10 +132,23 @@ def test_systemd_holds_the_addresses_at_which_clients_look() -> None:
     assert "gpulease.socket" in service["After"].split()
 
 
-def test_the_daemon_brings_its_addresses_and_its_worker_along_and_cannot_be_enabled_without() -> None:
+def test_the_daemon_brings_its_addresses_and_its_worker_along_and_a_missing_one_is_named(tmp_path: Path) -> None:
     brought = {"gpulease.socket", "gpulease-worker.service"}
     assert {*settings("gpulease.service", "Unit")["Wants"].split()} == brought
-    assert {*settings("gpulease.service", "Install")["Also"].split()} == brought
+    directory = tmp_path / "etc" / "systemd" / "system"
+    directory.mkdir(parents=True)
+    for name in ("gpulease.service", "gpulease.socket"):
+        shutil.copy(UNITS / name, directory)
+
+    def systemctl(*words: str) -> str:
+        command = ["systemctl", f"--root={tmp_path}", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return done.stdout + done.stderr
+
+    assert "auxiliary unit gpulease-worker.service" in systemctl("enable", "gpulease.service")
+    shutil.copy(UNITS / "gpulease-worker.service", directory)
+    assert "auxiliary" not in systemctl("enable", "gpulease.service")
+    assert systemctl("is-enabled", "gpulease.service", *brought).split() == ["enabled"] * 3
 
 
 def test_a_worker_starts_after_what_cuda_needs_and_needs_none_of_it() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from gpulease_protocol.model import ComputeMode, GpuReading, Node, NodeMode, NodeState
 from gpulease_worker import doctor_facts
+from gpulease_worker.commands.doctor import on_terminal
 from gpulease_worker.doctor import CHECKS, examine, verdict
 from gpulease_worker.doctor_findings import Certificate, Finding, HostFacts, Outcome
 from gpulease_worker.doctor_service import UNITS
@@ -248,6 +249,20 @@ def test_what_is_wrong_comes_first_and_is_counted_at_the_end() -> None:
         "1 thing is wrong",
         "nothing is wrong",
     ]
+
+
+def test_on_a_terminal_sentences_have_a_column_of_their_own_and_the_word_a_color(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = on_terminal("wrong   ", f"{'driver':<17} {'word ' * 30}")
+    assert shown.startswith("\x1b[31mwrong   \x1b[0m driver            word")
+    assert {line[:27] for line in shown.splitlines()[1:]} == {" " * 27}
+    assert max(map(len, shown.splitlines()[1:])) <= 80
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in on_terminal("wrong   ", "driver")
 
 
 def test_a_certificate_is_read(tmp_path: Path) -> None:

@@ -113,10 +113,11 @@ class Writer:
             if answer is not None:
                 return _raise_if_error(answer)
         if self.problem is not None:
-            raise Unavailable(f"The daemon cannot record anything now: {self.problem}", remedy=NOTHING_DONE)
+            problem = self.problem.rstrip(".")
+            raise Unavailable(f"The daemon cannot record anything now: {problem}.", remedy=NOTHING_DONE)
         if self.disk_reserve.is_short and isinstance(happening, (LeaseRequested, JobSubmitted)):
             detail = "The disk of the ledger is full; what is left is kept for releases and cancellations."
-            raise Unavailable(detail, remedy=f"{NOTHING_DONE} Free some space on the daemon's disk first.")
+            raise Unavailable(detail, remedy="Nothing was done. Free some space on the daemon's disk, then ask again.")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         begun_s = clock.now().mono_s
         self._add(Submission(happening, future))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.settings import DATA_DIR
 
+SENTENCES_AT = 27
+"""The column in which sentences begin."""
 COLORS = {"wrong": "red", "warning": "yellow", "unknown": "bright_black", "fine": "green"}
 
 
@@ -39,8 +43,8 @@ def doctor(context: click.Context, data_dir: Path | None, json: bool) -> int:
     else:
         for finding in findings:
             remedy = f" Do: {finding.remedy}" if finding.remedy else ""
-            word = _colored(f"{finding.health.value:<8}", COLORS[finding.health.value])
-            click.echo(f"{word} {finding.check:<17} {finding.sentence}{remedy}")
+            word, rest = f"{finding.health.value:<8}", f"{finding.check:<17} {finding.sentence}{remedy}"
+            click.echo(f"{word} {rest}" if not sys.stdout.isatty() else on_terminal(word, rest))
         click.echo(checks.verdict(findings))
     return output.REFUSED if any(finding.health.value == "wrong" for finding in findings) else output.DONE
 
@@ -52,6 +56,13 @@ def _certificate(context: click.Context) -> Path | None:
     return Path(found["tls_cert"]) if found.get("tls_cert") else None
 
 
-def _colored(word: str, color: str) -> str:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
-    return word if plain else click.style(word, fg=color)
+def on_terminal(word: str, rest: str) -> str:
+    """A finding with its word in color, and its sentences in a column of their own."""
+    indent = " " * SENTENCES_AT
+    width = max(shutil.get_terminal_size().columns, SENTENCES_AT + 30)
+    lines = textwrap.wrap(
+        f"{word} {rest}", width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colored = word if plain else click.style(word, fg=COLORS[word.strip()])
+    return "\n".join(lines).replace(word, colored, 1)
