@@ -92,6 +92,25 @@ def test_a_directory_that_hangs_makes_no_administrators_and_delays_one_request(
     assert asyncio.run(told()) == [False, False, True]
 
 
+def test_a_member_of_long_ago_is_no_administrator_while_the_directory_hangs(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_members, "PATIENCE_S", 0.05)
+    released = threading.Event()
+    directory.further = {"u1": ["sudo"]}
+
+    async def told() -> list[bool]:
+        members = GroupMembers({"sudo"})
+        before = await members.include(1)
+        directory.now_s, directory.hangs = ANSWER_TTL_S + 1, lambda: released.wait(60)
+        after = await members.include(1)
+        released.set()
+        await members._answers[1].asked
+        return [before, after]
+
+    assert asyncio.run(told()) == [True, False]
+
+
 @pytest.mark.parametrize(("user", "admin"), [("ada", True), ("bob", False)])
 def test_a_user_who_is_named_is_an_administrator_and_no_directory_is_asked(
     directory: Directory, monkeypatch: pytest.MonkeyPatch, user: str, admin: bool
