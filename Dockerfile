@@ -9,6 +9,7 @@ COPY client client
 COPY worker worker
 COPY server server
 COPY migrations migrations
+COPY deploy/systemd deploy/systemd
 ARG EXTRAS=server
 RUN python -m venv /opt/gpulease \
  && /opt/gpulease/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"

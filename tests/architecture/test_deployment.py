@@ -136,6 +136,13 @@ def test_the_simulated_worker_is_all_that_has_to_be_named() -> None:
     assert "docker compose up --build simulated-worker " in (ROOT / "docker-compose.yml").read_text()
 
 
+def test_the_image_is_built_from_all_that_the_wheel_includes() -> None:
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    included = [*wheel["force-include"], *(Path(package).parent.name for package in wheel["packages"])]
+    sent = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().split("\n")}
+    assert {place for place in included if f"\nCOPY {place} {place}\n" not in DOCKERFILE or place not in sent} == set()
+
+
 def test_the_image_says_its_version() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f'org.opencontainers.image.version="{project["version"]}"' in DOCKERFILE
