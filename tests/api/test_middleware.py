@@ -86,6 +86,7 @@ def test_no_browser_guesses_the_media_type_of_any_answer(api: DaemonProcess) -> 
         ("/v1/jobs", "GET, HEAD, POST"),
         ("/", "GET, HEAD"),
         ("/v1/jobs/x/cancel", "POST"),
+        ("/v1/jobs/explain", "POST"),
     ],
 )
 def test_a_refused_method_is_answered_with_the_allowed_ones(api: DaemonProcess, path: str, allowed: str) -> None:

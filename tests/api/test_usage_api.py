@@ -21,7 +21,14 @@ def test_usage_counts_the_leases_of_the_caller(api: DaemonProcess) -> None:
 
 @pytest.mark.parametrize(
     "query",
-    ["from=2030-01-01T00:00:00Z", "from=x", "by=month", "from=0001-01-01T00:00:00%2B14:00", "from=9999-12-31T23:59:59"],
+    [
+        "from=2030-01-01T00:00:00Z",
+        "from=x",
+        "to=1700000000.5",
+        "by=month",
+        "from=0001-01-01T00:00:00%2B14:00",
+        "from=9999-12-31T23:59:59",
+    ],
 )
 def test_a_period_that_is_none_is_refused(api: DaemonProcess, query: str) -> None:
     assert api.call("GET", f"/v1/usage?{query}").problem() == (422, "invalid_request")

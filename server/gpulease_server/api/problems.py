@@ -134,8 +134,12 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Methods that the path accepts, of all its routes. HEAD is accepted wherever GET is."""
+    """Methods that the path accepts, of all its routes. HEAD is accepted wherever GET is.
+
+    A route with just this path comes before one with a parameter in it: `/v1/jobs/explain` is no job.
+    """
     routes = request.app.router.routes
+    routes = [route for route in routes if getattr(route, "path", "") == request.url.path] or routes
     return [
         method
         for method in METHODS

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
 from fastapi import Query
+from pydantic import BeforeValidator
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.usage import Usage, UsageKey
@@ -18,15 +19,25 @@ router = new_router("/v1/usage", "usage")
 DEFAULT_PERIOD = timedelta(days=7)
 
 
+def _no_number(moment: str) -> str:
+    """A time as text; pydantic would take a number for seconds since 1970. Raises ValueError."""
+    if moment.replace(".", "").lstrip("-").isdigit():
+        raise ValueError("must be a time in ISO 8601, such as 2026-11-23T18:00:00Z")
+    return moment
+
+
+Moment = Annotated[datetime, BeforeValidator(_no_number)]
+
+
 @router.get("", operation_id="getUsage")
 async def show_usage(
     daemon: DaemonDep,
     from_at: Annotated[
-        datetime | None,
+        Moment | None,
         Query(alias="from", description="Begin of the period, ISO 8601; if absent, a week before its end."),
     ] = None,
     to_at: Annotated[
-        datetime | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
+        Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
     ] = None,
     by: Annotated[UsageKey, Query(description="What to sum by.")] = UsageKey.USER,
     user: Annotated[str | None, Query(description="Only leases of this user.", max_length=255)] = None,
