@@ -80,6 +80,15 @@ def test_errors_without_a_meaning_of_their_own_are_one_default(document: dict[st
         assert errors <= {"404", "409", "410", "412", "422", "default"}, operation["operationId"]
 
 
+def test_answers_name_their_headers(document: dict[str, Any]) -> None:
+    made = document["paths"]["/v1/leases"]["post"]["responses"]
+    assert "Location" in made["201"]["headers"]
+    assert "Location" in made["202"]["headers"]
+    assert made["201"]["description"] == "Granted."
+    assert "Link" in document["paths"]["/v1/leases"]["get"]["responses"]["200"]["headers"]
+    assert "Retry-After" in document["components"]["responses"]["Error"]["headers"]
+
+
 def test_the_worker_protocol_is_not_public(document: dict[str, Any]) -> None:
     assert "/v1/nodes/{name}/exchange" in whole_document()["paths"]
     assert "/v1/nodes/{name}/exchange" not in document["paths"]

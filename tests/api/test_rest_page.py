@@ -18,7 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "rest.md"
 HEAD = """# The REST API
 
 Made from the OpenAPI document by `python -m tests.api.test_rest_page`, and compared with it by a test. A running daemon
-has the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in use.
+has the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in use,
+[generated-clients.md](generated-clients.md) makes clients of it.
 
 """
 

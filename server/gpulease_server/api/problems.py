@@ -186,6 +186,10 @@ def responses_of(*kinds: type[GpuleaseError]) -> dict[int | str, dict[str, Any]]
     return entries
 
 
+LOCATION: dict[str, Any] = {
+    "headers": {"Location": {"description": "Path of what was made.", "schema": {"type": "string"}}}
+}
+"""OpenAPI entry of an answer that makes something."""
 OTHER_ERRORS: dict[str, Any] = {
     "description": "Any other error; `code` says which.",
     "headers": {

@@ -19,7 +19,7 @@ from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_job
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
+from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, LARGE_BYTES, JsonBody, idempotency_key
 from gpulease_server.api.routes import job_dependencies
 from gpulease_server.api.routes.dry_run import explain_unmade
@@ -82,7 +82,7 @@ SubmittedDep = Annotated[JobSubmitted, Depends(_job_submitted)]
     status_code=201,
     response_description="Queued, or starting already.",
     openapi_extra=SUBMIT_BODY.openapi() | IDEMPOTENCY_KEY_PARAMETER,
-    responses=error_responses("invalid_request", "never_fits", "idempotency_mismatch"),
+    responses=error_responses("invalid_request", "never_fits", "idempotency_mismatch") | {201: LOCATION},
 )
 async def submit(submitted: SubmittedDep, daemon: DaemonDep, response: Response) -> Job:
     """Submit a job. It waits for its GPUs, then a worker launches it bound to them.

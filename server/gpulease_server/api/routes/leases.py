@@ -22,7 +22,7 @@ from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import OwnerClaim
 from gpulease_server.api.auth.redaction import redact_lease
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
+from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
 from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.streams.long_poll import (
@@ -53,7 +53,8 @@ router = new_router("/v1/leases", "leases")
 REQUEST_BODY = JsonBody(LeaseRequest)
 PROOF_BODY = JsonBody(HolderProof)
 QUEUED_RESPONSE: dict[int | str, dict[str, Any]] = {
-    202: {"model": Lease, "description": "Queued; wait for the grant at `Location`."}
+    201: LOCATION,
+    202: LOCATION | {"model": Lease, "description": "Queued; wait for the grant at `Location`."},
 }
 
 
