@@ -142,8 +142,7 @@ def test_a_bad_line_is_an_error_that_names_it(place: Path, line: str, why: str) 
     [
         (("--array", "x", "true"), '--array: must be like "0-19"'),
         (("--array", "5-1", "true"), "--array: '5-1' must go upwards"),
-        (("--after", "nonsense", "true"), "--after: 'nonsense' is no id of a job or an array."),
-        (("--after", "job-1,any:", "true"), "--after: '' is no id of a job or an array."),
+        (("--after", "lease-0123456789abcdef", "true"), "--after: 'lease-0123456789abcdef' is no job and no array."),
         (("--notify", "ftp://x", "true"), "--notify: must be an http or https URL with a host, or a command."),
     ],
 )
@@ -182,18 +181,19 @@ def test_an_option_behind_the_script_is_hinted_at(words: tuple[str, ...], hinted
 
 
 def test_a_job_after_another_and_told_of(client: Client, gpulease: Program, place: Path) -> None:
-    first = gpulease("submit", "--", "sleep", "60").stdout.strip()
+    first = gpulease("submit", "--name", "first", "--", "sleep", "60").stdout.strip()
     told = place / "told"
     words = ("--after", first, "--notify", f"echo $GPULEASE_JOB_STATE >{told}")
     second = gpulease("submit", *words, "--", "true").stdout.strip()
     third = gpulease("submit", "--after", f"any:{second}, any:{first}", "--notify", f"touch {told}", "--", "true")
     assert [one.when for one in client.job(third.stdout.strip()).after] == ["ended", "ended"]
-    waits = gpulease("submit", "--after", first, "--dry-run", "--", "true")
+    waits = gpulease("submit", "--after", "first", "--dry-run", "--", "true")
     assert waits.stdout == f"Would wait: it waits until {first} has succeeded; then it joins the queue.\n"
     assert gpulease("cancel", first, "--grace", "0").returncode == 0
     assert client.wait_job(second).state is JobState.CANCELLED
     assert client.wait_job(third.stdout.strip()).state is JobState.SUCCEEDED
-    refused = gpulease("submit", "--after", second, "--", "true")
+    assert "no job of this name" in gpulease("submit", "--after", "any:nonsense", "--", "true").stderr
+    refused = gpulease("submit", "--after", second[:12], "--", "true")
     assert refused.returncode == 2, refused.stderr
     assert f"why: --after: {second} was cancelled, and only its success would let this job start." in refused.stderr
     assert "do:  Leave it out, or wait for any end: --after any:JOB" in refused.stderr

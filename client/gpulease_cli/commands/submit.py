@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import click
 
 from gpulease.client import Client
-from gpulease_cli import id_completion, output, submitted_command, wait_progress
+from gpulease_cli import id_completion, names, output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
@@ -22,7 +22,6 @@ from gpulease_cli.parameters import argument, option
 from gpulease_protocol import endpoints, job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
-from gpulease_protocol.job_parts import DEPENDENCY_PATTERN
 from gpulease_protocol.launchers import choose_launcher, choose_mask, strip_launcher_variables
 from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask
 from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
@@ -167,7 +166,6 @@ def submit(
             interpreter=python,
             mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),
-            after=_dependencies(after),
             notify=notify,
         )
     )
@@ -176,6 +174,8 @@ def submit(
         if client.destination.local and (problem := _problem(request, launcher)):
             output.print_error("the job was not submitted", *problem)
             return output.REFUSED
+        if after:
+            request = checked(lambda: replace(request, after=_dependencies(client, after)))
         if dry_run:
             return _print_dry_run(client.send(endpoints.would_start(request)), json)
         job = _submit(client, request)
@@ -224,15 +224,16 @@ def _hint_at_options(words: Sequence[str]) -> None:
             return
 
 
-def _dependencies(texts: Sequence[str]) -> list[JobDependency]:
+def _dependencies(client: Client, texts: Sequence[str]) -> list[JobDependency]:
+    """What `--after` names: ids, beginnings of ids, or names of own jobs. Raises NotFound, InvalidRequest."""
     found = []
     for word in (word.strip() for text in texts for word in text.split(",")):
-        prefix, colon, job = word.partition(":")
+        prefix, colon, rest = word.partition(":")
         when: Literal["succeeded", "ended"] = "ended" if colon and prefix == "any" else "succeeded"
-        name = job if colon and prefix in ("any", "ok") else word
-        if re.search(DEPENDENCY_PATTERN, name) is None:
-            raise InvalidRequest(f"--after: {name!r} is no id of a job or an array.", remedy="List them: gpulease jobs")
-        found.append(JobDependency(job=name, when=when))
+        match = names.find(client, rest if colon and prefix in ("any", "ok") else word)
+        if match.kind not in names.JOBS_AND_ARRAYS:
+            raise InvalidRequest(f"--after: {word!r} is no job and no array.", remedy="List them: gpulease jobs")
+        found.append(JobDependency(job=match.id, when=when))
     return found
 
 
