@@ -8,9 +8,11 @@ import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gpulease_cli import main
 from gpulease_server import host_setup
 from gpulease_server.host_setup import UNITS, CannotSetUp, Host, Places, Write, apply, planned, removal, unit_files
 
@@ -146,6 +148,54 @@ def test_a_failure_half_way_says_what_is_done_and_what_is_not(tmp_path: Path, mo
         "Failed: run systemctl daemon-reload: Unit gpulease-worker.service not found. Done: write "
     )
     assert failed.value.detail.endswith(f"Not done: run systemctl enable --now {' '.join(UNITS)}.")
+
+
+@pytest.fixture
+def new_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The program finds a new host; the steps that it would make."""
+    made: list[str] = []
+    monkeypatch.setattr(host_setup, "examine", lambda: NEW)
+    monkeypatch.setattr(host_setup, "apply", lambda plan: made.extend(map(str, plan.steps)) or plan.steps)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("words", "uid", "code", "said", "shown"),
+    [
+        (["--dry-run"], 1000, 0, "", True),
+        ([], 0, 2, "There is no terminal on which to ask", True),
+        (["--yes"], 1000, 2, "Only root can do this", True),
+        (["--yes", "--admin", "a b"], 0, 2, "neither a user nor a group", False),
+        (["--yes", "--purge"], 0, 2, "--purge goes with --uninstall", False),
+    ],
+)
+def test_nothing_is_done_by_one_who_may_not_or_was_not_asked(
+    new_host: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    uid: int,
+    code: int,
+    said: str,
+    shown: bool,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert (main(["setup", *words]), new_host) == (code, [])
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert ("write /etc/systemd/system/gpulease.service (the unit)" in captured.out) is shown
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_it_shows_the_steps_and_then_asks(
+    new_host: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: str
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda prompt="": answer)
+    monkeypatch.setattr("click.termui.visible_prompt_func", lambda prompt="": answer)
+    assert main(["setup"]) == (0 if answer == "y" else 1)
+    assert len(new_host) == (7 if answer == "y" else 0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of other users")
