@@ -181,8 +181,8 @@ def test_the_page_installs_upgrades_and_uninstalls(host: Host) -> None:
     host.run("echo GPULEASE_SIMULATE=4 > /etc/gpulease/worker-environment")
     host.start("gpulease.service")
     host.start("gpulease-worker.service")
-    eventually(lambda: host.run(f"{status}; true", "ada").count("free") == 4, 120, host.story)
-    assert host.run(status, "bob").count("free") == 4
+    eventually(lambda: host.run(f"{status}; true", "ada").count("free") >= 4, 120, host.story)
+    assert host.run(status, "bob").count("free") >= 4
     assert "as the user bob" in host.run("gpulease run -n 1 -- sh -c 'echo as the user $(id -un)'", "bob")
     node = host.run("gpulease node list | awk 'END {print $1}'", "ada").strip()
     host.run(f"gpulease node drain {node}", "bob", code=1)
