@@ -166,7 +166,7 @@ class Holder(Noun):
     owner_pid: int | None = None
     """Process that owns the lease, on that host."""
     label: str = ""
-    """Free text of the holder's own."""
+    """Free text of the holder's own; empty where none was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +298,7 @@ class Job(Noun):
     id: str
     """Unique, never reused."""
     name: str = ""
-    """Free text of the submitter's own."""
+    """Free text of the submitter's own; empty where none was given."""
     state: JobState
     """Where it is in its life."""
     reason: str | None = None
