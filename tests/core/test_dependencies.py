@@ -71,7 +71,7 @@ def test_how_a_job_ends_decides_what_becomes_of_the_next(
     world.ended(first, code)
     assert job(world, second).state is state
     if state is JobState.CANCELLED:
-        reason = f"cancelled before it started: {first} failed, and this job was to start only after its success"
+        reason = f"{first} failed, and this job was to start only after its success"
         assert job(world, second).reason == reason
 
 

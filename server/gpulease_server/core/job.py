@@ -285,7 +285,7 @@ def finish_job(
         job_id, why = doomed.popitem()
         waiting = turn.ledger.jobs[job_id]
         if waiting.job.state is JobState.QUEUED:
-            doomed |= _end_job(turn, waiting, JobState.CANCELLED, f"cancelled before it started: {why}")
+            doomed |= _end_job(turn, waiting, JobState.CANCELLED, why)
 
 
 def _end_job(
