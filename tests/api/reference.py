@@ -84,14 +84,15 @@ def html_page(document: Mapping[str, Any]) -> str:
     for entry in entries(document):
         if entry.subject != subject:
             subject = entry.subject
-            lines.append(f"<h2 id={subject.lower()}>{subject}</h2>")
+            lines.append(f"<h2 id={subject.lower()}>{subject}</h2><p>{_text(TAGS.get(subject.lower(), ''))}")
         name = html.escape(entry.name)
         place = f" id={name}" if subject in (ERRORS, TYPES) else ""
         cells = "".join(
             f"<tr><td><code>{html.escape(what)}</code><td>{_text(kind)}<td>{_text(meaning)}"
             for what, kind, meaning in entry.rows
         )
-        lines.append(f"<h3{place}><code>{name}</code></h3><p>{_text(entry.text)}<table>{cells}</table>")
+        text = _text(entry.text).replace("\n\n", "<p>")
+        lines.append(f"<h3{place}><code>{name}</code></h3><p>{text}<table>{cells}</table>")
     return "\n".join(lines) + "\n"
 
 
@@ -111,7 +112,8 @@ def _operations(paths: Mapping[str, Any]) -> Iterator[Entry]:
             if status != "default"
         ]
         subject = operation["tags"][0].capitalize()
-        yield Entry(subject, f"{method.upper()} {path}", operation["description"], (*parameters, *answers))
+        text = f"{operation['description']}\n\nOperation `{operation['operationId']}`."
+        yield Entry(subject, f"{method.upper()} {path}", text, (*parameters, *answers))
 
 
 def _subject(entry: tuple[str, str, Any]) -> tuple[int, str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulease_server.api.openapi import docs_page
+from gpulease_server.api.openapi.document import TAGS
 from tests.api.reference import ERRORS, TYPES, Entry, entries, html_page, introduction
 from tests.daemon import DaemonProcess, daemon
 
@@ -30,7 +31,8 @@ def markdown_page(document: dict[str, Any]) -> str:
     for entry in entries(document):
         if entry.subject != subject:
             subject = entry.subject
-            parts.append(f"\n## {subject}\n")
+            about = TAGS.get(subject.lower())
+            parts.append(f"\n## {subject}\n" + (f"\n{about}\n" if about else ""))
         parts.append(written(entry))
     return "".join(parts)
 
