@@ -208,7 +208,7 @@ def planned(host: Host, config: str, units: Mapping[str, str], places: Places = 
         steps.append(Run(("systemctl", "restart", *again)))
     if not host.enabled & host.active >= {*UNITS}:
         steps.append(Run(("systemctl", "enable", "--now", *UNITS)))
-    return Plan(tuple(steps))
+    return Plan(tuple(steps), ("`gpulease status` shows the GPUs, `gpulease doctor` what is wrong.",))
 
 
 def removal(host: Host, *, purge: bool, places: Places = Places()) -> Plan:
@@ -266,7 +266,7 @@ HOW_TO_INSTALL = (
 
 def _without_systemd(host: Host, places: Places) -> tuple[str, ...]:
     if host.daemon is not None:
-        return (f"systemd does not run here; {host.daemon}.",)
+        return (f"systemd does not run here, and {host.daemon}: after an upgrade restart it, and the worker.",)
     return (
         "systemd does not run here. Have your service manager start two programs as root:",
         f"{host.program} serve --no-worker",
