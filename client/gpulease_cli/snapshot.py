@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from gpulease.client import Client
-from gpulease_protocol.model import Gpu, Job, JobState, Lease, LeaseState, Node
-from gpulease_protocol.status_table import render_status
+from gpulease_protocol.errors import Unavailable
+from gpulease_protocol.model import Gpu, Job, JobState, Lease, LeaseState, Node, NodeState
+from gpulease_protocol.status_table import printable, render_status, wrapped
 
 LIVE_JOBS = tuple(state for state in JobState if not state.final)
 LIVE_LEASES = (LeaseState.QUEUED, LeaseState.ACTIVE)
@@ -25,13 +26,19 @@ class Snapshot:
     """When it was fetched."""
     as_of: str | None = None
     """When a copy that may be stale was current."""
+    problem: str = ""
+    """Why the daemon is not ready, where that is more than a silent node: on a full disk it takes no reports."""
 
     @classmethod
     def fetch(cls, client: Client) -> Snapshot:
         """The present state. Raises GpuleaseError."""
         gpus, leases, jobs = client.gpus(), client.leases(LIVE_LEASES), client.jobs(LIVE_JOBS)
-        nodes = client.nodes()
-        return cls(gpus=gpus, leases=leases, jobs=jobs, nodes=nodes, at=datetime.now(UTC), as_of=client.as_of)
+        nodes, as_of, problem = client.nodes(), client.as_of, ""
+        silent = [node.reason or "" for node in nodes if node.state is NodeState.UNKNOWN]
+        if silent and as_of is None:
+            problem = _problem(client)
+            problem = "" if any(reason and reason in problem for reason in silent) else problem
+        return cls(gpus=gpus, leases=leases, jobs=jobs, nodes=nodes, at=datetime.now(UTC), as_of=as_of, problem=problem)
 
     @property
     def several_nodes(self) -> bool:
@@ -51,4 +58,14 @@ class Snapshot:
 
     def table(self, width: int | None) -> str:
         """The text of `gpulease status`."""
-        return render_status(self.gpus, self.leases, self.jobs, self.at, self.nodes, width=width)
+        note = wrapped(printable(self.problem, 500), width) + "\n" if self.problem else ""
+        return note + render_status(self.gpus, self.leases, self.jobs, self.at, self.nodes, width=width)
+
+
+def _problem(client: Client) -> str:
+    """Why the daemon is not ready; empty if it is."""
+    try:
+        client.ready()
+    except Unavailable as error:
+        return error.detail
+    return ""

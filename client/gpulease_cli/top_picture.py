@@ -50,13 +50,15 @@ def heading(now: Snapshot | None, problem: str, sort: str, width: int) -> list[s
     host = printable(names[0], 30) if len(names) == 1 else f"{len(names)} nodes"
     if any(node.simulated for node in now.nodes):
         host += " (simulated)"
-    keys = f"s sort: {sort}  q quit"
+    keys = f"s: {sort}  q: quit"
     title = f"{host}  {clock}  {describe_totals(now.gpus, len(now.queue))}"
     room = width - len(title) - 2
     first = f"{title}  {keys:>{room}}" if room >= len(keys) else shortened(title, width)
     notes = []
     if problem:
         notes = [f"As of {now.at.astimezone():%H:%M:%S}: {printable(problem, 300)} Trying again."]
+    elif now.problem:
+        notes = [printable(now.problem, 500)]
     elif now.as_of is not None:
         notes = [f"This is a copy as of {now.as_of}; see gpulease doctor."]
     return [first, *notes, ""]

@@ -190,7 +190,7 @@ def test_top_draws_bars_jobs_and_the_queue_and_obeys_keys(
             watched.shows("PLACE")
             wait_until(lambda: "█" in watched.drawn, 40, lambda: watched.drawn[-3000:])
             watched.type("s")
-            watched.shows("s sort: util")
+            watched.shows("s: util")
             watched.type("q")
             assert watched.end() == 0
         finally:

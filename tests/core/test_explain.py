@@ -69,7 +69,7 @@ def show(**what: Any) -> Callable[[World], None]:
     ("happens", "code", "said"),
     [
         (hold, "leased", ["is held by lease-", "user ann", "until 2026-01-01 13:16:40 UTC unless it is renewed"]),
-        (run_job, "leased", ["is held by lease-", "job job-"]),
+        (run_job, "leased", ["is held by lease-", "(job-"]),
         (hold_and_cordon, "leased", ["is held by lease-", "and cordoned after that"]),
         (end_dirty, "draining", ["is being cleaned after lease-", "user ann", "pid 4242"]),
         (show(pids=(4242,)), "foreign", ["is in use without a lease by pid 4242"]),

@@ -32,6 +32,6 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     live = [job for lease in leases if (job := ledger.live_jobs.get(lease.job_id or "")) is not None]
     jobs = [redact_job(caller, record, ledger, daemon.access) for record in live]
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
-    standby_notice = f"{daemon.writer.problem}\n\n" if daemon.leadership.standby_copy else ""
+    notice = f"{daemon.writer.problem}\n\n" if daemon.writer.problem else ""
     more = len(ledger.queue) - len(waiting)
-    return standby_notice + render_status(gpus, leases, jobs, now.at, nodes, more_waiting=max(0, more))
+    return notice + render_status(gpus, leases, jobs, now.at, nodes, more_waiting=max(0, more))

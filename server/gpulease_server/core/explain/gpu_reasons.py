@@ -85,7 +85,7 @@ def _describe_lease(ledger: Ledger, lease_id: str | None) -> str:
     parts = [
         f"user {holder.user}" if holder.user else "",
         f"pid {holder.owner_pid}" if holder.owner_pid else "",
-        f"job {record.lease.job_id}" if record.lease.job_id else "",
+        record.lease.job_id or "",
         f'"{holder.label}"' if holder.label else "",
     ]
     known = ", ".join(filter(None, parts))
