@@ -25,12 +25,10 @@ class Row(NamedTuple):
 SUBJECTS: dict[str, dict[str, Row]] = {
     "Use GPUs now": {
         "run": Row("Lease GPUs, run a command on them, release them", "run:run"),
-        "acquire": Row(
-            "Lease GPUs without running a command; the lease ends after its ttl or with `gpulease release`",
-            "acquire:acquire",
-        ),
-        "renew": Row("Extend a lease by its full ttl from now", "acquire:renew"),
-        "release": Row("End a lease and free its GPUs; a queued request is withdrawn", "acquire:release"),
+        "shell": Row("Start a shell on leased GPUs; they are released when it ends", "run:shell"),
+        "acquire": Row("Bind this shell to leased GPUs, until it ends or `gpulease release`", "acquire:acquire"),
+        "renew": Row("Extend leases by their full ttl from now", "acquire:renew"),
+        "release": Row("End leases and free their GPUs; queued requests are withdrawn", "acquire:release"),
     },
     "Jobs in the queue": {
         "submit": Row("Queue a job; the daemon launches it when its GPUs are free", "submit:submit"),

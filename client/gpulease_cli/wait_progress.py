@@ -4,16 +4,21 @@ line whenever the reason changes."""
 from __future__ import annotations
 
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
+import click
+
 from gpulease.client import Client
+from gpulease.sansio.owed import DEBTS
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Job, JobState, Lease
+from gpulease_protocol.obstacle_groups import describe_wait
 from gpulease_protocol.status_table import format_duration, printable
 
 QUIET_S = 0.3
@@ -56,8 +61,14 @@ class QueueProgress:
     def __enter__(self) -> QueueProgress:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        gave_up = kind is KeyboardInterrupt and self._progress is not None and not self._closed.is_set()
         self.close()
+        if gave_up:
+            # What could not be withdrawn was said by the library, and ends with this process.
+            if not DEBTS.owed_to(self._client.destination):
+                sys.stderr.write("gpulease: gave up; the request is out of the queue\n")
+            raise click.exceptions.Exit(128 + signal.SIGINT) from None
 
     def start(self, lease: Lease) -> None:
         """Begin to show why this request waits."""
@@ -119,14 +130,10 @@ class _Progress:
     def _draw(self, explanation: Explanation) -> None:
         """Redraw the terminal's last line."""
         waited = format_duration((datetime.now(UTC) - self._since).total_seconds())
-        place = f", place {explanation.position} in the queue" if explanation.position else ""
-        # The reason first: a narrow terminal cuts off the end.
-        why = " ".join(obstacle.sentence for obstacle in explanation.obstacles)
-        why = why or explanation.sentence.removeprefix("Not now: ")
         columns = shutil.get_terminal_size().columns
         with self._lock:
             if not self._closed:
-                line = printable(f"waiting {waited}{place}: {why}", max(columns - 1, 20))
+                line = printable(f"waiting {waited}{describe_wait(explanation)}", max(columns - 1, 20))
                 sys.stderr.write(f"\r{line}{CLEAR_LINE}")
                 sys.stderr.flush()
                 self._drawn, self._last = True, None
@@ -149,9 +156,9 @@ class _Progress:
         if sys.stderr.isatty():
             self._draw(explanation)
             return True
-        # Not the sentence: it says until when a lease lasts, which every renewal changes.
+        # Not the words: they say for how long a lease has been held.
         obstacles = tuple((obstacle.code, obstacle.uuid, obstacle.lease_id) for obstacle in explanation.obstacles)
-        self.show_once(f"waits. {explanation.sentence}", (explanation.position, obstacles))
+        self.show_once(f"waits{describe_wait(explanation)}.", (explanation.position, obstacles))
         return True
 
 

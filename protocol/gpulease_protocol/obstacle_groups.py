@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
-from gpulease_protocol.explanation import Obstacle
+from gpulease_protocol.explanation import Explanation, Obstacle
 from gpulease_protocol.status_table import format_duration, printable
 
 UNFIT = frozenset({"other_node", "other_model", "not_listed"})
@@ -34,7 +34,7 @@ def obstacle_groups(obstacles: Iterable[Obstacle], now: datetime | None = None) 
             whole[obstacle.sentence.rstrip(".")] = None
         else:
             groups.setdefault((obstacle.node if several_nodes else "", why), []).append(obstacle.index)
-    phrases = [f"{_gpus(indices, node)}: {why}" for (node, why), indices in groups.items()]
+    phrases = [f"{gpu_ranges(indices, node)}: {why}" for (node, why), indices in groups.items()]
     phrases += whole
     more = len(phrases) - MAX_GROUPS
     return phrases if more <= 0 else [*phrases[:MAX_GROUPS], f"and {more} more"]
@@ -58,7 +58,7 @@ def _holder(obstacle: Obstacle) -> str:
         what = holder.label
     elif obstacle.job_id:
         what = f"job {obstacle.job_id}"
-    elif holder.owner_pid:
+    elif holder.owner_pid and _is_watched(obstacle):
         what = f"pid {holder.owner_pid}"
     else:
         what = obstacle.lease_id or ""
@@ -66,18 +66,35 @@ def _holder(obstacle: Obstacle) -> str:
     return f"{printable(who, 40)} ({printable(what, 40)})" if what else printable(who, 40)
 
 
+def _is_watched(obstacle: Obstacle) -> bool:
+    """True if the lease lasts as long as its owner's process: then the daemon names no time in its sentence."""
+    return " until " not in obstacle.sentence
+
+
 def _times(obstacle: Obstacle, now: datetime) -> str:
     """Since when, and until when where that is known, by the clock of this host."""
     since = f" for {format_duration((now - obstacle.since).total_seconds())}" if obstacle.since else ""
-    watched = obstacle.holder is not None and obstacle.holder.owner_pid is not None
-    if obstacle.until is None or watched:  # the end of a watched process is not known
+    if obstacle.until is None or _is_watched(obstacle):
         return since
     local = obstacle.until.astimezone()
     day = "" if local.date() == now.astimezone().date() else f"{local:%b %d} "
     return f"{since}, until {day}{local:%H:%M}{'' if obstacle.job_id else ' unless renewed'}"
 
 
-def _gpus(indices: Sequence[int], node: str) -> str:
+def describe_wait(explanation: Explanation) -> str:
+    """`, 2nd in the queue: ` and who is in the way."""
+    place = f", {ordinal(explanation.position)} in the queue" if explanation.position else ""
+    why = "; ".join(obstacle_groups(explanation.obstacles))
+    return f"{place}: {why or explanation.sentence.removeprefix('Not now: ').rstrip('.')}"
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th, 11th, 21st."""
+    teen = number % 100 in (11, 12, 13)
+    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def gpu_ranges(indices: Sequence[int], node: str = "") -> str:
     """`GPU 0`, `GPUs 0, 1`, `GPUs 0-2, 5 of gpubox`."""
     runs: list[list[int]] = []
     for index in sorted(indices):

@@ -181,7 +181,7 @@ def test_an_invalid_address_is_invalid_usage() -> None:
 
 def test_options_after_the_command_belong_to_the_command() -> None:
     # Were -n and --help taken for options of `run`, this would not get as far as looking for a daemon.
-    assert gpulease("run", "true", "-n", "3", "--help").returncode == 3
+    assert gpulease("run", "true", "-n", "3", "--help").returncode == 125
 
 
 @pytest.mark.parametrize(("command", "module"), [("serve", "gpulease_server"), ("worker", "gpulease_worker")])

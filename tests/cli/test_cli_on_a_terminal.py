@@ -127,7 +127,7 @@ def test_the_place_in_the_queue_is_one_line_that_is_removed_after_the_wait(
     program = () if words[0] == "acquire" else ("--", "echo", "it", "runs")
     with client.lease(4, wait_s=60, label="sweep 12"):
         waiting = terminal(*words, *wait, *program, columns=100)
-        waiting.shows("place 1 in the queue: ")
+        waiting.shows("s, 1st in the queue: GPUs 0-3: ")
         times = re.compile(r"waiting (\d+)s")
         wait_until(lambda: len(set(times.findall(waiting.drawn))) > 1, 40)
         drawn = waiting.drawn
@@ -143,7 +143,7 @@ def test_the_place_in_the_queue_is_one_line_that_is_removed_after_the_wait(
 def test_a_wait_without_success_ends_with_only_the_error(client: Client, terminal: Callable[..., Terminal]) -> None:
     with client.lease(4, wait_s=60):
         waiting = terminal("run", "--wait", "4s", "--", "true")
-        assert waiting.end() == 1
+        assert waiting.end() == 75
     assert waiting.drawn.rpartition("\r\x1b[K")[2].startswith("gpulease: not now\r\n")
 
 

@@ -136,11 +136,13 @@ def test_obstacles_are_grouped_by_who_is_in_the_way() -> None:
     since, until = NOW - timedelta(minutes=5), NOW + timedelta(hours=1)
     obstacles = [
         obstacle(0, holder=ada, since=since, until=until),
-        obstacle(1, holder=bob, since=since, until=until, job_id="job-1"),
+        obstacle(1, sentence="Held until then.", holder=bob, since=since, until=until, job_id="job-1"),
         obstacle(2, "foreign", "GPU 2 of a is in use without a lease by pid 9 of eve."),
         *(obstacle(index, holder=ada, since=since) for index in (3, 4, 5)),
         obstacle(6, "other_model", "GPU 6 of a is of another model."),
-        obstacle(7, holder=Holder(user="carl"), lease_id="lease-1", until=until),
+        obstacle(
+            7, sentence="Held until then.", holder=Holder(user="carl", owner_pid=8), lease_id="lease-1", until=until
+        ),
     ]
     local = f"{until.astimezone():%H:%M}"
     assert obstacle_groups(obstacles, NOW) == [

@@ -19,9 +19,8 @@ from gpulease.sansio.effects import Flow
 from gpulease.sansio.failover import Failover
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Lease
-from gpulease_protocol.obstacle_groups import obstacle_groups
+from gpulease_protocol.obstacle_groups import describe_wait
 from gpulease_protocol.status_table import describe_demand
 
 LOG = logging.getLogger("gpulease")
@@ -79,16 +78,3 @@ class WaitAnnouncement:
         """Say that the request was withdrawn, where the wait was announced or a user has pressed Ctrl-C."""
         if not self._silent and (self._told is not None or isinstance(interruption, KeyboardInterrupt)):
             LOG.warning("gpulease gave up: the request is out of the queue.")
-
-
-def describe_wait(explanation: Explanation) -> str:
-    """`, 2nd in the queue: ` and who is in the way."""
-    place = f", {ordinal(explanation.position)} in the queue" if explanation.position else ""
-    why = "; ".join(obstacle_groups(explanation.obstacles))
-    return f"{place}: {why or explanation.sentence.removeprefix('Not now: ').rstrip('.')}"
-
-
-def ordinal(number: int) -> str:
-    """1st, 2nd, 3rd, 4th, 11th, 21st."""
-    teen = number % 100 in (11, 12, 13)
-    return f"{number}{'th' if teen else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"

@@ -1,94 +1,226 @@
-"""`gpulease acquire`, `renew` and `release`: leases without a command."""
+"""`gpulease acquire`, `renew` and `release`: leases without a command, for a shell."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import click
 
 from gpulease.client import Client
-from gpulease_cli import id_completion, output, wait_progress
+from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
+from gpulease_cli import id_completion, names, output, wait_progress
+from gpulease_cli.calling_shell import CallingShell, calling_shell
 from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.options import FENCING_TOKEN, GPUS, JSON, LABEL, MODEL, NODE, WAIT, checked, ttl
-from gpulease_cli.parameters import argument
-from gpulease_protocol.launchers import lease_variables
+from gpulease_cli.parameters import argument, option
+from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
+from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
+from gpulease_protocol.model import Lease, LeaseState, Liveness
+from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import format_duration
 
-
-def _lease_id(context: click.Context, parameter: click.Parameter, text: str) -> str:
-    if text.startswith(JOB):
-        raise click.BadParameter(f"{text} is a job; `gpulease cancel {text}` ends it and its lease")
-    return text
+CLEAN = 'eval "$(gpulease release)"'
 
 
-LEASE = argument("lease", metavar="LEASE", help="Lease id.", callback=_lease_id, shell_complete=id_completion.leases)
+def _lease_ids(context: click.Context, parameter: click.Parameter, ids: tuple[str, ...]) -> tuple[str, ...]:
+    job = next((text for text in ids if text.startswith(JOB)), None)
+    if job is not None:
+        raise click.BadParameter(f"{job} is a job; `gpulease cancel {job}` ends it and its lease")
+    return ids
 
 
-@command(examples=('eval "$(gpulease acquire -n 1 --ttl 2h)"',))
+LEASES = argument(
+    "leases",
+    nargs=-1,
+    metavar="[LEASE]...",
+    help="Lease ids, or their beginnings; by default the lease of this shell.",
+    callback=_lease_ids,
+    shell_complete=id_completion.leases,
+)
+
+
+@command(examples=('eval "$(gpulease acquire -n 1 --wait 10m)"', "gpulease acquire -n 1 --detach --ttl 8h --json"))
 @GPUS
-@ttl("2h", "Lifetime of the lease unless it is renewed, such as 30m.")
+@option("--detach", is_flag=True, help="Do not end the lease with this shell, but after its --ttl.")
+@ttl("2h", "With --detach: lifetime of the lease unless it is renewed, such as 30m.")
 @WAIT
 @LABEL
 @MODEL
 @NODE
+@option("--new", is_flag=True, help="Lease GPUs although this shell has a lease, which stays.")
 @JSON
-def acquire(gpus: int, ttl: float, wait: float, label: str, model: str | None, node: str | None, json: bool) -> None:
-    """Lease GPUs without running a command; the lease ends after its ttl or with `gpulease release`.
+def acquire(
+    gpus: int,
+    detach: bool,
+    ttl: float,
+    wait: float,
+    label: str,
+    model: str | None,
+    node: str | None,
+    new: bool,
+    json: bool,
+) -> None:
+    """Bind this shell to leased GPUs, until it ends or `gpulease release`.
 
-    The output is for a shell: eval "$(gpulease acquire -n 1)" binds the shell to the GPUs, or fails with the exit code.
+    The output is for a shell: eval "$(gpulease acquire -n 1)" binds it to the GPUs, or fails with the exit code.
     """
-    request = checked(
-        lambda: LeaseRequest(count=gpus, ttl_s=ttl, label=label, gpu_model=model, node=node, queue=wait > 0)
-    )
+    caller = calling_shell()
     with Client() as client, wait_progress.QueueProgress(client) as progress:
+        if not new:
+            _check_unbound(client)
+        owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}
+        asked: dict[str, Any] = {"count": gpus, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}
+        request = checked(lambda: LeaseRequest(**asked, **owner, watch_owner=bool(owner), queue=wait > 0))
         lease = client.request_lease(request, wait, progress.start)
+    _say(_describe(lease, caller))
     if json:
         output.print_json(lease)
         return
-    click.echo(
-        f"{lease.id} lasts {format_duration(lease.ttl_s)} unless renewed; `gpulease release {lease.id}` ends it",
-        err=True,
-    )
+    fish = caller is not None and caller.is_fish
     for name, value in lease_variables(lease.env).items():
-        click.echo(f"export {name}={shlex.quote(value)}")
+        click.echo(f"set -gx {name} {shlex.quote(value)};" if fish else f"export {name}={shlex.quote(value)}")
 
 
-@command(examples=("gpulease renew lease-6434526eb94cfb23",))
-@LEASE
+def _check_unbound(client: Client) -> None:
+    """Raise InUse if this shell is bound to an active lease, which the variables of another would hide."""
+    lease_id = os.environ.get(LEASE_VARIABLE)
+    try:
+        lease = client.lease_by_id(lease_id) if lease_id else None
+    except NotFound:
+        return
+    if lease is not None and lease.state is LeaseState.ACTIVE:
+        raise InUse(
+            f"This shell has {lease.id} already: {_gpus(lease)}.",
+            remedy=f"Give it back first: {CLEAN}. Or keep both: gpulease acquire --new.",
+        )
+
+
+def _describe(lease: Lease, caller: CallingShell | None) -> str:
+    """What was leased, and how it ends."""
+    if lease.liveness is Liveness.PROCESS and caller is not None:
+        ends = f"until {caller.name} (pid {caller.process.pid}) ends"
+    else:
+        ends = f"for {format_duration(lease.ttl_s)} unless renewed"
+    return f"{_gpus(lease)} ({lease.id}), {ends}; `gpulease release {lease.id}` gives it back"
+
+
+def _gpus(lease: Lease) -> str:
+    return gpu_ranges([gpu.index for gpu in lease.gpus], ", ".join(sorted({gpu.node for gpu in lease.gpus})))
+
+
+@command(examples=("gpulease renew", "gpulease renew lease-6434526eb94cfb23"))
+@LEASES
 @FENCING_TOKEN
 @JSON
-def renew(lease: str, token: int | None, json: bool) -> None:
-    """Extend a lease by its full ttl from now."""
-    with Client() as client:
-        renewed = client.renew(lease, _token(client, lease, token))
-    if json:
-        output.print_json(renewed)
-    else:
-        click.echo(f"{renewed.id} lasts {format_duration(renewed.ttl_s)} from now")
+def renew(leases: tuple[str, ...], token: int | None, json: bool) -> int:
+    """Extend leases by their full ttl from now."""
+    return _each(leases, token, json, lambda client, lease, proof: client.renew(lease, proof), _print_renewed)
 
 
-@command(examples=("gpulease release lease-6434526eb94cfb23",))
-@LEASE
+@command(examples=('eval "$(gpulease release)"', "gpulease release lease-6434526eb94cfb23"))
+@LEASES
 @FENCING_TOKEN
 @JSON
-def release(lease: str, token: int | None, json: bool) -> None:
-    """End a lease and free its GPUs; a queued request is withdrawn. Administrators may end any user's lease."""
+def release(leases: tuple[str, ...], token: int | None, json: bool) -> int:
+    """End leases and free their GPUs; queued requests are withdrawn. Administrators may end any user's lease.
+
+    eval "$(gpulease release)" also removes the variables of the lease from this shell.
+    """
+    return _each(leases, token, json, _release, _print_released)
+
+
+def _each(
+    ids: tuple[str, ...],
+    token: int | None,
+    json: bool,
+    act: Callable[[Client, str, int | None], Lease],
+    show: Callable[[Lease], None],
+) -> int:
+    """Act on each lease, by default that of this shell, whatever became of earlier ones. Raises the first error."""
+    refused: list[GpuleaseError] = []
+    own = os.environ.get(LEASE_VARIABLE)
+    if not ids and not own:
+        raise click.UsageError("This shell has no lease. Name one: `gpulease leases` lists them.")
     with Client() as client:
-        ended = client.release(lease, _token(client, lease, token))
-    if json:
-        output.print_json(ended)
-    else:
-        click.echo(f"{ended.id} is {ended.end_reason or ended.state}")
+        for word in ids or (str(own),):
+            try:
+                lease_id = _lease_id(client, word)
+                lease = act(client, lease_id, _token(client, lease_id, token))
+            except InvalidRequest:
+                raise
+            except GpuleaseError as error:
+                if refused:
+                    output.print_gpulease_error(error)
+                refused.append(error)
+                continue
+            if json:
+                output.print_json(lease)
+            else:
+                show(lease)
+    if refused:
+        raise refused[0]
+    return output.DONE
+
+
+def _lease_id(client: Client, word: str) -> str:
+    """The id of the lease with this id or beginning of one."""
+    match = names.find(client, word, ("lease",))
+    if match.kind != "lease":
+        raise NotFound(f"{match} is no lease.", remedy=f"`gpulease cancel {match.id}` ends it and its lease.")
+    return match.id
+
+
+def _print_renewed(lease: Lease) -> None:
+    click.echo(f"{lease.id} lasts {format_duration(lease.ttl_s)} from now")
+
+
+def _release(client: Client, lease_id: str, token: int | None) -> Lease:
+    """End a lease. That of this shell may have ended before: it is cleaned all the same."""
+    try:
+        return client.release(lease_id, token)
+    except (LeaseLost, NotFound, StaleToken):
+        lease = client.lease_by_id(lease_id)
+        if lease_id != os.environ.get(LEASE_VARIABLE) or lease.state is not LeaseState.ENDED:
+            raise
+        return lease
+
+
+def _print_released(lease: Lease) -> None:
+    """For `eval` in the shell that had the lease: commands that remove its variables."""
+    ended = f"{lease.id} is {lease.end_reason or lease.state}"
+    if lease.id != os.environ.get(LEASE_VARIABLE):
+        click.echo(ended)
+        return
+    _say(ended)
+    variables = _bound_variables(os.environ)
+    if sys.stdout.isatty():
+        _say(f"this shell still has {', '.join(variables)}; remove them: unset {' '.join(variables)}")
+        return
+    caller = calling_shell()
+    fish = caller is not None and caller.is_fish
+    click.echo("\n".join(f"set -e {name};" for name in variables) if fish else f"unset {' '.join(variables)}")
+
+
+def _bound_variables(environ: Mapping[str, str]) -> list[str]:
+    """The variables that a lease has set here."""
+    return sorted(name for name in environ if LEASE_VARIABLES.fullmatch(name))
+
+
+def _say(text: str) -> None:
+    click.echo(f"gpulease: {text}", err=True)
 
 
 def _token(client: Client, lease_id: str, token: int | None) -> int | None:
     """The fencing token: as given, else that of the surrounding lease, else as the daemon shows it."""
     if token is not None:
         return token
-    inherited = os.environ.get("GPULEASE_LEASE_TOKEN", "")
-    if os.environ.get("GPULEASE_LEASE_ID") == lease_id and inherited.isascii() and inherited.isdigit():
+    inherited = os.environ.get(TOKEN_VARIABLE, "")
+    if os.environ.get(LEASE_VARIABLE) == lease_id and inherited.isascii() and inherited.isdigit():
         return int(inherited)
     return client.lease_by_id(lease_id).fencing_token

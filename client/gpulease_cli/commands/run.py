@@ -12,23 +12,29 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 from gpulease.client import Client
 from gpulease.lease import HeldLease
 from gpulease_cli import output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
-from gpulease_cli.options import GPUS, LABEL, MASK, MODEL, NODE, WAIT, ttl
-from gpulease_cli.parameters import argument
-from gpulease_protocol.errors import UnknownOrdinals
+from gpulease_cli.option_types import Field, Number
+from gpulease_cli.options import LABEL, MASK, MODEL, NODE, WAIT, ttl
+from gpulease_cli.parameters import argument, option
+from gpulease_cli.surrounding_lease import BorrowedLease, surrounding_lease
+from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotNow, UnknownOrdinals
 from gpulease_protocol.host import command_guard, process_tree
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.launchers import choose_mask
-from gpulease_protocol.model import Launcher, Mask
+from gpulease_protocol.model import Device, Launcher, Mask
+from gpulease_protocol.obstacle_groups import gpu_ranges
+from gpulease_protocol.requests import LeaseRequest
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for a command after its lease is lost."""
@@ -37,6 +43,20 @@ KILL_S = 5.0
 """How long SIGKILL is repeated; a process that survives hangs in the kernel or belongs to another user."""
 ALWAYS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
+NOT_NOW, FAILED, NOT_EXECUTABLE, NOT_FOUND = 75, 125, 126, 127
+"""Exit codes of this program's own, as those of `env` and `docker run`; 75 is EX_TEMPFAIL of sysexits.h."""
+
+
+NEW = option("--new", is_flag=True, help="Lease GPUs although this shell or job has a lease.")
+QUIET = option("-q", "--quiet", is_flag=True, help="Do not say which GPUs the command has.")
+COUNT = option(
+    "-n",
+    "--gpus",
+    type=Field(Number(), LeaseRequest, "count"),
+    metavar="N",
+    show_default="1, and under a lease all of it",
+    help="Number of GPUs.",
+)
 
 
 @command(
@@ -50,53 +70,119 @@ FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
     metavar="COMMAND...",
     help="Command to run, with its arguments, after `--`.",
 )
-@GPUS
+@COUNT
 @WAIT
 @LABEL
 @ttl("60s", "How soon the GPUs are free again if this program dies.")
 @MODEL
 @NODE
 @MASK
-def run(
-    words: tuple[str, ...],
-    gpus: int,
-    wait: float,
-    label: str,
-    ttl: float,
-    model: str | None,
-    node: str | None,
-    mask: Mask | None,
+@NEW
+@QUIET
+def run(words: tuple[str, ...], gpus: int | None, quiet: bool, **options: Any) -> int:
+    """Lease GPUs, run a command on them, release them. Under a lease it runs on the GPUs of that one.
+
+    Exits with the command's code. Its own: 4 the lease was lost, 75 the GPUs were not granted in time, 125 it failed
+    otherwise, 126 the command may not be executed, 127 there is no such command.
+    """
+    problem = _not_runnable(words[0])
+    if problem is not None:
+        code, why, remedy = problem
+        output.print_error("the command was not started", why, f"{remedy}; no GPU was leased")
+        return code
+    return _run(list(words), gpus, not quiet and sys.stderr.isatty(), "the command", {}, options)
+
+
+@command(examples=("gpulease shell -n 1 --wait 10m",))
+@COUNT
+@WAIT
+@LABEL
+@ttl("60s", "How soon the GPUs are free again if this program dies.")
+@MODEL
+@NODE
+@MASK
+@NEW
+@QUIET
+def shell(gpus: int | None, quiet: bool, **options: Any) -> int:
+    """Start a shell on leased GPUs; they are released when it ends.
+
+    GPULEASE names the GPUs, for a prompt: PS1='${GPULEASE:+($GPULEASE) }'"$PS1" in ~/.bashrc.
+    """
+    program = os.environ.get("SHELL") or "/bin/sh"
+    options["mask"] = options["mask"] or Mask.UUIDS
+    return _run([program], gpus, not quiet, "this shell", {"GPULEASE": _gpus}, options)
+
+
+def _run(
+    command: list[str],
+    gpus: int | None,
+    tell: bool,
+    what: str,
+    more: Mapping[str, Callable[[tuple[Device, ...]], str]],
+    options: Mapping[str, Any],
 ) -> int:
-    """Lease GPUs, run a command on them, release them. Exits with the command's code, or 4 if the lease was lost."""
-    if shutil.which(words[0]) is None:
-        output.print_error("the command was not started", *_not_found(words[0]))
-        return 127
-    process = _ForegroundProcess(list(words))
-    with (
-        Client() as client,
-        wait_progress.QueueProgress(client) as progress,
-        client.lease(
-            count=gpus,
-            wait_s=wait,
-            ttl_s=ttl,
-            label=label,
-            gpu_model=model,
-            node=node,
-            on_lost=process.terminate,
-            on_queued=progress.start,
-        ) as lease,
-    ):
-        progress.close()
-        environ = _environ(lease, mask or choose_mask(Launcher.PLAIN, words))
-        with _forward_signals(process.signal):
-            code = process.run(lease, environ)
+    """Run a command under a lease; its exit code, or one of `run`'s own. `more`: further variables, from the GPUs."""
+    process = _ForegroundProcess(command)
+    try:
+        with Client() as client, _leased(client, process, gpus, options) as lease:
+            environ = _environ(lease, options["mask"] or choose_mask(Launcher.PLAIN, command))
+            environ |= {name: value(lease.gpus) for name, value in more.items()}
+            if tell:
+                _print_granted(lease, what)
+            with _forward_signals(process.signal):
+                code = process.run(lease, environ)
+    except InvalidRequest:  # a usage error
+        raise
+    except GpuleaseError as error:
+        output.print_gpulease_error(error)
+        lost = isinstance(error, LeaseLost)
+        return NOT_NOW if isinstance(error, NotNow) else output.LOST if lost else FAILED
     if lease.lost.is_set():
         _print_lease_lost(lease.id, process.await_termination())
         return output.LOST
     return code
 
 
-def _environ(lease: HeldLease, mask: Mask) -> dict[str, str]:
+@contextmanager
+def _leased(
+    client: Client, process: _ForegroundProcess, gpus: int | None, options: Mapping[str, Any]
+) -> Iterator[HeldLease | BorrowedLease]:
+    """The lease of this shell or job, unless it has none or a new one is wanted."""
+    surrounding = None if options["new"] else surrounding_lease(client)
+    if surrounding is not None:
+        with BorrowedLease(client, surrounding, gpus, process.terminate) as borrowed:
+            yield borrowed
+        return
+    with (
+        wait_progress.QueueProgress(client) as progress,
+        client.lease(
+            count=gpus or 1,
+            wait_s=options["wait"],
+            ttl_s=options["ttl"],
+            label=options["label"],
+            gpu_model=options["model"],
+            node=options["node"],
+            on_lost=process.terminate,
+            on_queued=progress.start,
+        ) as lease,
+    ):
+        progress.close()
+        yield lease
+
+
+def _print_granted(lease: HeldLease | BorrowedLease, what: str) -> None:
+    where = ", ".join(sorted({gpu.node for gpu in lease.gpus}))
+    until = f"until {what} ends" if isinstance(lease, HeldLease) else "as before"
+    line = f"gpulease: {_gpus(lease.gpus)} of {where} ({lease.id}), {until}"
+    sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if sys.stderr.isatty() else f"{line}\n")
+    sys.stderr.flush()
+
+
+def _gpus(gpus: tuple[Device, ...]) -> str:
+    return gpu_ranges([gpu.index for gpu in gpus])
+
+
+def _environ(lease: HeldLease | BorrowedLease, mask: Mask) -> dict[str, str]:
     """The command's environment. Raises UnknownOrdinals with a remedy for the command line."""
     try:
         return lease.environ(mask)
@@ -104,14 +190,21 @@ def _environ(lease: HeldLease, mask: Mask) -> dict[str, str]:
         raise UnknownOrdinals(error.detail, remedy=BY_UUID) from error
 
 
-def _not_found(name: str) -> tuple[str, str]:
-    """Why a program that is not on PATH cannot run, and what to do."""
-    remedy = "check its name; no GPU was leased"
-    if " " in name:
-        remedy = "leave out the quotes, or write sh -c '...'; no GPU was leased"
-    elif "/" in name and os.path.isfile(name):
-        return f"{name!r} is not executable", f"chmod +x {name}; no GPU was leased"
-    return f"there is no program {name!r} on PATH", remedy
+def _not_runnable(name: str) -> tuple[int, str, str] | None:
+    """Exit code, why a program cannot run, and what to do; None if it can."""
+    if shutil.which(name) is not None:
+        return None
+    interpreter = f"python {name}" if name.endswith(".py") else f"sh {name}"
+    if "/" in name and os.path.isdir(name):
+        return NOT_EXECUTABLE, f"{name} is a directory", "name a program in it"
+    if "/" in name and os.path.exists(name):
+        return NOT_EXECUTABLE, f"{name} is not executable", f"chmod +x {name}, or {interpreter}"
+    why, remedy = f"there is no program {name!r} on PATH", "check its name"
+    if os.path.isfile(name):
+        why, remedy = f"{why}, but a file of this name is here", f"./{name}, or {interpreter}"
+    elif " " in name:
+        remedy = "leave out the quotes, or write sh -c '...'"
+    return NOT_FOUND, why, remedy
 
 
 def _print_lease_lost(lease_id: str, survivors: tuple[int, ...]) -> None:
@@ -138,7 +231,7 @@ class _ForegroundProcess:
         self._terminated = threading.Event()
         self._survivors: tuple[int, ...] = ()
 
-    def run(self, lease: HeldLease, environ: dict[str, str]) -> int:
+    def run(self, lease: HeldLease | BorrowedLease, environ: dict[str, str]) -> int:
         """Exit code of the command, 128 + N when signal N ended it."""
         process_tree.adopt_orphans()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, the kernel would discard the exit code
@@ -187,7 +280,7 @@ class _ForegroundProcess:
                 with suppress(BrokenPipeError):  # it has ended
                     os.write(self._control_fd, bytes([number]))
 
-    def terminate(self, lease: HeldLease) -> None:
+    def terminate(self, lease: HeldLease | BorrowedLease) -> None:
         """End the command and its descendants, which may no longer use the GPUs; called in the thread that renews."""
         try:
             with self._lock:

@@ -1,0 +1,98 @@
+"""The lease that this program was started under: in a shell that `acquire` bound, below `gpulease run`, or in a job.
+
+`gpulease run` there uses its GPUs, as `srun` does inside `salloc`. It neither renews nor releases the lease, and ends
+its command when the lease has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gpulease.client import Client
+from gpulease.cuda import index_mask
+from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
+from gpulease_protocol import endpoints
+from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotFound
+from gpulease_protocol.launchers import lease_variables, strip_launcher_variables
+from gpulease_protocol.model import Lease, LeaseState, Mask
+
+POLL_S, RETRY_S = 20.0, 2.0
+"""How long a question about the lease may be held, and the pause after one that was not answered."""
+NEW = 'Lease others with --new, or clean this shell: eval "$(gpulease release)".'
+
+
+def surrounding_lease(client: Client) -> Lease | None:
+    """The lease of this environment; None outside any. Raises LeaseLost if it has ended."""
+    lease_id = os.environ.get(LEASE_VARIABLE)
+    if not lease_id:
+        return None
+    try:
+        lease = client.lease_by_id(lease_id)
+    except NotFound:
+        raise LeaseLost(f"The daemon knows nothing of {lease_id}, the lease of this shell.", remedy=NEW) from None
+    if lease.state is not LeaseState.ACTIVE:
+        raise LeaseLost(f"{lease_id}, the lease of this shell, has ended: {lease.end_reason}.", remedy=NEW)
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token and lease.fencing_token is not None and token != str(lease.fencing_token):
+        raise LeaseLost(f"{lease_id}, the lease of this shell, was granted again to another holder.", remedy=NEW)
+    return lease
+
+
+class BorrowedLease:
+    """The first `count` GPUs of a surrounding lease, all of them if it is None. As a context: while a command uses it.
+
+    Raises InvalidRequest if it has fewer.
+    """
+
+    def __init__(
+        self, client: Client, lease: Lease, count: int | None, on_lost: Callable[[BorrowedLease], None]
+    ) -> None:
+        if count is not None and count > len(lease.gpus):
+            has = f"{len(lease.gpus)} GPU{'s' if len(lease.gpus) != 1 else ''}"
+            raise InvalidRequest(
+                f"count: {lease.id}, the lease of this shell, has {has}, not {count}.",
+                remedy="Ask for fewer, or lease others with --new.",
+            )
+        self.id = lease.id
+        self.gpus = lease.gpus[:count]
+        self.lost = threading.Event()
+        """Set when the lease has ended."""
+        self._client, self._lease, self._on_lost = client, lease, on_lost
+        self._closed = threading.Event()
+
+    def __enter__(self) -> BorrowedLease:
+        threading.Thread(target=self._watch, name=f"gpulease-watch-{self.id}", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    def environ(self, mask: Mask) -> dict[str, str]:
+        """The command's environment, as `HeldLease.environ`."""
+        own = lease_variables(self._lease.env) or lease_variables(os.environ)
+        bound = strip_launcher_variables(os.environ) | own
+        bound["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in self.gpus)
+        if mask is Mask.UUIDS:
+            return bound
+        nodes = {gpu.node for gpu in self.gpus}
+        simulated = any(node.simulated for node in self._client.nodes() if node.name in nodes)
+        return index_mask.with_index_mask(bound, self.gpus, simulated=simulated)
+
+    def _watch(self) -> None:
+        call: Any = endpoints.lease(self.id, POLL_S, LeaseState.ACTIVE)
+        with Client.for_destination(self._client.destination) as client:
+            while not self._closed.is_set():
+                try:
+                    ended = client.send(call).state is not LeaseState.ACTIVE
+                except NotFound:
+                    ended = True
+                except GpuleaseError:
+                    self._closed.wait(RETRY_S)
+                    continue
+                if ended and not self._closed.is_set():
+                    self.lost.set()
+                    self._on_lost(self)
+                    return
