@@ -343,6 +343,8 @@ def test_leases_are_listed_by_user_label_and_node(api: DaemonProcess) -> None:
     assert listed("&user=another-user") == listed("&node=n2") == []
     assert listed("&node=n1") == [first["id"]], "a queued request is on no node"
     assert listed("&state=queued") == [waiting["id"]]
+    job = api.job(api.submit("true"))
+    assert [lease["id"] for lease in api.get(f"/v1/leases?job={job['id']}").json["items"]] == [job["lease_id"]]
 
 
 def test_a_page_links_to_the_next_one(api: DaemonProcess) -> None:

@@ -25,7 +25,7 @@ CANARY = "routes-canary"
 """Begins each secret of ada; eve must find it nowhere."""
 QUERIES: dict[str, tuple[str, ...]] = {
     "after": ("0",), "array": ("array-1",), "by": ("label", "node"), "cursor": (), "follow": ("1",), "format": ("csv",),
-    "frames": ("1",), "from": ("2020-01-01",), "id_prefix": ("lease-", "job-"), "label": (),
+    "frames": ("1",), "from": ("2020-01-01",), "id_prefix": ("lease-", "job-"), "job": (), "label": (),
     "limit": ("1000",), "name": (), "node": (), "offset": ("0",), "points": ("10",),
     "rank": ("launcher", "0"), "state": (), "tail": ("10",), "to": (), "token": (), "user": ("ada",),
     "wait_s": ("0",), "wait_while": (),

@@ -146,14 +146,16 @@ class Store:
         user: str | None = None,
         label: str | None = None,
         node: str | None = None,
+        job: str | None = None,
         known: Mapping[str, LeaseRecord] | None = None,
     ) -> tuple[list[LeaseRecord], int | None]:
         """Leases in these states (all when empty), newest first, those that arrived before number `after`, and the
         number to continue after, None at the end; those whose id begins with `id_prefix`, of one user, with one label,
-        with GPUs of one node (any when None). Those in `known` are taken from there instead of being read."""
+        with GPUs of one node, of one job (any when None). Those in `known` are taken from there instead of being
+        read."""
         holder, gpus = tables.lease.c.holder, tables.lease.c.gpus
         given = {holder["user"]: user, holder["label"]: label, gpus[0, "node"]: node}
-        only = _given({part.as_string(): value for part, value in given.items()})
+        only = _given({part.as_string(): value for part, value in given.items()} | {tables.lease.c.job_id: job})
         if id_prefix is not None:
             only.append(_begins(tables.lease.c.id, id_prefix))
         return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit, *only)

@@ -154,6 +154,9 @@ async def list_leases(
     node: Annotated[
         str | None, Query(description="Only leases that have or had GPUs of this node.", max_length=MAX_NAME)
     ] = None,
+    job: Annotated[
+        str | None, Query(description="Only leases of this job, one for each attempt.", max_length=64)
+    ] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Lease]:
@@ -168,6 +171,7 @@ async def list_leases(
         user=user,
         label=label,
         node=node,
+        job=job,
         known=daemon.ledger.leases,
     )
     views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
