@@ -33,6 +33,8 @@ from gpulease_server.runtime.group_members import find_group
 UNITS = ("gpulease.socket", "gpulease.service", "gpulease-worker.service")
 """Those of deploy/systemd, in the order in which they start."""
 SERVICES = UNITS[1:]
+SYSTEMD = Path("/run/systemd/system")
+"""There where systemd is process 1 (sd_booted(3))."""
 PREFIX = Path("/opt/gpulease")
 """Where the units expect the program; only from here is it removed."""
 PROGRAM_IN_UNITS = str(PREFIX / "bin" / "gpulease")
@@ -298,7 +300,7 @@ def examine(places: Places = Places()) -> Host:
     """What is on this host."""
     program = Path(sys.prefix) / "bin" / "gpulease"
     units = {name: text for name in UNITS if (text := _text(places.units / name)) is not None}
-    systemd = Path("/run/systemd/system").is_dir()
+    systemd = SYSTEMD.is_dir()
     other = other_daemons.first_of(other_daemons.usual_addresses())
     return Host(
         program=program,

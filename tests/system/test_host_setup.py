@@ -136,6 +136,42 @@ def test_it_writes_once_and_keeps_what_an_administrator_has_changed(tmp_path: Pa
     assert planned(again, "text", unit_files(), places).steps == ()
 
 
+SYSTEMCTL = """#!/bin/sh
+echo "$@" >> "$0.asked"
+case "$1 $3" in
+    "is-enabled gpulease-worker.service") exit 1 ;;
+    "is-active gpulease.socket") exit 3 ;;
+esac
+case "$*" in *gpulease.service*) since=1000000 ;; *) since=99999999999999 ;; esac
+[ "$1" = show ] && echo $since || exit 0
+"""
+"""As systemctl: the worker is not enabled, the socket is not active, the daemon runs since a second after the boot."""
+
+
+def test_what_systemd_says_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "systemctl"
+    program.write_text(SYSTEMCTL)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(host_setup, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(host_setup.other_daemons, "usual_addresses", tuple)
+    places = Places(tmp_path / "units", tmp_path / "gpulease", tmp_path / "config.toml", tmp_path / "d")
+    host = host_setup.examine(places)
+    assert host.systemd
+    assert host.enabled == {"gpulease.socket", "gpulease.service"}
+    assert host.active == {"gpulease.service", "gpulease-worker.service"}
+    assert host.outdated == {"gpulease.service"}
+    assert (host.units, host.config, host.kept, host.daemon, host.jobs) == ({}, False, (tmp_path,), None, None)
+    done = [str(step) for step in apply(planned(replace(host, closed=None), "text", unit_files(), places))]
+    assert done[-3:] == [
+        "run systemctl daemon-reload",
+        "run systemctl restart gpulease.service gpulease-worker.service",
+        "run systemctl enable --now gpulease.socket gpulease.service gpulease-worker.service",
+    ]
+    asked = (tmp_path / "systemctl.asked").read_text().splitlines()
+    assert asked[-3:] == [step.removeprefix("run systemctl ") for step in done[-3:]]
+
+
 def test_a_failure_half_way_says_what_is_done_and_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(words: tuple[str, ...], **_: object) -> None:
         raise subprocess.CalledProcessError(1, words, stderr="Unit gpulease-worker.service\nnot found.")
