@@ -21,7 +21,7 @@ COMPLETION = "_GPULEASE_COMPLETE"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code. Prints errors in three lines, never a traceback."""
-    words = sys.argv[1:] if arguments is None else arguments
+    words = _as_options(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     if code and "--json" not in words and _command(words) == "acquire":
         from gpulease_cli import output  # noqa: PLC0415 - after a failure only
@@ -52,6 +52,16 @@ def _run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     return code if isinstance(code, int) else 0
+
+
+def _as_options(words: list[str]) -> list[str]:
+    """`gpulease help run` and `gpulease version` as `gpulease run --help` and `gpulease --version`."""
+    match words:
+        case ["help", *command]:
+            return [*command, "--help"]
+        case ["version"]:
+            return ["--version"]
+    return words
 
 
 def _command(words: list[str]) -> str | None:

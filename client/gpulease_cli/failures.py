@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import click
+from click.exceptions import NoSuchCommand
 
 from gpulease_cli import output
 from gpulease_cli.help_format import flags
@@ -12,12 +13,54 @@ from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, InvalidRe
 
 SIMILAR = 0.75
 """How similar a word has to be to be suggested, from 0 to 1: `stauts` suggests `status`, `--time` not `--model`."""
+COMMANDS_ELSEWHERE = {
+    "ps": "jobs",
+    "ls": "jobs",
+    "squeue": "queue",
+    "sbatch": "submit",
+    "srun": "run",
+    "exec": "run",
+    "salloc": "acquire",
+    "scancel": "cancel",
+    "kill": "cancel",
+    "stop": "cancel",
+    "rm": "cancel",
+    "sinfo": "node list",
+    "sacct": "usage",
+    "htop": "top",
+    "nvidia-smi": "status",
+    "gpus": "gpu list",
+    "users": "usage",
+    "who": "status",
+    "free": "status",
+    "watch": "status --watch",
+    "describe": "show",
+    "info": "status",
+    "start": "serve",
+    "login": "token create",
+}
+"""What other tools call a command: Slurm, Docker, kubectl, nvidia-smi."""
+OPTIONS_ELSEWHERE = {
+    "--gres": "-n 2 asks for two GPUs",
+    "--gpus-per-node": "-n 2 asks for two GPUs on one node",
+    "-g": "-n 2 asks for two GPUs",
+    "-G": "-n 2 asks for two GPUs",
+    "-c": "gpulease shares out GPUs only; processors are everyone's",
+    "--mem": "gpulease shares out GPUs only; --model chooses among them",
+    "-i": "Leave it out: the command has your terminal already",
+    "--rm": "Leave it out: the GPUs are given back when the command ends",
+    "-t": "--wait 10m waits for GPUs, and `gpulease submit --time 2h` ends a job",
+    "-J": "--name names a job, and --label a lease",
+    "--partition": "--node or --model chooses among the GPUs",
+    "-p": "--node or --model chooses among the GPUs",
+}
+"""The same for options, with what to write here."""
 
 
 def report(error: click.ClickException | GpuleaseError) -> int:
     """Print the error in three lines; the exit code that it means."""
     if isinstance(error, click.ClickException):
-        output.print_error("usage error", _message(error), f"See `{_command_path(error)} --help`.")
+        output.print_error("usage error", _message(error), _remedy(error))
         return output.USAGE
     output.print_gpulease_error(error)
     if isinstance(error, DaemonUnavailable):
@@ -30,16 +73,31 @@ def report(error: click.ClickException | GpuleaseError) -> int:
 def _message(error: click.ClickException) -> str:
     """What is wrong, on one line."""
     match error:
-        case click.exceptions.NoSuchOption():
-            return f"there is no option {error.option_name}{_suggestion(error.option_name, _options(error.ctx))}"
-        case click.exceptions.NoSuchCommand():
-            known = error.ctx.command.commands if error.ctx and isinstance(error.ctx.command, click.Group) else ()
-            return f"there is no command {error.command_name}{_suggestion(error.command_name, known)}"
+        case click.NoSuchOption(option_name=name, ctx=context):
+            return f"there is no option {name}{_suggestion(name, _options(context))}"
+        case NoSuchCommand(command_name=name, ctx=context):
+            return (
+                f"there is no command {name}{_suggestion(name, getattr(context and context.command, 'commands', ()))}"
+            )
+        case click.BadOptionUsage(option_name=name) if "requires an argument" in error.message:
+            return f"{name} needs a value"
         case click.MissingParameter() if error.param is not None:
             return f"{flags(error.param)} is missing"
         case click.BadParameter() if error.param is not None:
             return f"{flags(error.param)}: {error.message}"
     return error.format_message()
+
+
+def _remedy(error: click.ClickException) -> str:
+    """What to do about it."""
+    match error:
+        case click.NoSuchOption(option_name=name) if name in OPTIONS_ELSEWHERE:
+            return f"{OPTIONS_ELSEWHERE[name]}."
+        case NoSuchCommand(command_name=name, ctx=context) if (
+            context and not context.parent and name in COMMANDS_ELSEWHERE
+        ):
+            return f"Use `gpulease {COMMANDS_ELSEWHERE[name]}`."
+    return f"See `{_command_path(error)} --help`."
 
 
 def _command_path(error: click.ClickException) -> str:

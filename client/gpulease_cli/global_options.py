@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from gpulease_cli.parameters import Option
 from gpulease_protocol.host import variables
@@ -17,6 +18,15 @@ from gpulease_protocol.host import variables
 def _into_environment(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
     if value:
         os.environ[str(parameter.envvar)] = value
+
+
+def _url(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    """Blame the option for a mistake in it: from the environment the library would blame the variable."""
+    if value and context.get_parameter_source("url") is ParameterSource.COMMANDLINE:
+        from gpulease_protocol.host.addresses import candidates  # noqa: PLC0415 - where it is typed
+
+        candidates(value, source="--url")
+    _into_environment(context, parameter, value)
 
 
 def _file(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
@@ -60,6 +70,7 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
         "--url",
         metavar="URL",
         envvar=variables.URL,
+        callback=_url,
         help="Address of the daemon: http://host:port or unix:///path; several separated by commas.",
         show_default="the local socket, else http://127.0.0.1:8750",
         derive=_default_url,

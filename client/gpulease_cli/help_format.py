@@ -10,6 +10,7 @@ def cancel(job: str, json: bool) -> None: ...
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ from gpulease_cli.global_options import GLOBAL_OPTIONS
 from gpulease_cli.parameters import OPTIONS
 from gpulease_protocol.errors import InvalidRequest
 
+SECONDS = re.compile(r"([0-9]+) seconds, not ([0-9]+)")
+"""How the daemon refuses a length of time."""
 HELP_OPTIONS = ("-h", "--help")
 ARGUMENTS_LAST = {"allow_interspersed_args": False}
 """What follows the command's first argument belongs to the program that it names, options included."""
@@ -38,6 +41,14 @@ class Command(click.Command):
         own = super().get_params(ctx)
         taken = {name for parameter in own for name in parameter.opts}
         return [*own, *(one for one in GLOBAL_OPTIONS if not taken.intersection(one.opts))]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; an error names this command."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it. What a daemon refuses is said in words of the command line."""
@@ -88,5 +99,13 @@ def _in_flags(error: InvalidRequest, parameters: list[click.Parameter]) -> Inval
     field, colon, rest = error.detail.partition(": ")
     for parameter in parameters:
         if colon and field in (getattr(parameter.type, "field", None), parameter.name):
+            rest = SECONDS.sub(lambda found: f"{_length(found[1])}, not {_length(found[2])}", rest)
             return InvalidRequest(f"{flags(parameter)}: {rest}", remedy=error.remedy)
     return error
+
+
+def _length(seconds: str) -> str:
+    """A length of time as one would type it."""
+    from gpulease_protocol.status_table import format_duration  # noqa: PLC0415 - after a mistake only
+
+    return format_duration(float(seconds)).removesuffix(" 0h").removesuffix(" 00m").removesuffix(" 00s")

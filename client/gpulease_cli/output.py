@@ -128,7 +128,8 @@ def print_gpulease_error(error: GpuleaseError) -> None:
     title = f"{error.title}: "
     rest = error.detail.removeprefix(title)
     why = rest[:1].upper() + rest[1:] if error.detail.startswith(title) else error.detail
-    print_error(error.title.lower(), why, respelled(error.remedy, COMMANDS) or _default_remedy(error))
+    what = "usage error" if type(error) is InvalidRequest else error.title.lower()
+    print_error(what, why, respelled(error.remedy, COMMANDS) or _default_remedy(error))
 
 
 def fail_in_shell(code: int) -> None:

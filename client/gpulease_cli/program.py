@@ -18,7 +18,7 @@ gpulease status shows the GPUs; gpulease run -n 2 -- python train.py leases two 
 """
 EXIT_CODES = (
     "Exit codes: 0 done, 1 refused, 2 usage error, 3 no daemon answers, 4 lease lost; run, wait and submit --follow"
-    " pass on the command's own. Set GPULEASE_URL to the daemon's address. See docs/cli.md."
+    " pass on the command's own. Set GPULEASE_URL to the daemon's address. `gpulease help COMMAND` has examples."
 )
 
 
@@ -50,8 +50,8 @@ def _completion(action: str) -> Any:
     return run
 
 
-def _switch(name: str, callback: Any, help: str) -> Option:
-    return Option([name], is_flag=True, is_eager=True, expose_value=False, callback=callback, help=help)
+def _switch(*names: str, callback: Any, help: str) -> Option:
+    return Option(list(names), is_flag=True, is_eager=True, expose_value=False, callback=callback, help=help)
 
 
 PROGRAM = Program(
@@ -62,9 +62,17 @@ PROGRAM = Program(
     context_settings={"help_option_names": list(HELP_OPTIONS)},
     params=[
         *GLOBAL_OPTIONS,
-        _switch("--version", _print_version, "Print the version and exit."),
-        _switch("--install-completion", _completion("install"), "Install completion for the current shell."),
-        _switch("--show-completion", _completion("show"), "Print the completion script of the current shell."),
+        _switch("-V", "--version", callback=_print_version, help="Print the version and exit."),
+        _switch(
+            "--install-completion",
+            callback=_completion("install"),
+            help="Install completion for the current shell, and say into which file.",
+        ),
+        _switch(
+            "--show-completion",
+            callback=_completion("show"),
+            help="Print the completion script of the current shell.",
+        ),
     ],
 )
 """The whole command line."""

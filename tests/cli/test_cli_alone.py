@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from gpulease_cli.failures import COMMANDS_ELSEWHERE
 from gpulease_protocol.durations import parse_duration
 from tests.cli.programs import environ
 from tests.client.fake_daemon import FakeDaemon
@@ -82,6 +83,15 @@ def test_without_a_daemon_it_exits_3_soon_and_says_what_to_do(arguments: tuple[s
         (("cancel",), "JOB... is missing; --mine is for all of yours"),
         (("node", "drain"), "See `gpulease node drain --help`."),
         (("statsu",), "there is no command statsu. Did you mean status?"),
+        (("stauts",), "Did you mean status?"),
+        (("ps",), "Use `gpulease jobs`."),
+        (("scancel", "3"), "Use `gpulease cancel`."),
+        (("run", "--gres=gpu:2", "--", "true"), "there is no option --gres"),
+        (("run", "--gres=gpu:2", "--", "true"), "-n 2 asks for two GPUs."),
+        (("run", "-it", "--", "bash"), "your terminal already"),
+        (("run", "-n"), "-n needs a value"),
+        (("--url", "nonsense", "status"), "--url: 'nonsense' is not the address"),
+        (("status", "--url", "nonsense"), "--url: 'nonsense' is not the address"),
         (("release", "job-1"), "`gpulease cancel job-1`"),
         (("jobs", "--state", "done"), "--state: 'done' is not one of queued, starting"),
         (("jobs", "--limit", "0"), "--limit"),
@@ -194,5 +204,35 @@ def test_without_the_package_of_the_command_it_says_what_to_install(command: str
     assert "pip install 'gpulease[" in result.stderr
 
 
-def test_the_version_is_printed() -> None:
-    assert gpulease("--version").stdout.startswith("gpulease ")
+@pytest.mark.parametrize("words", [("--version",), ("-V",), ("version",)])
+def test_the_version_is_printed(words: tuple[str, ...]) -> None:
+    assert gpulease(*words).stdout.startswith("gpulease ")
+
+
+@pytest.mark.parametrize("words", [(), ("node",), ("db",)])
+def test_a_group_alone_prints_its_help(words: tuple[str, ...]) -> None:
+    alone, asked = gpulease(*words), gpulease("help", *words)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    assert alone.stdout == asked.stdout == gpulease(*words, "--help").stdout
+
+
+@pytest.mark.parametrize("word", ["--time", "--after", "users-of"])
+def test_a_word_that_is_like_none_gets_no_suggestion(word: str) -> None:
+    assert "Did you mean" not in gpulease("acquire", word).stderr
+
+
+def test_global_options_count_before_and_after_the_command_and_not_within_that_of_run() -> None:
+    elsewhere = "http://127.0.0.1:7"
+    for words in (("--url", elsewhere, "status"), ("status", "--url", elsewhere), ("node", "list", "--url", elsewhere)):
+        assert f"No daemon answers at {elsewhere} " in gpulease(*words).stderr, words
+    for words in (("run", "--", "true", "--url", elsewhere), ("run", "true", "--url", elsewhere)):
+        assert f"No daemon answers at {NOWHERE} " in gpulease(*words).stderr, words
+
+
+def test_an_address_needs_no_scheme() -> None:
+    assert "No daemon answers at http://localhost:9 " in gpulease("status", "--url", "localhost:9").stderr
+
+
+def test_what_is_suggested_for_a_habit_exists() -> None:
+    for words in COMMANDS_ELSEWHERE.values():
+        assert gpulease("help", *[word for word in words.split() if not word.startswith("-")]).returncode == 0, words

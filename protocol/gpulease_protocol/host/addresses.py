@@ -17,6 +17,7 @@ SOCKET_NAME = "gpulease.sock"
 """Name of the Unix socket in a daemon's data directory."""
 DEFAULT_URL = "http://127.0.0.1:8750"
 """Where `gpulease serve` listens unless it is told otherwise."""
+HOST_AND_PORT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 MAX_ADDRESSES = 16
 """Addresses of one service, at most: they share the time in which a client finds out that none answers."""
 SYSTEM_DATA_DIR = Path("/var/lib/gpulease")
@@ -59,7 +60,12 @@ def default_data_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def parse(url: str, source: str = "url") -> Address:
-    """The address that `url` spells. Raises InvalidRequest, naming `source`, for anything but http, https and unix."""
+    """The address that `url` spells; `host:port` alone is http.
+
+    Raises InvalidRequest, naming `source`, for anything but http, https and unix.
+    """
+    if HOST_AND_PORT.fullmatch(url.strip()):
+        url = f"http://{url.strip()}"
     try:
         parts = urlsplit(url.strip())
         _ = parts.port  # reading it is what checks it
@@ -77,7 +83,9 @@ def unix(path: Path) -> Address:
     return Address(url=f"unix://{quote(str(path))}", origin="http://gpulease", socket=path)
 
 
-def candidates(url: str | Iterable[str] | None = None, environ: Mapping[str, str] = os.environ) -> tuple[Address, ...]:
+def candidates(
+    url: str | Iterable[str] | None = None, environ: Mapping[str, str] = os.environ, source: str = "url"
+) -> tuple[Address, ...]:
     """Addresses to try, in order: `url`, else GPULEASE_URL, else the configuration file's, else a local socket of this
     user's own that exists, and then the system's socket, or loopback on a host without a system's data directory.
 
@@ -85,10 +93,10 @@ def candidates(url: str | Iterable[str] | None = None, environ: Mapping[str, str
     the system's socket, which only root can make, to the port.
 
     Several addresses of one service are a list, or one text with commas. Raises InvalidRequest for what is no address,
-    and for a configuration file that cannot be used.
+    naming `source` as the place of `url`, and for a configuration file that cannot be used.
     """
     if url:
-        return _several(url, "url")
+        return _several(url, source)
     if environ.get("GPULEASE_URL"):
         return _several(environ["GPULEASE_URL"], "GPULEASE_URL")
     configured = config_file.client(environ).get("url")
