@@ -218,6 +218,10 @@ class AsyncClient:
         """Why the lease has no GPUs, and whether it can ever get them."""
         return await self.send(endpoints.explain(lease_id))
 
+    async def explain_request(self, request: LeaseRequest | JobRequest) -> Explanation:
+        """What would become of a request now: `fits_now`, `not_now` or `never`. Takes and records nothing."""
+        return await self.send(endpoints.explain_request(request))
+
     def lease(
         self,
         count: int | None = None,

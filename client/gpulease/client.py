@@ -217,6 +217,10 @@ class Client:
         """Why the lease has no GPUs, and whether it can ever get them."""
         return self.send(endpoints.explain(lease_id))
 
+    def explain_request(self, request: LeaseRequest | JobRequest) -> Explanation:
+        """What would become of a request now: `fits_now`, `not_now` or `never`. Takes and records nothing."""
+        return self.send(endpoints.explain_request(request))
+
     def lease(
         self,
         count: int | None = None,

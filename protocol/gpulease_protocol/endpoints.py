@@ -201,16 +201,13 @@ def explain(lease_id: str) -> ApiCall[Explanation]:
     return _get(f"/v1/leases/{_encoded(lease_id)}/explain", Explanation)
 
 
-def would_grant(request: LeaseRequest) -> ApiCall[Explanation]:
-    """`POST /v1/leases/explain`: whether it fits now. Takes and records nothing."""
-    from gpulease_protocol.requests import OWNER_FIELDS
+def explain_request(request: LeaseRequest | JobRequest) -> ApiCall[Explanation]:
+    """`POST /v1/leases/explain` or `/v1/jobs/explain`: whether it fits now. Takes and records nothing."""
+    from gpulease_protocol.requests import OWNER_FIELDS, JobRequest
 
+    if isinstance(request, JobRequest):
+        return _post("/v1/jobs/explain", _job_body(request), Explanation)
     return replace(_post("/v1/leases/explain", to_body(request), Explanation), optional_fields=OWNER_FIELDS)
-
-
-def would_start(request: JobRequest) -> ApiCall[Explanation]:
-    """`POST /v1/jobs/explain`: whether it fits now. Takes and records nothing."""
-    return _post("/v1/jobs/explain", _job_body(request), Explanation)
 
 
 def _job_body(request: JobRequest) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol import endpoints
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from tests.api.conftest import states
 from tests.daemon import Answer, DaemonProcess, eventually
@@ -99,8 +98,8 @@ def test_a_dry_run_answers_and_takes_nothing(api: DaemonProcess) -> None:
 
 def test_the_client_asks_without_submitting(api: DaemonProcess) -> None:
     with api.client() as client:
-        assert client.send(endpoints.would_start(JobRequest(command=["train.py"], gpus=2))).verdict == "fits_now"
-        assert client.send(endpoints.would_grant(LeaseRequest(count=9))).verdict == "never"
+        assert client.explain_request(JobRequest(command=["train.py"], gpus=2)).verdict == "fits_now"
+        assert client.explain_request(LeaseRequest(count=9)).verdict == "never"
 
 
 @pytest.mark.parametrize(

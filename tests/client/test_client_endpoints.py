@@ -27,7 +27,10 @@ GIVEN: dict[str, Any] = {
     "count": 1,
     "cordoned": True,
 }
-TWICE = {"cordon_gpu": {"cordoned": False}}
+TWICE: dict[str, dict[str, Any]] = {
+    "cordon_gpu": {"cordoned": False},
+    "explain_request": {"request": JobRequest(command=["x"])},
+}
 """Methods for two endpoints, with the arguments for the second one."""
 
 
@@ -41,6 +44,7 @@ def arguments(name: str, method: Any) -> dict[str, Any]:
     requests = {
         "submit": JobRequest(command=["x"]),
         "request_lease": LeaseRequest(count=1),
+        "explain_request": LeaseRequest(count=1),
         "create_token": TokenRequest(user="x"),
     }
     wanted = [

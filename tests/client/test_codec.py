@@ -71,7 +71,9 @@ def test_a_body_leaves_out_what_is_at_its_default() -> None:
     array = ArrayRequest(indices="0-3")
     assert to_body(JobRequest(command=["a.py"], array=array)) == {"command": ["a.py"], "array": {"indices": "0-3"}}
     assert endpoints.request_lease(LeaseRequest(count=1), "key").body == {"count": 1}
-    assert endpoints.submit(JobRequest(command=["a.py"]), "key").body == {"command": ["a.py"]}
+    # The launcher goes with it: an older daemon takes torchrun where none is named.
+    assert endpoints.submit(JobRequest(command=["a.py"]), "key").body == {"command": ["a.py"], "launcher": "torchrun"}
+    assert endpoints.submit(JobRequest(command=["./a"]), "key").body == {"command": ["./a"], "launcher": "plain"}
 
 
 BODIES = {
@@ -87,12 +89,12 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "LeaseRequest": {"queue": True, "ttl_s": 300.0, "label": "", "watch_owner": True},
     "JobRequest": {
         "gpus": 1,
-        "launcher": "torchrun",
         "environment": {},
         "name": "",
         "max_restarts": 0,
         "retries": 0,
         "limits": {},
+        "after": [],
     },
     "ArrayRequest": {},
     "TokenRequest": {"role": "user", "note": ""},
@@ -100,7 +102,10 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "DrainRequest": {},
     "PauseRequest": {"force": False},
 }
-"""Those that are not null. A client that leaves a field out means the default that it knows, not that of its daemon."""
+"""Those that are not null. A client that leaves a field out means the default that it knows, not that of its daemon.
+
+`launcher` was `torchrun` before the first release. What is chosen now where it is null is torchrun for every command
+that torchrun could start, but for a script whose name does not end in `.py`."""
 
 
 @pytest.mark.parametrize("kind", BODIES)

@@ -19,7 +19,7 @@ from gpulease_cli.job_script import MARKED, ScriptCommand
 from gpulease_cli.option_types import DURATION, Field, Number, OneOf
 from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, checked
 from gpulease_cli.parameters import argument, option
-from gpulease_protocol import endpoints, job_arrays
+from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.launchers import choose_launcher, choose_mask, strip_launcher_variables
@@ -177,7 +177,7 @@ def submit(
         if after:
             request = checked(lambda: replace(request, after=_dependencies(client, after)))
         if dry_run:
-            return _print_dry_run(client.send(endpoints.would_start(request)), json)
+            return _print_dry_run(client.explain_request(request), json)
         job = _submit(client, request)
         output.print_json(job) if json else click.echo(job.array_id or job.id)
         return _follow_job(client, job) if follow else output.DONE
