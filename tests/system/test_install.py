@@ -34,8 +34,9 @@ sed -i '/^sudo:/d' "$place/etc/group" && echo 'sudo:x:27:ada' >> "$place/etc/gro
 printf '#!/bin/sh\\nexec "$@"\\n' > "$place/bin/sudo" && chmod 755 "$place/bin/sudo"
 mkdir "$place/kept" && cp -a --no-dereference /run/systemd "$place/kept/systemd" 2>/dev/null || true
 rm -rf "$place/kept/systemd/system"
-for name in $(ls /opt); do mkdir "$place/kept/$name" && mount --bind "/opt/$name" "$place/kept/$name"; done
-names=$(ls /opt); mount -t tmpfs -o mode=755 none /opt
+names=$(find /opt -mindepth 1 -maxdepth 1 -type d -printf '%f ')
+for name in $names; do mkdir "$place/kept/$name" && mount --bind "/opt/$name" "$place/kept/$name"; done
+mount -t tmpfs -o mode=755 none /opt
 for name in $names; do
     [ "$name" = gpulease ] || { mkdir "/opt/$name"; mount --move "$place/kept/$name" "/opt/$name"; }
 done
