@@ -22,6 +22,7 @@ from gpulease import (
 from gpulease.sansio.direct_http import DirectHttp
 from gpulease.sansio.effects import Attempt
 from gpulease.sansio.failover import Destination
+from gpulease_protocol import endpoints
 from gpulease_protocol.host.addresses import candidates, parse, unix
 from tests.client.fake_daemon import FakeDaemon
 
@@ -219,3 +220,20 @@ def test_a_socket_without_a_listener_is_skipped(daemon: FakeDaemon, tmp_path: Pa
         Destination(places, interchangeable=False, bearer_token=None, timeout_s=30.0)
     ) as client:
         assert client.gpus() == ()
+
+
+def test_a_response_that_is_closed_twice_lends_its_connection_to_one_call_at_a_time(daemon) -> None:
+    destination = Destination.of(daemon.url, None, 60)
+    address = destination.addresses[0]
+    connections = DirectHttp(address, destination)
+    attempt = Attempt(address, endpoints.gpus(), timeout_s=60, connect_timeout_s=60, check_listening=False)
+    response = connections.send(attempt)
+    while response.next_chunk() is not None:
+        pass
+    response.close()
+    response.close()
+    at_once = [connections.send(attempt) for _ in range(2)]
+    assert all(one.next_chunk() for one in at_once)
+    for one in at_once:
+        one.close()
+    connections.close()

@@ -103,6 +103,7 @@ class ArrivingResponse:
         self._connection = connection
         self._response = response
         self._read = False
+        self._done = False
 
     @property
     def is_success(self) -> bool:
@@ -127,7 +128,11 @@ class ArrivingResponse:
         return chunk or None
 
     def close(self) -> None:
-        """Keep the connection if the body was read to its end, else close it."""
+        """Keep the connection if the body was read to its end, else close it. A second call does nothing, because the
+        connection may be another call's by then."""
+        if self._done:
+            return
+        self._done = True
         self._response.close()
         if self._read and not self._response.will_close:
             self._connections.keep(self._connection)
