@@ -13,7 +13,7 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 
-@pytest.mark.parametrize("seed", [1, 3])
+@pytest.mark.parametrize("seed", [1, 6])
 def test_every_promise_is_kept(seed: int) -> None:
     outcome = simulate(seed, steps=1500)
 
