@@ -5,6 +5,7 @@ A shell waits for the answer while someone types. So the daemon has `ANSWER_S`, 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -25,6 +26,8 @@ ANSWER_S = 0.5
 """How long a shell waits for the daemon."""
 MAX_JOBS = 100
 """How many jobs are offered, newest first."""
+PLAIN_NAME = re.compile(r"[\w.@%+-]+")
+"""Names that shells take as they are."""
 
 
 def completion(
@@ -56,8 +59,15 @@ def completion(
 
 
 def _newest_jobs(client: Client) -> list[tuple[str, str]]:
-    newest = client.send(endpoints.jobs((), limit=MAX_JOBS)).items
-    return [(job.id, f"{job.state} {job.name}".strip()) for job in newest]
+    """Names of own jobs, then ids of all, of arrays too."""
+    newest, user = client.send(endpoints.jobs((), limit=MAX_JOBS)).items, client.me().user
+    own = [job for job in newest if job.user == user and PLAIN_NAME.fullmatch(job.name)]
+    arrays = {job.array_id: f"array {job.name}".strip() for job in newest if job.array_id is not None}
+    return [
+        *{job.name: f"{job.state} {job.array_id or job.id}" for job in reversed(own)}.items(),
+        *((job.id, f"{job.state} {job.name}".strip()) for job in newest),
+        *arrays.items(),
+    ]
 
 
 def _live_leases(client: Client) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.shell_completion import BashComplete
 
-from gpulease import Client, JobState, LeaseState
+from gpulease import Client, JobRequest, JobState, LeaseState
 from gpulease_cli import completion, id_completion
 from gpulease_cli.program import PROGRAM
 from tests.cli.programs import Program, environ, wait_until
@@ -314,6 +314,9 @@ def test_names_that_the_daemon_knows_are_completed(client: Client, url: str, mon
         assert completions("gpu", "cordon") == gpus
         assert completions("node", "drain", "--json", beginning=gpus[0][0]) == [client.nodes()[0].name]
         assert lease.id in completions("release", beginning="lease-")
+    job = client.submit(JobRequest(command=["true"], launcher="plain", name="completes.me"))
+    assert completions("logs", beginning="compl") == ["completes.me"]
+    assert job.id in completions("cancel", "completes.me", beginning="job-")
 
 
 def test_completion_is_silent_and_soon_where_no_daemon_answers(monkeypatch: pytest.MonkeyPatch) -> None:
