@@ -26,6 +26,9 @@ def expected_starts(
     needed = 0
     for lease in queue:
         demand, job = lease.demand, job_of.get(lease.id)
+        if lease.position is None:
+            found[lease.id] = "after other jobs"
+            continue
         if job is not None and job.array_at_most and running[job.array_id] >= job.array_at_most:
             found[lease.id] = f"its array runs {job.array_at_most} at once"
             continue

@@ -47,9 +47,10 @@ class Snapshot:
 
     @property
     def queue(self) -> list[Lease]:
-        """Waiting requests, the next one first."""
+        """Waiting requests, the next one first; those that are not in the queue yet, because they wait for other jobs,
+        last."""
         waiting = (lease for lease in self.leases if lease.state is LeaseState.QUEUED)
-        return sorted(waiting, key=lambda lease: lease.position or 0)
+        return sorted(waiting, key=lambda lease: (lease.position is None, lease.position or 0))
 
     @property
     def job_of_lease(self) -> dict[str, Job]:

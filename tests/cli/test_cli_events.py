@@ -64,6 +64,24 @@ def test_an_event_on_one_line(event: Event, line: str) -> None:
     assert format_event(event) == line
 
 
+def test_on_a_terminal_an_event_is_short() -> None:
+    today = datetime.now(UTC)
+    event = Event(
+        seq=7,
+        at=today,
+        kind="job.ended",
+        cause="report-1",
+        lease_id="lease-3e1f8e2a3b70f12d",
+        job_id="job-82c4b92c1f47e880",
+        reason="It ran longer than its time limit of 2 s.",
+    )
+    shown = format_event(event, 79)
+    assert shown.startswith(f"{today.astimezone():%H:%M:%S}       7  job.ended         job-82c4b92c: It ran longer")
+    assert len(shown) <= 79
+    old = format_event(Event(seq=7, at=AT, kind="x", cause="tick", reason="long " * 40), 60)
+    assert (old[:19], len(old), old[-1]) == ("2026-11-22 09:08:07", 60, "…")
+
+
 def test_json_prints_one_event_of_the_rest_api_per_line(client: Client, gpulease: Program, url: str) -> None:
     with client.lease(1, wait_s=60):
         pass

@@ -103,7 +103,7 @@ def starts(
 
 
 def waits(name: str, count: int = 1, **more: Any) -> Any:
-    return lease(name, LeaseState.QUEUED, demand=Demand(count=count, **more))
+    return lease(name, LeaseState.QUEUED, position=1, demand=Demand(count=count, **more))
 
 
 def test_a_start_follows_from_the_time_limits_of_what_runs() -> None:
@@ -132,6 +132,13 @@ def test_a_job_at_the_limit_of_its_array_waits_for_that_and_is_not_counted() -> 
     running, queued = job("first", "L-9", None, **array), job("second", "Q-1", None, state="queued", **array)
     said = starts(waits("Q-1"), waits("Q-2"), limits=(7200,), jobs=(running, queued))
     assert said == {"Q-1": "its array runs 1 at once", "Q-2": "in 1h or less"}
+
+
+def test_a_job_that_waits_for_other_jobs_is_not_counted() -> None:
+    assert starts(replace(waits("Q-1"), position=None), waits("Q-2"), limits=(7200,)) == {
+        "Q-1": "after other jobs",
+        "Q-2": "in 1h or less",
+    }
 
 
 class FullDisk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator
+from datetime import UTC, datetime
 from itertools import islice
 
 from gpulease.client import Client
@@ -15,7 +16,7 @@ from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
 from gpulease_protocol import endpoints
 from gpulease_protocol.model import Event
-from gpulease_protocol.status_table import printable
+from gpulease_protocol.status_table import printable, short_id, shortened
 
 NEWEST = 50
 """How many are shown by default."""
@@ -47,7 +48,7 @@ def list_events(follow: bool, after: int | None, limit: int | None, json: bool) 
             if json:
                 output.print_json_line(event)
             else:
-                output.print_table(format_event(event) + "\n")
+                output.print_table(format_event(event, output.terminal_width()) + "\n")
             if follow:
                 sys.stdout.flush()
         output.warn_if_stale(client.as_of)
@@ -71,13 +72,25 @@ def _newest(client: Client, count: int) -> Collection[Event]:
         window *= 4
 
 
-def format_event(event: Event) -> str:
-    """An event on one line: time of this time zone, number, kind, subject and reason. Its cause is in the JSON."""
-    about = [event.lease_id, event.job_id, event.node and f"on {event.node}", _gpus(event.gpus)]
+def format_event(event: Event, width: int | None = None) -> str:
+    """An event on one line: time of this time zone, number, kind, subject and reason. Its cause is in the JSON.
+
+    With the width of a terminal it is short: the date only of other days, beginnings of ids, and of a job and its lease
+    only the job.
+    """
+    job, lease = (event.job_id, event.lease_id) if width is None else _short_ids(event)
+    about = [lease, job, event.node and f"on {event.node}", _gpus(event.gpus)]
     parts = [" ".join(printable(word, 255) for word in about if word), printable(event.reason or "", 300)]
     what = ": ".join(part for part in parts if part)
-    at = event.at.astimezone()
-    return f"{at:%Y-%m-%d %H:%M:%S}  {event.seq:>6}  {printable(event.kind):<16}  {what}".rstrip()
+    at, now = event.at.astimezone(), datetime.now(UTC).astimezone()
+    moment = f"{at:%H:%M:%S}" if width is not None and at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}"
+    line = f"{moment}  {event.seq:>6}  {printable(event.kind):<16}  {what}".rstrip()
+    return line if width is None else shortened(line, width)
+
+
+def _short_ids(event: Event) -> tuple[str | None, str | None]:
+    job, lease = (one and short_id(one) for one in (event.job_id, event.lease_id))
+    return job, None if job else lease
 
 
 def _gpus(uuids: tuple[str, ...]) -> str:

@@ -33,9 +33,9 @@ from gpulease_protocol.status_table import (
 
 REFRESH_S = 2.0
 """Time between two refreshes of `--watch`."""
-HEADS = ("JOB", "NAME", "USER", "STATE", "TIME", "GPUS", "WHY", "COMMAND")
-CUT = {"NAME": 10, "USER": 6, "WHY": 12, "COMMAND": 8}
-DROP = ("COMMAND", "USER", "WHY")
+HEADS = ("JOB", "NAME", "USER", "STATE", "TIME", "GPUS", "COMMAND")
+CUT = {"NAME": 10, "USER": 6, "COMMAND": 8}
+DROP = ("USER", "COMMAND")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,30 +132,29 @@ def _fetch(client: Client, which: Filter) -> tuple[Page[Job], bool]:
 
 def _picture(client: Client, which: Filter, width: int) -> str:
     jobs, several_nodes = _fetch(client, which)[0].items, len(client.nodes()) > 1
-    heads, rows = _table(jobs, several_nodes, short=True)
-    return align_columns(heads, rows, width, cut=CUT, drop=DROP)
+    return align_columns(HEADS, _rows(jobs, several_nodes, short=True), width, cut=CUT, drop=DROP)
 
 
 def _print(jobs: Sequence[Job], me: str | None, several_nodes: bool) -> None:
-    heads, rows = _table(jobs, several_nodes, short=sys.stdout.isatty())
-    output.print_rows(heads, rows, cut=CUT, drop=DROP, styles=[_style(job, me) for job in jobs])
+    rows = _rows(jobs, several_nodes, short=sys.stdout.isatty())
+    output.print_rows(HEADS, rows, cut=CUT, drop=DROP, styles=[_style(job, me) for job in jobs])
 
 
-def _table(jobs: Sequence[Job], several_nodes: bool, *, short: bool) -> tuple[Sequence[str], list[tuple[str, ...]]]:
+def _rows(jobs: Sequence[Job], several_nodes: bool, *, short: bool) -> list[tuple[str, ...]]:
     now = datetime.now().astimezone()
-    rows = [_row(job, now, several_nodes, short) for job in jobs]
-    if any(row[6] != "-" for row in rows):
-        return HEADS, rows
-    return (*HEADS[:6], *HEADS[7:]), [(*row[:6], *row[7:]) for row in rows]
+    return [_row(job, now, several_nodes, short) for job in jobs]
 
 
 def _row(job: Job, now: datetime, several_nodes: bool, short: bool) -> tuple[str, ...]:
     waits = job.state is JobState.QUEUED
-    state = output.spelled(job.state) + (f" ({job.exit_code})" if job.ended and job.exit_code else "")
+    state = output.spelled(job.state) + (
+        f" ({job.exit_code})" if job.state is JobState.FAILED and job.exit_code else ""
+    )
     ran_s = ((job.ended_at or now) - job.started_at).total_seconds() if job.started_at and not waits else None
     asked = f"wants {job.gpu_count}" if job.gpu_count else "-"
     # Of a command that failed by itself its exit code says enough, and of one that waits for GPUs its state does.
-    why = "" if job.state is JobState.SUCCEEDED or job.exit_code or job.reason == "waiting for its GPUs" else job.reason
+    is_plain = job.state is JobState.SUCCEEDED or job.exit_code or job.reason in (None, "", "waiting for its GPUs")
+    why = "" if is_plain else f"({printable(job.reason or '', 200)}) "
     return (
         short_id(job.id) if short else job.id,
         printable(job_label(job) or "", 60) if job.name else "-",
@@ -163,8 +162,7 @@ def _row(job: Job, now: datetime, several_nodes: bool, short: bool) -> tuple[str
         state,
         "-" if ran_s is None else format_duration(ran_s),
         asked if waits else describe_places(job.gpus, several_nodes),
-        printable(why or "-", 200),
-        " ".join(job.command) or "-",
+        why + (" ".join(job.command) or "-"),
     )
 
 

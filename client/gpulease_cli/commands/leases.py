@@ -11,14 +11,17 @@ from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument, option
-from gpulease_protocol.model import Lease, LeaseState
+from gpulease_cli.snapshot import LIVE_JOBS, LIVE_LEASES
+from gpulease_protocol.model import Job, Lease
 from gpulease_protocol.status_table import (
     describe_demand,
     describe_end,
     describe_holder,
     describe_places,
     format_duration,
+    job_label,
     printable,
+    short_id,
 )
 
 JOB = "job-"
@@ -31,12 +34,14 @@ JOB = "job-"
 def list_leases(include_ended: bool, json: bool) -> None:
     """List active and queued leases."""
     with Client() as client:
-        leases = client.leases(() if include_ended else (LeaseState.ACTIVE, LeaseState.QUEUED))
+        leases = client.leases(() if include_ended else LIVE_LEASES)
+        jobs = {job.lease_id: job for job in client.jobs(LIVE_JOBS)} if not json else {}
     if json:
         output.print_json_list(leases)
     else:
         now, several_nodes = datetime.now(UTC), len({gpu.node for lease in leases for gpu in lease.gpus}) > 1
-        rows = [_row(lease, now, several_nodes) for lease in leases]
+        short = output.terminal_width() is not None
+        rows = [_row(lease, jobs.get(lease.id), now, several_nodes, short) for lease in leases]
         heads = ("LEASE", "STATE", "HOLDER", "GPUS", "SINCE", "UNTIL")
         output.print_rows(heads, rows, cut={"STATE": 10, "HOLDER": 10, "GPUS": 6}, drop=("SINCE", "UNTIL"))
 
@@ -70,7 +75,7 @@ def explain(lease: str, json: bool) -> None:
         click.echo(f"  {output.local_times(obstacle.sentence)}")
 
 
-def _row(lease: Lease, now: datetime, several_nodes: bool) -> tuple[str, ...]:
+def _row(lease: Lease, job: Job | None, now: datetime, several_nodes: bool, short: bool) -> tuple[str, ...]:
     state = lease.state.value
     if lease.position is not None:
         state += f" ({lease.position})"
@@ -78,4 +83,6 @@ def _row(lease: Lease, now: datetime, several_nodes: bool) -> tuple[str, ...]:
         state += f" ({output.spelled(lease.end_reason)})"
     gpus = describe_places(lease.gpus, several_nodes) if lease.gpus else describe_demand(lease.demand)
     since = format_duration((now - (lease.ended_at or lease.granted_at or lease.created_at)).total_seconds())
-    return (lease.id, state, describe_holder(lease.holder, lease.job_id), gpus, since, describe_end(lease, None, now))
+    holder = describe_holder(lease.holder, job_label(job) or lease.job_id)
+    shown = short_id(lease.id) if short else lease.id
+    return (shown, state, holder, gpus, since, describe_end(lease, job, now))
