@@ -163,7 +163,9 @@ class _Connection(HTTPConnection):
         self.sock.settimeout(seconds)
 
     def is_usable(self) -> bool:
-        """False if the daemon has closed it meanwhile."""
+        """False if the daemon has closed it meanwhile, or said with its response that it would."""
+        if self.sock is None:
+            return False
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return not poll.poll(0)
