@@ -78,10 +78,10 @@ def acquire(
         asked: dict[str, Any] = {"count": gpus, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}
         request = checked(lambda: LeaseRequest(**asked, **owner, watch_owner=bool(owner), queue=wait > 0))
         lease = client.request_lease(request, wait, progress.start)
-    _say(_describe(lease, caller))
     if json:
         output.print_json(lease)
         return
+    _say(_describe(lease, caller))
     fish = caller is not None and caller.is_fish
     for name, value in lease_variables(lease.env).items():
         click.echo(f"set -gx {name} {shlex.quote(value)};" if fish else f"export {name}={shlex.quote(value)}")
