@@ -153,7 +153,7 @@ def test_submit_follow_prints_why_it_waits_once_then_the_log(client: Client, sta
         command = start(
             "submit", "-n", "2", "--launcher", "plain", "--follow", "--", "sh", "-c", "echo it runs; exit 7"
         )
-        wait_until(lambda: "number 1 in the queue" in command.stderr, story=command.story)
+        wait_until(lambda: "1st in the queue" in command.stderr, story=command.story)
         assert "in the way" in command.stderr
         job_id = command.stdout.strip()
         assert client.job(job_id).state is JobState.QUEUED
@@ -167,7 +167,7 @@ def test_wait_says_what_it_waits_for(client: Client, start: Callable[..., Runnin
     with all_gpus_taken(client):
         job_id = gpulease("submit", "--launcher", "plain", "--", "sleep", "100").stdout.strip()
         command = start("wait", job_id)
-        wait_until(lambda: "number 1 in the queue" in command.stderr, story=command.story)
+        wait_until(lambda: "1st in the queue" in command.stderr, story=command.story)
     wait_until(lambda: f"{job_id} is running on GPU" in command.stderr, story=command.story)
     client.cancel_job(job_id, 5)
     assert command.end() == 128 + 15
@@ -176,7 +176,7 @@ def test_wait_says_what_it_waits_for(client: Client, start: Callable[..., Runnin
 def test_run_says_why_it_waits(client: Client, start: Callable[..., Running]) -> None:
     with all_gpus_taken(client):
         command = start("run", "--wait", "60", "--", "echo", "it runs")
-        wait_until(lambda: "number 1 in the queue" in command.stderr, story=command.story)
+        wait_until(lambda: "1st in the queue" in command.stderr, story=command.story)
     assert command.end() == 0
     assert command.stdout == "it runs\n"
 

@@ -132,10 +132,10 @@ BY_HAND: ApiCall[Any] = ApiCall(
 
 
 @pytest.mark.alone
-def test_every_address_is_named_with_its_error_and_the_command_that_starts_a_daemon(gpus: Ask) -> None:
+def test_every_address_is_named_with_its_error_and_a_remedy(gpus: Ask) -> None:
     with closed_port() as a, closed_port() as b:
         begun = time.monotonic()
-        with pytest.raises(DaemonUnavailable, match="gpulease serve") as refused:
+        with pytest.raises(DaemonUnavailable, match="Check the address") as refused:
             gpus([a, b])
     assert time.monotonic() - begun < 2
     assert f"{a} (" in str(refused.value)

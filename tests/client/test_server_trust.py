@@ -92,7 +92,7 @@ def test_the_command_line_says_who_listens(squatter: tuple[Squatter, str]) -> No
     eve, url = squatter
     environment = os.environ | {"GPULEASE_URL": url, "GPULEASE_TOKEN": TOKEN}
     refused = completed(["run", "-n", "1", "--", "env"], environment, 60)
-    assert refused.returncode == 3
+    assert refused.returncode == 125
     assert refused.stdout == ""
     assert f"served by user {EVE}, not by root" in refused.stderr
     assert "  do:  If the daemon is to run as" in refused.stderr

@@ -126,7 +126,7 @@ def test_what_reads_uuids_gets_uuids(running: DaemonProcess, cuda: Cuda, place: 
 def test_run_refuses_what_it_cannot_number_and_gives_the_gpu_back(running, cuda, place: Path, fails: str) -> None:
     free(running)
     ran = gpulease(cuda, running, "run", "--mask", "indices", "--", "touch", str(place / "ran"), STAND_IN_FAILS=fails)
-    assert ran.returncode == 1
+    assert ran.returncode == 125
     assert "why: The numbers that CUDA gives these GPUs are not known: CUDA was asked on this host, and " in ran.stderr
     assert "do:  Check CUDA on this host, or use --mask uuids if the program reads UUIDs." in ran.stderr
     assert not (place / "ran").exists()

@@ -43,7 +43,7 @@ class WaitAnnouncement:
         self._silent = silent or not ranks.is_first_rank()
         self._told: object = None
         """What the last line was about."""
-        self._next_s = 0.0
+        self._next_s = time.monotonic() + ANNOUNCE_AFTER_S
 
     def __enter__(self) -> WaitAnnouncement:
         return self
