@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bench import first_call, grants, jobs, metrics, probe, restart
+from bench import first_call, grants, jobs, metrics, probe, restart, startup
 
 if __name__ == "__main__":
+    startup.main()
     first_call.main()
     grants.main()
     jobs.main()
