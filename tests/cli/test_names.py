@@ -66,7 +66,12 @@ class Daemon:
                 SimpleNamespace(id=one.lease_id, job_id=one.id, holder=SimpleNamespace(label="")) for one in self.known
             ]
             return Page(items=tuple(lease for lease in leases if lease.id.startswith(prefix)))
-        return Page(items=tuple(one for one in found if asked.get("user", one.user) == one.user))
+        states = {value for name, value in call.query if name == "state"}
+        found = [
+            one for one in found if asked.get("user", one.user) == one.user and (not states or one.state in states)
+        ]
+        limit = int(asked.get("limit", 1000))
+        return Page(items=tuple(found[:limit]), next="more" if len(found) > limit else None)
 
     def jobs(self, states: Any = (), *, array: str | None = None, **_: Any) -> tuple[Job, ...]:
         self.requests += 1
@@ -138,9 +143,10 @@ def test_of_an_array_it_is_said_how_to_name_one_job() -> None:
 def test_jobs_of_former_days_are_left_out_unless_they_live() -> None:
     today, yesterday = ended(job("1")), replace(ended(job("2")), ended_at=NOW - timedelta(days=2))
     lives = job("3", created_at=NOW - timedelta(days=9))
-    page, older = _fetch(Daemon(today, yesterday, lives), Filter((), None, None, 50, today=True))  # type: ignore[arg-type]
-    assert [one.id for one in page.items] == [today.id, lives.id]
-    assert older
+    for limit in (2, 50):  # with 2 it is on a later page
+        page, older = _fetch(Daemon(today, yesterday, lives), Filter((), None, None, limit, today=True))  # type: ignore[arg-type]
+        assert [one.id for one in page.items] == [today.id, lives.id]
+        assert older
     page, older = _fetch(Daemon(today, yesterday), Filter((), None, None, 50, today=False))  # type: ignore[arg-type]
     assert (len(page.items), older) == (2, False)
 
