@@ -36,7 +36,8 @@ def explain(
     """
     lease = record.lease
     if lease.state is LeaseState.ENDED:
-        return Explanation(verdict="ended", sentence=f"The lease has ended: {lease.end_reason}.")
+        why = str(lease.end_reason).replace("_", " ")
+        return Explanation(verdict="ended", sentence=f"The lease has ended: {why}.")
     if lease.state is LeaseState.ACTIVE:
         notes = mode_notes(ledger, ledger.held_by(lease))
         granted = f"Granted: {describe_gpus([gpu.index for gpu in lease.gpus])}.{notes}"
