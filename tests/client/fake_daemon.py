@@ -39,6 +39,8 @@ class FakeDaemon:
         self.free = True
         self.liveness = Liveness.HEARTBEAT
         self.lease_requests: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
+        """What was sent, byte by byte."""
         self.explanation = BUSY
         self.leases: dict[str, dict[str, Any]] = {}
         self.keys: dict[str, str] = {}
@@ -153,7 +155,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         line = f"{self.command} {self.path}"
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"null")
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.daemon.bodies.append(content)
+        body = json.loads(content or b"null")
         if self.server is not self.daemon._server:  # stopped: close connections that were kept alive
             self.close_connection = True
             return

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from gpulease import AsyncClient, AsyncLease, DaemonUnavailable, InvalidRequest, LeaseRequest, NotFound, NotNow
+from gpulease import AsyncClient, AsyncLease, Client, DaemonUnavailable, InvalidRequest, LeaseRequest, NotFound, NotNow
 from tests.client.fake_daemon import FakeDaemon
 
 T = TypeVar("T")
@@ -296,6 +296,21 @@ def test_a_request_whose_response_was_lost_is_retried_and_granted_once(daemon: F
 
     assert within(60, work) == "L-1"
     assert list(daemon.leases) == ["L-1"]
+
+
+def test_a_request_is_the_same_bytes_whichever_client_sends_it(daemon: FakeDaemon) -> None:
+    """A daemon knows a repeated request by them: what a task has asked for, a thread of its process takes back."""
+
+    async def ask() -> None:
+        async with AsyncClient(daemon.url) as client, client.lease(2, label="grün"):
+            pass
+
+    asyncio.run(ask())
+    of_task = next(body for body in daemon.bodies if b"label" in body)
+    daemon.bodies.clear()
+    with Client(daemon.url) as client, client.lease(2, label="grün"):
+        pass
+    assert next(body for body in daemon.bodies if b"label" in body) == of_task
 
 
 def test_a_daemon_that_never_responds_times_out(daemon: FakeDaemon) -> None:

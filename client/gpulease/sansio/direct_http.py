@@ -6,20 +6,17 @@ other hosts) is not needed here.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, IncompleteRead
-from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from gpulease.sansio.effects import Attempt, NotConnected, Response, ResponseLost
 from gpulease.sansio.failover import Destination
-from gpulease.sansio.http_requests import error_reason, headers, not_utf_8, retry_after_s
+from gpulease.sansio.http_requests import encoded_body, error_reason, headers, not_utf_8, retry_after_s
 from gpulease.sansio.server_check import check_server
-from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.host.addresses import Address
 
 CHUNK_BYTES = 2**16
@@ -46,13 +43,13 @@ class DirectHttp:
         try:
             query = f"?{urlencode(call.query)}" if call.query else ""
             target = urlsplit(self._address.origin).path + call.path + query
-            body = None if call.body is None else json.dumps(call.body, ensure_ascii=False, allow_nan=False).encode()
+            body = encoded_body(call)
         except UnicodeEncodeError as error:
             raise not_utf_8(error, call) from error
         connection = self._connection(attempt)
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # it may have refused a long body with an answer
-                connection.request(call.method, target, body, self._headers(call, body))
+                connection.request(call.method, target, body, headers(call, self._destination.bearer_token))
             return ArrivingResponse(self, connection, connection.getresponse())
         except (OSError, HTTPException) as error:
             connection.close()
@@ -63,10 +60,6 @@ class DirectHttp:
         except BaseException:  # Ctrl-C
             connection.close()
             raise
-
-    def _headers(self, call: ApiCall[Any], body: bytes | None) -> dict[str, str]:
-        values = headers(call, self._destination.bearer_token)
-        return values if body is None else {**values, "Content-Type": "application/json"}
 
     def keep(self, connection: _Connection) -> None:
         """Take back a connection whose response has been read to its end."""

@@ -21,7 +21,19 @@ def headers(call: ApiCall[Any], bearer_token: str | None) -> dict[str, str]:
         values["Authorization"] = f"Bearer {bearer_token}"
     if call.idempotency_key:
         values["Idempotency-Key"] = call.idempotency_key
+    if call.body is not None:
+        values["Content-Type"] = "application/json"
     return values
+
+
+def encoded_body(call: ApiCall[Any]) -> bytes | None:
+    """The body of a call, the same bytes from every library and release: a daemon knows a repeated request by them.
+
+    Raises UnicodeEncodeError for text that UTF-8 cannot encode.
+    """
+    if call.body is None:
+        return None
+    return json.dumps(call.body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def not_utf_8(error: UnicodeEncodeError, call: ApiCall[Any]) -> InvalidRequest:

@@ -9,7 +9,7 @@ import httpx2
 
 from gpulease.sansio.effects import Attempt, NotConnected, Response, ResponseLost
 from gpulease.sansio.failover import Destination
-from gpulease.sansio.http_requests import error_reason, headers, not_utf_8, retry_after_s
+from gpulease.sansio.http_requests import encoded_body, error_reason, headers, not_utf_8, retry_after_s
 from gpulease.sansio.server_check import ServerCheck
 from gpulease.sansio.tls_errors import tls_failure
 from gpulease_protocol.errors import InvalidRequest
@@ -112,7 +112,7 @@ def build_request(
             call.method,
             attempt.address.origin + call.path,
             params=call.query,
-            json=call.body,
+            content=encoded_body(call),
             headers=headers(call, bearer_token),
             timeout=httpx2.Timeout(attempt.timeout_s, connect=attempt.connect_timeout_s),
             extensions={} if attempt.address.origin.startswith("https:") else {"trace": trace},
