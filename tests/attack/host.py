@@ -20,7 +20,7 @@ from tests.daemon import Answer, DaemonProcess, eventually
 from tests.http_as_user import call
 
 REPOSITORY = Path(__file__).parents[2]
-UIDS = {"root": 0, "eve": 54321, "ada": 54322}
+UIDS = {"root": 0, "eve": 54321, "ada": 54322, "bob": 54323}
 PATIENCE_S = 60.0
 """How long a program of a user may take to do what it is for."""
 UUIDS = tuple(f"GPU-00000000-0000-0000-0000-00000000000{index}" for index in range(4))
