@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 COMMANDS = "gpulease_cli.commands"
 
 
+class NoSuchCommand(click.UsageError):
+    """There is no command of this name."""
+
+    def __init__(self, name: str, context: click.Context) -> None:
+        super().__init__(f"there is no command {name}", context)
+        self.name = name
+
+
 class Commands(Mapping[str, click.Command]):
     """Commands by name, each imported when it is looked up."""
 
@@ -54,6 +62,14 @@ class CommandGroup(click.Group):
             click.echo(ctx.get_help())
             ctx.exit()
         return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command and its arguments. Raises NoSuchCommand."""
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            raise NoSuchCommand(args[0], ctx)
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names of its commands, in the order of the table."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import click
-from click.exceptions import NoSuchCommand
 
 from gpulease_cli import output
+from gpulease_cli.command_groups import NoSuchCommand
 from gpulease_cli.help_format import flags
 from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, InvalidRequest, LeaseLost
 
@@ -75,7 +75,7 @@ def _message(error: click.ClickException) -> str:
     match error:
         case click.NoSuchOption(option_name=name, ctx=context):
             return f"there is no option {name}{_suggestion(name, _options(context))}"
-        case NoSuchCommand(command_name=name, ctx=context):
+        case NoSuchCommand(name=name, ctx=context):
             return (
                 f"there is no command {name}{_suggestion(name, getattr(context and context.command, 'commands', ()))}"
             )
@@ -93,9 +93,7 @@ def _remedy(error: click.ClickException) -> str:
     match error:
         case click.NoSuchOption(option_name=name) if name in OPTIONS_ELSEWHERE:
             return f"{OPTIONS_ELSEWHERE[name]}."
-        case NoSuchCommand(command_name=name, ctx=context) if (
-            context and not context.parent and name in COMMANDS_ELSEWHERE
-        ):
+        case NoSuchCommand(name=name, ctx=context) if context and not context.parent and name in COMMANDS_ELSEWHERE:
             return f"Use `gpulease {COMMANDS_ELSEWHERE[name]}`."
     return f"See `{_command_path(error)} --help`."
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gpulease_protocol.durations import parse_duration
 
+if TYPE_CHECKING:
+    ParamType = click.ParamType[Any]
+else:
+    ParamType = click.ParamType  # not generic before 8.5
 
-class Duration(click.ParamType[float]):
+
+class Duration(ParamType):
     """A duration such as `10m`, in seconds."""
 
     name = "duration"
@@ -27,7 +32,7 @@ class Duration(click.ParamType[float]):
             self.fail(str(error), param, ctx)
 
 
-class Number(click.ParamType[Any]):
+class Number(ParamType):
     """An integer or a float (`kind`) from `minimum` to `maximum`, both included."""
 
     name = "n"
@@ -55,7 +60,7 @@ class Number(click.ParamType[Any]):
         return f"{self.minimum} to {self.maximum}"
 
 
-class OneOf(click.ParamType[Any]):
+class OneOf(ParamType):
     """A member of an enumeration, by its value."""
 
     name = "choice"
@@ -82,13 +87,13 @@ class OneOf(click.ParamType[Any]):
         return [click.shell_completion.CompletionItem(value) for value in values if value.startswith(incomplete)]
 
 
-class Field(click.ParamType[Any]):
+class Field(ParamType):
     """A value for one field of a request body, within the bounds that are declared there.
 
     So what is wrong is said of the option that was typed, and not of the field.
     """
 
-    def __init__(self, base: click.ParamType[Any], body: type[Any] | Callable[[], type[Any]], field: str) -> None:
+    def __init__(self, base: ParamType, body: type[Any] | Callable[[], type[Any]], field: str) -> None:
         """`body` is the class, or a function that imports it."""
         self.base, self._body, self.field = base, body, field
         self.name = base.name
