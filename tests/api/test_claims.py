@@ -36,7 +36,8 @@ def test_no_holder_is_told_of_a_grant_that_the_database_does_not_know_as_told(sq
             http = Request({"type": "http", "method": "GET", "path": "/", "headers": []}, asyncio.Event().wait)
 
             async def request(key: IdempotencyKey | None) -> Any:
-                return await leases.request_lease(LeaseRequest(count=4), key, daemon, ROOT, peer, http, Response())
+                requested = await leases.lease_requested(LeaseRequest(count=4), key, daemon, ROOT, peer)
+                return await leases.request_lease(requested, daemon, ROOT, http, Response())
 
             async def ask() -> Any:
                 if ask_again == "with a poll":

@@ -48,12 +48,13 @@ def test_the_key_of_an_old_job_and_of_an_old_lease(tmp_path: Path, monkeypatch: 
             http = Request({"type": "http", "method": "POST", "path": "/", "headers": []}, asyncio.Event().wait)
 
             async def submit(text: str) -> Any:
-                return await jobs.submit(JOB, key(text), daemon, ROOT, peer, Response())
+                return await jobs.submit(
+                    await jobs.job_submitted(JOB, key(text), daemon, ROOT, peer), daemon, Response()
+                )
 
             async def lease(text: str) -> Any:
-                return await leases.request_lease(
-                    LeaseRequest(count=4), key(text), daemon, ROOT, peer, http, Response()
-                )
+                requested = await leases.lease_requested(LeaseRequest(count=4), key(text), daemon, ROOT, peer)
+                return await leases.request_lease(requested, daemon, ROOT, http, Response())
 
             await report(writer)
             await lease("the lease that all others wait for")

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 
 from gpulease_protocol import requests, tokens
 from gpulease_protocol.bounds import Bounds
+from gpulease_protocol.job_parts import JobDependency
 from gpulease_protocol.requests import RequestBody
 
 NEEDED: dict[type[RequestBody], dict[str, Any]] = {
@@ -66,6 +67,10 @@ def listed(count: int) -> list[str]:
     return [f"GPU-{number}" for number in range(count)]
 
 
+def dependencies(count: int) -> list[JobDependency]:
+    return [JobDependency(job=f"job-{number:016x}") for number in range(count)]
+
+
 CASES = [(kind, name, keyword, bound) for kind, name, said in bounded() for keyword, bound in said.items()]
 
 
@@ -75,6 +80,8 @@ CASES = [(kind, name, keyword, bound) for kind, name, said in bounded() for keyw
 def test_a_documented_bound_is_enforced(kind: type[RequestBody], name: str, keyword: str, bound: Any) -> None:
     beside = NEEDED.get(kind, {}) | BESIDE.get(name, {})
     inside, outside = OF_PATTERN[name] if keyword == "pattern" else EDGES[keyword](bound)
+    if name == "after":
+        inside, outside = ([dependencies(len(items)) for items in tried] for tried in (inside, outside))
     if name == "working_directory" and keyword == "maxLength":
         inside, outside = (["/" + text[1:] for text in texts] for texts in (inside, outside))
     for value in inside:

@@ -44,7 +44,7 @@ SUBMIT_BODY = JsonBody(JobRequest)
 CANCEL_BODY = JsonBody(CancelRequest, empty=CancelRequest())
 
 
-async def _job_submitted(
+async def job_submitted(
     body: Annotated[JobRequest, Depends(SUBMIT_BODY)],
     key: Annotated[IdempotencyKey | None, Depends(idempotency_key)],
     daemon: DaemonDep,
@@ -73,7 +73,7 @@ async def _job_submitted(
     )
 
 
-SubmittedDep = Annotated[JobSubmitted, Depends(_job_submitted)]
+SubmittedDep = Annotated[JobSubmitted, Depends(job_submitted)]
 
 
 @router.post(

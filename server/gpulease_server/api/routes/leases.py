@@ -58,7 +58,7 @@ QUEUED_RESPONSE: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def _lease_requested(
+async def lease_requested(
     body: Annotated[LeaseRequest, Depends(REQUEST_BODY)],
     key: Annotated[IdempotencyKey | None, Depends(idempotency_key)],
     daemon: DaemonDep,
@@ -84,7 +84,7 @@ async def _lease_requested(
     )
 
 
-RequestedDep = Annotated[LeaseRequested, Depends(_lease_requested)]
+RequestedDep = Annotated[LeaseRequested, Depends(lease_requested)]
 
 
 @router.post(
