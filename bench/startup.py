@@ -18,7 +18,7 @@ from pathlib import Path
 from gpulease import Client, GpuState
 from tests.daemon import DaemonProcess, eventually
 
-ROUNDS = 25
+ROUNDS = 15
 PROGRAM = (sys.executable, "-m", "gpulease_cli")
 LIMIT = "python -c pass"
 COMMANDS: dict[str, Sequence[str]] = {
@@ -33,7 +33,8 @@ COMMANDS: dict[str, Sequence[str]] = {
 def run_ms(words: Sequence[str], environment: Mapping[str, str]) -> float:
     """Milliseconds from the start of a process to its end."""
     begun = time.perf_counter()
-    subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=120)
+    # Without a timeout: with one, Python looks for the end in steps of up to 50 ms.
+    subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, check=True)
     return (time.perf_counter() - begun) * 1e3
 
 
@@ -62,10 +63,10 @@ def main() -> None:
         finally:
             running.stop()
     limit = statistics.median(figures[LIMIT])
-    print(f"{'':<26}{'median ms':>10}{'p90 ms':>8}{'of the limit':>14}")
+    print(f"{'':<26}{'median ms':>10}{'p90 ms':>8}{'least ms':>10}{'of the limit':>14}")
     for name, row in figures.items():
         median, high = statistics.median(row), sorted(row)[int(len(row) * 0.9)]
-        print(f"{name:<26}{median:>10.0f}{high:>8.0f}{median / limit:>12.1f} x")
+        print(f"{name:<26}{median:>10.0f}{high:>8.0f}{min(row):>10.0f}{median / limit:>12.1f} x")
 
 
 if __name__ == "__main__":
