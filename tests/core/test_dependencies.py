@@ -362,7 +362,7 @@ def test_a_dry_run_takes_nothing_and_says_what_would_be() -> None:
     verdict, why = said(world, 2)
     assert verdict == "not_now"
     assert "number 1 in the queue" in why
-    assert f"job {holder}" in why
+    assert holder in why
 
 
 def said(world: World, gpus: int) -> tuple[str, str]:
