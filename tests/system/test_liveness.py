@@ -211,3 +211,22 @@ def test_a_shell_that_asks_by_curl_owns_its_lease_for_as_long_as_it_lives(
             eventually(lambda: watched(running, shell.pid), 60, running.story)
             shell.communicate("\n", timeout=60)
             eventually(lambda: client.lease_by_id(asked.id).end_reason == "holder_died", 60, running.story)
+
+
+def test_a_worker_with_a_service_of_its_own_watches_the_holders_of_its_host(tmp_path: Path) -> None:
+    """As the units run it: the daemon supervises no worker, and the worker of the same host reports to it."""
+    running = DaemonProcess(tmp_path / "d", "--no-worker").start(ready=False)
+    words = ["worker", "--url", f"unix://{running.socket}", "--simulate", "1", "--node", "n"]
+    with subprocess.Popen([sys.executable, "-m", "gpulease_cli", *words, "--data-dir", tmp_path / "w"]) as worker:
+        try:
+            eventually(lambda: len(running.call("GET", "/v1/gpus").json["items"]) == 1, 60, running.story)
+            with script(running) as process:
+                lease_id = held(process)
+                assert running.lease(lease_id)["liveness"] == "process"
+                process.kill()
+                eventually(lambda: running.lease(lease_id)["end_reason"] == "holder_died", 60, running.story)
+            running.wait_free(30)
+        finally:
+            worker.terminate()
+            worker.wait(60)
+            running.stop()

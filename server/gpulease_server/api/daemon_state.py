@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from gpulease_protocol.host.process_id import realm
 from gpulease_server.api import fair_share
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.core.gpu import is_silent, node_problem
@@ -59,6 +60,17 @@ class DaemonState:
     def policy(self) -> Policy:
         """The current policy."""
         return self.writer.policy
+
+    def node_here(self) -> str | None:
+        """The node whose worker sees the processes of this host as the daemon does: the one that it supervises, else
+        one that says so, such as a worker with a service of its own. None if there is none."""
+        if self.local_node is not None:
+            return self.local_node
+        here, observations = realm(), self.ledger.node_observations
+        if here is None:
+            return None
+        nodes = [name for name in self.ledger.nodes if name in observations and observations[name].realm == here]
+        return min(nodes, default=None)
 
     async def submit(self, happening: Happening) -> Answer:
         """The answer to a happening, as `Writer.submit`; the caller's other requests go on meanwhile."""

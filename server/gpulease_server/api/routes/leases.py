@@ -256,11 +256,11 @@ async def explain_lease(lease_id: str, daemon: DaemonDep) -> Explanation:
 
 
 def _owner_watch(daemon: DaemonState, owner: OwnerClaim) -> WatchedOwner | None:
-    """What the local worker has to watch for the lease to end with its owner; None if it cannot watch it."""
-    own_realm = realm()
-    if daemon.local_node is None or owner.watchable is None or own_realm is None:
+    """What the worker of this host has to watch for the lease to end with its owner; None if it cannot watch it."""
+    node, own_realm = daemon.node_here(), realm()
+    if node is None or owner.watchable is None or own_realm is None:
         return None
-    return WatchedOwner(node=daemon.local_node, realm=own_realm, owner=owner.watchable)
+    return WatchedOwner(node=node, realm=own_realm, owner=owner.watchable)
 
 
 def _remote_owner_watch(daemon: DaemonState, body: LeaseRequest, caller: Caller) -> WatchedOwner | None:

@@ -136,7 +136,7 @@ async def exchange(
     seen = report.ticket if report.seen is None else report.seen
     started_s = daemon.now().mono_s
     until_s = started_s + min(max(report.hold_s, 0.0), MAX_HOLD_S)
-    slice_s = OWNERS_DELAY_S if name == daemon.local_node else MAX_HOLD_S
+    slice_s = OWNERS_DELAY_S if name == daemon.node_here() else MAX_HOLD_S
     while True:
         require_still_valid(caller, daemon)
         desired = desired_state(daemon.ledger, name, 0)
