@@ -8,6 +8,7 @@ program, each runs it under its lease until it prints a line, and kills it.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -65,6 +66,8 @@ def one(url: str, count: int, hold_s: float, log: TextIO, program: list[str]) ->
 def main() -> int:
     """Fork the processes, let them go at the same moment, and count those that failed."""
     url, processes, count, hold_s, directory, *program = sys.argv[1:]
+    # No one reads standard error before the end: what announces waits would fill the pipe and hold the processes up.
+    logging.getLogger("gpulease").setLevel(logging.ERROR)
     gate, opened = os.pipe()
     children = []
     for number in range(int(processes)):

@@ -120,7 +120,7 @@ def quarantined(running: DaemonProcess, job_id: str, waiting: str, pid: int) -> 
     eventually(lambda: "is unknown" not in running.call("GET", explained).json["sentence"], 60, running.story)
     why = running.call("GET", explained).json
     assert why["verdict"] == "not_now"
-    assert f"job {job_id}) and its job is stopping: " in why["sentence"]
+    assert f", {job_id}) and its job is stopping: " in why["sentence"]
     assert f"{pid} (hangs in the kernel" in why["sentence"]
 
 

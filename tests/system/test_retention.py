@@ -133,7 +133,7 @@ def test_a_client_without_a_past_follows_from_the_beginning(tmp_path: Path) -> N
 @pytest.mark.parametrize("option", ["--keep-events=999", "--keep-ended=10", "--keep-days=0"])
 def test_less_than_the_ledger_has_in_memory_cannot_be_kept(tmp_path: Path, option: str) -> None:
     running = DaemonProcess(tmp_path / "d", option)
-    with pytest.raises(AssertionError, match="must be at least"):
+    with pytest.raises(AssertionError, match=r"must be [0-9]+ to"):
         running.start()
     assert running.process is not None
     assert running.process.wait(60) == 2
