@@ -57,6 +57,14 @@ COUNT = option(
     show_default="1, and under a lease all of it",
     help="Number of GPUs.",
 )
+TTL = ttl("60s", "How soon the GPUs are free again if this program dies.")
+
+
+def lease_options(function: Callable[..., int]) -> Callable[..., int]:
+    """Give a command the options of what runs under a lease, in this order."""
+    for add_option in reversed((COUNT, WAIT, LABEL, TTL, MODEL, NODE, MASK, NEW, QUIET)):
+        function = add_option(function)
+    return function
 
 
 @command(
@@ -70,15 +78,7 @@ COUNT = option(
     metavar="COMMAND...",
     help="Command to run, with its arguments, after `--`.",
 )
-@COUNT
-@WAIT
-@LABEL
-@ttl("60s", "How soon the GPUs are free again if this program dies.")
-@MODEL
-@NODE
-@MASK
-@NEW
-@QUIET
+@lease_options
 def run(words: tuple[str, ...], gpus: int | None, quiet: bool, **options: Any) -> int:
     """Lease GPUs, run a command on them, release them. Under a lease it runs on the GPUs of that one.
 
@@ -94,15 +94,7 @@ def run(words: tuple[str, ...], gpus: int | None, quiet: bool, **options: Any) -
 
 
 @command(examples=("gpulease shell -n 1 --wait 10m",))
-@COUNT
-@WAIT
-@LABEL
-@ttl("60s", "How soon the GPUs are free again if this program dies.")
-@MODEL
-@NODE
-@MASK
-@NEW
-@QUIET
+@lease_options
 def shell(gpus: int | None, quiet: bool, **options: Any) -> int:
     """Start a shell on leased GPUs; they are released when it ends.
 
