@@ -213,20 +213,33 @@ def test_a_shell_that_asks_by_curl_owns_its_lease_for_as_long_as_it_lives(
             eventually(lambda: client.lease_by_id(asked.id).end_reason == "holder_died", 60, running.story)
 
 
-def test_a_worker_with_a_service_of_its_own_watches_the_holders_of_its_host(tmp_path: Path) -> None:
-    """As the units run it: the daemon supervises no worker, and the worker of the same host reports to it."""
-    running = DaemonProcess(tmp_path / "d", "--no-worker").start(ready=False)
-    words = ["worker", "--url", f"unix://{running.socket}", "--simulate", "1", "--node", "n"]
-    with subprocess.Popen([sys.executable, "-m", "gpulease_cli", *words, "--data-dir", tmp_path / "w"]) as worker:
+@contextmanager
+def worker_service(running: DaemonProcess, node: str) -> Iterator[None]:
+    """A worker that the daemon did not start, once it has reported; ended at the close."""
+    words = ["worker", "--url", f"unix://{running.socket}", "--simulate", "1", "--node", node]
+    data = running.socket.parent / node
+    with subprocess.Popen([sys.executable, "-m", "gpulease_cli", *words, "--data-dir", data]) as worker:
         try:
-            eventually(lambda: len(running.call("GET", "/v1/gpus").json["items"]) == 1, 60, running.story)
-            with script(running) as process:
-                lease_id = held(process)
-                assert running.lease(lease_id)["liveness"] == "process"
-                process.kill()
-                eventually(lambda: running.lease(lease_id)["end_reason"] == "holder_died", 60, running.story)
-            running.wait_free(30)
+            eventually(lambda: running.call("GET", f"/v1/nodes/{node}").status == 200, 60, running.story)
+            yield
         finally:
             worker.terminate()
             worker.wait(60)
-            running.stop()
+
+
+def test_a_worker_with_a_service_of_its_own_watches_the_holders_of_its_host(tmp_path: Path) -> None:
+    """As the units run it: the daemon supervises no worker, and the worker of the same host reports to it.
+
+    Its node had another name before, under which no worker reports any more.
+    """
+    running = DaemonProcess(tmp_path / "d", "--no-worker").start(ready=False)
+    try:
+        with worker_service(running, "former"):
+            pass
+        with worker_service(running, "present"), script(running) as process:
+            lease_id = held(process)
+            assert running.lease(lease_id)["liveness"] == "process"
+            process.kill()
+            eventually(lambda: running.lease(lease_id)["end_reason"] == "holder_died", 60, running.story)
+    finally:
+        running.stop()

@@ -63,14 +63,14 @@ class DaemonState:
 
     def node_here(self) -> str | None:
         """The node whose worker sees the processes of this host as the daemon does: the one that it supervises, else
-        one that says so, such as a worker with a service of its own. None if there is none."""
+        the last to report of those that say so, such as a worker with a service of its own. None if there is none."""
         if self.local_node is not None:
             return self.local_node
         here, observations = realm(), self.ledger.node_observations
         if here is None:
             return None
         nodes = [name for name in self.ledger.nodes if name in observations and observations[name].realm == here]
-        return min(nodes, default=None)
+        return max(nodes, key=lambda name: observations[name].reported_at_s, default=None)
 
     async def submit(self, happening: Happening) -> Answer:
         """The answer to a happening, as `Writer.submit`; the caller's other requests go on meanwhile."""
