@@ -88,7 +88,7 @@ async def submit(submitted: SubmittedDep, daemon: DaemonDep, response: Response)
     """Submit a job. It waits for its GPUs, then a worker launches it bound to them.
 
     With `array` there is one job for each index; the answer is the first one, and its `array_id` names all of them.
-    With `after` it joins the queue when those jobs have ended; 422 if one has failed whose success it needs.
+    With `after` it joins the queue when those jobs have ended; 422 if one that must succeed has failed.
     429 `over_quota` where the queue has no room for them.
     """
     answer: object
