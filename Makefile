@@ -17,7 +17,7 @@ lane = $(call LANE,$(1)) -n $(2) --dist loadgroup && $(call LANE,$(1)-alone) -n 
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool generators
+.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool generators tools
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -42,7 +42,7 @@ demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for
 test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
 	$(call lane,fast,6,2)
 
-test-slow: $(STAMP) packages promtool generators ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
+test-slow: $(STAMP) packages promtool generators tools ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
 	$(call lane,slow,4,0)
 
 test-all: test test-slow ## both lanes
@@ -58,7 +58,7 @@ check: $(STAMP) ## lint, format, types, import rule, migration drift
 bench: $(STAMP) packages ## measure; results and what they are compared with are in bench/README.md
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
-soak: $(STAMP) packages promtool ## the long rounds that try to break the promises
+soak: $(STAMP) packages promtool tools ## the long rounds that try to break the promises
 	$(call LANE,soak) -n 2 --dist loadgroup --timeout 3600 && $(call LANE,soak-alone) -n 0 --timeout 3600
 
 wheel: $(STAMP) ## build dist/*.tar.gz, and dist/*.whl from that
@@ -74,6 +74,11 @@ packages:
 generators: $(STAMP) packages
 	@bash tests/generated/install.sh $(VENV)/generators || \
 		echo "No generators: tests of generated clients will fail. They come from PyPI and npm." >&2
+
+# What hands out GPUs in docs/tools: Hydra, Ray, submitit, notebooks.
+tools: $(STAMP)
+	@bash tests/tools/install.sh $(VENV)/tools || \
+		echo "No sweep tools: tests/tools will fail. They come from PyPI." >&2
 
 # Tests check metrics, alerts and the dashboard with Prometheus' own tool. Only that one program is taken out of Debian's
 # package, because the package would start a server.
