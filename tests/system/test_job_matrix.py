@@ -56,7 +56,8 @@ class Training:
         self.running = running
         self.place = directory / name
         self.place.mkdir()
-        torchrun, script = directory / "python", directory / "train.py"
+        # One of its own for each job: a program that runs cannot be written.
+        torchrun, script = self.place / "python", self.place / "train.py"
         script.touch()
         torchrun.write_text(TORCHRUN)
         torchrun.chmod(0o755)
