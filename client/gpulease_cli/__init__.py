@@ -6,6 +6,7 @@ command's own.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -27,6 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         from gpulease_cli import output  # noqa: PLC0415 - after a failure only
 
         output.fail_in_shell(code)
+    if arguments is None:  # The process ends now: there is no use in looking for garbage among all objects.
+        gc.freeze()
     return code
 
 

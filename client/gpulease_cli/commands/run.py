@@ -11,12 +11,11 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -211,10 +210,8 @@ class _ForegroundProcess:
     """The command and its guard, which can be signaled from the moment at which they exist."""
 
     def __init__(self, command: list[str]) -> None:
-        self._command = command
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._control_fd = -1
-        """Write end of the pipe to the guard."""
+        self._guard = command_guard.Guard(command, GRACE_S, KILL_S)
+        self._started = False
         self._pending_signals: list[int] = []
         # Reentrant, because a signal handler may run within any block that holds it.
         self._lock = threading.RLock()
@@ -230,54 +227,37 @@ class _ForegroundProcess:
         with self._lock:
             if self._terminating:
                 return output.LOST
-            guard, error = self._start_guard(environ)
+            error = self._guard.start(environ)
             if error:
                 output.print_error("the command was not started", error, "check that it is a program for this machine")
-                return guard.wait()
-            self._guard = guard
+                return self._guard.wait()
+            self._started = True
             for number in self._pending_signals:
                 self.signal(number)
-        _reap_until_ended(guard.pid)
+        _reap_until_ended(self._guard.pid)
         with self._lock:
             self._ended.set()
-        code = guard.wait()
+        code = self._guard.wait()
         if lease.lost.is_set():
             self.await_termination()
         elif code < 0:  # the guard was killed, which may have left the command alive
             _end_descendants(GRACE_S)
         return code if code >= 0 else 128 - code
 
-    def _start_guard(self, environ: dict[str, str]) -> tuple[subprocess.Popen[bytes], str]:
-        """The guard, once the command runs, and "", or why it does not."""
-        control_fd, self._control_fd = os.pipe()
-        report_reader, report_fd = os.pipe()
-        command = command_guard.guarded(self._command, control_fd, report_fd, GRACE_S, KILL_S)
-        # Until the guard can handle signals. Those of the terminal then wait for it.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, command_guard.SIGNALS)
-        try:
-            guard = subprocess.Popen(command, env=environ, pass_fds=(control_fd, report_fd))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            os.close(control_fd)
-            os.close(report_fd)
-        with open(report_reader, "rb") as report:
-            return guard, report.read().decode(errors="replace")
-
     def signal(self, number: int) -> None:
         """Send a signal, at once or as soon as there is a process."""
         with self._lock:
-            if self._guard is None:
-                self._pending_signals.append(number)
+            if self._started:
+                self._guard.send_signal(number)
             else:
-                with suppress(BrokenPipeError):  # it has ended
-                    os.write(self._control_fd, bytes([number]))
+                self._pending_signals.append(number)
 
     def terminate(self, lease: HeldLease | BorrowedLease) -> None:
         """End the command and its descendants, which may no longer use the GPUs; called in the thread that renews."""
         try:
             with self._lock:
                 self._terminating = True
-                if self._guard is None:
+                if not self._started:
                     return
                 self.signal(signal.SIGTERM)
             end = time.monotonic() + GRACE_S

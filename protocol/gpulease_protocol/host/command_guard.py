@@ -13,21 +13,24 @@ command, so it finds them all.
 | the guard | the kernel sends SIGTERM to the command; `gpulease run` adopts the rest and ends it |
 | both at once | that SIGTERM alone; what survives it keeps its GPUs draining, and is named |
 
-`gpulease run` starts it with its signals blocked. Signals for the command come as bytes through the pipe, because the
-guard cannot tell a Ctrl-C of the terminal, which has reached the command too, from one that was sent to it alone.
+`gpulease run` forks it before it asks for GPUs: at that time there are no threads and no sockets, and nothing has to be
+imported again. The guard then waits for the environment of its command. Signals are blocked until it can handle them.
+Signals for the command come as bytes through the pipe, because the guard cannot tell a Ctrl-C of the terminal, which
+has reached the command too, from one that was sent to it alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId
@@ -36,37 +39,69 @@ SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.
 """Signals that end a process by default, and the guard must survive."""
 NOT_STARTED = 126
 """Exit code where the command could not be started; the report says why."""
-PROGRAM = (
-    "import sys; sys.path.append(sys.argv[1]); from gpulease_protocol.host import command_guard; "
-    "sys.exit(command_guard.main())"
-)
+LENGTH_BYTES = 8
+"""What precedes the environment in the pipe: its length."""
 
 
-def guarded(command: Sequence[str], control_fd: int, report_fd: int, grace_s: float, kill_s: float) -> list[str]:
-    """The command line of a guard, to be started with both descriptors.
+class Guard:
+    """The guard, as `gpulease run` sees it. Make it before there are threads, because it is a fork of this process."""
 
-    Args:
-        command: What the guard runs, with its own environment, directory and terminal.
-        control_fd: Read end of a pipe: each byte is the number of a signal for the command; its end ends everything.
-        report_fd: Write end of a pipe: closed once the command runs, with an error in it if it could not be started.
-        grace_s: Seconds between SIGTERM and SIGKILL when `gpulease run` has ended.
-        kill_s: For how many seconds SIGKILL is repeated.
-    """
-    place = str(Path(__file__).parents[2])
-    numbers = (str(control_fd), str(report_fd), str(grace_s), str(kill_s))
-    return [sys.executable, "-I", "-S", "-c", PROGRAM, place, *numbers, *command]
+    def __init__(self, command: Sequence[str], grace_s: float, kill_s: float) -> None:
+        """Start the guard, which does nothing yet.
+
+        Args:
+            command: What the guard runs, in its own directory and terminal.
+            grace_s: Seconds between SIGTERM and SIGKILL when `gpulease run` has ended.
+            kill_s: For how many seconds SIGKILL is repeated.
+        """
+        control_fd, self._control_fd = os.pipe()
+        self._report_fd, report_fd = os.pipe()
+        sys.stdout.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        self.pid = os.fork()
+        """Process id of the guard, a child of this process until it is waited for."""
+        if self.pid == 0:
+            code = NOT_STARTED
+            try:
+                os.close(self._control_fd)
+                os.close(self._report_fd)
+                code = _run_command(command, control_fd, report_fd, grace_s, kill_s)
+            except BaseException:  # nothing of `gpulease run` may go on in its fork
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(control_fd)
+        os.close(report_fd)
+
+    def start(self, environ: Mapping[str, str]) -> str:
+        """Start the command in this environment. Returns "" once it runs, else why it does not."""
+        content = json.dumps(dict(environ)).encode()
+        with suppress(BrokenPipeError), open(self._control_fd, "wb", closefd=False) as control:
+            control.write(len(content).to_bytes(LENGTH_BYTES) + content)
+        with open(self._report_fd, "rb") as report:
+            return report.read().decode(errors="replace")
+
+    def send_signal(self, number: int) -> None:
+        """Have the guard send a signal to the command, if that still runs."""
+        with suppress(BrokenPipeError):
+            os.write(self._control_fd, bytes([number]))
+
+    def wait(self) -> int:
+        """Wait for the guard, and return its exit code, which is the command's; -N if signal N ended the guard."""
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
 
 
-def main() -> int:
-    """Run the command to its end, and return its exit code; 128 + N if signal N ended it."""
-    control_fd, report_fd = int(sys.argv[2]), int(sys.argv[3])
-    grace_s, kill_s, command = float(sys.argv[4]), float(sys.argv[5]), sys.argv[6:]
-    for descriptor in (control_fd, report_fd):
-        os.set_inheritable(descriptor, False)
+def _run_command(command: Sequence[str], control_fd: int, report_fd: int, grace_s: float, kill_s: float) -> int:
+    """In the guard: run the command to its end, and return its exit code; 128 + N if signal N ended it."""
+    environ = _read_environment(control_fd)
+    if environ is None:
+        return 0
     process_tree.adopt_orphans()
     wake_fd = _survive_signals()
     try:
-        process = _start(command)
+        process = _start(command, environ)
     except OSError as error:
         os.write(report_fd, str(error).encode(errors="replace"))
         return NOT_STARTED
@@ -85,6 +120,23 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
+def _read_environment(control_fd: int) -> dict[str, str] | None:
+    """The environment of the command; None where `gpulease run` ends without one, as when it got no GPUs."""
+
+    def read(size: int) -> bytes:
+        content = b""
+        while len(content) < size and (more := os.read(control_fd, size - len(content))):
+            content += more
+        return content
+
+    head = read(LENGTH_BYTES)
+    size = int.from_bytes(head)
+    if len(head) < LENGTH_BYTES or len(content := read(size)) < size:
+        return None
+    environ: dict[str, str] = json.loads(content)
+    return environ
+
+
 def _survive_signals() -> int:
     """Let no signal end this process. Returns a descriptor that is readable after one, also after SIGCHLD."""
     wake_fd, wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -96,7 +148,7 @@ def _survive_signals() -> int:
     return wake_fd
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start the command, which the kernel ends when this process ends. Raises OSError."""
     guard = os.getpid()
 
@@ -106,7 +158,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
         if os.getppid() != guard:
             os._exit(NOT_STARTED)
 
-    return subprocess.Popen(command, preexec_fn=end_with_guard)  # noqa: PLW1509 - there is one thread
+    return subprocess.Popen(command, env=environ, preexec_fn=end_with_guard)  # noqa: PLW1509 - there is one thread
 
 
 def _end_everything(process: subprocess.Popen[bytes], wake_fd: int, grace_s: float, kill_s: float) -> int:
