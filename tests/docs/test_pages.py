@@ -18,10 +18,11 @@ pytestmark = pytest.mark.timeout(600)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_ELSEWHERE = {
     *(ROOT / "docs" / "launchers").iterdir(),
+    *(ROOT / "docs" / "tools").iterdir(),
     *(ROOT / "docs" / name for name in ("sweeps.md", "generated-clients.md", "install.md")),
 }
-"""tests/system/test_launcher_pages.py and test_install.py, test_sweeps.py and test_generated_clients.py run these, and
-look at the result."""
+"""tests/tools, tests/system/test_launcher_pages.py and test_install.py, test_sweeps.py and test_generated_clients.py
+run these, and look at the result."""
 PROGRAMS = {"python": "python -W error", "javascript": "node"}
 TYPED = {"bash", "console", *PROGRAMS}
 MOST_NOT_RUN = 15

@@ -58,7 +58,8 @@ class GPUExecutor(Executor):
     `max_workers`: how many tasks at a time; by default as many as this node has GPUs for. `wait_s`: how long each task
     waits in the queue before its future raises NotNow; None waits forever. `label` is shown to others who wait.
     `progress` draws a bar on stderr (requires rich). `mp_context` exists for compatibility with ProcessPoolExecutor,
-    and can only be "spawn".
+    and can only be "spawn". With `import_main=False` a task does not import the caller's main module, which then needs
+    no `if __name__ == "__main__"`: for callers that send what that defines by value, with cloudpickle.
 
     Raises DaemonUnavailable if no daemon responds, InvalidRequest for invalid arguments, ImportError for `progress`
     without rich.
@@ -74,6 +75,7 @@ class GPUExecutor(Executor):
         label: str = "",
         progress: bool = False,
         mp_context: str | BaseContext | None = None,
+        import_main: bool = True,
     ) -> None:
         _check(max_workers, gpus_per_task, mp_context)
         bar = _progress_bar(label) if progress else None
@@ -91,6 +93,7 @@ class GPUExecutor(Executor):
             "node": node,
         }
         self._bar = bar
+        self._import_main = import_main
         self._tasks = TaskLoop(
             lease_client.destination,
             max_workers or max(1, gpus // gpus_per_task),
@@ -112,6 +115,8 @@ class GPUExecutor(Executor):
         name = getattr(fn, "__qualname__", repr(fn))
         preparation = spawn.get_preparation_data(name)
         preparation["authkey"] = bytes(preparation["authkey"])
+        if not self._import_main:
+            preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
         try:
             content = pickle.dumps((fn, args, kwargs))
         except Exception as error:
