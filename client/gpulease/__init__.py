@@ -4,6 +4,9 @@
 
     indices = gpulease.find_usable_cuda_devices(2)      # reserved until this process ends, or gpulease.release()
 
+    with gpulease.usable_cuda_devices(1) as indices:    # reserved until the end of the block
+        ...
+
     client = gpulease.Client()
     with client.lease(count=2, wait_s=600) as lease:
         subprocess.run(command, env=lease.environ())
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from gpulease.async_client import AsyncClient
     from gpulease.async_lease import AsyncLease
     from gpulease.client import Client, find_usable_cuda_devices
+    from gpulease.device_block import DeviceBlock, free_cuda_devices, on_gpus, usable_cuda_devices
     from gpulease.executor.executor import GPUExecutor
     from gpulease.executor.task_process import ProcessDied
     from gpulease.find_devices import release, reserved_leases
@@ -82,6 +86,7 @@ __all__ = [
     "DaemonUnavailable",
     "Demand",
     "Device",
+    "DeviceBlock",
     "EndReason",
     "Event",
     "EventsPruned",
@@ -127,22 +132,29 @@ __all__ = [
     "Unavailable",
     "UnknownOrdinals",
     "find_usable_cuda_devices",
+    "free_cuda_devices",
+    "on_gpus",
     "release",
     "reserved_leases",
+    "usable_cuda_devices",
 ]
 
 _HOME = {
     "AsyncClient": "gpulease.async_client",
     "AsyncLease": "gpulease.async_lease",
     "Client": "gpulease.client",
+    "DeviceBlock": "gpulease.device_block",
     "Explanation": "gpulease_protocol.explanation",
     "GPUExecutor": "gpulease.executor.executor",
     "HeldLease": "gpulease.lease",
     "Obstacle": "gpulease_protocol.explanation",
     "ProcessDied": "gpulease.executor.task_process",
     "find_usable_cuda_devices": "gpulease.client",
+    "free_cuda_devices": "gpulease.device_block",
+    "on_gpus": "gpulease.device_block",
     "release": "gpulease.find_devices",
     "reserved_leases": "gpulease.find_devices",
+    "usable_cuda_devices": "gpulease.device_block",
 }
 _MODULES = ("gpulease_protocol.errors", "gpulease_protocol.model", "gpulease_protocol.requests")
 

@@ -56,6 +56,11 @@ class AsyncLease:
         return repr(self._held).replace("HeldLease", "AsyncLease", 1)
 
     @property
+    def held(self) -> HeldLease:
+        """The same lease for threads."""
+        return self._held
+
+    @property
     def is_lost(self) -> bool:
         """True as soon as the lease is lost, even while the event loop is blocked."""
         return self._held.lost.is_set()

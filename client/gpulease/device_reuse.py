@@ -2,15 +2,20 @@
 
 A lock serializes the calls that may reuse: if two threads call at once, the second one gets what the first one found. A
 forked child inherits the registry, but holds none of the leases in it.
+
+Within a block of `usable_cuda_devices` the same call returns GPUs of that block, and of no other: blocks are not in the
+registry but in the context (`contextvars`) of the thread or task that entered them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 from gpulease.cuda.ordinals import (
     MASK,
@@ -24,6 +29,8 @@ from gpulease.cuda.ordinals import (
 from gpulease.cuda.ranks import FINDER_VARIABLE
 from gpulease.lease import HeldLease
 from gpulease_protocol.errors import InUse, NotNow, UnknownOrdinals
+
+LOG = logging.getLogger("gpulease")
 
 LEASE_VARIABLE = "GPULEASE_LEASE_ID"
 TOKEN_VARIABLE = "GPULEASE_LEASE_TOKEN"  # noqa: S105 - no secret
@@ -55,6 +62,8 @@ class FoundDevices:
     """What CUDA showed then, or would have shown."""
     mask_settings: MaskSettings
     """The variables that decide what CUDA shows, as the call left them."""
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    """The thread that called."""
 
     def current_ordinals(self) -> tuple[int, ...]:
         """The ordinals now, even if CUDA has been initialized or the mask has changed since.
@@ -86,6 +95,7 @@ class DeviceRegistry:
         """Id of the thread that holds the lock."""
         self._environment: dict[str, str | None] | None = None
         """The variables that the calls set, as they were before; None while nothing is found."""
+        self._thread_warned = False
         self.restored_mask = False
         """True once a mask that a call had set was taken back."""
         os.register_at_fork(after_in_child=self._unlock)
@@ -119,6 +129,27 @@ class DeviceRegistry:
         self.ever_used = True
         self._entries.append(devices)
 
+    def warn_second_thread(self, found: list[FoundDevices]) -> None:
+        """Say once that a thread gets the GPUs of another one that has not ended, and what to write instead."""
+        me = threading.current_thread()
+        others = [one for one in found if one.lease.is_holder and one.thread is not me and one.thread.is_alive()]
+        if len(others) < len(found) or self._thread_warned:
+            return
+        self._thread_warned = True
+        LOG.warning(
+            "find_usable_cuda_devices was called in thread %r and returns the devices that thread %r has found: both"
+            " use the same GPUs. For GPUs of its own in each thread, write `with gpulease.usable_cuda_devices(%d) as"
+            " devices:`.",
+            me.name,
+            others[0].thread.name,
+            len(others[0].ordinals),
+        )
+
+    def keep_order(self) -> None:
+        """Have `restore_environment` leave CUDA_DEVICE_ORDER alone from now on, because a block relies on it."""
+        if self._environment is not None:
+            self._environment.pop(ORDER, None)
+
     def remember_environment(self) -> None:
         """Keep what a call is about to change, unless an earlier one has changed it already."""
         if self._environment is None:
@@ -146,6 +177,40 @@ class DeviceRegistry:
         # A thread of the parent that does not exist here may have held it.
         self._lock = threading.Lock()
         self._caller = None
+
+
+REGISTRY = DeviceRegistry()
+
+_blocks: ContextVar[tuple[FoundDevices, ...]] = ContextVar("gpulease_blocks", default=())
+"""The blocks around the running code, outermost first. Some may have ended, and some may be a parent process's."""
+_open_blocks: set[FoundDevices] = set()
+"""Those of all threads and tasks of this process, and of those that it was forked from."""
+
+
+def enter_block(devices: FoundDevices) -> None:
+    """Begin a block in the current context."""
+    _open_blocks.add(devices)
+    _blocks.set((*_blocks.get(), devices))
+
+
+def leave_block(devices: FoundDevices) -> None:
+    """End a block. Its context may be another than that of its beginning, as in fixtures that yield."""
+    _open_blocks.discard(devices)
+    _blocks.set(tuple(one for one in _blocks.get() if one is not devices))
+
+
+def blocks_around() -> list[FoundDevices]:
+    """The blocks around the running code whose lease is renewed, outermost first."""
+    return [one for one in _blocks.get() if one.lease.active]
+
+
+def check_no_blocks() -> None:
+    """Raise InUse if the numbers of open blocks would change with the mask."""
+    if any(one.lease.active and one.lease.is_holder for one in list(_open_blocks)):
+        raise InUse(
+            f"Blocks of usable_cuda_devices are open in this process, and their numbers would change with {MASK}.",
+            remedy="Leave out set_visible, or call it before the first block.",
+        )
 
 
 def reuse_devices(num_devices: int, requirements: DeviceRequirements, found: list[FoundDevices]) -> list[int]:

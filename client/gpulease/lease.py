@@ -347,6 +347,11 @@ class HeldLease:
                 _block_signals()
 
 
+def own_lease_ids() -> set[str]:
+    """The leases that this process holds alone."""
+    return {lease.id for lease in list(_held_leases) if lease.is_holder}
+
+
 def renew_timeout_s(left_s: float) -> float:
     """How long to wait for the response to a renewal when the trust window ends in `left_s`."""
     return min(left_s, max(MIN_RENEW_TIMEOUT_S, min(RENEW_TIMEOUT_S, left_s / 2)))

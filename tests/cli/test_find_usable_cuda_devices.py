@@ -23,7 +23,14 @@ except Exception as error:
 """
 
 NONE_VISIBLE = "ValueError: You requested to find {} devices but there are no visible CUDA devices on this machine."
-TOO_FEW = "RuntimeError: You requested to find {} devices but only {} are currently available. {}: "
+TOO_FEW = (
+    "RuntimeError: You requested to find {} devices but only {} are currently available."
+    " The devices {} are occupied by other processes: {}: "
+)
+NEGATIVE = (
+    "RuntimeError: You requested to find -2 devices but only 4 are currently available. The devices [] are occupied by"
+    " other processes and can't be used at the moment. num_devices must be -1 for every usable device, or 0 or more."
+)
 
 
 def found(python: Program, asked: str, mask: str | None) -> str:
@@ -51,7 +58,7 @@ def found(python: Program, asked: str, mask: str | None) -> str:
         ("-1", "1,1", NONE_VISIBLE.format(-1)),
         ('"2"', None, "TypeError: num_devices must be an integer, not '2'"),
         ("None", None, "TypeError: num_devices must be an integer, not None"),
-        ("-2", None, "ValueError: num_devices must be -1 for every usable device, or 0 or more, not -2"),
+        ("-2", None, NEGATIVE),
     ],
 )
 def test_with_every_gpu_free(client: Client, python: Program, asked: str, mask: str | None, answer: str) -> None:
@@ -63,8 +70,8 @@ def test_with_every_gpu_free(client: Client, python: Program, asked: str, mask: 
     [
         ("2", None, "[1, 3]"),
         ("-1", None, "[1, 3]"),
-        ("3", None, TOO_FEW.format(3, 2, "GPUs 0, 2")),
-        ("2", "2,1", TOO_FEW.format(2, 1, "GPU 2")),
+        ("3", None, TOO_FEW.format(3, 2, [0, 2], "GPUs 0, 2")),
+        ("2", "2,1", TOO_FEW.format(2, 1, [0], "GPU 2")),
         ("1", "2,3", "[1]"),
         ("-1", "0,2", "[]"),
     ],

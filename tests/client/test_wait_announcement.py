@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import AsyncClient, Client, NotNow, find_usable_cuda_devices, release
-from gpulease.find_devices import WAIT_VARIABLE
+from gpulease.device_request import WAIT_VARIABLE
 from gpulease.sansio import wait_announcement
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.host.variables import KNOWN, unknown_variables
@@ -101,7 +101,7 @@ def test_the_wait_includes_that_for_a_daemon_that_is_not_up_yet(
     daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, until: Callable[..., None]
 ) -> None:
     monkeypatch.setenv(WAIT_VARIABLE, "2m")
-    monkeypatch.setattr("gpulease.find_devices.DAEMON_POLL_S", 0.05)
+    monkeypatch.setattr("gpulease.device_request.DAEMON_POLL_S", 0.05)
     for name in ("GPULEASE_LEASE_ID", "GPULEASE_LEASE_TOKEN", "GPULEASE_FOUND_BY", "CUDA_DEVICE_ORDER"):
         monkeypatch.setenv(name, "")
     daemon.stop()

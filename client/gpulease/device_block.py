@@ -1,0 +1,295 @@
+"""GPUs for as long as a block of code or a call: `usable_cuda_devices`, `on_gpus` and `free_cuda_devices`.
+
+For pools, sweeps and event loops, whose processes and threads outlive the work on a GPU. What must always hold:
+
+- A block has a lease of its own. No two open blocks have a GPU in common, in whatever thread, task, process or program.
+- The lease is given back when the block is left, however it is left. So it is when the process ends or is killed.
+- The numbers mean the same GPUs until the block is left: the mask cannot be narrowed meanwhile (`check_no_blocks`), and
+  the order in which CUDA numbers GPUs stays set.
+- No block waits for GPUs that only its own end, or that of its process, could free.
+
+| a block | is |
+|---|---|
+| made | an object: nothing is asked for |
+| entered | waiting in the daemon's queue; Ctrl-C, or the end of the task, withdraws the request |
+| open | leased: `find_usable_cuda_devices` called in it returns its GPUs |
+| left | given back; the same object may be entered again |
+
+| fault | what happens |
+|---|---|
+| an exception in the block | the GPUs are given back, and it goes on |
+| the process is killed | a worker sees the owner end: the GPUs are free again |
+| the daemon restarts, or is away for less than the lease's ttl | nothing: the lease is renewed when it is back |
+| it is away when the block is left | the release is owed, and the block is left after at most 20 s |
+| the lease is lost | the logger says so, and `lease.lost` is set. The block is not interrupted |
+| the process forks in a block | the child leaves the block without effect, and opens blocks of its own |
+| the parent of a pool ends | the block of its child is given back, see `gpulease.lease` |
+| the process has used CUDA | it keeps memory on the GPUs after the block, so that they drain until it ends |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from gpulease.brief_errors import brief_errors
+from gpulease.client import Client
+from gpulease.cuda.ordinals import VisibleDevices, mask_settings
+from gpulease.device_request import (
+    default_wait_s,
+    is_bound,
+    lease_arguments,
+    look,
+    remaining_s,
+    surrounding_lease,
+    too_few_usable,
+    use_block,
+    visible_devices,
+)
+from gpulease.device_reuse import (
+    REGISTRY,
+    DeviceRequirements,
+    FoundDevices,
+    blocks_around,
+    enter_block,
+    leave_block,
+)
+from gpulease.lease import HeldLease
+from gpulease_protocol.errors import InUse, NotNow
+from gpulease_protocol.model import GpuState
+
+if TYPE_CHECKING:
+    from gpulease.async_lease import AsyncLease
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class DeviceBlock:
+    """GPUs for a block of code, `with` or `async with`; `usable_cuda_devices` returns it. For one block at a time."""
+
+    def __init__(
+        self,
+        num_devices: int,
+        requirements: DeviceRequirements,
+        wait_s: float | None,
+        label: str,
+        client: Client | None,
+    ) -> None:
+        self._num_devices = num_devices
+        self._requirements = requirements
+        self._wait_s = wait_s
+        self._label = label
+        self._client = client
+        self._open: FoundDevices | None = None
+        self._async_lease: AsyncLease | None = None
+
+    def __repr__(self) -> str:
+        state = "not entered" if self._open is None else repr(self._open.lease)
+        return f"<usable_cuda_devices({self._num_devices}): {state}>"
+
+    @property
+    def lease(self) -> HeldLease | None:
+        """The lease of the block that is open; None for 0 devices, and outside."""
+        return None if self._open is None else self._open.lease
+
+    @brief_errors
+    def __enter__(self) -> list[int]:
+        if self._num_devices == 0:
+            return []
+        client = self._client or Client()
+        until_s, visible = self._look(client)
+        wait_s = remaining_s(self._resolved_wait_s, until_s)
+        try:
+            held = client.lease(**self._arguments(visible), wait_s=wait_s)
+        except NotNow as error:
+            return self._refused(visible, error)
+        try:
+            return self._enter(held, visible)
+        except BaseException:
+            held.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if (devices := self._leave()) is not None:
+            devices.lease.__exit__(kind, error, trace)
+
+    @brief_errors
+    async def __aenter__(self) -> list[int]:
+        if self._num_devices == 0:
+            return []
+        from gpulease.async_client import AsyncClient  # noqa: PLC0415 - loads httpx2, which only event loops need
+        from gpulease.async_lease import run_in_thread  # noqa: PLC0415
+
+        client = self._client or Client()
+        looked: list[tuple[float, VisibleDevices]] = []
+        around = blocks_around()
+        await run_in_thread(lambda: looked.append(self._look(client, around, may_wait=False)))
+        ((until_s, visible),) = looked
+        async with AsyncClient.for_destination(client.destination) as connected:
+            try:
+                wait_s = remaining_s(self._resolved_wait_s, until_s)
+                lease = await connected.lease(**self._arguments(visible), wait_s=wait_s)
+            except NotNow as error:
+                return self._refused(visible, error)
+        try:
+            devices = self._enter(lease.held, visible)
+        except BaseException:
+            await lease.__aexit__(None, None, None)
+            raise
+        self._async_lease = lease
+        return devices
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._leave() is not None and (lease := self._async_lease) is not None:
+            self._async_lease = None
+            await lease.__aexit__(kind, error, trace)
+
+    @property
+    def _resolved_wait_s(self) -> float:
+        return default_wait_s(math.inf) if self._wait_s is None else self._wait_s
+
+    def _look(
+        self, client: Client, around: list[FoundDevices] | None = None, *, may_wait: bool = True
+    ) -> tuple[float, VisibleDevices]:
+        """Until when to wait, and what CUDA shows this process. Raises InUse if the block would wait for itself."""
+        if self._open is not None:
+            raise RuntimeError("This block is open. Make one for each use: call usable_cuda_devices again.")
+        until_s = time.monotonic() + self._resolved_wait_s
+        visible = visible_devices(
+            self._num_devices, self._requirements, client, until_s if may_wait else time.monotonic()
+        )
+        check_not_bound(client, visible)
+        kept = [one for one in (*(blocks_around() if around is None else around), *REGISTRY.active())]
+        own = {gpu.uuid for one in kept if one.lease.is_holder for gpu in one.lease.gpus}
+        own &= {gpu.uuid for gpu in visible.gpus}
+        if max(1, self._num_devices) > len(visible.gpus) - len(own):
+            raise InUse(
+                f"The devices {visible.ordinals(own)} are held until after this block, by a block around it or by"
+                f" find_usable_cuda_devices, and this process sees {len(visible.gpus)}: it would wait for itself.",
+                remedy="Ask for all devices in the outer block, or give them back first.",
+            )
+        return until_s, visible
+
+    def _arguments(self, visible: VisibleDevices) -> dict[str, Any]:
+        return lease_arguments(self._num_devices, self._requirements, self._label, visible)
+
+    def _refused(self, visible: VisibleDevices, error: NotNow) -> list[int]:
+        if self._num_devices == -1:
+            return []
+        raise too_few_usable(self._num_devices, visible, self._resolved_wait_s, error) from None
+
+    def _enter(self, held: HeldLease, visible: VisibleDevices) -> list[int]:
+        ordinals = visible.fix_ordinals(gpu.uuid for gpu in held.gpus)
+        REGISTRY.keep_order()
+        self._open = FoundDevices(held, tuple(ordinals), self._requirements, visible, mask_settings())
+        enter_block(self._open)
+        return ordinals
+
+    def _leave(self) -> FoundDevices | None:
+        devices, self._open = self._open, None
+        if devices is not None:
+            leave_block(devices)
+        return devices
+
+
+def usable_cuda_devices(
+    num_devices: int = 1,
+    *,
+    wait_s: float | None = None,
+    min_free_memory_bytes: int | None = None,
+    gpu_model: str | None = None,
+    label: str = "",
+    client: Client | None = None,
+) -> DeviceBlock:
+    """Reserve `num_devices` usable GPUs until the end of a block, which gets their CUDA ordinals.
+
+        with gpulease.usable_cuda_devices(1) as devices:        # [2]; in an event loop: async with
+            Trainer(accelerator="cuda", devices=devices).fit(model)
+
+    Each block has a lease of its own, in every thread, task and process, and gives it back at its end. The ordinals are
+    those of `find_usable_cuda_devices`, which within the block returns the same ones.
+
+    `wait_s`: how long to wait in the queue (default: GPULEASE_WAIT_S, else without limit; 0 does not wait). -1 reserves
+    every GPU that is usable, at least one; `[]` if there was none in time. The other arguments are those of
+    `find_usable_cuda_devices`.
+
+    Entering the block raises what that function raises, and InUse if the block would wait for GPUs that a block around
+    it holds, or this process until its end.
+    """
+    try:
+        count = operator.index(num_devices)
+    except TypeError:
+        raise TypeError(f"num_devices must be an integer, not {num_devices!r}") from None
+    return DeviceBlock(count, DeviceRequirements(min_free_memory_bytes, gpu_model), wait_s, label, client)
+
+
+def on_gpus(num_devices: int = 1, **options: Any) -> Callable[[Function], Function]:
+    """A decorator: each call of the function runs in a block of `usable_cuda_devices`, with the same arguments.
+
+        @gpulease.on_gpus(1)
+        def train(learning_rate, devices):                      # train(0.1)
+            ...
+
+    The function gets the ordinals as the argument `devices`, if it has one. An `async def` is as good. TypeError for a
+    generator function, which would hold its GPUs for as long as someone keeps the generator: write the block in it.
+    """
+    usable_cuda_devices(num_devices, **options)  # raises for arguments that are wrong
+
+    def decorate(function: Function) -> Function:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"{function.__qualname__} is a generator function, whose GPUs would stay reserved while nothing runs in"
+                f" it. Write {use_block(num_devices)} in it."
+            )
+        signature = inspect.signature(function)
+        takes_devices = "devices" in signature.parameters
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with usable_cuda_devices(num_devices, **options) as devices:
+                return function(*args, **kwargs, **({"devices": devices} if takes_devices else {}))
+
+        @functools.wraps(function)
+        async def call_async(*args: Any, **kwargs: Any) -> Any:
+            async with usable_cuda_devices(num_devices, **options) as devices:
+                return await function(*args, **kwargs, **({"devices": devices} if takes_devices else {}))
+
+        decorated: Any = call_async if inspect.iscoroutinefunction(function) else call
+        others = [one for name, one in signature.parameters.items() if name != "devices"]
+        # What callers may pass: pytest, for one, looks for a fixture of each name.
+        decorated.__signature__ = signature.replace(parameters=others)
+        return cast("Function", decorated)
+
+    return decorate
+
+
+@brief_errors
+def free_cuda_devices(*, client: Client | None = None) -> list[int]:
+    """The CUDA ordinals of the GPUs that this process can see and that are free now. Reserves nothing.
+
+        print(gpulease.free_cuda_devices())                     # [0, 3]; another program may have them already
+
+    Raises DaemonUnavailable if no daemon answers, UnknownOrdinals as `find_usable_cuda_devices`.
+    """
+    visible = look(client or Client())
+    return visible.ordinals(gpu.uuid for gpu in visible.gpus if gpu.state == GpuState.FREE)
+
+
+def check_not_bound(client: Client, visible: VisibleDevices) -> None:
+    """Raise InUse in a process that sees only the GPUs of the lease that it was started under: none are left for it."""
+    lease = surrounding_lease(client)
+    if lease is not None and is_bound({one.uuid for one in lease.gpus} & {one.uuid for one in visible.gpus}, visible):
+        raise InUse(
+            f"This process was started under lease {lease.id}, and sees no GPUs but those of it.",
+            remedy="Start it without that lease, or use find_usable_cuda_devices, which returns the lease's GPUs.",
+        )
