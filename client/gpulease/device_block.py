@@ -3,7 +3,8 @@
 For pools, sweeps and event loops, whose processes and threads outlive the work on a GPU. What must always hold:
 
 - A block has a lease of its own. No two open blocks have a GPU in common, in whatever thread, task, process or program.
-- The lease is given back when the block is left, however it is left. So it is when the process ends or is killed.
+- The lease is given back when the block is left, however it is left. So it is when the process ends or is killed. Only
+  in a process that has used CUDA it is kept for the next block, because the GPUs would drain until the process ends.
 - The numbers mean the same GPUs until the block is left: the mask cannot be narrowed meanwhile (`check_no_blocks`), and
   the order in which CUDA numbers GPUs stays set.
 - No block waits for GPUs that only its own end, or that of its process, could free.
@@ -21,10 +22,10 @@ For pools, sweeps and event loops, whose processes and threads outlive the work 
 | the process is killed | a worker sees the owner end: the GPUs are free again |
 | the daemon restarts, or is away for less than the lease's ttl | nothing: the lease is renewed when it is back |
 | it is away when the block is left | the release is owed, and the block is left after at most 20 s |
-| the lease is lost | the logger says so, and `lease.lost` is set. The block is not interrupted |
+| the lease is lost | the logger says so, and `lost` is true. The block is not interrupted |
 | the process forks in a block | the child leaves the block without effect, and opens blocks of its own |
 | the parent of a pool ends | the block of its child is given back, see `gpulease.lease` |
-| the process has used CUDA | it keeps memory on the GPUs after the block, so that they drain until it ends |
+| the process has used CUDA | CUDA keeps the GPUs until it ends, so its next blocks get them (`gpulease.kept_gpus`) |
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import operator
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from gpulease.brief_errors import brief_errors
 from gpulease.client import Client
@@ -59,13 +60,11 @@ from gpulease.device_reuse import (
     blocks_around,
     enter_block,
     leave_block,
+    uses_cuda,
 )
-from gpulease.lease import HeldLease
-from gpulease_protocol.errors import InUse, NotNow
-from gpulease_protocol.model import GpuState
-
-if TYPE_CHECKING:
-    from gpulease.async_lease import AsyncLease
+from gpulease.kept_gpus import CalledBack, GpuKeeper, Holding, Waiter
+from gpulease_protocol.errors import GpuleaseError, InUse, NotNow
+from gpulease_protocol.model import Device, GpuState
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -87,16 +86,20 @@ class DeviceBlock:
         self._label = label
         self._client = client
         self._open: FoundDevices | None = None
-        self._async_lease: AsyncLease | None = None
 
     def __repr__(self) -> str:
-        state = "not entered" if self._open is None else repr(self._open.lease)
-        return f"<usable_cuda_devices({self._num_devices}): {state}>"
+        state = "not open" if self._open is None else f"open on {', '.join(f'{g.node}:{g.index}' for g in self.gpus)}"
+        return f"<usable_cuda_devices({self._num_devices}) {state}>"
 
     @property
-    def lease(self) -> HeldLease | None:
-        """The lease of the block that is open; None for 0 devices, and outside."""
-        return None if self._open is None else self._open.lease
+    def gpus(self) -> tuple[Device, ...]:
+        """The GPUs of the block while it is open."""
+        return () if self._open is None else self._open.gpus
+
+    @property
+    def lost(self) -> bool:
+        """True if a lease of the open block is lost: stop using the GPUs."""
+        return self._open is not None and not self._open.active
 
     @brief_errors
     def __enter__(self) -> list[int]:
@@ -104,22 +107,31 @@ class DeviceBlock:
             return []
         client = self._client or Client()
         until_s, visible = self._look(client)
-        wait_s = remaining_s(self._resolved_wait_s, until_s)
+        keeper, waiter = GpuKeeper.of(client.destination), self._waiter(visible)
         try:
-            held = client.lease(**self._arguments(visible), wait_s=wait_s)
+            while keeper.take(waiter):
+                try:
+                    held = client.lease(**self._arguments(visible, waiter, until_s))
+                except (CalledBack, GpuleaseError):
+                    if not waiter.called_back:
+                        raise
+                else:
+                    waiter.taken |= dict.fromkeys(held.gpus, held)
+                    break
+            return self._enter(client, waiter, visible)
         except NotNow as error:
+            self._give_back(client, waiter.taken, visible)
             return self._refused(visible, error)
-        try:
-            return self._enter(held, visible)
         except BaseException:
-            held.__exit__(None, None, None)
+            self._give_back(client, waiter.taken, visible)
             raise
+        finally:
+            keeper.done(waiter, client)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if (devices := self._leave()) is not None:
-            devices.lease.__exit__(kind, error, trace)
+        self._leave()()
 
     @brief_errors
     async def __aenter__(self) -> list[int]:
@@ -133,26 +145,34 @@ class DeviceBlock:
         around = blocks_around()
         await run_in_thread(lambda: looked.append(self._look(client, around, may_wait=False)))
         ((until_s, visible),) = looked
-        async with AsyncClient.for_destination(client.destination) as connected:
-            try:
-                wait_s = remaining_s(self._resolved_wait_s, until_s)
-                lease = await connected.lease(**self._arguments(visible), wait_s=wait_s)
-            except NotNow as error:
-                return self._refused(visible, error)
+        keeper, waiter = GpuKeeper.of(client.destination), self._waiter(visible)
         try:
-            devices = self._enter(lease.held, visible)
+            async with AsyncClient.for_destination(client.destination) as connected:
+                while keeper.take(waiter):
+                    try:
+                        lease = await connected.lease(**self._arguments(visible, waiter, until_s))
+                    except (CalledBack, GpuleaseError):
+                        if not waiter.called_back:
+                            raise
+                    else:
+                        waiter.taken |= dict.fromkeys(lease.gpus, lease.held)
+                        break
+            return self._enter(client, waiter, visible)
+        except NotNow as error:
+            await run_in_thread(lambda: self._give_back(client, waiter.taken, visible))
+            return self._refused(visible, error)
         except BaseException:
-            await lease.__aexit__(None, None, None)
+            await run_in_thread(lambda: self._give_back(client, waiter.taken, visible))
             raise
-        self._async_lease = lease
-        return devices
+        finally:
+            await run_in_thread(lambda: keeper.done(waiter, client))
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._leave() is not None and (lease := self._async_lease) is not None:
-            self._async_lease = None
-            await lease.__aexit__(kind, error, trace)
+        from gpulease.async_lease import run_in_thread  # noqa: PLC0415 - loads httpx2
+
+        await run_in_thread(self._leave())
 
     @property
     def _resolved_wait_s(self) -> float:
@@ -170,7 +190,7 @@ class DeviceBlock:
         )
         check_not_bound(client, visible)
         kept = [one for one in (*(blocks_around() if around is None else around), *REGISTRY.active())]
-        own = {gpu.uuid for one in kept if one.lease.is_holder for gpu in one.lease.gpus}
+        own = {gpu.uuid for one in kept if one.lease.is_holder for gpu in one.gpus}
         own &= {gpu.uuid for gpu in visible.gpus}
         if max(1, self._num_devices) > len(visible.gpus) - len(own):
             raise InUse(
@@ -180,26 +200,50 @@ class DeviceBlock:
             )
         return until_s, visible
 
-    def _arguments(self, visible: VisibleDevices) -> dict[str, Any]:
-        return lease_arguments(self._num_devices, self._requirements, self._label, visible)
+    def _waiter(self, visible: VisibleDevices) -> Waiter:
+        return Waiter(self._num_devices, frozenset(gpu.uuid for gpu in visible.gpus), self._requirements)
+
+    def _arguments(self, visible: VisibleDevices, waiter: Waiter, until_s: float) -> dict[str, Any]:
+        """The arguments of `Client.lease` for what a block still lacks."""
+        count = -1 if self._num_devices == -1 else waiter.lacks
+        arguments = lease_arguments(count, self._requirements, self._label, visible)
+        taken = {gpu.uuid for gpu in waiter.taken}
+        arguments["among"] = [uuid for uuid in arguments["among"] if uuid not in taken]
+        return arguments | {"wait_s": remaining_s(self._resolved_wait_s, until_s), "on_queued": waiter}
 
     def _refused(self, visible: VisibleDevices, error: NotNow) -> list[int]:
         if self._num_devices == -1:
             return []
         raise too_few_usable(self._num_devices, visible, self._resolved_wait_s, error) from None
 
-    def _enter(self, held: HeldLease, visible: VisibleDevices) -> list[int]:
-        ordinals = visible.fix_ordinals(gpu.uuid for gpu in held.gpus)
+    def _enter(self, client: Client, waiter: Waiter, visible: VisibleDevices) -> list[int]:
+        holding = dict(waiter.taken)
+        ordinals = visible.fix_ordinals(gpu.uuid for gpu in holding)
         REGISTRY.keep_order()
-        self._open = FoundDevices(held, tuple(ordinals), self._requirements, visible, mask_settings())
+        first = next(iter(holding.values()))
+        self._open = FoundDevices(first, tuple(ordinals), self._requirements, visible, mask_settings(), holding=holding)
+        self._used = client
         enter_block(self._open)
         return ordinals
 
-    def _leave(self) -> FoundDevices | None:
+    def _leave(self) -> Callable[[], None]:
+        """End the block; what gives its GPUs back, which takes a while."""
         devices, self._open = self._open, None
-        if devices is not None:
-            leave_block(devices)
-        return devices
+        if devices is None:
+            return lambda: None
+        leave_block(devices)
+        return functools.partial(self._give_back, self._used, devices.holding, devices.visible)
+
+    @staticmethod
+    def _give_back(client: Client, holding: Holding, visible: VisibleDevices) -> None:
+        """Release the leases of these GPUs; keep those whose GPUs no one could get, or of which others use a part."""
+        mine = {gpu: lease for gpu, lease in holding.items() if lease.is_holder}
+        keeps = bool(mine) and uses_cuda(visible)
+        whole = {lease for lease in mine.values() if not keeps and all(mine.get(gpu) is lease for gpu in lease.gpus)}
+        for lease in whole:
+            lease.__exit__(None, None, None)
+        if rest := {gpu: lease for gpu, lease in mine.items() if lease not in whole}:
+            GpuKeeper.of(client.destination).keep(rest, client)
 
 
 def usable_cuda_devices(
@@ -281,8 +325,10 @@ def free_cuda_devices(*, client: Client | None = None) -> list[int]:
 
     Raises DaemonUnavailable if no daemon answers, UnknownOrdinals as `find_usable_cuda_devices`.
     """
-    visible = look(client or Client())
-    return visible.ordinals(gpu.uuid for gpu in visible.gpus if gpu.state == GpuState.FREE)
+    client = client or Client()
+    visible = look(client)
+    kept = GpuKeeper.of(client.destination).kept()
+    return visible.ordinals(gpu.uuid for gpu in visible.gpus if gpu.state == GpuState.FREE or gpu.uuid in kept)
 
 
 def check_not_bound(client: Client, visible: VisibleDevices) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from gpulease.cuda.ordinals import (
 from gpulease.cuda.ranks import FINDER_VARIABLE
 from gpulease.lease import HeldLease
 from gpulease_protocol.errors import InUse, NotNow, UnknownOrdinals
+from gpulease_protocol.model import Device
 
 LOG = logging.getLogger("gpulease")
 
@@ -64,6 +65,18 @@ class FoundDevices:
     """The variables that decide what CUDA shows, as the call left them."""
     thread: threading.Thread = field(default_factory=threading.current_thread)
     """The thread that called."""
+    holding: Mapping[Device, HeldLease] = field(default_factory=dict)
+    """The GPUs of a block, which may be in several leases, or in a part of one; empty for all GPUs of `lease`."""
+
+    @property
+    def gpus(self) -> tuple[Device, ...]:
+        """The GPUs that were found."""
+        return tuple(self.holding) or self.lease.gpus
+
+    @property
+    def active(self) -> bool:
+        """True while all leases are renewed."""
+        return all(lease.active for lease in (self.lease, *self.holding.values()))
 
     def current_ordinals(self) -> tuple[int, ...]:
         """The ordinals now, even if CUDA has been initialized or the mask has changed since.
@@ -73,14 +86,19 @@ class FoundDevices:
         if self.mask_settings == mask_settings() and not initialized_since(self.visible):
             return self.ordinals
         visible = visible_gpus(self.visible.host, simulated=self.visible.simulated)
-        return tuple(visible.ordinals(gpu.uuid for gpu in self.lease.gpus))
+        return tuple(visible.ordinals(gpu.uuid for gpu in self.gpus))
 
     def uses_cuda(self) -> bool:
-        """True if CUDA is initialized in this process, as far as that is known."""
-        try:
-            return self.visible.initialized or initialized_since(self.visible)
-        except UnknownOrdinals:
-            return True
+        """As `uses_cuda`."""
+        return uses_cuda(self.visible)
+
+
+def uses_cuda(visible: VisibleDevices) -> bool:
+    """True if CUDA is initialized in this process, as far as that is known; `visible` was made earlier."""
+    try:
+        return visible.initialized or initialized_since(visible)
+    except UnknownOrdinals:
+        return True
 
 
 class DeviceRegistry:
@@ -200,8 +218,8 @@ def leave_block(devices: FoundDevices) -> None:
 
 
 def blocks_around() -> list[FoundDevices]:
-    """The blocks around the running code whose lease is renewed, outermost first."""
-    return [one for one in _blocks.get() if one.lease.active]
+    """The blocks around the running code whose leases are renewed, outermost first."""
+    return [one for one in _blocks.get() if one.active]
 
 
 def check_no_blocks() -> None:

@@ -48,6 +48,7 @@ from gpulease.device_reuse import (
     blocks_around,
     reuse_devices,
 )
+from gpulease.kept_gpus import GpuKeeper
 from gpulease.lease import HeldLease
 from gpulease_protocol.errors import (
     IdempotencyMismatch,
@@ -110,14 +111,18 @@ def release() -> tuple[HeldLease, ...]:
 
         gpulease.release()
 
-    Returns the leases that it gave back: none if nothing is held, in a forked child, and in the ranks of a launcher,
-    whose lease is that of all. CUDA_VISIBLE_DEVICES and the variables of the lease are as before, so that the next call
-    of `find_usable_cuda_devices` may find other GPUs. If CUDA is initialized, it keeps memory on the GPUs, and no one
-    else gets them before this process ends: a warning says so.
+    So it does with what blocks of `usable_cuda_devices` have left to later ones. Returns the leases that it gave back:
+    none if nothing is held, in a forked child, and in the ranks of a launcher, whose lease is that of all.
+    CUDA_VISIBLE_DEVICES and the variables of the lease are as before, so that the next call of
+    `find_usable_cuda_devices` may find other GPUs. If CUDA is initialized, it keeps memory on the GPUs, and no one else
+    gets them before this process ends: a warning says so.
 
     If no daemon answers, this process repeats the release until one does.
     """
     given_back = [found for found in REGISTRY.active() if found.lease.is_holder and not found.lease.shared]
+    kept = GpuKeeper.give_back()
+    for lease in kept:
+        lease.__exit__(None, None, None)
     in_use = [found for found in given_back if found.uses_cuda()]
     for found in given_back:
         found.lease.__exit__(None, None, None)
@@ -128,7 +133,7 @@ def release() -> tuple[HeldLease, ...]:
             "CUDA is initialized in this process and may keep memory on %s: no one else gets them before it ends.",
             ", ".join(f"GPU {gpu.index} of {gpu.node}" for gpu in found.lease.gpus),
         )
-    return tuple(found.lease for found in given_back)
+    return (*(found.lease for found in given_back), *kept)
 
 
 def _still_held(client: DeviceClient, found: list[FoundDevices]) -> list[FoundDevices]:

@@ -95,15 +95,89 @@ def test_more_workers_than_gpus_never_share_one_and_all_are_served(
     assert not client.leases(LeaseState.ACTIVE)
 
 
+CUDA_IS_USED = """
+import gpulease, sys, threading, time
+from gpulease import device_block, find_devices
+device_block.uses_cuda = lambda visible: True
+held = lambda: sorted(len(lease.gpus) for lease in gpulease.Client().leases("active"))
+"""
+"""A process that has used CUDA, whose GPUs would drain until it ends."""
+
+
+@pytest.mark.budget(20)
+@pytest.mark.parametrize("kind", ["threads", "tasks"])
+def test_in_a_process_that_has_used_cuda_blocks_take_over_what_earlier_ones_had(
+    client: Client, url: str, tmp_path: Path, kind: str
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    seq = max((event.seq for event in client.events()), default=0)
+    command = [sys.executable, "-c", CUDA_IS_USED + TRIAL + RUNNERS[kind], str(log)]
+    result = subprocess.run(
+        command, env=environ(GPULEASE_URL=url), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    check_no_overlap(log.read_text(), 12)
+    granted = [event for event in client.events(after=seq) if event.kind == "lease.granted"]
+    assert len(granted) <= 4, "each GPU was leased once"
+    wait_until(lambda: not client.leases(LeaseState.ACTIVE))
+
+
+def test_what_is_kept_is_shared_out_in_other_numbers(client: Client, python: Program) -> None:
+    program = """
+with gpulease.usable_cuda_devices(2):
+    pass
+print(held(), gpulease.free_cuda_devices())
+with gpulease.usable_cuda_devices(1) as one, gpulease.usable_cuda_devices(1) as two:
+    print(one, two, held())
+with gpulease.usable_cuda_devices(3) as three:
+    print(three, held())
+with gpulease.usable_cuda_devices(-1) as all:
+    print(all, held())
+print([len(lease.gpus) for lease in gpulease.release()], held())
+"""
+    assert lines(CUDA_IS_USED + program, python) == [
+        "[2] [0, 1, 2, 3]",
+        "[0] [1] [2]",
+        "[0, 1, 2] [1, 2]",
+        "[0, 1, 2] [1, 2]",
+        "[2, 1] []",
+    ]
+
+
+def test_a_block_that_waits_gets_what_another_one_of_its_process_leaves(client: Client, python: Program) -> None:
+    program = """
+def wait():
+    with gpulease.usable_cuda_devices(2) as devices:
+        print(devices, held(), flush=True)
+client, outer, thread = gpulease.Client(), gpulease.usable_cuda_devices(2), threading.Thread(target=wait)
+outer.__enter__()
+thread.start()
+while not client.leases("queued"):
+    time.sleep(0.01)
+outer.__exit__(None, None, None)
+thread.join()
+with gpulease.usable_cuda_devices(1) as devices:
+    print(devices, len(client.leases("queued")))
+try:
+    gpulease.usable_cuda_devices(3, wait_s=0).__enter__()
+except gpulease.NotNow as error:
+    print(gpulease.free_cuda_devices())
+"""
+    with client.lease(devices=[2, 3], wait_s=60):
+        said = lines(CUDA_IS_USED + program, python)
+    assert said == ["[0, 1] [2, 2]", "[0] 0", "[0, 1]"]
+
+
 def test_a_block_gives_back_at_its_end_and_after_an_exception(client: Client, python: Program) -> None:
     program = """
 import gpulease
 held = lambda: len(gpulease.Client().leases("active"))
 block = gpulease.usable_cuda_devices(2)
-print(block.lease)
+print(block.gpus)
 with block as devices:
-    print(devices, held(), len(block.lease.gpus))
-print(held(), block.lease)
+    print(devices, held(), len(block.gpus), block.lost)
+print(held(), block.gpus)
 try:
     with gpulease.usable_cuda_devices(1):
         1 / 0
@@ -112,7 +186,7 @@ except ZeroDivisionError:
 with gpulease.usable_cuda_devices(0) as devices:
     print(devices, held())
 """
-    assert lines(program, python) == ["None", "[0, 1] 1 2", "0 None", "0", "[] 0"]
+    assert lines(program, python) == ["()", "[0, 1] 1 2 False", "0 ()", "0", "[] 0"]
 
 
 def test_find_in_a_block_returns_its_gpus_and_outside_it_others(client: Client, python: Program) -> None:

@@ -160,7 +160,8 @@ class Flows:
             lease = yield from self._request(
                 endpoints.request_lease(request, key), self._retry_s, shared_key is not None
             )
-        with WaitAnnouncement(self.failover, silent=on_queued is not None) as announcement:
+        silent = on_queued is not None and not getattr(on_queued, "announces", False)
+        with WaitAnnouncement(self.failover, silent=silent) as announcement:
             try:
                 if not _settled(lease):
                     if on_queued is not None:

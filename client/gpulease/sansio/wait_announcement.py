@@ -5,7 +5,7 @@
 A line of the logger `gpulease` at level WARNING, which Python prints on stderr where no logging is configured. It comes
 after `ANNOUNCE_AFTER_S`, and again when the place or who is in the way has changed, at most every `REPEAT_AFTER_S`. One
 request of a process speaks at a time, and of the ranks of a training the first. A caller with an `on_queued` of its own
-hears nothing.
+hears nothing, unless that has a true attribute `announces`.
 """
 
 from __future__ import annotations
