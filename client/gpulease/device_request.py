@@ -92,11 +92,9 @@ def visible_devices(
 def look(client: DeviceClient) -> VisibleDevices:
     """What CUDA shows this process of the daemon's GPUs, if anything."""
     gpus = client.gpus()
-    local_node = _local_node(client, {gpu.node for gpu in gpus})
-    in_pci_order = sorted(
-        (gpu for gpu in gpus if local_node and gpu.node == local_node.name), key=lambda gpu: gpu.index
-    )
-    return visible_gpus(in_pci_order, simulated=local_node is None or local_node.simulated)
+    here = local_node(client, {gpu.node for gpu in gpus})
+    in_pci_order = sorted((gpu for gpu in gpus if here and gpu.node == here.name), key=lambda gpu: gpu.index)
+    return visible_gpus(in_pci_order, simulated=here is None or here.simulated)
 
 
 def lease_arguments(
@@ -189,7 +187,8 @@ def _length(seconds: float) -> str:
     return format_duration(round(seconds)) if seconds < LONGEST_S else "as long as it takes"
 
 
-def _local_node(client: DeviceClient, names: set[str]) -> Node | None:
+def local_node(client: DeviceClient, names: set[str]) -> Node | None:
+    """The node of this host, of those with these names; None if there is none."""
     host = socket.gethostname()
     local = {node.name: node for node in client.nodes() if node.host == host and node.name in names}
     return local[host if host in local else min(local)] if local else None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -87,6 +88,31 @@ class OneOf(ParamType):
         return [click.shell_completion.CompletionItem(value) for value in values if value.startswith(incomplete)]
 
 
+DeviceForm: TypeAlias = "int | str | list[int | str]"
+"""What `LeaseRequest.devices` takes."""
+
+
+class Devices(ParamType):
+    """GPUs in any form that `LeaseRequest.devices` takes: as text, or as a JSON list."""
+
+    name = "devices"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> DeviceForm:
+        """The value of that field. Fails for what means nothing."""
+        from gpulease_protocol.requests import parse_devices  # noqa: PLC0415 - for commands that ask for GPUs
+
+        form: DeviceForm = value
+        try:
+            if value.startswith("["):
+                form = json.loads(value)
+            parse_devices(form)
+        except (ValueError, TypeError) as error:
+            what = str(error).removeprefix("devices: ")
+            hint = f"; GPU 0 alone is {value.strip()}," if value.strip() == "0" else ""
+            self.fail(f"{'is no list' if isinstance(error, json.JSONDecodeError) else what}{hint}", param, ctx)
+        return form
+
+
 class Field(ParamType):
     """A value for one field of a request body, within the bounds that are declared there.
 
@@ -112,3 +138,4 @@ class Field(ParamType):
 
 
 DURATION = Duration()
+DEVICE_FORM = Devices()

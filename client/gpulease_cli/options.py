@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from gpulease_cli.option_types import DURATION, Field, Number, OneOf
+from gpulease_cli.option_types import DEVICE_FORM, DURATION, Field, Number, OneOf
 from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.model import Mask
@@ -39,6 +39,12 @@ def ttl(default: str, help: str) -> Callable[[Any], Any]:
 JSON = option("--json", is_flag=True, help="Print JSON.")
 GPUS = option(
     "-n", "--gpus", type=Field(Number(), _lease_request, "count"), metavar="N", default=1, help="Number of GPUs."
+)
+DEVICES = option(
+    "--devices",
+    type=DEVICE_FORM,
+    metavar="LIST",
+    help="Instead of -n: these GPUs, by index or UUID (0,2), a number of them, -1 for all of a node, or auto.",
 )
 LABEL = option(
     "--label",

@@ -14,10 +14,12 @@ from typing import Any
 from gpulease.client import Client
 from gpulease.cuda import index_mask
 from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
+from gpulease_cli.option_types import DeviceForm
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotFound
 from gpulease_protocol.launchers import lease_variables, strip_launcher_variables
-from gpulease_protocol.model import Lease, LeaseState, Mask
+from gpulease_protocol.model import Device, Lease, LeaseState, Mask, Selection
+from gpulease_protocol.requests import parse_devices
 
 POLL_S, RETRY_S = 20.0, 2.0
 """How long a question about the lease may be held, and the pause after one that was not answered."""
@@ -41,23 +43,42 @@ def surrounding_lease(client: Client) -> Lease | None:
     return lease
 
 
-class BorrowedLease:
-    """The first `count` GPUs of a surrounding lease, all of them if it is None. As a context: while a command uses it.
+def chosen_gpus(lease: Lease, count: int | None, devices: DeviceForm | None) -> tuple[Device, ...]:
+    """The GPUs of a surrounding lease that are asked for: the first `count`, those that `devices` names, else all.
 
-    Raises InvalidRequest if it has fewer.
+    Raises InvalidRequest if it does not have them.
     """
+    chosen = {} if devices is None else parse_devices(devices)
+    if chosen.get("selection") is Selection.LISTED:
+        names = (*chosen["indices"], *chosen["uuids"])
+        known = {gpu.index: gpu for gpu in lease.gpus} | {gpu.uuid: gpu for gpu in lease.gpus}
+        missing = [str(name) for name in names if name not in known]
+        if missing:
+            own = ", ".join(str(gpu.index) for gpu in lease.gpus)
+            raise InvalidRequest(
+                f"devices: {lease.id}, the lease of this shell, has GPU {own}, not {', '.join(missing)}.",
+                remedy="Name some of its GPUs, or lease others with --new.",
+            )
+        return tuple(known[name] for name in names)
+    count = chosen.get("count") if devices is not None else count
+    if count is not None and count > len(lease.gpus):
+        has = f"{len(lease.gpus)} GPU{'s' if len(lease.gpus) != 1 else ''}"
+        field = "count" if devices is None else "devices"
+        raise InvalidRequest(
+            f"{field}: {lease.id}, the lease of this shell, has {has}, not {count}.",
+            remedy="Ask for fewer, or lease others with --new.",
+        )
+    return lease.gpus[:count]
+
+
+class BorrowedLease:
+    """Some GPUs of a surrounding lease. As a context: while a command uses them."""
 
     def __init__(
-        self, client: Client, lease: Lease, count: int | None, on_lost: Callable[[BorrowedLease], None]
+        self, client: Client, lease: Lease, gpus: tuple[Device, ...], on_lost: Callable[[BorrowedLease], None]
     ) -> None:
-        if count is not None and count > len(lease.gpus):
-            has = f"{len(lease.gpus)} GPU{'s' if len(lease.gpus) != 1 else ''}"
-            raise InvalidRequest(
-                f"count: {lease.id}, the lease of this shell, has {has}, not {count}.",
-                remedy="Ask for fewer, or lease others with --new.",
-            )
         self.id = lease.id
-        self.gpus = lease.gpus[:count]
+        self.gpus = gpus
         self.lost = threading.Event()
         """Set when the lease has ended."""
         self._client, self._lease, self._on_lost = client, lease, on_lost

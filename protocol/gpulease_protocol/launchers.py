@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from gpulease_protocol.errors import shortened
+from gpulease_protocol.gpu_selection import SELECTING_OPTIONS, outside_the_lease, program_name
 from gpulease_protocol.states import Launcher, Mask
 
 
@@ -60,36 +60,32 @@ LEASE_VARIABLES = re.compile(
 """Variables that a lease may set in the process of its holder. Not CUDA_* and GPULEASE_* as a whole:
 CUDA_INJECTION64_PATH names a library to load, GPULEASE_URL another daemon."""
 
-GPU_SELECTION_OPTIONS = ("--num_gpus", "--num_nodes", "--include", "--exclude", "--hostfile", "-i", "-e", "-H")
-"""deepspeed's own options for choosing GPUs. With any of them it takes physical GPUs from 0 on, whatever is leased."""
 READS_INDICES = {
     "deepspeed": "its launcher turns the mask into --include, which takes numbers",
     "ds": "is another name of the program deepspeed",
     "vllm": "takes int() of each entry to ask NVML about the GPU (`device_id_to_physical_device_id`)",
 }
 """Launchers, programs and Python modules that cannot read UUIDs in CUDA_VISIBLE_DEVICES, and why."""
-PYTHON = re.compile(r"python[0-9.]*t?")
-RUN_OPTION = re.compile(r"-[bBdEiIOPqRsSuvx]*([mc])(.*)", re.DOTALL)
-"""Options of Python, of which the last names the module or code to run, in the same word or the next."""
-OPTIONS_WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
-"""Options of Python that take a separate word."""
 
 
 def usage_error(launcher: Launcher, command: Sequence[str], max_restarts: int = 0) -> str | None:
     """What is wrong with a command for a launcher, as `FIELD: why`; None when nothing is.
 
     The command begins with a script, or `-m MODULE`: the lease determines the launcher's options. All words after the
-    script are the script's own.
+    script are the script's own. With launcher `plain` it is any command.
     """
     first = command[0]
     if max_restarts and not LAUNCHERS[launcher].restarts_ranks:
         able = " and ".join(other for other, traits in LAUNCHERS.items() if traits.restarts_ranks)
         return f"max_restarts: {launcher} cannot restart its ranks, only {able} can; use retries"
-    if launcher is Launcher.PLAIN or not first.startswith("-"):
+    if launcher is Launcher.PLAIN:
+        outside = outside_the_lease(command)
+        return None if outside is None else f"command: {outside}"
+    if not first.startswith("-"):
         return None
     if first in ("-m", "-c"):
         return None if len(command) > 1 else f"command: {first} needs something after it"
-    if first.partition("=")[0] in GPU_SELECTION_OPTIONS:
+    if any(first.partition("=")[0] in options for options in SELECTING_OPTIONS.values()):
         return f"command: {first} would take GPUs outside the lease; leave it out, the launcher is given those leased"
     option = shortened(first)
     return f"command: must begin with the script, not with the option {option}; launcher options follow from the lease"
@@ -108,24 +104,8 @@ def choose_mask(launcher: Launcher, command: Sequence[str]) -> Mask:
 
     Only that program counts, and not what it starts in turn: to run vLLM from a script or a shell, name the mask.
     """
-    started = _program(command if launcher is Launcher.PLAIN else ("python", *command))
+    started = program_name(command if launcher is Launcher.PLAIN else ("python", *command))
     return Mask.INDICES if {launcher.value, started} & READS_INDICES.keys() else Mask.UUIDS
-
-
-def _program(command: Sequence[str]) -> str:
-    """Name of the program that a command runs; of one that Python runs the script's, or the outermost module's."""
-    name = PurePath(command[0]).name
-    if not PYTHON.fullmatch(name):
-        return name
-    words = iter(command[1:])
-    for word in words:
-        if (ending := RUN_OPTION.fullmatch(word)) is not None:
-            return (ending[2] or next(words, "")).partition(".")[0] if ending[1] == "m" else ""
-        if not word.startswith("-") or word == "-":
-            return PurePath(word).name
-        if word in OPTIONS_WITH_VALUE:
-            next(words, None)
-    return ""
 
 
 def strip_launcher_variables(environ: Mapping[str, str]) -> dict[str, str]:

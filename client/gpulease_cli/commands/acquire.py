@@ -12,11 +12,12 @@ import click
 
 from gpulease.client import Client
 from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
-from gpulease_cli import id_completion, names, output, wait_progress
+from gpulease_cli import caller_mask, id_completion, names, output, wait_progress
 from gpulease_cli.calling_shell import CallingShell, calling_shell
 from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
-from gpulease_cli.options import FENCING_TOKEN, GPUS, JSON, LABEL, MODEL, NODE, WAIT, checked, ttl
+from gpulease_cli.option_types import DeviceForm, Field, Number
+from gpulease_cli.options import DEVICES, FENCING_TOKEN, JSON, LABEL, MODEL, NODE, WAIT, checked, ttl
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
@@ -46,7 +47,15 @@ LEASES = argument(
 
 
 @command(examples=('eval "$(gpulease acquire -n 1 --wait 10m)"', "gpulease acquire -n 1 --detach --ttl 8h --json"))
-@GPUS
+@option(
+    "-n",
+    "--gpus",
+    type=Field(Number(), LeaseRequest, "count"),
+    metavar="N",
+    show_default="1",
+    help="Number of GPUs.",
+)
+@DEVICES
 @option("--detach", is_flag=True, help="Do not end the lease with this shell, but after its --ttl.")
 @ttl("2h", "With --detach: lifetime of the lease unless it is renewed, such as 30m.")
 @WAIT
@@ -56,7 +65,8 @@ LEASES = argument(
 @option("--new", is_flag=True, help="Lease GPUs although this shell has a lease, which stays.")
 @JSON
 def acquire(
-    gpus: int,
+    gpus: int | None,
+    devices: DeviceForm | None,
     detach: bool,
     ttl: float,
     wait: float,
@@ -70,12 +80,16 @@ def acquire(
 
     The output is for a shell: eval "$(gpulease acquire -n 1)" binds it to the GPUs, or fails with the exit code.
     """
+    if gpus is not None and devices is not None:
+        raise InvalidRequest("Give -n or --devices, not both.")
     caller = calling_shell()
     with Client() as client, wait_progress.QueueProgress(client) as progress:
         if not new:
             _check_unbound(client)
         owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}
-        asked: dict[str, Any] = {"count": gpus, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}
+        among = caller_mask.among(client, gpus or 1, devices, node, quiet=False)
+        which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
+        asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}
         request = checked(lambda: LeaseRequest(**asked, **owner, watch_owner=bool(owner), queue=wait > 0))
         lease = client.request_lease(request, wait, progress.start)
     if json:

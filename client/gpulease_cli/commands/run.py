@@ -21,16 +21,16 @@ from typing import Any
 
 from gpulease.client import Client
 from gpulease.lease import HeldLease
-from gpulease_cli import output, wait_progress
+from gpulease_cli import caller_mask, output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
 from gpulease_cli.option_types import Field, Number
-from gpulease_cli.options import LABEL, MASK, MODEL, NODE, WAIT, ttl
+from gpulease_cli.options import DEVICES, LABEL, MASK, MODEL, NODE, WAIT, ttl
 from gpulease_cli.parameters import argument, option
-from gpulease_cli.surrounding_lease import BorrowedLease, surrounding_lease
+from gpulease_cli.surrounding_lease import BorrowedLease, chosen_gpus, surrounding_lease
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotNow, UnknownOrdinals
 from gpulease_protocol.host import command_guard, process_tree
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_protocol.launchers import choose_mask
+from gpulease_protocol.launchers import choose_mask, usage_error
 from gpulease_protocol.model import Device, Launcher, Mask
 from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_protocol.requests import LeaseRequest
@@ -61,7 +61,7 @@ TTL = ttl("60s", "How soon the GPUs are free again if this program dies.")
 
 def lease_options(function: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of what runs under a lease, in this order."""
-    for add_option in reversed((COUNT, WAIT, LABEL, TTL, MODEL, NODE, MASK, NEW, QUIET)):
+    for add_option in reversed((COUNT, DEVICES, WAIT, LABEL, TTL, MODEL, NODE, MASK, NEW, QUIET)):
         function = add_option(function)
     return function
 
@@ -84,12 +84,27 @@ def run(words: tuple[str, ...], gpus: int | None, quiet: bool, **options: Any) -
     Exits with the command's code. Its own: 4 the lease was lost, 75 the GPUs were not granted in time, 125 it failed
     otherwise, 126 the command may not be executed, 127 there is no such command.
     """
+    code = check_command(words)
+    if code is not None:
+        return code
+    tell = not quiet and sys.stderr.isatty()
+    return run_leased(list(words), gpus, tell, "the command", {}, options | {"quiet": quiet})
+
+
+def check_command(words: tuple[str, ...]) -> int | None:
+    """Say why a command cannot be run, and return the exit code; None if it can. Nothing is leased yet.
+
+    Raises InvalidRequest for one that would take GPUs outside the lease.
+    """
     problem = _not_runnable(words[0])
     if problem is not None:
         code, why, remedy = problem
         output.print_error("the command was not started", why, f"{remedy}; no GPU was leased")
         return code
-    return _run(list(words), gpus, not quiet and sys.stderr.isatty(), "the command", {}, options)
+    outside = usage_error(Launcher.PLAIN, words)
+    if outside is not None:
+        raise InvalidRequest(f"{outside}.", remedy="-n and --devices choose the GPUs; no GPU was leased.")
+    return None
 
 
 @command(examples=("gpulease shell -n 1 --wait 10m",))
@@ -101,10 +116,10 @@ def shell(gpus: int | None, quiet: bool, **options: Any) -> int:
     """
     program = os.environ.get("SHELL") or "/bin/sh"
     options["mask"] = options["mask"] or Mask.UUIDS
-    return _run([program], gpus, not quiet, "this shell", {"GPULEASE": _gpus}, options)
+    return run_leased([program], gpus, not quiet, "this shell", {"GPULEASE": _gpus}, options | {"quiet": quiet})
 
 
-def _run(
+def run_leased(
     command: list[str],
     gpus: int | None,
     tell: bool,
@@ -112,7 +127,12 @@ def _run(
     more: Mapping[str, Callable[[tuple[Device, ...]], str]],
     options: Mapping[str, Any],
 ) -> int:
-    """Run a command under a lease; its exit code, or one of `run`'s own. `more`: further variables, from the GPUs."""
+    """Run a command under a lease; its exit code, or one of `run`'s own. `more`: further variables, from the GPUs.
+
+    `options`: the values of `lease_options` but for the number of GPUs. Raises InvalidRequest, a usage error.
+    """
+    if gpus is not None and options["devices"] is not None:
+        raise InvalidRequest("Give -n or --devices, not both.")
     process = _ForegroundProcess(command)
     try:
         with Client() as client, _leased(client, process, gpus, options) as lease:
@@ -141,13 +161,18 @@ def _leased(
     """The lease of this shell or job, unless it has none or a new one is wanted."""
     surrounding = None if options["new"] else surrounding_lease(client)
     if surrounding is not None:
-        with BorrowedLease(client, surrounding, gpus, process.terminate) as borrowed:
+        chosen = chosen_gpus(surrounding, gpus, options["devices"])
+        with BorrowedLease(client, surrounding, chosen, process.terminate) as borrowed:
             yield borrowed
         return
+    devices = options["devices"]
+    among = caller_mask.among(client, gpus or 1, devices, options["node"], quiet=options["quiet"])
     with (
         wait_progress.QueueProgress(client) as progress,
         client.lease(
-            count=gpus or 1,
+            count=None if devices is not None else gpus or 1,
+            devices=devices,
+            among=among,
             wait_s=options["wait"],
             ttl_s=options["ttl"],
             label=options["label"],
