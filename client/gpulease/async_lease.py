@@ -77,7 +77,7 @@ class AsyncLease:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The GPUs, in PCI order."""
+        """The GPUs, in the order of `devices` or else in PCI order."""
         return self._held.gpus
 
     @property

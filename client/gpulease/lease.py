@@ -174,7 +174,7 @@ class HeldLease:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The GPUs, in PCI order."""
+        """The GPUs, in the order of `devices` or else in PCI order."""
         return self._lease.gpus
 
     @property

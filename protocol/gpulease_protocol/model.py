@@ -230,7 +230,7 @@ class Lease(Noun):
     demand: Demand
     """What was asked for."""
     gpus: tuple[Device, ...] = ()
-    """The GPUs granted, in PCI order; empty while queued."""
+    """The GPUs granted, in the order of `devices` or else in PCI order; empty while queued."""
     env: dict[str, str] = field(default_factory=dict)
     """Everything a training needs in its environment; empty while queued."""
     fencing_token: int | None = None

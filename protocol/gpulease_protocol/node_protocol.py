@@ -218,7 +218,7 @@ class JobOrder(Noun):
     gid: int | None = None
     """That user's group as of submission; null: the one of the node's user database."""
     gpus: tuple[str, ...]
-    """UUIDs of the GPUs it is bound to, in PCI order."""
+    """UUIDs of the GPUs it is bound to, in the order of its lease."""
     indices: tuple[int, ...] = ()
     """Their places in the daemon's list of the node's GPUs, which are the labels of simulated GPUs. These are not
     CUDA's numbers, because CUDA leaves out GPUs that are lost."""

@@ -74,7 +74,8 @@ class LeaseRequest(RequestBody):
     count: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
     """How many GPUs, 1 to 4096."""
     devices: int | str | list[int | str] | None = None
-    """Any form that Lightning's Trainer takes: a count, -1, "auto", a list of indices or UUIDs, or the same as text."""
+    """Any form that Lightning's Trainer takes: a count, -1, "auto", a list of indices or UUIDs, or the same as text. A
+    list is granted in its order: with [3, 1], GPU 3 is the first that CUDA shows."""
     queue: bool = True
     """Wait in the queue when the GPUs are not free; false: answer 409 instead."""
     ttl_s: Annotated[float, OVER_0] = 300.0

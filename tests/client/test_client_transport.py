@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 import threading
@@ -8,9 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from gpulease import (
+    AsyncClient,
     Client,
     DaemonUnavailable,
     GpuleaseError,
@@ -22,6 +26,7 @@ from gpulease import (
 from gpulease.sansio.direct_http import DirectHttp
 from gpulease.sansio.effects import Attempt
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.httpx_connection import HttpxConnection
 from gpulease_protocol import endpoints
 from gpulease_protocol.host.addresses import candidates, parse, unix
 from tests.client.fake_daemon import FakeDaemon
@@ -237,3 +242,25 @@ def test_a_response_that_is_closed_twice_lends_its_connection_to_one_call_at_a_t
     for one in at_once:
         one.close()
     connections.close()
+
+
+@pytest.mark.parametrize("kind", ["direct", "httpx", "async"])
+def test_no_request_is_logged_into_the_log_of_the_user(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    async def ask() -> None:
+        async with AsyncClient(daemon.url) as client:
+            await client.gpus()
+
+    if kind == "httpx":
+        monkeypatch.setattr("gpulease.sansio.sync_transport._connections", HttpxConnection)
+    with caplog.at_level(logging.INFO):
+        if kind == "async":
+            asyncio.run(ask())
+        else:
+            with Client(daemon.url) as client:
+                client.gpus()
+        assert daemon.count("/v1/gpus") == 1
+        assert not caplog.records
+        httpx2.get(f"{daemon.url}/v1/gpus")
+        assert "HTTP Request: GET" in caplog.text, "requests of others are logged as before"

@@ -46,6 +46,15 @@ def test_a_request_that_fits_is_granted_whole() -> None:
     assert (lease.expires_at - lease.granted_at).total_seconds() == 60
 
 
+@pytest.mark.parametrize(
+    "devices", [{"indices": (3, 1)}, {"uuids": (uuid(3), uuid(1))}, {"indices": (3,), "uuids": (uuid(1),)}]
+)
+def test_listed_gpus_are_granted_in_the_order_of_the_list(devices: dict) -> None:
+    lease = World().node(gpus=4).lease(2, selection=Selection.LISTED, **devices)
+    assert [device.index for device in lease.gpus] == [3, 1]
+    assert lease.env["CUDA_VISIBLE_DEVICES"] == f"{uuid(3)},{uuid(1)}"
+
+
 def test_no_grant_rests_on_an_old_reading() -> None:
     world = World().node(gpus=1)
     world.at_s += 0.6
@@ -174,7 +183,7 @@ def test_memory_in_use_counts_against_the_memory_asked_for() -> None:
     [
         ({"selection": Selection.ALL}, [0, 1, 2, 3]),
         ({"selection": Selection.AUTO}, [0, 1, 2, 3]),
-        ({"selection": Selection.LISTED, "count": 2, "indices": (3, 1)}, [1, 3]),
+        ({"selection": Selection.LISTED, "count": 2, "indices": (3, 1)}, [3, 1]),
         ({"selection": Selection.LISTED, "count": 1, "uuids": (uuid(2),)}, [2]),
         ({"count": 2, "among": (uuid(1), uuid(3))}, [1, 3]),
     ],

@@ -29,6 +29,7 @@ from gpulease.sansio.httpx_connection import build_request, ssl_verification, to
 from gpulease.sansio.server_check import ServerCheck
 from gpulease.sansio.sync_transport import connects_directly, host_and_port
 from gpulease.sansio.tls_errors import may_speak_tls, speaks_tls, tls_failure, use_https
+from gpulease.sansio.unlogged import unlogged
 from gpulease_protocol.host.addresses import Address
 
 
@@ -158,7 +159,8 @@ class AsyncTransport:
         trace = ServerCheck(attempt.address, self._destination).asynchronous
         request = build_request(connection, attempt, self._destination.bearer_token, trace)
         try:
-            response = await connection.send(request, stream=True)
+            with unlogged():
+                response = await connection.send(request, stream=True)
         except (httpx2.RequestError, OSError) as error:
             failure = translate_error(error)
             first = attempt.address not in self._contacted

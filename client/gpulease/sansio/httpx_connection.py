@@ -12,6 +12,7 @@ from gpulease.sansio.failover import Destination
 from gpulease.sansio.http_requests import encoded_body, error_reason, headers, not_utf_8, retry_after_s
 from gpulease.sansio.server_check import ServerCheck
 from gpulease.sansio.tls_errors import tls_failure
+from gpulease.sansio.unlogged import unlogged
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.addresses import Address
 
@@ -40,7 +41,8 @@ class HttpxConnection:
         trace = ServerCheck(self._address, self._destination)
         request = build_request(self._client, attempt, self._destination.bearer_token, trace)
         try:
-            return ArrivingResponse(self._client.send(request, stream=True), self._client)
+            with unlogged():
+                return ArrivingResponse(self._client.send(request, stream=True), self._client)
         except (httpx2.RequestError, OSError) as error:
             raise tls_failure(error, self._address) or translate_error(error) from error
         except RuntimeError as error:

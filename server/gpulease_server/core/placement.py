@@ -98,7 +98,7 @@ def place(
     allow_reread: bool = False,
 ) -> Placed | NeedsReading | Blocked:
     """Find GPUs for one demand. Nodes with a recent reading come first, then those that are left with the fewest free
-    GPUs; on a node, GPUs are taken in PCI order.
+    GPUs; on a node, GPUs are taken in PCI order, and listed ones come in the order of the list: rank 0 is on the first.
 
     `reserved`: UUIDs that are kept for older requests. `late_nodes`: nodes that were asked for a reading too long ago.
     `most_gpus`: what the user's limit leaves: a node where the demand takes more is passed over, and `auto` takes no
@@ -126,6 +126,8 @@ def place(
                 after_reading = _maybe_after_reading(ledger, node, gpus, reserved, needed, now, policy)
             continue
         chosen = usable[: most_gpus if demand.selection is Selection.AUTO else needed]
+        if demand.selection is Selection.LISTED:
+            chosen = _in_list_order(demand, chosen)
         stale = not all(is_recent(observation, gpu.device.uuid, now, policy, requested_at_s) for gpu in chosen)
         left = -len(usable) if demand.selection is Selection.AUTO else len(usable) - needed
         if best is None or (stale, left, node) < best[0]:
@@ -134,6 +136,13 @@ def place(
         return after_reading or Blocked(tuple(gpu for gpus in possible.values() for gpu in gpus))
     (stale, _, node), chosen = best
     return NeedsReading(node, tuple(chosen)) if stale else Placed(tuple(chosen))
+
+
+def _in_list_order(demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
+    """Listed GPUs as they were listed; those listed by UUID come after those listed by index."""
+    names: tuple[int | str, ...] = (*demand.indices, *demand.uuids)
+    places = {name: place for place, name in enumerate(names)}
+    return sorted(gpus, key=lambda gpu: places.get(gpu.device.index, places.get(gpu.device.uuid, 0)))
 
 
 def _maybe_after_reading(
