@@ -45,7 +45,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "status": Row("Show the GPUs, who holds each and until when, and who waits", "status:status"),
         "top": Row("Show GPUs, processes, jobs and the queue live", "top:top"),
         "queue": Row(
-            "Show who waits, for what, since when, and when they start at the latest, where that is known",
+            "Show who waits, for what, since when, and when they are likely to start, where that is known",
             "queue:queue",
         ),
         "show": Row("Show everything about one job, array, lease, GPU or node", "show:show"),

@@ -1,4 +1,7 @@
-"""When a waiting request gets its GPUs at the latest, as far as that follows from declared time limits. Pure."""
+"""When a waiting request gets its GPUs, as far as that follows from declared time limits. Pure.
+
+An estimate: limits per user and newer requests that pass are known to the daemon alone.
+"""
 
 from __future__ import annotations
 

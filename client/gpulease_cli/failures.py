@@ -20,7 +20,7 @@ COMMANDS_ELSEWHERE = {
     "sbatch": "submit",
     "srun": "run",
     "exec": "run",
-    "salloc": "acquire",
+    "salloc": "shell",
     "scancel": "cancel",
     "kill": "cancel",
     "stop": "cancel",

@@ -1,4 +1,5 @@
 """Finds what a user means: jobs, arrays and leases by id, by the beginning of an id, or by the name of an own job.
+Administrators may name the jobs of another user too, where no one else has a job of that name.
 
 A full id costs no request. Anything else costs at most five, however many records there are.
 """
@@ -15,6 +16,7 @@ from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Gpu, Job
 from gpulease_protocol.status_table import job_label, printable
+from gpulease_protocol.tokens import Role
 
 FULL_ID = re.compile(r"(job|array|lease)-[0-9a-f]{16}(r[0-9]+)?")
 BEGINNING = re.compile(r"(?:(job|array|lease)-)?([0-9a-f]{1,16})")
@@ -148,16 +150,21 @@ def _by_beginning(client: Client, word: str, kinds: Sequence[str]) -> list[Match
 
 
 def _by_name(client: Client, word: str, single: bool) -> Match:
-    """The newest of the caller's jobs with this name, or its array."""
-    user = client.me().user
-    jobs = client.send(endpoints.jobs((), None, MAX_LOOKED_AT, user=user, name=word)).items
+    """The newest of the caller's jobs with this name, or its array; else, for administrators, of another user's."""
+    me = client.me()
+    jobs = client.send(endpoints.jobs((), None, MAX_LOOKED_AT, user=me.user, name=word)).items
+    if not jobs and me.role is Role.ADMIN:
+        jobs = client.send(endpoints.jobs((), None, MAX_LOOKED_AT, name=word)).items
     live = [job for job in jobs if not job.ended]
     found = list(dict.fromkeys(_of_job(job, "array" if job.array_id else "job") for job in live or jobs))
     if not found:
         raise NotFound(
-            f"No id begins with {printable(word)!r}, and {user} has no job of this name.",
+            f"No id begins with {printable(word)!r}, and {me.user} has no job of this name.",
             remedy="`gpulease jobs --mine --all` lists your jobs, `gpulease leases` leases.",
         )
+    users = {job.user for job in live or jobs}
+    if len(users) > 1:
+        raise _ambiguous(word, found, "Give an id.")
     if single and live and len(found) > 1:
         raise _ambiguous(word, found, "Give an id, or `--name` for all of them.")
     return found[0]

@@ -96,7 +96,8 @@ def launcher_missing(
     why = interpreter_check.missing_module(said, python, launcher.value, modules)
     if why is None:
         return None
-    plain = "" if command[0].startswith("-") else f"; without a launcher: gpulease submit -- python {command[0]}"
+    name = "python" if shutil.which("python", path=environment.get("PATH")) else "python3"
+    plain = "" if command[0].startswith("-") else f"; without a launcher: gpulease submit -- {name} {command[0]}"
     return why, f"Name the Python that has it: --interpreter PATH{plain}"
 
 

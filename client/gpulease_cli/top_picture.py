@@ -108,7 +108,7 @@ def _gpus(now: Snapshot, sort: str, width: int) -> str:
                 f"{bar(share, long)} {gibibytes(used):>5}/{gibibytes(total)}",
                 "?" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f}C",
                 "?" if gpu.power_w is None else f"{gpu.power_w:.0f}W",
-                describe_state(gpu, lease, now.at),
+                describe_state(gpu, now.at),
                 describe_holder(gpu.holder, job_label(job)),
                 describe_end(lease, job, now.at),
             )

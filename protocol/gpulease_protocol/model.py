@@ -120,8 +120,7 @@ class GpuReading(Device):
     `row_remap_failed`, `mig`, `fabric_not_ready`, `processes_unknown`, `compute_mode_unknown`, `unreadable`; see
     docs/glossary.md."""
     warnings: tuple[str, ...] = ()
-    """What is worth knowing about it but does not keep it from being granted, such as `row_remap_pending`; see
-    docs/glossary.md."""
+    """What does not keep it from being granted but is worth knowing: `row_remap_pending` ... (docs/glossary.md)."""
     processes: tuple[Process, ...] = ()
     """Processes on the GPU, every type."""
     hidden_use: bool = False
@@ -151,8 +150,9 @@ class GpuReading(Device):
     own, which keep the GPU; others only delay it. Processes that work under another lease or on another
     GPU, or were there before the lease, are left out. Null unless the GPU drains, and until the scan has ended."""
     unreadable_processes: int | None = None
-    """How many processes' open files the worker may not read, so that `opened_by` may lack some; null if they
-    were not checked, or its device file is not known."""
+    """How many processes' open files it cannot read, so that `opened_by` may lack some; null if not checked."""
+    unreadable_process: Process | None = None
+    """One of them, by pid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,8 @@ from gpulease_protocol.model import (
 )
 
 GIB = 1024**3
-UNUSED_S = 60.0
-"""A GPU that has been leased for this long without a process is shown as unused."""
+IDLE_SHOWN_S = 60.0
+"""From then on it is said for how long a leased GPU has been idle."""
 ELLIPSIS = "…"
 MODEL_NOISE = re.compile(r"^(NVIDIA |Tesla |GeForce )+| HBM\d\w*$| Generation$")
 """What product names have in common, and what no one chooses a GPU by."""
@@ -278,17 +278,16 @@ def gibibytes(size_bytes: int | None) -> str:
     return "?" if size_bytes is None else f"{size_bytes / GIB:.1f}"
 
 
-def describe_state(gpu: Gpu, lease: Lease | None, now: datetime) -> str:
+def describe_state(gpu: Gpu, now: datetime) -> str:
     """The state's word; with what happens on a leased GPU, and that a free one is held for a request."""
     if gpu.state is GpuState.FREE and gpu.reason:
         return "free (held)"
     if gpu.state is not GpuState.LEASED or gpu.activity is None:
         return gpu.state.value
-    held_s = (now - lease.granted_at).total_seconds() if lease and lease.granted_at else 0.0
     idle_s = (now - gpu.last_busy_at).total_seconds() if gpu.last_busy_at else 0.0
-    if gpu.activity is Activity.STARTING and held_s > UNUSED_S:
+    if gpu.activity is Activity.STARTING:
         return "leased (unused)"
-    if gpu.activity is Activity.IDLE and idle_s > UNUSED_S:
+    if gpu.activity is Activity.IDLE and idle_s > IDLE_SHOWN_S:
         return f"leased (idle {format_age(idle_s)})"
     return f"leased ({gpu.activity.value})"
 
@@ -316,7 +315,7 @@ def _gpu_row(gpu: Gpu, lease: Lease | None, job: Job | None, now: datetime) -> t
         short_model(gpu.name),
         f"{gibibytes(gpu.memory_used_bytes)}/{gibibytes(gpu.memory_total_bytes)} GiB",
         "?" if gpu.utilization_ratio is None else f"{gpu.utilization_ratio:.0%}",
-        describe_state(gpu, lease, now),
+        describe_state(gpu, now),
         describe_holder(holder, job_label(job)),
         until,
     )

@@ -13,10 +13,10 @@ What must hold:
 
 from __future__ import annotations
 
+import pwd
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
@@ -24,23 +24,27 @@ from pathlib import Path
 
 from gpulease.client import Client
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host import systemd
 from gpulease_protocol.host.addresses import SYSTEM_DATA_DIR
 from gpulease_protocol.host.config_file import SYSTEM as CONFIG
 from gpulease_protocol.model import JobState
-from gpulease_server import other_daemons
+from gpulease_server import other_daemons, running_programs
+from gpulease_server.running_programs import JOB, RunningProgram
 from gpulease_server.runtime.group_members import find_group
 
 UNITS = ("gpulease.socket", "gpulease.service", "gpulease-worker.service")
 """Those of deploy/systemd, in the order in which they start."""
 SERVICES = UNITS[1:]
-SYSTEMD = Path("/run/systemd/system")
-"""There where systemd is process 1 (sd_booted(3))."""
 PREFIX = Path("/opt/gpulease")
 """Where the units expect the program; only from here is it removed."""
 PROGRAM_IN_UNITS = str(PREFIX / "bin" / "gpulease")
 ADMIN_GROUPS = ("sudo", "wheel")
 """Whose members are root if they want to: the first that the host has."""
 UNFINISHED = (JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.STOPPING)
+MOST_NAMED = 8
+"""Jobs that a refusal names."""
+WHEELS = "wheel"
+"""Where docs/install.md puts the wheel for users, in the program's directory."""
 COMMAND_S = 120.0
 """How long `systemctl` may take."""
 
@@ -49,6 +53,12 @@ class CannotSetUp(GpuleaseError):
     """This host cannot be set up as it is, or only a part of it was."""
 
     code, title = "cannot_set_up", "Cannot set up"
+
+
+class CannotUninstall(CannotSetUp):
+    """The program stays on this host. Nothing was removed."""
+
+    code, title = "cannot_uninstall", "Cannot uninstall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +96,16 @@ class Host:
     """Units that start with the host."""
     active: frozenset[str] = frozenset()
     """Units that run."""
-    outdated: frozenset[str] = frozenset()
-    """Services that run since before this version was installed."""
+    outdated: tuple[RunningProgram, ...] = ()
+    """Daemons and workers that run since before this version was installed."""
     daemon: str | None = None
     """The daemon that answers where clients look, in words; None if none does."""
     jobs: tuple[str, ...] | None = ()
-    """Jobs that run; None where no daemon says it."""
+    """Jobs that have not ended; None where no daemon says it."""
+    running: tuple[RunningProgram, ...] = ()
+    """Daemons, workers and jobs of this installation."""
+    wheel: Path | None = None
+    """What users can install of the client, built from the checkout."""
 
 
 class Step:
@@ -178,6 +192,8 @@ class Plan:
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
     """What is left to the administrator."""
+    without_steps: str = "Nothing to do."
+    """What to say where there is no step."""
 
 
 def planned(host: Host, config: str, units: Mapping[str, str], places: Places = Places()) -> Plan:
@@ -200,27 +216,23 @@ def planned(host: Host, config: str, units: Mapping[str, str], places: Places = 
     if not host.config:
         steps.append(Write(places.config, config, "the settings, with their defaults"))
     if not host.systemd:
-        return Plan(tuple(steps), _without_systemd(host, places))
+        return _without_systemd(host, steps, places)
     if changed:
         steps.append(Run(("systemctl", "daemon-reload")))
     if host.daemon is not None and "gpulease.service" not in host.active:
         raise _other_daemon(host.daemon)
-    again = [unit for unit in UNITS if unit in host.active and (unit in changed or unit in host.outdated)]
+    outdated = {program.service for program in host.outdated}
+    again = [unit for unit in UNITS if unit in host.active and (unit in changed or unit in outdated)]
     if again:
         steps.append(Run(("systemctl", "restart", *again)))
     if not host.enabled & host.active >= {*UNITS}:
         steps.append(Run(("systemctl", "enable", "--now", *UNITS)))
-    return Plan(tuple(steps), ("`gpulease status` shows the GPUs, `gpulease doctor` what is wrong.",))
+    return Plan(tuple(steps), ("`gpulease status` shows the GPUs, `gpulease doctor` what is wrong.", *_for_users(host)))
 
 
 def removal(host: Host, *, purge: bool, places: Places = Places()) -> Plan:
     """What takes the program off this host; with `purge` also configuration, records and logs. Raises `CannotSetUp`."""
-    if host.jobs:
-        some = ", ".join(host.jobs[:8])
-        detail = f"{len(host.jobs)} jobs have not ended: {some}{' ...' if len(host.jobs) > 8 else ''}."
-        raise CannotSetUp(f"{detail} They would go on without anyone to end them.", remedy=f"gpulease cancel {some}")
-    if host.daemon is not None and "gpulease.service" not in host.active:
-        raise _other_daemon(host.daemon)
+    _refuse_while_in_use(host)
     steps: list[Step] = []
     installed = [name for name in UNITS if name in host.units]
     if installed and host.systemd:
@@ -237,10 +249,8 @@ def removal(host: Host, *, purge: bool, places: Places = Places()) -> Plan:
     ours = host.program.parent.parent == places.prefix
     if ours:
         steps.append(Remove(places.prefix, "the program"))
-    left = () if purge else host.kept
-    notes = [f"Kept: {' and '.join(map(str, left))}; --purge removes that too."] if left else []
-    if host.jobs is None:
-        notes.append("No daemon answers, so it is not known whether jobs still run.")
+    kept = " ".join(map(str, host.kept))
+    notes = [f"Settings, records and logs stay. To remove them too: rm -r {kept}"] if kept and not purge else []
     if not ours:
         notes.append(f"The program itself stays in {host.program.parent.parent}: remove it as it was installed.")
     return Plan(tuple(steps), tuple(notes))
@@ -261,29 +271,62 @@ def apply(plan: Plan) -> Iterator[Step]:
 
 
 HOW_TO_INSTALL = (
-    "Install it with the system's Python in a place of its own: python3 -m venv /opt/gpulease, then"
-    " /opt/gpulease/bin/pip install 'gpulease[server]', then /opt/gpulease/bin/gpulease setup. See docs/install.md."
+    "Install it with the system's Python in a place of its own, from a checkout: /usr/bin/python3 -m venv --clear"
+    " /opt/gpulease, then /opt/gpulease/bin/pip install -c constraints.txt '.[server]', then /opt/gpulease/bin/gpulease"
+    " setup. See docs/install.md."
 )
 
 
-def _without_systemd(host: Host, places: Places) -> tuple[str, ...]:
+def _without_systemd(host: Host, steps: Sequence[Step], places: Places) -> Plan:
+    if host.outdated:
+        todo = f"Restart what runs since before this version was installed: {_listed(host.outdated)}."
+        return Plan(tuple(steps), (todo, *_for_users(host)), "No file has to be changed.")
     if host.daemon is not None:
-        return (f"systemd does not run here, and {host.daemon}: after an upgrade restart it, and the worker.",)
-    return (
+        return Plan(tuple(steps), (f"systemd does not run here, and {host.daemon}.", *_for_users(host)))
+    notes = (
         "systemd does not run here. Have your service manager start two programs as root:",
         f"{host.program} serve --no-worker",
         f"{host.program} worker --url unix://{places.data / 'gpulease.sock'}",
+        "On a host without GPUs the worker simulates some with --simulate 4.",
     )
+    return Plan(tuple(steps), (*notes, *_for_users(host)))
 
 
-def _other_daemon(words: str) -> CannotSetUp:
-    return CannotSetUp(
-        f"{words[0].upper()}{words[1:]}, and systemd has not started it.", remedy="End it, and run this again."
-    )
+def _for_users(host: Host) -> tuple[str, ...]:
+    return (f"For training environments: pip install {host.wheel}",) if host.wheel else ()
 
 
-def _listed(steps: Sequence[Step]) -> str:
-    return "; ".join(map(str, steps)) or "nothing"
+def _refuse_while_in_use(host: Host) -> None:
+    """Raise `CannotUninstall` where jobs have not ended, and while programs run that systemd would not end."""
+    supervised = {program.name: program for program in host.running if program.kind == JOB}
+    jobs = tuple(dict.fromkeys((*(host.jobs or ()), *supervised)))
+    if jobs:
+        some, have = jobs[:MOST_NAMED], "1 job has" if len(jobs) == 1 else f"{len(jobs)} jobs have"
+        cancel = f"gpulease cancel {' '.join(some)}"
+        if host.jobs is None:  # no daemon answers
+            pids = " ".join(str(supervised[job].pid) for job in some)
+            cancel = f"Start the daemon, then {cancel}; or without it: kill {pids}"
+        raise CannotUninstall(
+            f"{have} not ended: {', '.join(some)}{' ...' if len(jobs) > len(some) else ''}."
+            " They would go on without anyone to end them.",
+            remedy=cancel,
+        )
+    others = [program for program in host.running if not (host.systemd and program.service)]
+    if others:
+        raise CannotUninstall(
+            f"Still running, and systemd has not started it: {_listed(others)}.",
+            remedy=f"End it, and run this again: kill {' '.join(str(program.pid) for program in others)}",
+        )
+    if host.daemon is not None and "gpulease.service" not in host.active:
+        raise _other_daemon(host.daemon, CannotUninstall)
+
+
+def _other_daemon(words: str, kind: type[CannotSetUp] = CannotSetUp) -> CannotSetUp:
+    return kind(f"{words[0].upper()}{words[1:]}, and systemd has not started it.", remedy="End it, and run this again.")
+
+
+def _listed(some: Sequence[object]) -> str:
+    return "; ".join(map(str, some)) or "nothing"
 
 
 def _reason(error: Exception) -> str:
@@ -300,8 +343,10 @@ def examine(places: Places = Places()) -> Host:
     """What is on this host."""
     program = Path(sys.prefix) / "bin" / "gpulease"
     units = {name: text for name in UNITS if (text := _text(places.units / name)) is not None}
-    systemd = SYSTEMD.is_dir()
+    has_systemd = systemd.runs()
     other = other_daemons.first_of(other_daemons.usual_addresses())
+    running = running_programs.of_installation(Path(sys.prefix), places.data, SERVICES)
+    installed_at_s = _installed_at_s()
     return Host(
         program=program,
         closed=next(
@@ -312,12 +357,20 @@ def examine(places: Places = Places()) -> Host:
         link_is_file=places.link.exists() and not places.link.is_symlink(),
         config=places.config.exists(),
         kept=tuple(path for path in (places.config.parent, places.data) if path.exists()),
-        systemd=systemd,
-        enabled=frozenset(unit for unit in UNITS if systemd and _systemctl("is-enabled", "--quiet", unit) is not None),
-        active=frozenset(unit for unit in UNITS if systemd and _systemctl("is-active", "--quiet", unit) is not None),
-        outdated=frozenset(service for service in SERVICES if systemd and _is_outdated(service)),
+        systemd=has_systemd,
+        enabled=frozenset(
+            unit for unit in UNITS if has_systemd and _systemctl("is-enabled", "--quiet", unit) is not None
+        ),
+        active=frozenset(
+            unit for unit in UNITS if has_systemd and _systemctl("is-active", "--quiet", unit) is not None
+        ),
+        outdated=tuple(one for one in running if one.kind != JOB and one.started_at_s < installed_at_s),
         daemon=None if other is None else str(other),
         jobs=_jobs(other),
+        running=running,
+        wheel=max(
+            (Path(sys.prefix) / WHEELS).glob("gpulease-*.whl"), default=None, key=lambda file: file.stat().st_mtime
+        ),
     )
 
 
@@ -342,6 +395,9 @@ def _text(path: Path) -> str | None:
 
 def unsafe(place: Path) -> str | None:
     """Why other users cannot run the program at this place, or root must not; None if both is fine."""
+    home = next((home for home in _homes() if place.is_relative_to(home)), None)
+    if home is not None:
+        return f"{place} is in {home}: what is in a home belongs to one user, and is no program for all."
     for path in (place, *place.parents):
         try:
             status = path.stat()
@@ -352,6 +408,15 @@ def unsafe(place: Path) -> str | None:
         if status.st_uid != 0:
             return f"{path} does not belong to root: its owner could change what root runs."
     return None
+
+
+def _homes() -> tuple[Path, ...]:
+    """Where people have their homes, and root's."""
+    try:
+        roots = Path(pwd.getpwuid(0).pw_dir)
+    except KeyError:
+        roots = Path("/root")
+    return Path("/home"), roots if roots != Path("/") else Path("/root")
 
 
 def _jobs(other: other_daemons.OtherDaemon | None) -> tuple[str, ...] | None:
@@ -373,11 +438,7 @@ def _systemctl(*words: str) -> str | None:
     return done.stdout.strip()
 
 
-def _is_outdated(service: str) -> bool:
-    """True if a service runs since before this version was installed."""
-    since = _systemctl("show", "--property=ActiveEnterTimestampMonotonic", "--value", service)
+def _installed_at_s() -> float:
+    """When this version was installed, seconds since 1970; 0 where that is not recorded."""
     record = next((file for file in metadata.files("gpulease") or () if file.name == "RECORD"), None)
-    if record is None or since is None or not since.isdecimal() or since == "0":
-        return False
-    started_at_s = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC) + int(since) / 1e6
-    return started_at_s < Path(str(record.locate())).stat().st_mtime
+    return 0.0 if record is None else Path(str(record.locate())).stat().st_mtime

@@ -85,6 +85,7 @@ def test_without_a_daemon_it_exits_3_soon_and_says_what_to_do(arguments: tuple[s
         (("stauts",), "Did you mean status?"),
         (("ps",), "Use `gpulease jobs`."),
         (("scancel", "3"), "Use `gpulease cancel`."),
+        (("salloc",), "Use `gpulease shell`."),
         (("run", "--gres=gpu:2", "--", "true"), "there is no option --gres"),
         (("run", "--gres=gpu:2", "--", "true"), "-n 2 asks for two GPUs."),
         (("run", "-it", "--", "bash"), "your terminal already"),

@@ -19,6 +19,7 @@ import pytest
 
 from gpulease.sansio.failover import Destination
 from gpulease_cli import main, settings
+from gpulease_cli.commands import config
 from gpulease_cli.program import PROGRAM
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.host import config_file
@@ -294,6 +295,16 @@ def test_passwords_and_tokens_are_not_shown(
         assert "hunter2" not in printed
         assert "host/name" in printed
         assert "@peer:1" in printed
+
+
+@pytest.mark.parametrize(("uid", "words", "told"), [(1000, (), True), (1000, ("client",), False), (0, (), False)])
+def test_a_user_is_told_whose_settings_are_shown(
+    uid: int, words: tuple[str, ...], told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config, "has_system_socket", lambda: True)
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    assert main(["config", "show", *words]) == 0
+    assert ("`sudo gpulease config show` shows its settings" in capsys.readouterr().err) is told
 
 
 def test_paths_are_relative_to_the_files_directory(file: Callable[[str], Path]) -> None:

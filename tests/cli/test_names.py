@@ -18,6 +18,7 @@ from gpulease_cli.commands.job_list import Filter, _fetch
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.model import Job, Launcher, Page
 from gpulease_protocol.requests import ArrayRequest
+from gpulease_protocol.tokens import Role
 from tests.cli.programs import Program
 
 NOW = datetime.now(UTC)
@@ -46,12 +47,12 @@ def ended(one: Job) -> Job:
 class Daemon:
     """Answers about these jobs, newest first, and counts the requests."""
 
-    def __init__(self, *jobs: Job) -> None:
-        self.known, self.requests = jobs, 0
+    def __init__(self, *jobs: Job, role: Role = Role.USER) -> None:
+        self.known, self.role, self.requests = jobs, role, 0
 
     def me(self) -> Any:
         self.requests += 1
-        return SimpleNamespace(user="ada")
+        return SimpleNamespace(user="ada", role=self.role)
 
     def send(self, call: Any) -> Page[Any]:
         self.requests += 1
@@ -132,6 +133,17 @@ def test_of_one_name_the_newest_that_lives_is_meant_and_to_end_it_it_must_be_the
 def test_the_name_of_another_users_job_is_not_found() -> None:
     with pytest.raises(NotFound, match="ada has no job of this name"):
         names.find(Daemon(job("1", "resnet", user="bob")), "resnet")  # type: ignore[arg-type]
+
+
+def test_an_administrator_may_name_another_users_job_where_it_is_the_only_one() -> None:
+    bobs, eves = job("1", "resnet", user="bob"), job("2", "resnet", user="eve")
+    admin = Daemon(bobs, ended(eves), role=Role.ADMIN)
+    assert names.find(admin, "resnet").id == bobs.id  # type: ignore[arg-type]
+    assert admin.requests <= 5
+    own = Daemon(eves, bobs, job("3", "resnet"), role=Role.ADMIN)
+    assert names.find(own, "resnet").id == "job-3000000000000000"  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"may be any of job-2.*, job-1"):
+        names.find(Daemon(eves, bobs, role=Role.ADMIN), "resnet")  # type: ignore[arg-type]
 
 
 def test_of_an_array_it_is_said_how_to_name_one_job() -> None:

@@ -93,6 +93,10 @@ def test_a_python_without_the_launcher_is_refused_with_how_to_name_another(bare_
     assert refused.returncode == 1
     assert f"torchrun is not installed for {bare_python}: it has no module torch." in refused.stderr
     assert "--interpreter PATH; without a launcher: gpulease submit -- python train.py" in refused.stderr
+    only_python3 = Path(bare_python).parent / "only"
+    only_python3.mkdir()
+    elsewhere = alone("submit", "--interpreter", bare_python, "train.py", PATH=str(only_python3))
+    assert "gpulease submit -- python3 train.py" in elsewhere.stderr
     of_shell = alone("submit", "train.py", VIRTUAL_ENV=str(Path(bare_python).parents[1]))
     assert f"torchrun is not installed for {bare_python}" in of_shell.stderr
     assert alone("submit", "--interpreter", bare_python, "--launcher", "plain", "--", "sh").returncode == 3

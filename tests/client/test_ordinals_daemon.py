@@ -120,6 +120,25 @@ def test_a_process_that_uses_cuda_gets_no_new_context_and_keeps_its_order(runnin
     assert (told["called"], told["order"]) == ([], None)
 
 
+GIVEN_BACK = """
+import gpulease, using_cuda
+gpulease.find_usable_cuda_devices(1, set_visible=True)
+using_cuda.init()
+gpulease.release()
+try:
+    gpulease.find_usable_cuda_devices(2)
+except gpulease.MaskLatched as error:
+    print(error)
+"""
+
+
+def test_cuda_that_began_with_gpus_given_back_since_shows_no_others(running, cuda) -> None:
+    everything_is_free(running)
+    ran = cuda.python(GIVEN_BACK, GPULEASE_URL=running.url, STAND_IN_CUDA=machine(*CARDS))
+    assert ran.stdout.startswith("CUDA was initialized while CUDA_VISIBLE_DEVICES named GPUs that were given back")
+    assert "Start the process again" in ran.stdout, ran.stderr
+
+
 @pytest.mark.parametrize("mask", ["MIG-aa", "MIG-GPU-a0/1/0"])
 def test_a_refusal_leases_nothing(running, cuda, mask: str) -> None:
     told = ask(running, cuda, 1, mask)

@@ -19,6 +19,7 @@ from gpulease import AsyncClient, Client, DaemonUnavailable
 from gpulease.sansio import server_check
 from gpulease.sansio.effects import NotTrusted
 from gpulease.sansio.failover import Destination
+from gpulease.sansio.tls_errors import speaks_tls
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host import addresses, config_file, server_owner
 from gpulease_protocol.host.config_file import ConfigurationRefused
@@ -85,6 +86,15 @@ def test_nothing_is_sent_to_another_user(squatter: tuple[Squatter, str], gpus: A
         gpus(url)
     assert f"GPULEASE_DAEMON_USER={EVE}" in refused.value.remedy
     eventually(eve.has_got_nothing, 60, lambda: repr(eve.recorded))
+
+
+@AS_ANOTHER_USER
+def test_whether_another_user_speaks_tls_is_not_tried(tmp_path: Path) -> None:
+    with Squatter(("127.0.0.1", 0), tmp_path / "record") as eve:
+        url = f"http://127.0.0.1:{eve.port}"
+        with Client(url) as client:
+            assert not speaks_tls(addresses.parse(url), client.destination)
+        eventually(eve.has_got_nothing, 60, lambda: repr(eve.recorded))
 
 
 @AS_ANOTHER_USER

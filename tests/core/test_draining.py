@@ -95,16 +95,23 @@ def test_a_lost_gpu_that_shows_nothing_is_not_clean() -> None:
     assert world.ledger.gpus[uuid(0)].draining
 
 
+AS_ROOT = "a worker that runs as root reads those of all that do not hang"
+
+
 @pytest.mark.parametrize(
-    ("unreadable", "note"),
+    ("unreadable", "one", "note"),
     [
-        (0, None),
-        (12, "the open files of 12 processes could not be read"),
-        (None, "its device file is not known, so open files were not checked"),
+        (0, None, None),
+        (12, None, f"the open files of 12 processes could not be read; {AS_ROOT}"),
+        (1, 9, f"the open files of 1 process could not be read, such as pid 9 of ann (agent); {AS_ROOT}"),
+        (None, None, "its device file is not known, so open files were not checked"),
     ],
 )
-def test_what_no_one_could_look_at_is_said_when_the_gpu_is_freed(unreadable: int | None, note: str | None) -> None:
-    world, _ = drained(gpu(0, unreadable_processes=unreadable))
+def test_what_no_one_could_look_at_is_said_when_the_gpu_is_freed(
+    unreadable: int | None, one: int | None, note: str | None
+) -> None:
+    process = None if one is None else Process(pid=one, user="ann", command="agent")
+    world, _ = drained(gpu(0, unreadable_processes=unreadable, unreadable_process=process))
     assert told(world, "gpu.clean") == [note]
 
 

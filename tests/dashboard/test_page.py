@@ -72,7 +72,7 @@ def test_a_lease_comes_and_goes_without_a_reload(watched: Watched, running: Daem
     expect(page.locator("#totals")).to_contain_text("4 free")
     lease = ask(running, count=2, label="ada: resnet", ttl_s=600)
 
-    expect(gpu_row(page, 0)).to_contain_text("leased (starting)")
+    expect(gpu_row(page, 0)).to_contain_text("leased (unused)")
     expect(gpu_row(page, 1)).to_contain_text("ada: resnet")
     expect(page.locator("#totals")).to_contain_text("2 free")
     until = gpu_row(page, 0).locator("td.until")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import subprocess
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +15,21 @@ from types import SimpleNamespace
 import pytest
 
 from gpulease_cli import main
+from gpulease_protocol.host import systemd
 from gpulease_server import host_setup
-from gpulease_server.host_setup import UNITS, CannotSetUp, Host, Places, Write, apply, planned, removal, unit_files
+from gpulease_server.host_setup import (
+    UNITS,
+    CannotSetUp,
+    CannotUninstall,
+    Host,
+    Places,
+    Write,
+    apply,
+    planned,
+    removal,
+    unit_files,
+)
+from gpulease_server.running_programs import RunningProgram, of_installation
 
 PROGRAM = Path("/opt/gpulease/bin/gpulease")
 NEW = Host(program=PROGRAM, systemd=True, jobs=None)
@@ -29,6 +44,11 @@ READY = Host(
     active=frozenset(UNITS),
     daemon="a gpulease daemon of user root answers at unix:///var/lib/gpulease/gpulease.sock already",
 )
+
+
+DAEMON = RunningProgram("daemon", 11, "root", service="gpulease.service")
+WORKER = RunningProgram("worker", 12, "root", service="gpulease-worker.service")
+JOB = RunningProgram("job", 13, "root", "job-3", "gpulease-worker.service")
 
 
 def steps(host: Host) -> list[str]:
@@ -59,8 +79,7 @@ def test_a_newer_version_replaces_its_units_and_restarts_what_runs() -> None:
         "run systemctl daemon-reload",
         "run systemctl restart gpulease-worker.service",
     ]
-    services = frozenset({"gpulease.service", "gpulease-worker.service"})
-    assert steps(replace(READY, outdated=services)) == [
+    assert steps(replace(READY, outdated=(DAEMON, WORKER))) == [
         "run systemctl restart gpulease.service gpulease-worker.service"
     ]
 
@@ -96,10 +115,27 @@ def test_what_stands_in_the_way_is_said_before_anything_is_done(host: Host, said
 def test_without_systemd_it_says_what_to_start() -> None:
     plan = planned(replace(NEW, systemd=False), "text", unit_files())
     assert not [step for step in plan.steps if "systemctl" in str(step)]
-    assert list(plan.notes[1:]) == [
+    assert list(plan.notes[1:3]) == [
         "/opt/gpulease/bin/gpulease serve --no-worker",
         "/opt/gpulease/bin/gpulease worker --url unix:///var/lib/gpulease/gpulease.sock",
     ]
+
+
+def test_after_an_upgrade_without_systemd_it_names_what_to_restart() -> None:
+    host = replace(READY, systemd=False, outdated=(replace(DAEMON, service=""), replace(WORKER, service="")))
+    plan = planned(host, "text", unit_files())
+    assert (plan.steps, plan.without_steps) == ((), "No file has to be changed.")
+    assert plan.notes == (
+        "Restart what runs since before this version was installed:"
+        " a daemon (pid 11 of root); a worker (pid 12 of root).",
+    )
+    assert planned(replace(host, outdated=()), "text", unit_files()).without_steps == "Nothing to do."
+
+
+def test_it_says_what_users_install() -> None:
+    wheel = Path("/opt/gpulease/wheel/gpulease-0.1.0-py3-none-any.whl")
+    for host in (replace(READY, wheel=wheel), replace(NEW, wheel=wheel, systemd=False)):
+        assert planned(host, "text", unit_files()).notes[-1] == f"For training environments: pip install {wheel}"
 
 
 def test_the_program_goes_and_what_it_has_recorded_stays_unless_it_is_to_be_purged() -> None:
@@ -113,15 +149,67 @@ def test_the_program_goes_and_what_it_has_recorded_stays_unless_it_is_to_be_purg
         "remove /usr/local/bin/gpulease",
         "remove /opt/gpulease (the program)",
     ]
-    assert plan.notes == ("Kept: /etc/gpulease and /var/lib/gpulease; --purge removes that too.",)
+    assert plan.notes == ("Settings, records and logs stay. To remove them too: rm -r /etc/gpulease /var/lib/gpulease",)
     purged = [str(step) for step in removal(READY, purge=True).steps]
     assert purged[-3:-1] == ["remove /etc/gpulease (settings)", "remove /var/lib/gpulease (records and logs)"]
 
 
 def test_nothing_is_removed_while_jobs_run() -> None:
-    with pytest.raises(CannotSetUp, match="2 jobs have not ended: job-1, job-2") as refused:
+    with pytest.raises(CannotUninstall, match="2 jobs have not ended: job-1, job-2") as refused:
         removal(replace(READY, jobs=("job-1", "job-2")), purge=True)
-    assert refused.value.remedy == "gpulease cancel job-1, job-2"
+    assert refused.value.remedy == "gpulease cancel job-1 job-2"
+
+
+def test_nothing_is_removed_while_a_job_runs_of_which_no_daemon_tells() -> None:
+    down = replace(READY, daemon=None, jobs=None, active=frozenset(), running=(WORKER, JOB))
+    with pytest.raises(CannotUninstall, match="1 job has not ended: job-3") as refused:
+        removal(down, purge=True)
+    assert refused.value.remedy == "Start the daemon, then gpulease cancel job-3; or without it: kill 13"
+
+
+def test_nothing_is_removed_while_a_program_runs_that_systemd_would_not_end() -> None:
+    by_hand = replace(WORKER, service="")
+    with pytest.raises(CannotUninstall, match=r"a worker \(pid 12 of root\)") as refused:
+        removal(replace(READY, running=(DAEMON, by_hand)), purge=False)
+    assert refused.value.remedy.endswith("kill 12")
+    assert removal(replace(READY, running=(DAEMON, WORKER)), purge=False).steps
+
+
+def test_programs_of_the_installation_are_known_by_their_command_lines(tmp_path: Path) -> None:
+    prefix, data = tmp_path / "opt", tmp_path / "data"
+    lines = {
+        11: [f"{prefix}/bin/python", f"{prefix}/bin/gpulease", "--url", "worker", "serve", "--no-worker"],
+        12: [f"{prefix}/bin/python", "-P", "-m", "gpulease_cli", "worker"],
+        13: [f"{prefix}/bin/python", "-P", "-m", "gpulease_worker.jobs.supervisor", f"{data}/worker/jobs/job-3.2"],
+        14: ["/srv/python", "-P", "-m", "gpulease_worker.jobs.supervisor", f"{data}/worker/jobs/job-4"],
+        15: [f"{prefix}/bin/python", f"{prefix}/bin/gpulease", "run", "-n", "1", "--", "x", "worker"],
+        16: [f"{prefix}/bin/python", "-m", "gpulease_cli", "worker", "--with-parent"],
+        17: ["/home/ada/bin/python", "/home/ada/bin/gpulease", "serve"],
+        18: [f"{prefix}/bin/python", "/usr/local/bin/gpulease", "worker"],
+    }
+    for directory in (prefix, data, tmp_path / "elsewhere"):
+        directory.mkdir()
+    for pid, words in lines.items():
+        process = tmp_path / "proc" / str(pid)
+        process.mkdir(parents=True)
+        (process / "root").symlink_to(tmp_path / "elsewhere" if pid == 18 else "/")
+        (process / "cmdline").write_bytes(b"\0".join(map(os.fsencode, words)) + b"\0")
+        (process / "cgroup").write_text("0::/system.slice/gpulease-worker.service/x\n" if pid == 12 else "0::/user\n")
+        (process / "stat").write_text(Path("/proc/self/stat").read_text())
+    found = of_installation(prefix, data, ("gpulease.service", "gpulease-worker.service"), tmp_path / "proc")
+    assert [(one.pid, one.kind, one.name, one.service) for one in found] == [
+        (11, "daemon", "", ""),
+        (12, "worker", "", "gpulease-worker.service"),
+        (13, "job", "job-3", ""),
+        (14, "job", "job-4", ""),
+    ]
+    assert {one.user for one in found} == {pwd.getpwuid(os.getuid()).pw_name}
+    assert all(0 <= time.time() - one.started_at_s < 10**6 for one in found)
+
+
+@pytest.mark.parametrize("place", ["/root/.pyenv/versions/3.11.7/bin/python3.11", "/home/ada/venv/bin/gpulease"])
+def test_what_is_in_a_home_is_no_program_for_all(place: str) -> None:
+    assert "belongs to one user" in str(host_setup.unsafe(Path(place)))
 
 
 def test_it_writes_once_and_keeps_what_an_administrator_has_changed(tmp_path: Path) -> None:
@@ -142,10 +230,9 @@ case "$1 $3" in
     "is-enabled gpulease-worker.service") exit 1 ;;
     "is-active gpulease.socket") exit 3 ;;
 esac
-case "$*" in *gpulease.service*) since=1000000 ;; *) since=99999999999999 ;; esac
-[ "$1" = show ] && echo $since || exit 0
+exit 0
 """
-"""As systemctl: the worker is not enabled, the socket is not active, the daemon runs since a second after the boot."""
+"""As systemctl: the worker is not enabled, the socket is not active."""
 
 
 def test_what_systemd_says_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,14 +240,16 @@ def test_what_systemd_says_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monke
     program.write_text(SYSTEMCTL)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(host_setup, "SYSTEMD", tmp_path)
+    monkeypatch.setattr(systemd, "RUNS", tmp_path)
+    runs = (replace(DAEMON, started_at_s=1.0), replace(WORKER, started_at_s=1e12))
+    monkeypatch.setattr(host_setup.running_programs, "of_installation", lambda *_: runs)
     monkeypatch.setattr(host_setup.other_daemons, "usual_addresses", tuple)
     places = Places(tmp_path / "units", tmp_path / "gpulease", tmp_path / "config.toml", tmp_path / "d")
     host = host_setup.examine(places)
     assert host.systemd
     assert host.enabled == {"gpulease.socket", "gpulease.service"}
     assert host.active == {"gpulease.service", "gpulease-worker.service"}
-    assert host.outdated == {"gpulease.service"}
+    assert host.outdated == (runs[0],)
     assert (host.units, host.config, host.kept, host.daemon, host.jobs) == ({}, False, (tmp_path,), None, None)
     done = [str(step) for step in apply(planned(replace(host, closed=None), "text", unit_files(), places))]
     assert done[-3:] == [

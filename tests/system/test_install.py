@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ exec cat
 """
 USERS = {"ada": 54322, "bob": 54323}
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-SECTIONS = ("Set up the host", "Upgrade", "Uninstall")
+SECTIONS = ("Set up the host", "For its users", "Upgrade", "Uninstall")
 
 
 def page() -> dict[str, list[str]]:
@@ -100,7 +101,7 @@ class Host:
 
     def words(self, command: str, user: str = "root") -> list[str]:
         # pip reaches its index by the network of this machine, everything else is in the host's own.
-        namespaces = ["--mount"] if "/pip install" in command else ["--mount", "--net"]
+        namespaces = ["--mount"] if re.search("/pip (install|wheel)", command) else ["--mount", "--net"]
         entering = ["nsenter", "--target", str(self.holder.pid), *namespaces]
         if user != "root":
             entering += ["setpriv", f"--reuid={USERS[user]}", f"--regid={USERS[user]}", "--init-groups"]
@@ -171,6 +172,11 @@ def test_the_page_installs_upgrades_and_uninstalls(host: Host) -> None:
     assert tuple(commands) == SECTIONS
     *install, status = commands["Set up the host"]
     printed = [host.run(command) for command in install][-1]
+    wheel = re.findall("For training environments: pip install (.*)", printed)
+    assert wheel == host.run("ls /opt/gpulease/wheel/*").splitlines()
+    (client,) = commands["For its users"]
+    host.run(f"/usr/bin/python3 -m venv /opt/training && /opt/training/bin/{client}")
+    assert "gpulease" in host.run("cd / && /opt/training/bin/gpulease --version", "bob")
     done = re.findall(r"done: (\w+ \S+)", printed)
     assert [word for word in done if "systemd" in word] == [
         f"write /etc/systemd/system/{unit}"
@@ -191,14 +197,21 @@ def test_the_page_installs_upgrades_and_uninstalls(host: Host) -> None:
 
     host.run("echo '# mine' >> /etc/gpulease/config.toml")
     printed = [host.run(command) for command in commands["Upgrade"]][-1]
-    assert "Nothing to do.\n" in printed
+    daemon, worker = re.findall(r"a (?:daemon|worker) \(pid (\d+) of root\)", printed)
+    assert "Restart what runs since before this version was installed" in printed
     assert host.run("tail -n 1 /etc/gpulease/config.toml") == "# mine\n"
 
     job = host.run("gpulease submit -n 1 --launcher plain -- sleep 600", "bob").strip()
     (uninstall,) = commands["Uninstall"]
-    assert f"{job}." in host.run(uninstall, code=1)
-    host.run(f"gpulease cancel {job} && gpulease wait {job}; true", "bob")
-    assert "answers at unix:///var/lib/gpulease/gpulease.sock already" in host.run(uninstall, code=1)
+    assert f"1 job has not ended: {job}." in host.run(uninstall, code=1)
+    # Also without a daemon that knows of it.
+    os.kill(int(daemon), signal.SIGTERM)
+    host.programs[0].wait(60)
+    refused = host.run(uninstall, code=1)
+    assert f"cannot uninstall\n  why: 1 job has not ended: {job}." in refused
+    (supervisor,) = re.findall(r"kill (\d+)", refused)
+    host.run(f"kill {supervisor}")
+    eventually(lambda: f"kill {worker}" in host.run(uninstall, code=1), 60, host.story)
     host.stop()
     host.run(f"{uninstall} --purge")
     left = host.run(

@@ -239,6 +239,14 @@ def test_what_is_fine_says_so() -> None:
     assert found(replace(WELL, certificate=any_host))["certificate"].health is Outcome.FINE
 
 
+def test_a_daemon_whose_workers_see_no_gpu_is_not_said_to_grant() -> None:
+    without_driver = replace(silent("a"), reason="The driver is not there. Try --simulate 4.")
+    facts = found(replace(WELL, nodes=(without_driver,), units=None))
+    assert facts["daemon"].sentence == "It answers."
+    assert facts["workers"].sentence == "a: The driver is not there. Try --simulate 4."
+    assert facts["workers"].remedy == "There: see the log of the worker, and gpulease doctor."
+
+
 def test_what_is_wrong_comes_first_and_is_counted_at_the_end() -> None:
     ill = examine(replace(WELL, free_bytes=2**20, wall_s=0.0, persistence=(False,), gpus=(), library=None))
     words = [finding.health.value for finding in ill]

@@ -168,10 +168,13 @@ def test_processes_that_may_not_be_looked_into_are_counted(device: Path) -> None
         import os
         from gpulease_worker.probe.open_file_scanner import scan
         os.setuid(65534)  # what is root's is closed to any other user
-        print(scan({"/x"}).unreadable)
+        found = scan({"/x"})
+        print(found.unreadable, found.unreadable_process.pid, found.unreadable_process.user)
     """
     ran = subprocess.run(python("-c", code), capture_output=True, text=True, check=True, timeout=60)
-    assert int(ran.stdout) > 0
+    number, pid, user = ran.stdout.split()
+    assert int(number) > 0
+    assert (Path(f"/proc/{pid}").exists(), user) == (True, Path(f"/proc/{pid}").owner())
 
 
 def test_only_a_draining_gpu_is_looked_at(device: Path) -> None:

@@ -21,6 +21,7 @@ from gpulease.cuda import libcuda
 from gpulease.cuda.ordinals import MASK, ORDER
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host import systemd
 from gpulease_protocol.host.addresses import (
     DEFAULT_URL,
     SOCKET_NAME,
@@ -181,7 +182,7 @@ def daemon_data_dir() -> Path:
 
 def _units() -> dict[str, tuple[bool, bool]] | None:
     """The units of gpulease that are installed: whether each is enabled and active. None where systemd is not."""
-    if not Path("/run/systemd/system").is_dir():
+    if not systemd.runs():
         return None
     found = {}
     for unit in UNITS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpulease_protocol.model import NodeMode, NodeState
-from gpulease_worker.doctor_findings import Finding, HostFacts, fine, unknown, warning, wrong
+from gpulease_worker.doctor_findings import Finding, HostFacts, Outcome, fine, unknown, warning, wrong
 
 MIN_FREE_BYTES = 2**30
 """Below this, the ledger and the logs of jobs soon fill the disk."""
@@ -90,7 +90,8 @@ def daemon(facts: HostFacts) -> Finding:
         return wrong("daemon", facts.daemon_problem, facts.daemon_remedy or "See the daemon's log.")
     if facts.stands_by_for is not None:
         return fine("daemon", f"It is a standby; the writer is {facts.stands_by_for}.")
-    return fine("daemon", "It answers." if facts.without_worker else "It answers and can grant.")
+    can_grant = workers(facts).health is not Outcome.WRONG
+    return fine("daemon", "It answers and can grant." if can_grant else "It answers.")
 
 
 def disk(facts: HostFacts) -> Finding:
@@ -115,8 +116,9 @@ def workers(facts: HostFacts) -> Finding:
         here = f"systemctl start {WORKER_UNIT}" if facts.units is not None else remedy
         return wrong("workers", f"{what}.", here)
     if silent:
-        sentence = "; ".join(f"{node.name}: {node.reason or 'unknown'}" for node in silent[:8])
-        return wrong("workers", f"{sentence}.", f"There: systemctl status {WORKER_UNIT}, and gpulease doctor.")
+        sentence = "; ".join(f"{node.name}: {(node.reason or 'unknown').rstrip('.')}" for node in silent[:8])
+        look = "see the log of the worker" if facts.units is None else f"systemctl status {WORKER_UNIT}"
+        return wrong("workers", f"{sentence}.", f"There: {look}, and gpulease doctor.")
     others = [
         f"{node.name} has {node.worker_version}"
         for node in facts.nodes

@@ -34,7 +34,7 @@ from gpulease_protocol.errors import (
     error_from_problem,
     respelled,
 )
-from gpulease_protocol.host import addresses, certificates, config_file
+from gpulease_protocol.host import addresses, certificates, config_file, systemd
 from gpulease_protocol.host.addresses import Address
 from gpulease_protocol.host.variables import unknown_variables
 
@@ -294,7 +294,8 @@ class Failover:
         elif self.destination.interchangeable:
             remedy = "Check the address (GPULEASE_URL), and that the daemon runs there."
         elif systems:
-            remedy = "Look at `systemctl status gpulease`, or ask the administrator of this machine."
+            look = "Look at `systemctl status gpulease`" if systemd.runs() else "Start it as root (docs/install.md)"
+            remedy = f"{look}, or ask the administrator of this machine."
         else:
             remedy = (
                 "On a shared machine ask its administrator; `gpulease serve` starts one of your own, and GPULEASE_URL"

@@ -14,7 +14,14 @@ from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host import config_file
+from gpulease_protocol.host.addresses import SYSTEM_DATA_DIR, has_system_socket
 from gpulease_protocol.status_table import align_columns
+
+OF_ONES_OWN = (
+    f"[serve] and [worker] are those of a daemon that you would start. The one of this host is the owner's of"
+    f" {SYSTEM_DATA_DIR}: `sudo gpulease config show` shows its settings."
+)
+"""For a user who looks for the settings of the daemon that they use."""
 
 
 @command(
@@ -52,6 +59,8 @@ def show(context: click.Context, words: tuple[str, ...], json: bool) -> None:
         return
     rows = [(f"{one.section}.{one.key}", _format_value(one.value), one.place or one.origin) for one in settings_shown]
     output.print_table(align_columns(("SETTING", "VALUE", "FROM"), rows))
+    if section != "client" and os.geteuid() != 0 and has_system_socket():
+        click.echo(OF_ONES_OWN, err=True)
 
 
 @command(examples=("gpulease config check config.toml",))

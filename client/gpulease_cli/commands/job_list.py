@@ -34,6 +34,7 @@ from gpulease_protocol.status_table import (
 REFRESH_S = 2.0
 """Time between two refreshes of `--watch`."""
 HEADS = ("JOB", "NAME", "USER", "STATE", "TIME", "GPUS", "COMMAND")
+NO_JOBS = "No jobs. `gpulease submit -n 1 -- COMMAND` queues one."
 CUT = {"NAME": 10, "USER": 6, "COMMAND": 8}
 DROP = ("USER", "COMMAND")
 
@@ -105,7 +106,10 @@ def list_jobs(
             output.print_json(page)
             return
         several_nodes = len(client.nodes()) > 1
-    _print(page.items, me, several_nodes)
+    if page.items:
+        _print(page.items, me, several_nodes)
+    else:
+        click.echo("No job matches." if state or array or user or mine else NO_JOBS, err=True)
     if page.next is not None:
         click.echo(f"Only the newest {limit} are shown; see --limit, --state and --user.", err=True)
     elif older:

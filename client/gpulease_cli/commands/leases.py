@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime
 
 import click
 
 from gpulease.client import Client
+from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
@@ -49,13 +51,17 @@ def list_leases(include_ended: bool, json: bool) -> None:
 @command(examples=("gpulease explain job-82c4b92c1f47e880",))
 @argument(
     "lease",
-    metavar="LEASE|JOB",
-    help="A lease or job: id, beginning of one, or name of a job of yours.",
+    metavar="[LEASE|JOB]",
+    required=False,
+    help="A lease or job: id, beginning of one, or name of a job of yours. By default the lease of this shell.",
     shell_complete=id_completion.jobs,
 )
 @JSON
-def explain(lease: str, json: bool) -> None:
+def explain(lease: str | None, json: bool) -> None:
     """Explain why a lease or a job waits and what is in the way, or why it ended."""
+    lease = lease or os.environ.get(LEASE_VARIABLE)
+    if not lease:
+        raise click.UsageError("LEASE|JOB is missing, and this shell has no lease", click.get_current_context())
     with Client() as client:
         lease_id, job = names.find_lease(client, lease)
         explanation = client.explain(lease_id)

@@ -16,9 +16,10 @@ from gpulease_protocol.status_table import describe_totals
 @command(examples=("gpulease queue",))
 @JSON
 def queue(json: bool) -> None:
-    """Show who waits, for what, since when, and when they start at the latest, where that is known.
+    """Show who waits, for what, since when, and when they are likely to start, where that is known.
 
     A start is known where the jobs in the way have a time limit (`submit --time`); else who is in the way longest.
+    It is an estimate: limits per user, and newer requests that pass because they fit, are not counted.
     `gpulease explain LEASE` names everything that is in the way.
     """
     with Client() as client:

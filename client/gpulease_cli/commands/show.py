@@ -145,7 +145,7 @@ def _gpu_facts(gpu: Gpu, lease: Lease | None, now: datetime) -> Facts:
     yield "GPU", f"{gpu.node}:{gpu.index}"
     yield "UUID", gpu.uuid
     yield "model", gpu.name
-    yield "state", describe_state(gpu, lease, now)
+    yield "state", describe_state(gpu, now)
     yield "why", None if leased else gpu.reason
     yield "holder", gpu.holder and describe_holder(gpu.holder)
     yield "lease", gpu.lease_id

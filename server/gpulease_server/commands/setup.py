@@ -49,7 +49,7 @@ def setup(
     for step in plan.steps:
         click.echo(f"  {step}")
     if not plan.steps:
-        click.echo("Nothing to do.")
+        click.echo(plan.without_steps)
     elif not dry_run and not _agreed(yes):
         return output.REFUSED
     elif not dry_run:

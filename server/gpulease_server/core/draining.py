@@ -160,7 +160,10 @@ def _caveats(reading: GpuReading, leftovers: Leftovers, policy: Policy) -> str |
         notes.append("its device file is not known, so open files were not checked")
     elif reading.unreadable_processes:
         number = reading.unreadable_processes
-        notes.append(f"the open files of {number} process{'' if number == 1 else 'es'} could not be read")
+        note = f"the open files of {number} process{'' if number == 1 else 'es'} could not be read"
+        if reading.unreadable_process is not None:
+            note += f", such as {_describe_first((reading.unreadable_process,), policy)}"
+        notes.append(f"{note}; a worker that runs as root reads those of all that do not hang")
     return "; ".join(notes) or None
 
 

@@ -22,7 +22,7 @@ export function cell(label, attributes = {}, ...children) {
 
 /** A state: a word and a color; with its activity, as in `leased (idle)`. */
 export function stateMark(mark, state, activity = null) {
-  setText(mark, activity ? `${state} (${activity})` : state);
+  setText(mark, activity ? `${state} (${activity === "starting" ? "unused" : activity})` : state);
   mark.className = `state state-${state}${activity ? ` activity-${activity}` : ""}`;
 }
 

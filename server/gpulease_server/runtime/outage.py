@@ -100,7 +100,7 @@ class Outage:
     def update(self, error: Exception) -> None:
         """Keep the newest reason, and log it if it has changed; with a traceback if this program is at fault."""
         self.reason = (
-            error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be read: {error_message(error)}"
+            error.detail if isinstance(error, StoreFailed) else f"the ledger cannot be used: {error_message(error)}"
         )
         if self.reason != self._logged_reason:
             self._logged_reason = self.reason

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId, stat
-from gpulease_worker.processes import bounded_read
+from gpulease_protocol.model import Process
+from gpulease_worker.processes import bounded_read, procfs
 
 WAIT_S = 0.25
 """How long a reading that no request waits for waits for a scan: enough for a host with a thousand processes."""
@@ -39,7 +40,9 @@ class ScanResult:
     by_path: dict[str, list[ProcessId]] = field(default_factory=dict)
     """By path: the processes that have the file open or mapped."""
     unreadable: int = 0
-    """Number of processes that this user may not inspect."""
+    """Number of processes that could not be inspected: this user may not, or they hang in the kernel."""
+    unreadable_process: Process | None = None
+    """One of them, the oldest by pid."""
 
 
 class OpenFileScanner:
@@ -138,6 +141,9 @@ def scan(paths: Collection[str]) -> ScanResult:
             has.setdefault(pid, set()).update(paths_found or ())
         closed |= {pid for pid in seen if pid not in shown or shown[pid] is None}
     result.unreadable = len(closed)
+    if closed:
+        first = min(closed)
+        result.unreadable_process = Process(pid=first, user=procfs.user_of(first), command=seen[first].name)
     for pid, paths_found in has.items():
         for path in paths_found:
             result.by_path.setdefault(path, []).append(ProcessId(pid, seen[pid].start_ticks))

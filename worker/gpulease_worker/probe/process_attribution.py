@@ -107,9 +107,11 @@ def _with_openers(
             shown.append(gpu)  # the last scan found no process of the lease, which says nothing about now
             continue
         result = results.get(gpu.uuid)
-        shown.append(
-            replace(gpu, opened_by=opened_by, unreadable_processes=None if result is None else result.unreadable)
-        )
+        if result is None:
+            shown.append(replace(gpu, opened_by=opened_by, unreadable_processes=None))
+            continue
+        number, one = result.unreadable, result.unreadable_process
+        shown.append(replace(gpu, opened_by=opened_by, unreadable_processes=number, unreadable_process=one))
     return shown, classifier.lease_processes
 
 
