@@ -13,6 +13,8 @@ node                                       nodejs         the same
 npm                                        npm            generators of TypeScript clients
 chromium                                   chromium       the dashboard in a browser
 systemd-analyze                            systemd        reading the units
+zsh                                        zsh            completion in it
+fish                                       fish           the same
 /usr/lib/python3*/ensurepip                python3-venv   installing as docs/install.md says
 buildah                                    buildah        building the container image
 debootstrap                                debootstrap    the base of that image

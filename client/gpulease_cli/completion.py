@@ -10,7 +10,17 @@ import os
 from pathlib import Path
 
 import click
-from click.shell_completion import get_completion_class, shell_complete
+from click.shell_completion import (
+    BashComplete,
+    CompletionItem,
+    FishComplete,
+    ShellComplete,
+    ZshComplete,
+    add_completion_class,
+    get_completion_class,
+    shell_complete,
+    split_arg_string,
+)
 
 from gpulease_protocol.errors import InvalidRequest
 
@@ -22,6 +32,64 @@ SCRIPTS = {
 }
 """Where a shell looks for the script: below this variable's directory, or else this one in the home directory."""
 ZSH_LINE = 'eval "$(gpulease --show-completion)"'
+BASH_SCRIPT = """\
+%(complete_func)s() {
+    local IFS=$'\\n' line=${COMP_LINE:0:COMP_POINT} kept= completion type value
+    local word=${line##*[[:space:]]}
+    # To bash a word begins after a colon, as in gpubox:3. So what is before it stays on the line.
+    [[ $COMP_WORDBREAKS == *:* && $word == *:* ]] && kept=${word%%"${word##*:}"}
+    for completion in $(env COMP_WORDS="$line" %(complete_var)s=bash_complete $1); do
+        IFS=',' read -r type value <<< "$completion"
+        case $type in
+            dir) compopt -o dirnames ;;
+            file) compopt -o default ;;
+            plain) COMPREPLY+=("${value#"$kept"}") ;;
+        esac
+    done
+}
+complete -o nosort -F %(complete_func)s %(prog_name)s
+"""
+
+
+class _Bash(BashComplete):
+    """Completion for bash by the line that was typed: the words that bash makes of it end at each colon."""
+
+    source_template = BASH_SCRIPT
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """The words of the line before the cursor, and the beginning of the last one."""
+        line = os.environ["COMP_WORDS"]
+        words = split_arg_string(line)
+        incomplete = words.pop() if words and not line[-1].isspace() else ""
+        return words[1:], incomplete
+
+
+class _WithOption(ShellComplete):
+    """For shells that replace the whole word by what is offered: of `--option=value` both parts are offered."""
+
+    _option = ""
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        """The words before the one to complete, and its beginning."""
+        words, incomplete = super().get_completion_args()
+        self._option = incomplete[: incomplete.find("=") + 1] if incomplete.startswith("-") else ""
+        return words, incomplete
+
+    def format_completion(self, item: CompletionItem[str]) -> str:
+        """What is printed for one item."""
+        return super().format_completion(CompletionItem(self._option + item.value, item.type, item.help))
+
+
+class _Zsh(_WithOption, ZshComplete):
+    pass
+
+
+class _Fish(_WithOption, FishComplete):
+    pass
+
+
+for kind in (_Bash, _Zsh, _Fish):
+    add_completion_class(kind)
 
 
 def answer(program: click.Command) -> int:

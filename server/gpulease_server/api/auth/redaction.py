@@ -48,7 +48,9 @@ def redact_gpu(caller: Caller, gpu: Gpu, access: AccessSettings) -> Gpu:
     if access.show_commands or caller.is_admin:
         return gpu
     opened_by = None if gpu.opened_by is None else tuple(_redact_process(caller, one) for one in gpu.opened_by)
-    return replace(gpu, processes=tuple(_redact_process(caller, one) for one in gpu.processes), opened_by=opened_by)
+    unreadable = None if gpu.unreadable_process is None else _redact_process(caller, gpu.unreadable_process)
+    processes = tuple(_redact_process(caller, one) for one in gpu.processes)
+    return replace(gpu, processes=processes, opened_by=opened_by, unreadable_process=unreadable)
 
 
 def hidden_kind_prefix(caller: Caller) -> str | None:
