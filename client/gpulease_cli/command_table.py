@@ -27,6 +27,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "run": Row("Lease GPUs, run a command on them, release them", "run:run"),
         "shell": Row("Start a shell on leased GPUs; they are released when it ends", "run:shell"),
         "acquire": Row("Bind this shell to leased GPUs, until it ends or `gpulease release`", "acquire:acquire"),
+        "adopt": Row("Lease the GPUs that a running process of yours uses already, until it ends", "adopt:adopt"),
         "renew": Row("Extend leases by their full ttl from now", "acquire:renew"),
         "release": Row("End leases and free their GPUs; queued requests are withdrawn", "acquire:release"),
     },

@@ -106,6 +106,9 @@ class LeaseRequest(RequestBody):
     again."""
     watch_owner: bool = True
     """Whether the lease ends with that process where it can be watched; false: those who use the GPUs renew it."""
+    adopt: bool = False
+    """Lease the GPUs that `owner_pid` and the processes below it use already, until it ends: all of them, and only if
+    no one else's process is on them. It must be the caller's own, or the caller an administrator. Never queues."""
     owner_realm: Annotated[
         str | None, Bounds(pattern=REALM_PATTERN, rule="must be a boot id, a slash, and pid:[N]")
     ] = None
@@ -122,6 +125,11 @@ class LeaseRequest(RequestBody):
         )
         if self.devices is not None:
             parse_devices(self.devices)
+        if self.adopt:
+            check_field(self.owner_pid is not None, "adopt", "must come with owner_pid, the process")
+            chosen = [name for name in CHOICE_FIELDS if getattr(self, name) is not None]
+            check_field(not chosen, "adopt", f"takes the GPUs that the process uses, so leave out {', '.join(chosen)}")
+            check_field(self.watch_owner, "adopt", "needs watch_owner")
 
     def demand(self) -> Demand:
         """The GPUs asked for. Raises ValueError for a form of `devices` that means nothing."""
@@ -135,6 +143,8 @@ class LeaseRequest(RequestBody):
         )
 
 
+CHOICE_FIELDS = ("count", "devices", "min_free_memory_bytes", "gpu_model", "node", "among")
+"""What a client says of the GPUs that it asks for."""
 OWNER_FIELDS = frozenset(item.name for item in fields(LeaseRequest) if "owner" in item.name)
 """What a client says of itself, and not of what it asks for. Without it the holder renews."""
 

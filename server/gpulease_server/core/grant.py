@@ -16,7 +16,9 @@ from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
 
 
-def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], *, unclaimed: bool) -> None:
+def grant(
+    turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], *, unclaimed: bool, reason: str | None = None
+) -> None:
     """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant.
 
     `unclaimed`: it was granted out of the queue, and its holder must ask about it before its owner's life keeps it.
@@ -59,6 +61,7 @@ def grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], *, uncla
         node=node,
         gpus=tuple(gpu.device.uuid for gpu in gpus),
         fencing_token=token,
+        reason=reason,
     )
 
 

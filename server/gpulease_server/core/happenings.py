@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Demand, Holder, JobDependency, JobSpec, NodeMode
 from gpulease_protocol.node_protocol import NodeReport
-from gpulease_server.core.records import WatchedOwner
+from gpulease_server.core.records import Adoption, WatchedOwner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,8 @@ class LeaseRequested:
     """Its owner, if that is confirmed and a worker can watch it."""
     watch_owner: bool = True
     """False: the lease must be renewed all the same, because its owner may outlive its use."""
+    adoption: Adoption | None = None
+    """The request is for the GPUs that its owner uses already, whatever the demand says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared, shorten_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import Change, KeyRecord, LeaseRecord, WatchedOwner
+from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import too_much_undecided
 
@@ -50,7 +50,15 @@ def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
         liveness=initial_liveness(turn.ledger, request.watched_owner if request.watch_owner else None),
         created_at=turn.now.at,
     )
-    enqueue(turn, lease, request.cause, queue=request.queue, key=request.key, watched_owner=request.watched_owner)
+    enqueue(
+        turn,
+        lease,
+        request.cause,
+        queue=request.queue,
+        key=request.key,
+        watched_owner=request.watched_owner,
+        adoption=request.adoption,
+    )
 
 
 def enqueue(
@@ -62,6 +70,7 @@ def enqueue(
     key: IdempotencyKey | None,
     changes: tuple[Change, ...] = (),
     watched_owner: WatchedOwner | None = None,
+    adoption: Adoption | None = None,
 ) -> None:
     """Put a lease at the end of the queue, undecided. Nothing is recorded before the verdict.
 
@@ -88,6 +97,7 @@ def enqueue(
         since_s=turn.now.mono_s,
         user=user,
         size_bytes=size_bytes,
+        adoption=adoption,
     )
 
 

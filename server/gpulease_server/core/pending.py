@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
-from gpulease_server.core.records import Change, KeyRecord
+from gpulease_server.core.records import Adoption, Change, KeyRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,8 @@ class PendingRequest:
     """Who asks."""
     size_bytes: int
     """Memory that it keeps, see `core.footprint`."""
+    adoption: Adoption | None = None
+    """The process that it adopts."""
 
 
 class PendingRequests(MutableMapping[str, PendingRequest]):

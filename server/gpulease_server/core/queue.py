@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpulease_protocol.errors import NeverFits, NotNow, OverQuota
+from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobState
+from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
 from gpulease_server.core.eligibility import array_of, is_eligible, is_over_user_limit, running_per_array
 from gpulease_server.core.explain.explain import explain
@@ -17,7 +18,7 @@ from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord
+from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import (
     never_within_limits,
@@ -46,6 +47,10 @@ def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
         if pending is None and not reservations.unreserved:
             if not undecided:
                 break
+            continue
+        if pending is not None and pending.adoption is not None:
+            undecided -= 1
+            _adopt(turn, record, pending, reservations, waited_enough=pending.since_s < latest_s)
             continue
         if is_over_user_limit(turn.ledger, users, record):
             # It reserves no GPU. A new one gets its verdict.
@@ -102,11 +107,28 @@ def _place(
     )
 
 
+def _adopt(
+    turn: Turn, record: LeaseRecord, pending: PendingRequest, reservations: Reservations, *, waited_enough: bool
+) -> None:
+    """Give the verdict on a process that is to be adopted, once its node has read."""
+    adoption = pending.adoption or Adoption(pids=frozenset())
+    match place_adopted(turn, record, adoption, reservations.users, waited_enough=waited_enough):
+        case Placed(gpus):
+            _grant(turn, with_adopted_gpus(record, gpus), gpus, turn.pending.pop(record.lease.id))
+            reservations.users.add(record.lease, len(gpus))
+        case NeedsReading(node):
+            turn.request_reading(node)
+        case refused:
+            _refuse(turn, record, turn.pending.pop(record.lease.id), refused)
+
+
 def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: PendingRequest | None) -> None:
     if pending is not None:
         turn.cause = record.cause
         _record_pending(turn, pending)
-    grant(turn, record, gpus, unclaimed=pending is None and record.lease.job_id is None)
+    adopted = pending is not None and pending.adoption is not None
+    reason = f"adopted process {record.lease.holder.owner_pid}" if adopted else None
+    grant(turn, record, gpus, unclaimed=pending is None and record.lease.job_id is None, reason=reason)
     job = turn.ledger.jobs.get(record.lease.job_id or "")
     if job is not None:
         lease = turn.ledger.leases[record.lease.id].lease
@@ -131,21 +153,16 @@ def _answer_waiting(
     never = is_never(turn.ledger, record.lease.demand)
     refused = None if never else _over_quota(turn, record, pending)
     if refused is not None:
-        turn.ledger.withdraw(record)
-        for cause in pending.causes:
-            turn.answer(cause, refused)
-        return False
+        return _refuse(turn, record, pending, refused)
     if never or not pending.queue:
         explanation = explain(turn.ledger, record, turn.now, turn.policy, reservations=reservations, stays_queued=False)
-        turn.ledger.withdraw(record)
         kind, remedy = (
             (NeverFits, "Ask for fewer or other GPUs; `GET /v1/gpus` lists all GPUs.")
             if never
             else (NotNow, 'Ask again later, or wait in the queue with `"queue": true`.')
         )
-        for cause in pending.causes:
-            turn.answer(cause, kind(explanation.sentence, remedy=remedy, extra={"explanation": explanation}))
-        return False
+        error = kind(explanation.sentence, remedy=remedy, extra={"explanation": explanation})
+        return _refuse(turn, record, pending, error)
     turn.cause = record.cause
     turn.put(replace(record, renewed_at=turn.now.at))
     if record.lease.job_id is None:
@@ -154,6 +171,13 @@ def _answer_waiting(
     turn.emit("lease.queued", lease_id=record.lease.id, job_id=record.lease.job_id)
     _answer(turn, record, pending)
     return True
+
+
+def _refuse(turn: Turn, record: LeaseRecord, pending: PendingRequest, error: GpuleaseError) -> bool:
+    turn.ledger.withdraw(record)
+    for cause in pending.causes:
+        turn.answer(cause, error)
+    return False
 
 
 def _over_quota(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> OverQuota | None:

@@ -31,6 +31,16 @@ class WatchedOwner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adoption:
+    """A process that is to become the holder of the GPUs that it uses already, see `core.adoption`."""
+
+    pids: frozenset[int]
+    """The process, and those below it."""
+    user: str | None = None
+    """Whose process its node must show it to be; None where the daemon has seen that itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
     """A lease as the ledger keeps it. Its noun leaves `expires_at` and `position` empty; see `core.presentation`."""
 

@@ -19,11 +19,12 @@ from gpulease_protocol.requests import MAX_TEXT, HolderProof, LeaseRequest
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller
-from gpulease_server.api.auth.peer_credentials import OwnerClaim
+from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredentials
 from gpulease_server.api.auth.redaction import redact_lease
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
+from gpulease_server.api.routes.adopted_process import adopted_elsewhere, adopted_here
 from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.streams.long_poll import (
     NEXT_LINK,
@@ -46,7 +47,7 @@ from gpulease_server.core.happenings import (
 )
 from gpulease_server.core.lease import MadeLongAgo, answer_for_old_lease, ended_sentence
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import LeaseRecord, WatchedOwner
+from gpulease_server.core.records import Adoption, LeaseRecord, WatchedOwner
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/leases", "leases")
@@ -68,20 +69,37 @@ async def lease_requested(
     """The happening that a request for a lease is."""
     if body.ttl_s > daemon.policy.max_ttl_s:
         raise InvalidRequest(f"ttl_s: must be at most {daemon.policy.max_ttl_s:.0f} seconds, not {body.ttl_s:.0f}.")
-    owner = peer.check_owner(body.owner_pid, body.owner_start_ticks)
-    watched_owner = _owner_watch(daemon, owner) if peer.local else _remote_owner_watch(daemon, body, caller)
-    host = daemon.host if peer.local else daemon.ledger.nodes[watched_owner.node].host if watched_owner else None
+    watched_owner: WatchedOwner | None
+    adoption: Adoption | None = None
+    if body.adopt and peer.local:
+        holder, watched_owner, adoption = await adopted_here(daemon, body, caller, peer)
+    elif body.adopt:
+        found = _remote_owner_watch(daemon, body, caller)
+        holder, watched_owner, adoption = adopted_elsewhere(daemon, body, caller, found)
+    else:
+        holder, watched_owner = _holder(daemon, body, caller, peer)
     return LeaseRequested(
         cause=ids.new_id("request"),
         lease_id=ids.new_id("lease"),
         demand=body.demand(),
-        holder=Holder(user=caller.user, host=host, owner_pid=owner.pid, label=body.label),
+        holder=holder,
         watched_owner=watched_owner,
         watch_owner=body.watch_owner,
         ttl_s=body.ttl_s,
-        queue=body.queue,
+        queue=body.queue and adoption is None,
         key=key,
+        adoption=adoption,
     )
+
+
+def _holder(
+    daemon: DaemonState, body: LeaseRequest, caller: Caller, peer: PeerCredentials
+) -> tuple[Holder, WatchedOwner | None]:
+    """Who will hold the lease, and what ends it where that can be watched."""
+    owner = peer.check_owner(body.owner_pid, body.owner_start_ticks)
+    watched_owner = _owner_watch(daemon, owner) if peer.local else _remote_owner_watch(daemon, body, caller)
+    host = daemon.host if peer.local else daemon.ledger.nodes[watched_owner.node].host if watched_owner else None
+    return Holder(user=caller.user, host=host, owner_pid=owner.pid, label=body.label), watched_owner
 
 
 RequestedDep = Annotated[LeaseRequested, Depends(lease_requested)]
@@ -135,6 +153,8 @@ async def request_lease(
 )
 async def explain_request(requested: RequestedDep, daemon: DaemonDep) -> Explanation:
     """Explain what would become of a request now: `fits_now`, `not_now` or `never`. Takes and records nothing."""
+    if requested.adoption is not None:
+        raise InvalidRequest("adopt: only the request itself looks at the process.", remedy="Send it; it never queues.")
     return explain_unmade(daemon, requested)
 
 
