@@ -23,6 +23,7 @@ For pools, sweeps and event loops, whose processes and threads outlive the work 
 | the daemon restarts, or is away for less than the lease's ttl | nothing: the lease is renewed when it is back |
 | it is away when the block is left | the release is owed, and the block is left after at most 20 s |
 | the lease is lost | the logger says so, and `lost` is true. The block is not interrupted |
+| the process was started under a lease (a job, `gpulease run`) | InUse: it sees no GPUs but that lease's |
 | the process forks in a block | the child leaves the block without effect, and opens blocks of its own |
 | the parent of a pool ends | the block of its child is given back, see `gpulease.lease` |
 | the process has used CUDA | CUDA keeps the GPUs until it ends, so its next blocks get them (`gpulease.kept_gpus`) |

@@ -81,6 +81,31 @@ def test_with_gpus_0_and_2_busy(client: Client, python: Program, asked: str, mas
         wait_until(lambda: found(python, asked, mask).startswith(answer), story=lambda: found(python, asked, mask))
 
 
+def test_what_lightning_expects_of_its_own_function(client: Client, python: Program) -> None:
+    """`test_find_usable_cuda_devices_error_handling` of Lightning 2.6, with GPUs and no mocks."""
+    program = """
+import os, re
+from gpulease import find_usable_cuda_devices
+
+def raises(kind, text, mask):
+    os.environ["CUDA_VISIBLE_DEVICES"] = mask
+    try:
+        find_usable_cuda_devices(2)
+    except kind as error:
+        assert re.search(text, str(error)), error
+    else:
+        raise AssertionError(text)
+
+raises(ValueError, "You requested to find 2 devices but there are no visible CUDA", "")
+raises(ValueError, "this machine only has 1 GPUs", "0")
+raises(RuntimeError, re.escape("The devices [0, 1] are occupied by other processes"), "0,1")
+del os.environ["CUDA_VISIBLE_DEVICES"]
+print(find_usable_cuda_devices(-1))
+"""
+    with client.lease(devices=[0, 1], wait_s=60):
+        assert python(program).stdout.strip() == "[2, 3]", "those that are usable"
+
+
 def test_a_refusal_names_the_holders(client: Client, python: Program) -> None:
     with client.lease(devices=[0], wait_s=60), client.lease(devices=[1, 2, 3], wait_s=60, label="evening run"):
         said = found(python, "4", None)
