@@ -156,7 +156,9 @@ def _hold(pidfile: Path, asked: dict[str, Any]) -> int:
     """Start a holder and wait until it has the GPUs; its exit code where it could not get them."""
     descriptor = os.open(pidfile, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     if not _lock(descriptor):
-        output.print_error("refused", f"process {_pid(descriptor)} holds GPUs for {pidfile}", "--release it first")
+        holder = _pid(descriptor)
+        why = f"process {holder} holds GPUs" if holder else "another process waits for GPUs"
+        output.print_error("refused", f"{why} for {pidfile}", "--release it first, or name another --pidfile")
         return output.REFUSED
     os.ftruncate(descriptor, 0)
     reader, writer = os.pipe()

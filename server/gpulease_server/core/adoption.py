@@ -11,7 +11,7 @@ refused. It never waits in the queue: what would have to end first is named.
 What must always hold
 ---------------------
 1. The verdict rests on a reading of the whole node that was begun after the request, and is recent (`core.gpu`).
-2. The lease has every GPU on which that reading shows the process or one below it, or there is none.
+2. The lease has every GPU on which that reading shows the process or one of its user below it, or there is none.
 3. None of these is held by a lease, draining, cordoned, unhealthy, prohibited or unknown, and everything else that
    keeps it from being free is the process's own.
 4. A process owns at most one lease that was made so, and none if it works under a lease already.
@@ -137,8 +137,11 @@ def _not_alone(turn: Turn, gpu: GpuRecord, adoption: Adoption, pid: int) -> Gpul
         if gpu.draining:
             detail = f"Not now: {place} drains after {gpu.lease_id}, and process {pid} is still on it."
             return NotNow(detail, remedy="It is free when that process has ended.")
-        if any(one.lease_id == gpu.lease_id for one in occupants(reading) if one.pid in adoption.pids):
-            return InUse(f"Process {pid} works under {gpu.lease_id} already, on {place}.", remedy="It needs no other.")
+        own = [one.pid for one in occupants(reading) if one.pid in adoption.pids and one.lease_id == gpu.lease_id]
+        if own:
+            return InUse(
+                f"Process {own[0]} works under {gpu.lease_id} already, on {place}.", remedy="It needs no other."
+            )
         holder = turn.ledger.leases[gpu.lease_id].lease.holder
         detail = f"Not now: {place} is leased to {holder.user} ({gpu.lease_id}), and process {pid} is a stranger on it."
         return NotNow(detail, remedy="End one of them: a GPU has one holder.")

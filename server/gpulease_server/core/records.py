@@ -35,7 +35,7 @@ class Adoption:
     """A process that is to become the holder of the GPUs that it uses already, see `core.adoption`."""
 
     pids: frozenset[int]
-    """The process, and those below it."""
+    """The process, and those of its user below it."""
     user: str | None = None
     """Whose process its node must show it to be; None where the daemon has seen that itself."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 
 from gpulease_protocol.errors import InvalidRequest, NotAllowed
 from gpulease_protocol.host.process_id import Stat, realm, stat
@@ -44,16 +45,25 @@ async def adopted_here(
     if not caller.may_see(Holder(user=user)) and caller.uid != uid:
         detail = f"Process {pid} is that of user {user}."
         raise NotAllowed(detail, remedy="Its user or an administrator can adopt it.")
-    below = await asyncio.to_thread(descendants, pid)
+    below = await asyncio.to_thread(_below, pid, uid)
     again: Stat | None = stat(pid)
     if again is None or again.start_ticks != process.start_ticks:
         raise _no_such_process(pid, daemon.host)
     if len(below) > MAX_PROCESSES:
         raise InvalidRequest(f"owner_pid: process {pid} has over {MAX_PROCESSES} processes below it.")
     owner = LeaseOwner(pid=pid, start_ticks=process.start_ticks)
-    pids = frozenset({pid, *(one.pid for one in below)})
     holder = Holder(user=user, host=daemon.host, owner_pid=pid, label=body.label)
-    return holder, WatchedOwner(node=node, realm=own_realm, owner=owner), Adoption(pids=pids)
+    return holder, WatchedOwner(node=node, realm=own_realm, owner=owner), Adoption(pids=below | {pid})
+
+
+def _below(pid: int, uid: int) -> frozenset[int]:
+    """The user's own processes below one: below `init` and `sshd` there are those of others."""
+    found = set()
+    for process in descendants(pid):
+        with suppress(OSError):
+            if os.stat(f"/proc/{process.pid}").st_uid == uid:
+                found.add(process.pid)
+    return frozenset(found)
 
 
 def adopted_elsewhere(
