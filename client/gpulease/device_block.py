@@ -119,15 +119,11 @@ class DeviceBlock:
                 else:
                     waiter.taken |= dict.fromkeys(held.gpus, held)
                     break
-            return self._enter(client, waiter, visible)
-        except NotNow as error:
-            self._give_back(client, waiter.taken, visible)
-            return self._refused(visible, error)
-        except BaseException:
-            self._give_back(client, waiter.taken, visible)
-            raise
-        finally:
             keeper.done(waiter, client)
+            return self._enter(client, waiter, visible)
+        except BaseException as error:
+            self._give_up(client, waiter, visible)
+            return self._refused(visible, error)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -158,15 +154,11 @@ class DeviceBlock:
                     else:
                         waiter.taken |= dict.fromkeys(lease.gpus, lease.held)
                         break
-            return self._enter(client, waiter, visible)
-        except NotNow as error:
-            await run_in_thread(lambda: self._give_back(client, waiter.taken, visible))
-            return self._refused(visible, error)
-        except BaseException:
-            await run_in_thread(lambda: self._give_back(client, waiter.taken, visible))
-            raise
-        finally:
             await run_in_thread(lambda: keeper.done(waiter, client))
+            return self._enter(client, waiter, visible)  # without an await after it, at which a task may be cancelled
+        except BaseException as error:
+            await run_in_thread(lambda: self._give_up(client, waiter, visible))
+            return self._refused(visible, error)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -212,7 +204,14 @@ class DeviceBlock:
         arguments["among"] = [uuid for uuid in arguments["among"] if uuid not in taken]
         return arguments | {"wait_s": remaining_s(self._resolved_wait_s, until_s), "on_queued": waiter}
 
-    def _refused(self, visible: VisibleDevices, error: NotNow) -> list[int]:
+    def _give_up(self, client: Client, waiter: Waiter, visible: VisibleDevices) -> None:
+        GpuKeeper.of(client.destination).done(waiter, client)
+        self._give_back(client, waiter.taken, visible)
+
+    def _refused(self, visible: VisibleDevices, error: BaseException) -> list[int]:
+        """What a call that got no GPUs returns. Raises the error unless there may be none."""
+        if not isinstance(error, NotNow):
+            raise error
         if self._num_devices == -1:
             return []
         raise too_few_usable(self._num_devices, visible, self._resolved_wait_s, error) from None

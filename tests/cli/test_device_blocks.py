@@ -230,6 +230,24 @@ asyncio.run(main())
         assert lines(program, python) == ["True 0"]
 
 
+def test_a_task_that_is_cancelled_at_any_moment_holds_nothing(client: Client, python: Program) -> None:
+    program = """
+import asyncio, gpulease
+async def block():
+    async with gpulease.usable_cuda_devices(1):
+        await asyncio.sleep(0.02)
+async def main():
+    for step in range(20):
+        task = asyncio.create_task(block())
+        await asyncio.sleep(0.005 * step)
+        task.cancel()
+        await asyncio.wait([task])
+    print(len(gpulease.Client().leases(["queued", "active"])))
+asyncio.run(main())
+"""
+    assert lines(program, python) == ["0"]
+
+
 def test_a_second_thread_that_gets_the_gpus_of_the_first_is_warned_once(client: Client, python: Program) -> None:
     program = """
 import gpulease, threading
