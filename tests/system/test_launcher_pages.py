@@ -60,17 +60,6 @@ def test_a_training_of_two_ranks_takes_one_lease_and_gives_it_back(
     running.wait_free()
 
 
-def test_the_trials_of_a_sweep_in_threads_each_have_a_lease(running: DaemonProcess, tmp_path: Path) -> None:
-    before = last_seq(running)
-    result = run_page("optuna.md", tmp_path, running.url)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert "12 trials, best x " in result.stdout
-    granted = events_of(running, "lease.granted", before)
-    assert [len(event["gpus"]) for event in granted] == [1] * 12
-    assert len({event["gpus"][0] for event in granted}) > 1, "trials ran one after the other"
-    running.wait_free()
-
-
 def test_every_page_is_run() -> None:
-    run = {"lightning.md", "fabric.md", "torchrun.md", "accelerate.md", "spawn.md", "optuna.md"}
+    run = {"lightning.md", "fabric.md", "torchrun.md", "accelerate.md", "spawn.md"}
     assert {path.name for path in PAGES.glob("*.md")} == run | {"README.md"}

@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import combinations
@@ -30,6 +32,7 @@ from tests.system.hardware import GIB, Hardware
 TOOLS = Path(sys.prefix) / "tools" / "bin"
 """The programs of the tools' environment (`tests/tools/install.sh`)."""
 RUN_S = 280.0
+SETTLED_S = 5.0
 FOREIGN_PID = 3999999
 """More than Linux gives out by default: no process of this host."""
 OBSERVED_WITHIN_S = 1.0
@@ -63,7 +66,8 @@ class Sweep:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPULEASE_", "CUDA_"))}
         path = f"{TOOLS}:{Path(sys.executable).parent}:{kept['PATH']}"
         own = {"GPULEASE_URL": self.running.url, "GPULEASE_WAIT_S": "120", "TRIAL_LOG": str(self.log), "PATH": path}
-        return kept | own | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"} | further
+        modules = os.pathsep.join([str(Path(__file__).parent), *filter(None, [kept.get("PYTHONPATH")])])
+        return kept | own | {"PYTHONPATH": modules, "OMP_NUM_THREADS": "1"} | further
 
     def start(self, script: str, *arguments: str, name: str = "sweep.py", **environment: str) -> subprocess.Popen[str]:
         """Start a script with the Python of the tools, in this test's directory; its output is a file."""
@@ -71,11 +75,11 @@ class Sweep:
         return self.start_command([str(TOOLS / "python"), name, *arguments], **environment)
 
     def start_command(self, command: Sequence[str], **environment: str) -> subprocess.Popen[str]:
-        """Start a program as a leader of its session."""
+        """Start a program in this test's directory."""
         with (self.place / "output").open("a") as output:
             return subprocess.Popen(
                 command, cwd=self.place, env=self.environment(**environment), stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, text=True, start_new_session=True,
+                stderr=subprocess.STDOUT, text=True,
             )  # fmt: skip
 
     def run(self, script: str, *arguments: str, timeout_s: float = RUN_S, **environment: str) -> str:
@@ -91,9 +95,19 @@ class Sweep:
         try:
             code = process.wait(timeout_s)
         finally:
-            kill_session(process.pid)
+            process.kill()
+            process.wait()
+            self.close()
         assert code == 0, f"exit code {code}\n{self.output()}\n{self.running.story()}"
         return self.output()
+
+    def close(self) -> None:
+        """End every process that has come from this sweep."""
+        marker = f"TRIAL_LOG={self.log}".encode()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdecimal() and marker in (entry / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(entry.name), signal.SIGKILL)
 
     def output(self) -> str:
         """What the programs of this sweep have printed."""
@@ -145,7 +159,7 @@ class Sweep:
 
 def running_now(trials: Iterable[Trial]) -> list[Trial]:
     """Those that have not ended."""
-    return [trial for trial in trials if trial.ended_s == float("inf") and Path(f"/proc/{trial.pid}").exists()]
+    return [trial for trial in trials if trial.ended_s == float("inf") and is_alive(trial.pid)]
 
 
 def overlaps(trials: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
@@ -157,26 +171,14 @@ def overlaps(trials: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
     ]
 
 
-def kill_session(leader: int) -> None:
-    """End every process of a session that `Sweep.start_command` began, as a terminal that is closed does."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            if os.getsid(int(entry.name)) == leader:
-                os.kill(int(entry.name), 9)
-        except ProcessLookupError:
-            continue
-
-
 @dataclass(frozen=True)
 class AfterKill:
     """What became of the GPUs of leases after a kill."""
 
     seconds: float
-    """Until the last of them was free, in a new lease, or named as draining with the process that keeps it."""
+    """Until each was free, in a new lease, or drained and named the process that keeps it."""
     draining: Mapping[int, str]
-    """By index, the reason of each GPU that drains, with a pid."""
+    """By index, the reason of each GPU that still drains after `SETTLED_S`."""
 
 
 def freed(
@@ -188,24 +190,36 @@ def freed(
     begun_s = time.monotonic()
     kill()
 
-    def kept() -> list[dict[str, Any]]:
-        return [gpu for gpu in running.gpus() if gpu["uuid"] in held and not is_freed(gpu, leases)]
+    def kept(*, by_no_one: bool) -> list[dict[str, Any]]:
+        """The GPUs that are not free again; only those that name no process of which they drain."""
+        gpus = [gpu for gpu in running.gpus() if gpu["uuid"] in held and not is_freed(gpu, leases)]
+        return [gpu for gpu in gpus if not (by_no_one and is_kept_by_a_process(gpu))]
 
-    eventually(lambda: not kept(), within_s, lambda: json.dumps(kept(), indent=1) + running.story())
+    eventually(lambda: not kept(by_no_one=True), within_s, lambda: f"{kept(by_no_one=True)}\n{running.story()}")
     seconds = time.monotonic() - begun_s
-    draining = [gpu for gpu in running.gpus() if gpu["uuid"] in held and gpu["state"] == "draining"]
-    return AfterKill(seconds, {gpu["index"]: gpu["reason"] for gpu in draining})
+    with suppress(AssertionError):
+        eventually(lambda: not kept(by_no_one=False), SETTLED_S)
+        return AfterKill(time.monotonic() - begun_s, {})
+    return AfterKill(seconds, {gpu["index"]: gpu["reason"] for gpu in kept(by_no_one=False)})
 
 
 def is_freed(gpu: Mapping[str, Any], leases: Collection[str]) -> bool:
-    """True if a GPU is no longer in these leases, and either clean or named as draining with a pid."""
-    match gpu["state"]:
-        case "draining":
-            return re.search(r"pid \d+", gpu["reason"] or "") is not None
-        case "leased":
-            return gpu["lease_id"] not in leases
-        case state:
-            return bool(state == "free")
+    """True if a GPU is free, or in another lease than these."""
+    return gpu["state"] == "free" or (gpu["state"] == "leased" and gpu["lease_id"] not in leases)
+
+
+def is_kept_by_a_process(gpu: Mapping[str, Any]) -> bool:
+    """True if a GPU drains and names a process that lives and keeps it."""
+    after_the_holder = (gpu["reason"] or "").partition("): ")[2] if gpu["state"] == "draining" else ""
+    return any(is_alive(int(pid)) for pid in re.findall(r"pid (\d+)", after_the_holder))
+
+
+def is_alive(pid: int) -> bool:
+    """True unless there is no such process, or only its remains."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def leases_of(running: DaemonProcess, *pids: int) -> list[str]:
