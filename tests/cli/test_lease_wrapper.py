@@ -16,6 +16,7 @@ import pytest
 
 from gpulease import Client, LeaseState
 from tests.cli.programs import environ, wait_until
+from tests.docs.pages import ROOT, blocks
 
 WRAPPER = """
 held() {
@@ -128,3 +129,15 @@ def test_a_pidfile_that_a_killed_holder_left_is_no_ones(client: Client, shell, t
 )
 def test_what_means_nothing_is_a_usage_error(shell, words: str) -> None:
     assert shell(f'"$GPU_LEASE_CMD" {words}').returncode == 2
+
+
+@pytest.mark.budget(20)
+def test_its_page_is_as_it_says(client: Client, shell, tmp_path: Path) -> None:
+    (page,) = [block.text for block in blocks(ROOT / "docs/tools/lease-wrapper.md") if block.language == "bash"]
+    (tmp_path / "suite.sh").write_text("#!/bin/sh\necho tested\n")
+    (tmp_path / "suite.sh").chmod(0o755)
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    result = shell(f"set -e\n{page}", PATH=f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("tested\ntrained\nGPU "), result.stdout
+    assert "released the GPUs" in result.stderr
