@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar
 
+from gpulease_protocol.holder import Holder
 from gpulease_protocol.job_parts import JobAttempt, JobDependency
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.states import (
@@ -156,20 +157,6 @@ class GpuReading(Device):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder(Noun):
-    """Who holds or asks for a lease."""
-
-    user: str | None = None
-    """Login name, where the connection shows it."""
-    host: str | None = None
-    """Host the request came from."""
-    owner_pid: int | None = None
-    """Process that owns the lease, on that host."""
-    label: str = ""
-    """Free text of the holder's own; empty where none was given."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu(GpuReading):
     """A GPU as `GET /v1/gpus` shows it: the last reading, and what the ledger says of it."""
 
@@ -252,6 +239,9 @@ class Lease(Noun):
     lives. In the queue only waiting renews it, and after a wait also the first question about its grant."""
     ended_at: datetime | None = None
     """When it ended."""
+    ends_at: datetime | None = None
+    """When it ends even if it is renewed, unless something changes: the budget of its token is spent by then. Null
+    without such a budget, and while it waits."""
     position: int | None = None
     """Place in the queue, 1 is next; null unless queued."""
     problems: tuple[str, ...] = ()

@@ -47,6 +47,8 @@ NO_UUID = f"must name GPUs by UUIDs of at most {MAX_UUID} characters"
 NO_COMMAND = "must name a script or program"
 LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same as text ("2", "1, 3", "-1")'
 
+AGENT = Bounds(maxLength=100)
+"""The name of a program or of its session."""
 REASON = Bounds(minLength=1, maxLength=200)
 """An administrator's words."""
 
@@ -82,6 +84,10 @@ class LeaseRequest(RequestBody):
     """How long the lease lasts after its last renewal, over 0."""
     label: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text shown to users who wait."""
+    agent: Annotated[str, AGENT] = ""
+    """The program that asks on your behalf, such as a coding agent."""
+    session: Annotated[str, AGENT] = ""
+    """The session of that program."""
     min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
     gpu_model: Annotated[str | None, NAME] = None
@@ -189,6 +195,10 @@ class JobRequest(RequestBody):
     """Python that runs launcher and script; when null that of VIRTUAL_ENV in `environment`, else the worker's own."""
     name: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text of your own."""
+    agent: Annotated[str, AGENT] = ""
+    """The program that asks on your behalf, such as a coding agent."""
+    session: Annotated[str, AGENT] = ""
+    """The session of that program."""
     timeout_s: Annotated[float | None, OVER_0] = None
     """End the job after it has run for this long."""
     max_restarts: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0

@@ -61,6 +61,7 @@ class EndReason(StrEnum):
     REVOKED = "revoked"
     JOB_FINISHED = "job_finished"
     NODE_LOST = "node_lost"
+    BUDGET_SPENT = "budget_spent"
 
 
 class Liveness(StrEnum):

@@ -10,9 +10,10 @@ from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated
 
-from gpulease_protocol.bounds import MAX_NAME, Bounds, check_bounds
+from gpulease_protocol.bounds import MAX_NAME, OVER_0, Bounds, check_bounds
+from gpulease_protocol.budgets import Budget, BudgetUse
 from gpulease_protocol.model import Noun
-from gpulease_protocol.requests import RequestBody, check_field
+from gpulease_protocol.requests import MAX_COUNT, RequestBody, check_field
 
 MAX_USER = 50
 """Characters in the name of a token's user, at most; Linux allows 32."""
@@ -58,6 +59,8 @@ class Identity(Noun):
     """Id of the bearer token that was sent; null without one."""
     node: str | None = None
     """The only node that the caller may report for, with a token of role `worker`; else null."""
+    budget: BudgetUse | None = None
+    """What may be held with the token that was sent, and what is used of it; null without a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,18 @@ class BearerToken(Noun):
     """From when on it is refused; null: never."""
     last_used_on: date | None = None
     """The last day, in UTC, on which it was used; null: not since use has been recorded."""
+    max_gpus: int | None = None
+    """GPUs that may be held with it at a time; null for no limit."""
+    max_lease_s: float | None = None
+    """For how long a lease, or an attempt of a job, that is asked for with it may hold GPUs; null for no limit."""
+    gpu_hours_per_day: float | None = None
+    """GPU-hours that may be held with it in one day, which begins at 00:00 UTC; null for no limit."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What may be held with it; None where nothing is limited."""
+        budget = Budget(max_gpus=self.max_gpus, max_lease_s=self.max_lease_s, gpu_hours_per_day=self.gpu_hours_per_day)
+        return budget if budget.limits_anything else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +125,17 @@ class TokenRequest(RequestBody):
     """With role `worker`, the only node that it may report for; when null, the first that it reports for."""
     note: Annotated[str, Bounds(maxLength=MAX_NOTE)] = ""
     """Free text: what it is for."""
+    max_gpus: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
+    """With role `user`: GPUs that may be held with it at a time; null for no limit."""
+    max_lease_s: Annotated[float | None, OVER_0] = None
+    """With role `user`: for how long a lease, or an attempt of a job, may hold GPUs; null for no limit."""
+    gpu_hours_per_day: Annotated[float | None, OVER_0] = None
+    """With role `user`: GPU-hours that may be held with it in one day, which begins at 00:00 UTC; null for no limit."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
         check_field(self.user.isprintable(), "user", NO_USER)
         check_field(self.role in tuple(Role), "role", f"must be {', '.join(Role)}")
         check_field(self.node is None or self.role is Role.WORKER, "node", "is for tokens of role worker")
+        for name in ("max_gpus", "max_lease_s", "gpu_hours_per_day"):
+            check_field(getattr(self, name) is None or self.role is Role.USER, name, "is for tokens of role user")

@@ -9,7 +9,7 @@ from enum import StrEnum
 from gpulease_protocol.model import Noun
 
 MAX_SHARES = 1000
-"""Users, labels or nodes in one answer, at most."""
+"""Shares in one answer, at most."""
 
 
 class UsageKey(StrEnum):
@@ -18,6 +18,8 @@ class UsageKey(StrEnum):
     USER = "user"
     LABEL = "label"
     NODE = "node"
+    AGENT = "agent"
+    SESSION = "session"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +39,16 @@ class GpuTime(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageShare(GpuTime):
-    """GPU time of one user, label or node."""
+    """GPU time of one user, label, node, agent or session."""
 
     key: str | None
-    """The user, label or node. Null where that is not known or empty; beyond 1000 it is that of all others."""
+    """The user, label, node, agent or session. Null where that is not known or empty; beyond 1000 it is that
+    of all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(GpuTime):
-    """GPU time in a period, in all and by user, label or node."""
+    """GPU time in a period, in all and by user, label, node, agent or session."""
 
     from_at: datetime
     """Begin of the period."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import getpass
 import json
+import re
+from datetime import timedelta
 
 import pytest
 
-from gpulease import Client, GpuState
+from gpulease import Client, GpuState, LeaseRequest
+from gpulease_cli import output
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.node_protocol import NodeReport
@@ -111,6 +114,33 @@ def test_what_becomes_of_a_token_of_an_unknown_user_is_said_when_it_is_made(
     assert "--expires 30d would end it by itself" in made.stderr
     for words in said:
         assert words in made.stderr
+
+
+def test_a_token_with_a_budget_gets_no_more_than_that(client: Client, gpulease: Program, url: str) -> None:
+    budget = ("--max-gpus", "1", "--max-lease-time", "4h", "--gpu-hours-per-day", "8")
+    made = gpulease("token", "create", "--user", "elsewhere", *budget, "--expires", "1d")
+    assert "What may be held with it: 1 GPU, 4h 00m a lease, 8 GPU-hours a day." in made.stderr, made.stderr
+    bearer = made.stdout.strip()
+    assert "1 GPU, 4h 00m a lease, 8 GPU-hours a day" in gpulease("token", "list").stdout
+    refused = gpulease("run", "-n", "2", "--", "true", GPULEASE_TOKEN=bearer)
+    assert refused.returncode == 125
+    assert "may have 1 at a time" in refused.stderr
+    with Client(url, bearer) as agent:
+        held = agent.request_lease(LeaseRequest(agent="a", session="s"))
+        waits = agent.request_lease(LeaseRequest())
+    assert (held.holder.agent, held.holder.session, held.holder.token_id) == ("a", "s", bearer.partition(".")[0])
+    assert held.granted_at is not None
+    assert held.ends_at is not None
+    assert timedelta(hours=3.9) < held.ends_at - held.granted_at <= timedelta(hours=4.01)
+    assert "its budget is 1 at a time" in gpulease("explain", waits.id).stdout
+    assert "a:s" not in gpulease("usage", "--by", "agent").stdout
+    assert re.search(r"^a +", gpulease("usage", "--by", "agent").stdout, re.MULTILINE)
+    client.revoke_token(bearer.partition(".")[0])
+    client.release(waits.id, None)
+    client.release(held.id, held.fencing_token)
+    wrong = gpulease("token", "create", "--user", "elsewhere", "--role", "viewer", "--max-gpus", "1")
+    assert wrong.returncode == output.USAGE, wrong.stderr
+    assert "role user" in wrong.stderr
 
 
 def test_a_token_is_created_listed_used_and_revoked(client: Client, gpulease: Program) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import (
     Demand,
     GpuReading,
@@ -187,6 +188,8 @@ class World:
         owner: int | None = None,
         user: str = "ann",
         label: str = "",
+        token: str | None = None,
+        budget: Budget | None = None,
         **what: Any,
     ) -> str:
         """Ask for GPUs; the call's id, whose answer is in `answers` once there is a verdict. `owner` is the pid of a
@@ -198,7 +201,8 @@ class World:
                 cause=f"ask-{number}",
                 lease_id=f"lease-{number}",
                 demand=demand,
-                holder=Holder(user=user, owner_pid=owner, label=label),
+                holder=Holder(user=user, owner_pid=owner, label=label, token_id=token),
+                budget=budget,
                 ttl_s=ttl_s,
                 queue=queue,
                 key=key,
@@ -221,7 +225,13 @@ class World:
             self.report(name)
 
     def submit(
-        self, gpus: int = 1, *, after: Mapping[str, Literal["succeeded", "ended"]] | None = None, **what: Any
+        self,
+        gpus: int = 1,
+        *,
+        after: Mapping[str, Literal["succeeded", "ended"]] | None = None,
+        token: str | None = None,
+        budget: Budget | None = None,
+        **what: Any,
     ) -> str:
         """Submit a job, after others if need be; its id. The answer is that of `submit-` and its number."""
         number, spec = next(self.ids), JobSpec(command=("train.py",), gpus=gpus, **what)
@@ -232,7 +242,8 @@ class World:
                 jobs=(SubmittedJob(job_id=f"job-{number}", lease_id=f"lease-{number}", spec=spec),),
                 name="",
                 demand=Demand(count=gpus),
-                holder=Holder(),
+                holder=Holder(token_id=token),
+                budget=budget,
                 after=waits,
                 after_live=frozenset(one.job for one in waits if self.ledger.is_live(one.job)),
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, NotAllowed, NotNow, OverQuota
 from gpulease_protocol.model import (
     Demand,
@@ -77,6 +78,18 @@ def test_the_process_has_every_gpu_that_it_and_those_below_it_use_and_no_other()
     state = desired_state(world.ledger, "a", 0)
     assert [(one.owner_pid, one.owner_start_ticks) for one in state.leases] == [(PID, 107)]
     assert [one.pid for one in state.owners] == [PID]
+
+
+def test_it_is_within_the_budget_of_the_token_that_it_is_asked_for_with() -> None:
+    world = World().node(gpus=[gpu(0, pids=(PID,)), gpu(1, pids=(PID,))])
+    budget = Budget(max_gpus=1)
+    request = replace(adoption(world, budget=budget), holder=Holder(user="ann", owner_pid=PID, token_id="t"))
+    world.turn(request)
+    world.answer_wanted()
+    refused = world.answers[request.cause]
+    assert isinstance(refused, OverQuota)
+    assert "its budget is 1 at a time" in refused.detail
+    assert not world.ledger.leases_of_tokens
 
 
 def test_it_ends_with_the_process_and_its_gpu_is_free_when_that_is_off_it() -> None:

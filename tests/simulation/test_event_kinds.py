@@ -18,6 +18,7 @@ KINDS_ELSEWHERE = {
     "gpu.conflict_over": "tests/core/test_whose_process.py",
     "gpu.gone": "tests/core/test_draining.py",
     "job.*": "tests/core/test_nodes_and_jobs.py; the simulated clients submit no jobs",
+    "lease.budget_spent": "tests/core/test_token_budgets.py; the simulated clients send no tokens",
     "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
     "lease.revived": "tests/core/test_leases.py",
     "lease.unwatched": "tests/core/test_owners.py",
@@ -31,6 +32,7 @@ REASONS_ELSEWHERE = {
     EndReason.REVOKED: "tests/core/test_user_limits.py",
     EndReason.JOB_FINISHED: "tests/core/test_nodes_and_jobs.py",
     EndReason.NODE_LOST: "tests/core/test_node_loss.py",
+    EndReason.BUDGET_SPENT: "tests/core/test_token_budgets.py",
 }
 """The same for the end reasons of leases."""
 

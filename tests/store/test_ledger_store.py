@@ -8,11 +8,13 @@ import pytest
 from sqlalchemy import text, update
 from sqlalchemy.exc import DataError
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.model import EndReason, JobState, LeaseState, Mask, NodeMode
 from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.core.token_budgets import budget_use
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.outage import reset_deadlines
 from gpulease_server.store import rows, tables
@@ -184,6 +186,29 @@ def test_what_a_job_waits_for_and_has_tried_comes_back(store: Store) -> None:
     assert [attempt.exit_code for attempt in loaded.jobs[first].job.attempt_history] == [3]
     assert loaded.jobs[first].spec.notify == "mail ada"
     assert set(loaded.unmet) == {second, third}
+
+
+def test_what_was_used_of_a_budget_comes_back_and_what_is_held_meanwhile_counts(store: Store) -> None:
+    world, budget = World().node(gpus=4), Budget(max_gpus=3, max_lease_s=3000, gpu_hours_per_day=2.5)
+    world.release(world.lease(1, token="gone", budget=budget))
+    world.lease(2, token="t", budget=budget, ttl_s=3000)
+    world.pass_time(36)
+    world.lease(1, token="t", budget=budget, ttl_s=3000)
+    save(store, world)
+    loaded = store.load()
+    for name in ("budgets", "leases_of_tokens"):
+        assert getattr(loaded, name) == getattr(world.ledger, name), name
+    world.ledger, world.at_s = loaded, world.at_s + 360
+    reset_deadlines(loaded, world.now)
+    used = budget_use(loaded, "t", budget, world.now)
+    assert (used.gpus, round(used.gpu_hours_today, 2)) == (3, round((2 * 36 + 3 * 360) / 3600, 2))
+    world.wall_jump_s = 7200
+    assert budget_use(loaded, "t", budget, world.now) == used, "counted on the monotonic clock from here on"
+    world.node(gpus=4)
+    world.pass_time(3000 - 396 + 1)
+    assert {record.lease.state for record in loaded.leases.values() if len(record.lease.gpus) == 2} == {"ended"}
+    save(store, world)
+    assert store.load().budgets["t"] == world.ledger.budgets["t"]
 
 
 def test_a_turn_that_was_lost_with_the_daemon_is_taken_again_and_starts_what_waits_once(store: Store) -> None:

@@ -12,11 +12,17 @@ from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DURATION, Field, OneOf
 from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.status_table import align_columns, format_duration, printable
 from gpulease_protocol.tokens import BearerToken, Role, TokenRequest
 
 
-@command(examples=("gpulease token create --user ada --role viewer --expires 30d",))
+@command(
+    examples=(
+        "gpulease token create --user ada --role viewer --expires 30d",
+        "gpulease token create --user ada --max-gpus 2 --max-lease-time 4h --gpu-hours-per-day 16 --expires 7d",
+    )
+)
 @option(
     "--user",
     required=True,
@@ -51,10 +57,52 @@ from gpulease_protocol.tokens import BearerToken, Role, TokenRequest
     default="",
     help="Purpose of the token; shown by `token list`.",
 )
+@option(
+    "--max-gpus",
+    type=Field(click.INT, TokenRequest, "max_gpus"),
+    metavar="N",
+    show_default="no limit",
+    help="GPUs that may be held with the token at a time.",
+)
+@option(
+    "--max-lease-time",
+    type=Field(DURATION, TokenRequest, "max_lease_s"),
+    metavar="DURATION",
+    show_default="no limit",
+    help="How long a lease or job of the token may hold GPUs, such as 4h, however often it is renewed.",
+)
+@option(
+    "--gpu-hours-per-day",
+    type=Field(click.FLOAT, TokenRequest, "gpu_hours_per_day"),
+    metavar="HOURS",
+    show_default="no limit",
+    help="GPU-hours that may be held with the token in one day, from 00:00 UTC.",
+)
 @JSON
-def create(user: str, role: Role, node: str | None, expires: float | None, note: str, json: bool) -> None:
+def create(
+    user: str,
+    role: Role,
+    node: str | None,
+    expires: float | None,
+    note: str,
+    max_gpus: int | None,
+    max_lease_time: float | None,
+    gpu_hours_per_day: float | None,
+    json: bool,
+) -> None:
     """Create a token and print it; it cannot be shown again. For administrators."""
-    request = checked(lambda: TokenRequest(user=user, role=role, node=node, expires_s=expires, note=note))
+    request = checked(
+        lambda: TokenRequest(
+            user=user,
+            role=role,
+            node=node,
+            expires_s=expires,
+            note=note,
+            max_gpus=max_gpus,
+            max_lease_s=max_lease_time,
+            gpu_hours_per_day=gpu_hours_per_day,
+        )
+    )
     with Client() as client:
         made = client.create_token(request)
     if json:
@@ -62,6 +110,8 @@ def create(user: str, role: Role, node: str | None, expires: float | None, note:
         return
     until = "until revoked" if made.expires_at is None else f"until {made.expires_at:%Y-%m-%d %H:%M} UTC"
     click.echo(f"{made.id} of {made.user} ({made.role}) is valid {until}; it is not shown again", err=True)
+    if made.budget is not None:
+        click.echo(f"What may be held with it: {describe_budget(made.budget)}.", err=True)
     if made.expires_at is None:
         click.echo("A token that someone finds is valid as long: --expires 30d would end it by itself.", err=True)
     if made.uid is None and made.role is not Role.WORKER:
@@ -79,7 +129,7 @@ def list_tokens(json: bool) -> None:
         output.print_json_list(tokens)
         return
     now = datetime.now(UTC)
-    heads = ("TOKEN", "USER", "ROLE", "NODE", "EXPIRES", "LAST USED", "MADE BY", "NOTE")
+    heads = ("TOKEN", "USER", "ROLE", "NODE", "EXPIRES", "LAST USED", "MADE BY", "BUDGET", "NOTE")
     output.print_table(align_columns(heads, [_row(token, now) for token in tokens]))
 
 
@@ -94,6 +144,18 @@ def revoke(token_id: str, json: bool) -> None:
         output.print_json(revoked)
     else:
         click.echo(f"{revoked.id} of {revoked.user} is revoked")
+
+
+def describe_budget(budget: Budget) -> str:
+    """A budget in few words: `2 GPUs, 4 h a lease, 16 GPU-hours a day`."""
+    words = []
+    if budget.max_gpus is not None:
+        words.append(f"{budget.max_gpus} GPU{'' if budget.max_gpus == 1 else 's'}")
+    if budget.max_lease_s is not None:
+        words.append(f"{format_duration(budget.max_lease_s)} a lease")
+    if budget.gpu_hours_per_day is not None:
+        words.append(f"{budget.gpu_hours_per_day:g} GPU-hours a day")
+    return ", ".join(words)
 
 
 def _unknown_user(made: BearerToken) -> str:
@@ -117,5 +179,6 @@ def _row(token: BearerToken, now: datetime) -> tuple[str, ...]:
         expires,
         used,
         token.created_by or "-",
+        "-" if token.budget is None else describe_budget(token.budget),
         printable(token.note, 60) or "-",
     )

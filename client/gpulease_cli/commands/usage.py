@@ -26,7 +26,7 @@ OLDEST = datetime(1970, 1, 1, tzinfo=UTC)
 @option("--by", type=OneOf(UsageKey), default=UsageKey.USER, show_default="user", help="What to sum by.")
 @JSON
 def usage(since: float, user: str | None, by: UsageKey, json: bool) -> None:
-    """Show GPU-hours held and used, by user, label or node.
+    """Show GPU-hours held and used, by user, label, node, agent or session.
 
     Used is utilization times time. It is known for jobs only; UNKNOWN is the part of HELD for which it is not.
     """

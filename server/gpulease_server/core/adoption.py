@@ -81,7 +81,7 @@ def place_adopted(
     )
     if refused is not None:
         return refused
-    limit = users.limit_reached(record.lease, len(used)) if users.has_limits else None
+    limit = users.limit_reached(record.lease, len(used)) if users.may_limit(record.lease) else None
     if limit is not None:
         return OverQuota(f"Not now: {limit}.", remedy="Give something back first.")
     return Placed(tuple(used))

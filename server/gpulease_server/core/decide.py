@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from gpulease_protocol.model import LeaseState
+from gpulease_protocol.model import EndReason, LeaseState
 from gpulease_server.core.gpu import node_problem
 from gpulease_server.core.happenings import (
     AnswerLost,
@@ -23,7 +23,7 @@ from gpulease_server.core.happenings import (
     Ticked,
     WaiterPolled,
 )
-from gpulease_server.core.job import on_cancel_requested, on_job_submitted
+from gpulease_server.core.job import cancel_job, on_cancel_requested, on_job_submitted
 from gpulease_server.core.lease import (
     expire,
     on_answer_lost,
@@ -32,10 +32,12 @@ from gpulease_server.core.lease import (
     on_renewal_requested,
     on_waiter_polled,
 )
+from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.maintenance import on_cordon_requested, on_node_mode_requested
 from gpulease_server.core.node import on_node_reported
 from gpulease_server.core.node_loss import forget_nodes, lose_silent_nodes, on_node_forget_requested
 from gpulease_server.core.records import Deadline, KeyRemoved
+from gpulease_server.core.token_budgets import spent_leases
 from gpulease_server.core.turn import Turn
 
 
@@ -78,10 +80,23 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
         for lease_id, at_s in list(turn.ledger.deadlines.items()):
             turn.put(Deadline(lease_id, at_s + ticked.stalled_s))
     expire(turn)
+    _end_spent_leases(turn)
     _notice_silence(turn)
     lose_silent_nodes(turn, max(ticked.since_last_s - ticked.stalled_s, 0.0))
     forget_nodes(turn)
     _forget_keys(turn)
+
+
+def _end_spent_leases(turn: Turn) -> None:
+    """End the leases whose tokens have used up their budgets. Jobs are stopped."""
+    for record, why in list(spent_leases(turn.ledger, turn.now)):
+        job = turn.ledger.live_jobs.get(record.lease.job_id or "")
+        if job is None:
+            turn.emit("lease.budget_spent", lease_id=record.lease.id, reason=why)
+            end_lease(turn, record, EndReason.BUDGET_SPENT)
+        elif job.cancelled_at is None:
+            turn.emit("lease.budget_spent", lease_id=record.lease.id, job_id=job.job.id, reason=why)
+            cancel_job(turn, job, job.grace_s, f"cancelled: {why}")
 
 
 def _notice_silence(turn: Turn) -> None:

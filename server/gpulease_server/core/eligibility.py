@@ -50,7 +50,11 @@ def min_gpus_of(ledger: Ledger, users: UserUsage, demand: Demand) -> int:
 
 
 def is_over_user_limit(ledger: Ledger, users: UserUsage, record: LeaseRecord) -> bool:
-    """True while a limit of its user keeps a request out of the queue: it reserves no GPU, and other users pass it."""
-    if not users.has_limits:
+    """True while a limit of its user, or the budget of its token, keeps a request out of the queue: it reserves no GPU,
+    and other users pass it."""
+    if not users.may_limit(record.lease):
         return False
-    return users.limit_reached(record.lease, min_gpus_of(ledger, users, record.lease.demand)) is not None
+    lease, wanted = record.lease, min_gpus_of(ledger, users, record.lease.demand)
+    if users.tokens is not None and users.tokens.keeps_out(lease, wanted):
+        return True
+    return users.limit_reached(lease, wanted) is not None

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gpulease_protocol.model import GpuState, Lease, LeaseState, Liveness, NodeMode
 from gpulease_protocol.node_protocol import LEASE_PORTS
+from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.gpu import claimed_elsewhere, node_mode, state_of
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.ledger import Ledger
@@ -42,7 +43,9 @@ def grant(
         fencing_token=token,
         granted_at=turn.now.at,
     )
-    turn.put(replace(record, lease=granted, port=port, renewed_at=None if unclaimed else turn.now.at))
+    count_gpu_time(turn, lease)
+    told_at = None if unclaimed else turn.now.at
+    turn.put(replace(record, lease=granted, port=port, renewed_at=told_at, granted_at_s=turn.now.mono_s))
     for gpu in gpus:
         if gpu.lease_id is not None:
             raise AssertionError(f"GPU {gpu.device.uuid} is still held by {gpu.lease_id}")
@@ -121,7 +124,7 @@ def can_revive(turn: Turn, lease: Lease) -> bool:
             return False
         if state_of(ledger, gpu, turn.now, turn.policy) not in REVIVABLE[gpu.lease_id is not None]:
             return False
-    within = usage_by_user(ledger, turn.policy.limits).limit_reached(lease, len(lease.gpus)) is None
+    within = usage_by_user(ledger, turn.policy.limits, turn.now).limit_reached(lease, len(lease.gpus)) is None
     return within and _port_is_free(turn, lease)
 
 
@@ -135,6 +138,7 @@ def _port_is_free(turn: Turn, lease: Lease) -> bool:
 def revive(turn: Turn, record: LeaseRecord) -> LeaseRecord:
     lease = replace(record.lease, state=LeaseState.ACTIVE, end_reason=None, ended_at=None)
     revived = replace(record, lease=lease)
+    count_gpu_time(turn, lease)
     turn.put(revived)
     for device in lease.gpus:
         turn.put(replace(turn.ledger.gpus[device.uuid], lease_id=lease.id, draining=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Demand, Holder, JobDependency, JobSpec, NodeMode
 from gpulease_protocol.node_protocol import NodeReport
@@ -35,6 +36,8 @@ class LeaseRequested:
     """False: the lease must be renewed all the same, because its owner may outlive its use."""
     adoption: Adoption | None = None
     """The request is for the GPUs that its owner uses already, whatever the demand says."""
+    budget: Budget | None = None
+    """The budget of the bearer token that the request was sent with, whose id the holder has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,8 @@ class JobSubmitted:
     after_refused: GpuleaseError | None = None
     """Why one of them was found not to be met ever."""
     key: IdempotencyKey | None = None
+    budget: Budget | None = None
+    """As in `LeaseRequested`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

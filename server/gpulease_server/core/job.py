@@ -16,6 +16,7 @@ from gpulease_protocol.errors import NotFound, OverQuota
 from gpulease_protocol.model import EndReason, Job, JobAttempt, JobState, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import JobReport, RunState, final_state
 from gpulease_server.core import dependencies
+from gpulease_server.core.budget_records import enter_budget
 from gpulease_server.core.happenings import CancelRequested, JobSubmitted, SubmittedJob
 from gpulease_server.core.lease import answer_repeated, enqueue
 from gpulease_server.core.lease_end import end_lease
@@ -39,6 +40,7 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     """
     if answer_repeated(turn, submitted.cause, submitted.key):
         return
+    enter_budget(turn, submitted.holder.token_id, submitted.budget)
     first, *others = submitted.jobs
     refused = submitted.after_refused
     refused = refused or dependencies.check(turn.ledger, submitted.after, submitted.after_live)
@@ -133,15 +135,20 @@ def on_cancel_requested(turn: Turn, cancelled: CancelRequested) -> None:
         detail = f"There is no job {cancelled.job_id}."
         turn.answer(cancelled.cause, NotFound(detail, remedy="`GET /v1/jobs` lists those that are kept."))
         return
+    cancel_job(turn, record, cancelled.grace_s, "cancelled")
+    turn.answer(cancelled.cause, turn.ledger.jobs[cancelled.job_id].job)
+
+
+def cancel_job(turn: Turn, record: JobRecord, grace_s: float, why: str) -> None:
+    """Let a job end, unless it has ended."""
     if record.job.state is JobState.QUEUED:
         finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")
     elif not record.job.state.final:
         first = record.cancelled_at is None
-        record = replace(record, grace_s=cancelled.grace_s, cancelled_at=record.cancelled_at or turn.now.at)
+        record = replace(record, grace_s=grace_s, cancelled_at=record.cancelled_at or turn.now.at)
         # What keeps one that stops already is worth more than who wanted it to.
-        reason = "cancelled" if first and record.job.state is not JobState.STOPPING else record.job.reason
+        reason = why if first and record.job.state is not JobState.STOPPING else record.job.reason
         _change(turn, record, JobState.STOPPING, reason=reason)
-    turn.answer(cancelled.cause, turn.ledger.jobs[cancelled.job_id].job)
 
 
 def on_job_reports(turn: Turn, node: str, reports: Iterable[JobReport]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, IdempotencyMismatch, LeaseLost, NotAllowed, NotFound, StaleToken
 from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
+from gpulease_server.core.budget_records import enter_budget
 from gpulease_server.core.footprint import lease_bytes, records_bytes
 from gpulease_server.core.grant import can_revive, revive
 from gpulease_server.core.happenings import (
@@ -41,6 +42,7 @@ def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
     """Take a request in; `settle` gives the verdict."""
     if answer_repeated(turn, request.cause, request.key):
         return
+    enter_budget(turn, request.holder.token_id, request.budget)
     lease = Lease(
         id=request.lease_id,
         state=LeaseState.QUEUED,

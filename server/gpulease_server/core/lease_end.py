@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpulease_protocol.model import EndReason, LeaseState
+from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.records import Deadline, LeaseRecord
 from gpulease_server.core.turn import Turn
 
-INVOLUNTARY_ENDS = (EndReason.EXPIRED, EndReason.HOLDER_DIED, EndReason.REVOKED, EndReason.NODE_LOST)
+INVOLUNTARY_ENDS = (
+    EndReason.EXPIRED,
+    EndReason.HOLDER_DIED,
+    EndReason.REVOKED,
+    EndReason.NODE_LOST,
+    EndReason.BUDGET_SPENT,
+)
 """Ends that the holder of an active lease did not ask for: `lease.lost` tells of them."""
 
 
@@ -17,6 +24,7 @@ def end_lease(turn: Turn, record: LeaseRecord, why: EndReason) -> None:
     lease = record.lease
     held = turn.ledger.held_by(lease)
     turn.put(Deadline(lease.id, None))
+    count_gpu_time(turn, lease)
     for gpu in held:
         turn.put(replace(gpu, draining=True))
         turn.ledger.draining_since[gpu.device.uuid] = turn.now.mono_s

@@ -17,6 +17,8 @@ from gpulease_protocol.model import (
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.records import (
+    BudgetRecord,
+    BudgetRemoved,
     BypassCounts,
     Change,
     Deadline,
@@ -104,6 +106,10 @@ class Ledger:
     silent_s: dict[str, float] = field(default_factory=dict)
     """By node, the seconds for which it has been silent while the daemon ran. In memory only: after a restart they are
     counted from 0."""
+    budgets: dict[str, BudgetRecord] = field(default_factory=dict)
+    """By id of a bearer token."""
+    leases_of_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By id of a bearer token: its leases that have not ended, and how many GPUs each holds."""
     next_number: int = 1
     next_token: int = 1
     next_seq: int = 1
@@ -137,6 +143,10 @@ class Ledger:
                 self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
+            case BudgetRecord():
+                self.budgets[change.token_id] = change
+            case BudgetRemoved():
+                self.budgets.pop(change.token_id, None)
             case KeyRecord():
                 self.keys[change.key] = change
             case KeyRemoved():
@@ -190,6 +200,7 @@ class Ledger:
             self._waits_no_more(lease)
         self._place_in_queue(record)
         self._put_watch(record)
+        self._count_for_token(lease)
         is_unclaimed = lease.state is LeaseState.ACTIVE and record.renewed_at is None
         (self.unclaimed.add if is_unclaimed else self.unclaimed.discard)(lease.id)
         if lease.state is not LeaseState.QUEUED:
@@ -200,6 +211,17 @@ class Ledger:
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
             self._put_ended_lease(lease)
+
+    def _count_for_token(self, lease: Lease, *, withdrawn: bool = False) -> None:
+        if lease.holder.token_id is None:
+            return
+        leases = self.leases_of_tokens.setdefault(lease.holder.token_id, {})
+        if lease.state is LeaseState.ENDED or withdrawn:
+            leases.pop(lease.id, None)
+        else:
+            leases[lease.id] = len(lease.gpus)
+        if not leases:
+            del self.leases_of_tokens[lease.holder.token_id]
 
     def _place_in_queue(self, record: LeaseRecord) -> None:
         place = (record.number, record.lease.id)
@@ -227,6 +249,7 @@ class Ledger:
         self.queue.remove((record.number, record.lease.id))
         self._waits_no_more(record.lease)
         self._put_watch(record, over=True)
+        self._count_for_token(record.lease, withdrawn=True)
         del self.leases[record.lease.id]
 
     def _waits_no_more(self, lease: Lease) -> None:

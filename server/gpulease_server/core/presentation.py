@@ -21,6 +21,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
+from gpulease_server.core.token_budgets import lasts_s
 from gpulease_server.core.wording import describe_processes
 
 READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
@@ -41,9 +42,12 @@ def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy
         return lease
     # One that is past its deadline is spared, see `liveness.is_spared`: no time limit is known.
     expires_at = None if deadline is None or deadline <= now.mono_s else wall_clock(now, deadline)
+    left_s = lasts_s(ledger, record, now)
+    ends_at = None if left_s is None else wall_clock(now, now.mono_s + left_s)
     return replace(
         lease,
-        expires_at=expires_at,
+        expires_at=expires_at if expires_at is None or ends_at is None else min(expires_at, ends_at),
+        ends_at=ends_at,
         position=ledger.position(record),
         problems=lease_problems(ledger, lease, now, policy),
     )

@@ -19,8 +19,10 @@ from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord
+from gpulease_server.core.token_budgets import TokenBudgets
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import (
+    UserUsage,
     never_within_limits,
     too_many_bytes,
     usage_by_user,
@@ -38,7 +40,7 @@ def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     recount_bypasses(turn)
     latest_s = turn.now.mono_s - turn.policy.reading_deadline_s
     late_nodes = {node for node, since_s in turn.requested_readings.items() if since_s < latest_s}
-    running, users = running_per_array(turn.ledger), usage_by_user(turn.ledger, turn.policy.limits)
+    running, users = running_per_array(turn.ledger), usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
     blocked, order = BlockedRequests(turn, reservations), UserOrder(reservations)
     undecided = len(turn.pending)
@@ -183,7 +185,8 @@ def _refuse(turn: Turn, record: LeaseRecord, pending: PendingRequest, error: Gpu
 def _over_quota(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> OverQuota | None:
     """Why a request that cannot be granted now may not even wait; None where it may, or does not want to."""
     limits, lease = turn.policy.limits, record.lease
-    never = never_within_limits(limits, lease, min_gpus(turn.ledger, lease.demand))
+    users = UserUsage(limits, tokens=TokenBudgets(turn.ledger, turn.now))
+    never = never_within_limits(users, lease, min_gpus(turn.ledger, lease.demand))
     if never is not None or not pending.queue:
         return never
     if turn.ledger.waiting_count - len(turn.pending) > turn.policy.max_queued:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import date, datetime
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import Device, Event, GpuLink, GpuReading, Job, JobSpec, Lease, NodeMode
 from gpulease_protocol.node_protocol import LeaseOwner
 
@@ -58,6 +59,8 @@ class LeaseRecord:
     """Its owner, where that is known beyond a pid. It is watched while the lease's liveness is `process`."""
     requested_at_s: float = field(default=float("-inf"), compare=False)
     """When it was asked for, on the monotonic clock; before everything for one of an earlier daemon process."""
+    granted_at_s: float | None = field(default=None, compare=False)
+    """When it was granted, on the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +252,29 @@ class KeyRecord:
     at: datetime
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRecord:
+    """The budget of a bearer token, and the GPU time that was held with it, see `core.token_budgets`."""
+
+    token_id: str
+    budget: Budget
+    day: date
+    """The day, in UTC, that `used_s` is of."""
+    used_s: float = 0.0
+    """GPU-seconds held on that day, up to `counted_at`."""
+    counted_at: datetime
+    """Up to when they are counted."""
+    counted_at_s: float | None = field(default=None, compare=False)
+    """The same on the monotonic clock; None for a record of an earlier daemon process."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetRemoved:
+    """A budget whose token was not used for days."""
+
+    token_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRemoved:
     """An Idempotency-Key that is too old to matter."""
@@ -270,5 +296,7 @@ Change = (
     | BypassCounts
     | KeyRecord
     | KeyRemoved
+    | BudgetRecord
+    | BudgetRemoved
     | Event
 )

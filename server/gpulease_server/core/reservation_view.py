@@ -7,7 +7,7 @@ from gpulease_server.core.eligibility import is_eligible, is_over_user_limit, ru
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Blocked, place
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import Instant, LeaseRecord
+from gpulease_server.core.records import BudgetRecord, Instant, LeaseRecord
 from gpulease_server.core.user_limits import LimitedDemand, usage_by_user
 from gpulease_server.core.user_order import UserOrder
 
@@ -15,9 +15,12 @@ MAX_SHOWN_DEMANDS = 100
 """For how many different demands a list of GPUs shows what is held, oldest first."""
 
 
-def reservations_before(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Reservations:
-    """What is kept at this moment for the requests older than this one, and for it; with what its user has."""
-    return _reservations(ledger, record, now, policy)
+def reservations_before(
+    ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy, budget: BudgetRecord | None = None
+) -> Reservations:
+    """What is kept at this moment for the requests older than this one, and for it; with what its user has.
+    `budget`: that of the token of a request that is not made."""
+    return _reservations(ledger, record, now, policy, budget)
 
 
 def current_reservations(ledger: Ledger, now: Instant, policy: Policy) -> Reservations:
@@ -30,10 +33,12 @@ def current_reservations(ledger: Ledger, now: Instant, policy: Policy) -> Reserv
 
 
 def _reservations(  # noqa: C901 - one case for each outcome
-    ledger: Ledger, last: LeaseRecord | None, now: Instant, policy: Policy
+    ledger: Ledger, last: LeaseRecord | None, now: Instant, policy: Policy, budget: BudgetRecord | None = None
 ) -> Reservations:
     """What `settle` reserves for the requests up to `last`, or for all if it is None."""
-    users = usage_by_user(ledger, policy.limits)
+    users = usage_by_user(ledger, policy.limits, now)
+    assert users.tokens is not None
+    users.tokens.unmade = budget
     reservations, running = Reservations(ledger, now, policy, users), running_per_array(ledger)
     user_order, blocked_demands = UserOrder(reservations), set[LimitedDemand]()
     for record in ledger.queued():

@@ -21,6 +21,8 @@ from gpulease_protocol.model import Demand, Lease, LeaseState, Selection
 from gpulease_server.core.footprint import records_bytes
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequest, PendingRequests
+from gpulease_server.core.records import Instant
+from gpulease_server.core.token_budgets import TokenBudgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +65,17 @@ class UserUsage:
     """How many GPUs a demand gets at least, of those that were looked at."""
     kept: dict[str | None, dict[str, int]] = field(default_factory=dict)
     """By user and lease id: the GPUs of the user's limit that are kept for their older requests, oldest first."""
+    tokens: TokenBudgets | None = None
+    """The budgets of bearer tokens, which limit beside the user's limits."""
 
     @property
     def has_limits(self) -> bool:
         """True when there is any limit on what a user has."""
         return bool(self.limits.leases or self.limits.gpus)
+
+    def may_limit(self, lease: Lease) -> bool:
+        """True when there is a limit that could keep a lease out: of its user, or of its token."""
+        return self.has_limits or (self.tokens is not None and self.tokens.of(lease) is not None)
 
     def add(self, lease: Lease, gpus: int) -> None:
         """Count one more."""
@@ -90,10 +98,12 @@ class UserUsage:
         return tuple(itertools.takewhile(lambda lease_id: lease_id != lease.id, kept))
 
     def gpus_left(self, lease: Lease) -> int | None:
-        """How many GPUs more a lease's user may have for it; None for any number."""
+        """How many GPUs more a lease's user and token may have for it; None for any number."""
+        of_token = None if self.tokens is None else self.tokens.gpus_left(lease)
         if not self.limits.gpus:
-            return None
-        return max(0, self.limits.gpus - self.gpus[lease.holder.user] - self.kept_before(lease))
+            return of_token
+        of_user = max(0, self.limits.gpus - self.gpus[lease.holder.user] - self.kept_before(lease))
+        return of_user if of_token is None else min(of_user, of_token)
 
     def demand_within(self, lease: Lease) -> LimitedDemand:
         """The lease's demand, with what its user's limit leaves where the choice of a node depends on it."""
@@ -112,16 +122,16 @@ class UserUsage:
             older = next(iter(self.kept[user]))
             share = f"{min(kept, limits.gpus)} of the {limits.gpus} that one user may have"
             return f"{self._has_and_asks(lease, wanted)}; {share} are kept for the older request {older}"
-        return None
+        return None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
 
     def _has_and_asks(self, lease: Lease, wanted: int) -> str:
         user = lease.holder.user
         return f"user {user} has {_counted(self.gpus[user], 'GPU')} and asks for {wanted} more"
 
 
-def usage_by_user(ledger: Ledger, limits: UserLimits) -> UserUsage:
+def usage_by_user(ledger: Ledger, limits: UserLimits, now: Instant) -> UserUsage:
     """What each user has now. One walk over the GPUs where there is a limit, and over nothing where there is none."""
-    found = UserUsage(limits)
+    found = UserUsage(limits, tokens=TokenBudgets(ledger, now))
     if found.has_limits:
         held = Counter(gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id is not None and not gpu.draining)
         for lease_id, gpus in held.items():
@@ -135,13 +145,19 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def never_within_limits(limits: UserLimits, lease: Lease, wanted: int) -> NeverWithinLimits | None:
-    """Why a request of `wanted` GPUs can never be granted within its user's limits; None where it can."""
-    if not limits.gpus or wanted <= limits.gpus:
+def never_within_limits(users: UserUsage, lease: Lease, wanted: int) -> NeverWithinLimits | None:
+    """Why a request of `wanted` GPUs can never be granted within the limits of its user and the budget of its token;
+    None where it can."""
+    limit, requested = users.limits.gpus, _counted(wanted, "GPU")
+    if limit and wanted > limit:
+        detail = f"The request is for {requested}, and user {lease.holder.user} may have {limit} at a time."
+        remedy = "Ask for fewer GPUs, or an administrator for a higher --max-gpus-per-user."
+        return NeverWithinLimits(detail, remedy=remedy)
+    never = None if users.tokens is None else users.tokens.never(lease, wanted)
+    if never is None:
         return None
-    requested = _counted(wanted, "GPU")
-    detail = f"The request is for {requested}, and user {lease.holder.user} may have {limits.gpus} at a time."
-    return NeverWithinLimits(detail, remedy="Ask for fewer GPUs, or an administrator for a higher --max-gpus-per-user.")
+    detail = f"The request is for {requested}, and {never}."
+    return NeverWithinLimits(detail, remedy="Ask for fewer GPUs, or an administrator for a token with more.")
 
 
 def user_queue_is_full(

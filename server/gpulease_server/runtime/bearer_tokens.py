@@ -37,6 +37,7 @@ from datetime import date, datetime, timedelta
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, Role, TokenRequest
 from gpulease_server.core.happenings import BearerTokenChanged
@@ -69,6 +70,8 @@ class TokenIdentity:
     role: Role
     node: str | None = None
     """The node that a worker's token reports for; None until its first report."""
+    budget: Budget | None = None
+    """What may be held with it."""
 
 
 class BearerTokens:
@@ -118,7 +121,7 @@ class BearerTokens:
         token, today = record.token, clock.now().at.date()
         if token.last_used_on is None or token.last_used_on < today:
             self._used[token.id] = today
-        return TokenIdentity(token.id, token.user, token.uid, record.gid, token.role, token.node)
+        return TokenIdentity(token.id, token.user, token.uid, record.gid, token.role, token.node, token.budget)
 
     def is_valid(self, token_id: str) -> bool:
         """True while a token is neither revoked nor expired, as far as this daemon knows."""
@@ -203,6 +206,9 @@ class BearerTokens:
             note=asked.note,
             created_at=now,
             created_by=by,
+            max_gpus=asked.max_gpus,
+            max_lease_s=asked.max_lease_s,
+            gpu_hours_per_day=asked.gpu_hours_per_day,
             expires_at=None if asked.expires_s is None else now + timedelta(seconds=asked.expires_s),
         )
         record = BearerTokenRecord(token=token, hash=_hash(bearer), gid=owner.gid)

@@ -12,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Event, LeaseState, Liveness
+from gpulease_server.core import token_budgets
 from gpulease_server.core.decide import decide
 from gpulease_server.core.happenings import RenewalRequested
 from gpulease_server.core.ledger import Ledger
@@ -128,6 +129,11 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
     for record in ledger.leases.values():
         if record.lease.ended_at is None and record.lease.liveness is not Liveness.JOB:
             ledger.apply(Deadline(record.lease.id, now.mono_s + record.lease.ttl_s))
+    for token_id, budget in list(ledger.budgets.items()):
+        ledger.apply(token_budgets.counted(ledger, budget, now))
+        held = [lease_id for lease_id, gpus in ledger.leases_of_tokens.get(token_id, {}).items() if gpus]
+        for record in [ledger.leases[lease_id] for lease_id in held]:
+            ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
     for gpu in ledger.gpus.values():
         if gpu.draining:
             ledger.draining_since[gpu.device.uuid] = now.mono_s

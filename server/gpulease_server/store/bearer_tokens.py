@@ -58,6 +58,9 @@ def add(store: Store, record: BearerTokenRecord, now: datetime) -> None:
         "created_by": token.created_by,
         "expires_at": token.expires_at,
         "last_used_on": token.last_used_on,
+        "max_gpus": token.max_gpus,
+        "max_lease_s": token.max_lease_s,
+        "gpu_hours_per_day": token.gpu_hours_per_day,
     }
     with store.writing() as connection:
         connection.execute(delete(table).where(table.c.expires_at < now - EXPIRED_KEPT))
@@ -100,5 +103,8 @@ def _record(row: Any) -> BearerTokenRecord:
         created_by=row.created_by,
         expires_at=row.expires_at,
         last_used_on=row.last_used_on,
+        max_gpus=row.max_gpus,
+        max_lease_s=row.max_lease_s,
+        gpu_hours_per_day=row.gpu_hours_per_day,
     )
     return BearerTokenRecord(token=token, hash=row.hash, gid=row.gid)

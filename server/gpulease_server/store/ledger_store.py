@@ -12,6 +12,8 @@ from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.records import (
+    BudgetRecord,
+    BudgetRemoved,
     BypassCounts,
     Change,
     Deadline,
@@ -73,6 +75,8 @@ class Store:
                 ledger.apply(job)
             for row in connection.execute(select(tables.idempotency_key).order_by(tables.idempotency_key.c.at)):
                 ledger.apply(rows.key_record(row))
+            for row in connection.execute(select(tables.token_budget)):
+                ledger.apply(rows.budget_record(row))
             for name, value in connection.execute(select(tables.counter.c.name, tables.counter.c.value)):
                 setattr(ledger, f"next_{name}", max(value, getattr(ledger, f"next_{name}")))
             last = connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
@@ -124,9 +128,11 @@ class Store:
                     latest[tables.gpu, key] = None
                 case NodeRemoved(key):
                     latest[tables.node, key] = None
+                case BudgetRemoved(key):
+                    latest[tables.token_budget, key] = None
                 case KeyRemoved(key):
                     latest[tables.idempotency_key, key] = None
-                case LeaseRecord() | JobRecord() | GpuRecord() | NodeRecord() | KeyRecord():
+                case LeaseRecord() | JobRecord() | GpuRecord() | NodeRecord() | BudgetRecord() | KeyRecord():
                     table, row = rows.to_row(change)
                     latest[table, row[_key(table)]] = row
         for name in COUNTERS:

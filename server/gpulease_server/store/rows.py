@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import Row, Table
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import field_name, from_json, to_json, wire_name
 from gpulease_protocol.model import (
     Demand,
@@ -26,10 +27,18 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
-from gpulease_server.core.records import GpuRecord, JobRecord, KeyRecord, LeaseRecord, NodeRecord, WatchedOwner
+from gpulease_server.core.records import (
+    BudgetRecord,
+    GpuRecord,
+    JobRecord,
+    KeyRecord,
+    LeaseRecord,
+    NodeRecord,
+    WatchedOwner,
+)
 from gpulease_server.store import tables
 
-StoredChange = LeaseRecord | JobRecord | GpuRecord | NodeRecord | KeyRecord | Event
+StoredChange = LeaseRecord | JobRecord | GpuRecord | NodeRecord | BudgetRecord | KeyRecord | Event
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
 
 
@@ -44,6 +53,10 @@ def to_row(change: StoredChange) -> tuple[Table, dict[str, Any]]:
             return tables.gpu, _fields(change) | {"uuid": device.uuid, "device": to_json(device)}
         case NodeRecord():
             return tables.node, _fields(change)
+        case BudgetRecord(budget=budget):
+            row = _fields(change) | {"budget": to_json(budget)}
+            del row["counted_at_s"]
+            return tables.token_budget, row
         case KeyRecord():
             return tables.idempotency_key, _fields(change)
         case Event():
@@ -61,7 +74,7 @@ def _lease_row(record: LeaseRecord) -> dict[str, Any]:
         "gpus": [to_json(device) for device in record.lease.gpus],
         **_watch_columns(record.watched_owner),
     }
-    del row["expires_at"], row["position"], row["problems"]
+    del row["expires_at"], row["ends_at"], row["position"], row["problems"]
     return row
 
 
@@ -140,6 +153,12 @@ def node_record(row: Row[Any]) -> NodeRecord:
     """A node as it was stored."""
     values = _values(row)
     return NodeRecord(**values | {"mode": NodeMode(values["mode"])})
+
+
+def budget_record(row: Row[Any]) -> BudgetRecord:
+    """A budget as it was stored."""
+    values = _values(row)
+    return BudgetRecord(**values | {"budget": from_json(Budget, values["budget"])})
 
 
 def key_record(row: Row[Any]) -> KeyRecord:

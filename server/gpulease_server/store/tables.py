@@ -192,9 +192,23 @@ bearer_token = Table(
     Column("created_by", String(255)),
     Column("expires_at", UtcDateTime),
     Column("last_used_on", Date),
+    Column("max_gpus", Integer),
+    Column("max_lease_s", Float),
+    Column("gpu_hours_per_day", Float),
 )
 """One row for each token that was not revoked. `hash` is SHA-256 of the whole token, which has 256 random bits: nothing
 slower would make it harder to guess. See `store.bearer_tokens`."""
+
+token_budget = Table(
+    "token_budget",
+    metadata,
+    Column("token_id", String(64), primary_key=True),
+    Column("budget", JSON, nullable=False),
+    Column("day", Date, nullable=False),
+    Column("used_s", Float, nullable=False),
+    Column("counted_at", UtcDateTime, nullable=False),
+)
+"""One row for each token with a budget that was used in the last days. See `core.token_budgets`."""
 
 counter = Table(
     "counter",

@@ -19,6 +19,8 @@ class HeldTime:
     is_job: bool
     user: str | None
     label: str | None
+    agent: str | None
+    session: str | None
     node: str | None
     gpus: int
     granted_at: datetime
@@ -38,6 +40,8 @@ def held_times(engine: Engine, from_at: datetime, to_at: datetime, user: str | N
             lease.c.job_id.is_not(None),
             holder,
             lease.c.holder["label"].as_string(),
+            lease.c.holder["agent"].as_string(),
+            lease.c.holder["session"].as_string(),
             lease.c.gpus[0]["node"].as_string(),
             func.json_array_length(lease.c.gpus),
             lease.c.granted_at,

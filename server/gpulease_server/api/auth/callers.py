@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotAuthenticated
 from gpulease_protocol.model import Holder
 from gpulease_protocol.tokens import Role
@@ -34,6 +35,8 @@ class Caller:
     """`socket`, `loopback` or `token`."""
     token_id: str | None = None
     """Id of the bearer token that identified the caller."""
+    budget: Budget | None = None
+    """What may be held with that token."""
     may_report: bool = False
     """True if they may report for nodes."""
     node: str | None = None
@@ -88,7 +91,17 @@ async def caller_from_token(header: str, bearers: BearerTokens | None) -> Caller
     if token is None:
         raise invalid_token()
     may_report = token.role in (Role.ADMIN, Role.WORKER)
-    return Caller(token.user, token.uid, token.gid, token.role, "token", token.token_id, may_report, token.node)
+    return Caller(
+        token.user,
+        token.uid,
+        token.gid,
+        token.role,
+        "token",
+        token_id=token.token_id,
+        budget=token.budget,
+        may_report=may_report,
+        node=token.node,
+    )
 
 
 def is_still_valid(caller: Caller, daemon: DaemonState) -> bool:

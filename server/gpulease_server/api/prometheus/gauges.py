@@ -69,6 +69,7 @@ def metric_families(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     """All metrics."""
     yield from gpu_metrics(snapshot)
     yield from lease_metrics(snapshot)
+    yield agent_metric(snapshot)
     yield from node_metrics(snapshot)
     yield from usage_metrics(snapshot)
 
@@ -190,6 +191,23 @@ def lease_metrics(snapshot: LedgerSnapshot) -> Iterator[Metric]:
     for live in LIVE_JOB_STATES:
         family.add_metric((live.value,), jobs[live])
     yield family
+
+
+def agent_metric(snapshot: LedgerSnapshot) -> Metric:
+    """GPUs by agent and session; those beyond `MAX_USERS` together."""
+    held: Counter[tuple[str, str]] = Counter()
+    for gpu in all_gpus(snapshot):
+        record = snapshot.ledger.leases.get(gpu.lease_id or "")
+        if record is not None and not gpu.draining and record.lease.holder.agent:
+            held[record.lease.holder.agent, record.lease.holder.session] += 1
+    ordered = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+    text = "GPUs in leases that an agent asked for, by its session."
+    family = GaugeMetricFamily("gpulease_agent_gpus", text, labels=("agent", "session"))
+    for labels, gpus in ordered[:MAX_USERS]:
+        family.add_metric(labels, gpus)
+    if ordered[MAX_USERS:]:
+        family.add_metric((OTHER_USERS, ""), sum(gpus for _, gpus in ordered[MAX_USERS:]))
+    return family
 
 
 def node_metrics(snapshot: LedgerSnapshot) -> Iterator[Metric]:

@@ -42,7 +42,9 @@ def _explain(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Exp
     unmet = tuple(one for one in getattr(request, "after", ()) if ledger.is_live(one.job))
     if unmet and isinstance(request, JobSubmitted) and (full := too_many_waiting(ledger, request, daemon.policy)):
         return full
-    found = dry_run(ledger, lease, daemon.now(), daemon.policy, further_jobs=further_jobs, queue=queue)
+    found = dry_run(
+        ledger, lease, daemon.now(), daemon.policy, further_jobs=further_jobs, queue=queue, budget=request.budget
+    )
     if unmet and not isinstance(found, GpuleaseError) and found.verdict != "never":
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
         return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))

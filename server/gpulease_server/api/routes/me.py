@@ -5,12 +5,14 @@ from __future__ import annotations
 from gpulease_protocol.tokens import IdentifiedBy, Identity
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
+from gpulease_server.api.daemon_state import DaemonDep
+from gpulease_server.core.token_budgets import budget_use
 
 router = new_router("/v1/me", "me")
 
 
 @router.get("", operation_id="getMe")
-async def show_me(caller: CallerDep) -> Identity:
+async def show_me(caller: CallerDep, daemon: DaemonDep) -> Identity:
     """The caller: user, role, and how the daemon knows. For checking a token."""
     assert caller.user is not None and caller.role is not None and caller.identified_by is not None  # noqa: PT018
     return Identity(
@@ -20,4 +22,7 @@ async def show_me(caller: CallerDep) -> Identity:
         identified_by=IdentifiedBy(caller.identified_by),
         token_id=caller.token_id,
         node=caller.node,
+        budget=None
+        if caller.budget is None or caller.token_id is None
+        else budget_use(daemon.ledger, caller.token_id, caller.budget, daemon.now()),
     )

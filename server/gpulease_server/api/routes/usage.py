@@ -42,7 +42,7 @@ async def show_usage(
     by: Annotated[UsageKey, Query(description="What to sum by.")] = UsageKey.USER,
     user: Annotated[str | None, Query(description="Only leases of this user.", max_length=255)] = None,
 ) -> Usage:
-    """GPU-hours that leases held and used in a period, by user, label or node.
+    """GPU-hours that leases held and used in a period, by user, label, node, agent or session.
 
     Leases that are pruned (`serve --keep-days`) are not counted. Use is known for jobs only, of which the newest 2000
     in the period are read. A time without an offset is UTC.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import OverQuota
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Lease
@@ -13,6 +14,7 @@ from gpulease_server.core.placement import Blocked, min_gpus, place
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
+from gpulease_server.core.token_budgets import new_budget
 from gpulease_server.core.user_limits import never_within_limits, user_queue_is_full
 from gpulease_server.core.wording import describe_gpus
 
@@ -20,7 +22,14 @@ PROMISE = "Nothing is reserved: another request may be first."
 
 
 def dry_run(
-    ledger: Ledger, lease: Lease, now: Instant, policy: Policy, *, further_jobs: int = 0, queue: bool = True
+    ledger: Ledger,
+    lease: Lease,
+    now: Instant,
+    policy: Policy,
+    *,
+    further_jobs: int = 0,
+    queue: bool = True,
+    budget: Budget | None = None,
 ) -> Explanation | OverQuota:
     """Whether a request fits at this moment: `fits_now`, `not_now` or `never`; or why it would be refused.
 
@@ -31,11 +40,13 @@ def dry_run(
     demand = lease.demand
     if is_never(ledger, demand):
         return explain(ledger, record, now, policy, stays_queued=False)
-    never = never_within_limits(policy.limits, lease, min_gpus(ledger, demand))
+    token_id = lease.holder.token_id
+    unmade = None if token_id is None or budget is None else new_budget(token_id, budget, now)
+    reservations = reservations_before(ledger, record, now, policy, unmade)
+    users = reservations.users
+    never = never_within_limits(users, lease, min_gpus(ledger, demand))
     if never is not None:
         return never
-    reservations = reservations_before(ledger, record, now, policy)
-    users = reservations.users
     if users.limit_reached(lease, min_gpus(ledger, demand)) is None:
         gpus_left = users.gpus_left(lease)
         placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=gpus_left)

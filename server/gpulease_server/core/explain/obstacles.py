@@ -78,12 +78,16 @@ def limit_obstacles(ledger: Ledger, lease: Lease, most_gpus: int | None) -> dict
             gpu,
             "over_limit",
             f"Node {node} has {count_gpus(gpus_needed(lease.demand, gpus))} for it, and user {lease.holder.user} may"
-            f" have {most_gpus} more.",
+            f" have {most_gpus} more{_with_token(lease)}.",
         )
         for node, gpus in candidates(ledger, lease.demand).items()
         if node not in fitting
         for gpu in gpus
     }
+
+
+def _with_token(lease: Lease) -> str:
+    return "" if lease.holder.token_id is None else f" with token {lease.holder.token_id}"
 
 
 def _awaited(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:

@@ -1,0 +1,217 @@
+"""Budgets of bearer tokens: GPUs at a time, time of one lease, and GPU-hours a day.
+
+What is authoritative
+---------------------
+A budget is fixed when its token is created, and comes with each request that is sent with the token. From the first
+request on the ledger has it as a `BudgetRecord`, with the GPU time that was held on the day; both are written in the
+transaction of the grant or end that changes them. How many GPUs a token has follows from its leases
+(`Ledger.leases_of_tokens`), so that requests of one turn are counted one by one.
+
+What always holds
+-----------------
+1. The leases of a token have at most `max_gpus` GPUs.
+2. A lease of a token holds GPUs for at most `max_lease_s`, however often it is renewed, and also while its owner is
+   watched and lives. It is then ended as `budget_spent`, and a late renewal does not revive it. A job is stopped, as
+   if cancelled.
+3. On one day, from 00:00 UTC, the leases of a token hold at most `gpu_hours_per_day`. When these are spent all of its
+   leases end in that tick. A request waits until the day ends. A lease is granted only if what is left of the day lasts
+   for `MIN_USE_S`.
+4. Each token has a budget of its own. Two tokens of one user do not share one; the limits of the user
+   (`core.user_limits`) count both.
+5. A request that its token's budget keeps out lets no newer request of the same token pass. It reserves no GPU, and
+   delays no one else.
+
+Time is counted on the monotonic clock. Only which day it is, and the time while the daemon is away, are told by the
+wall clock.
+
+| what happens | what follows |
+|---|---|
+| many requests in one turn | each is decided after the grant of the one before |
+| a lease is renewed, or its owner lives on | `max_lease_s` counts from the grant |
+| a request is sent again with its Idempotency-Key | it is the same lease |
+| the daemon is killed, or another takes over | the budget goes on; the time between counts for what is still held |
+| the wall clock is put back, or forward within a day | nothing: the time that has passed counts |
+| it is put back over midnight | the day that began is still the day |
+| it is put forward over midnight | a new day begins |
+| the day ends while leases are held | they go on; what they hold from then on counts for the next day |
+| the token is revoked | what it has goes on within the budget; nothing more can be asked for |
+| a job is tried again | each attempt is a lease of the same token |
+| GPUs drain after the end | they do not count: they were given back |
+| someone with the token has a job ask on the daemon's socket | the budget does not see it: the job is the user |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, date, datetime, time, timedelta
+
+from gpulease_protocol.budgets import Budget, BudgetUse
+from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.records import BudgetRecord, Instant, LeaseRecord
+
+MIN_USE_S = 60.0
+"""Nothing is granted that the day's GPU-hours would end sooner."""
+
+
+@dataclass(slots=True)
+class TokenBudgets:
+    """What each token may still have, at one moment."""
+
+    ledger: Ledger
+    now: Instant
+    unmade: BudgetRecord | None = None
+    """Of the token of a request that is not made, see `explain.dry_run`."""
+    first: dict[str, str] = field(default_factory=dict)
+    """By token: the oldest request that its budget keeps out. Filled by who walks the queue."""
+
+    def of(self, lease: Lease) -> BudgetRecord | None:
+        """The budget of a lease's token, counted up to now; None for a lease without one."""
+        known = self.ledger.budgets.get(lease.holder.token_id or "")
+        if known is None and self.unmade is not None and self.unmade.token_id == lease.holder.token_id:
+            known = self.unmade
+        return None if known is None else counted(self.ledger, known, self.now)
+
+    def gpus_left(self, lease: Lease) -> int | None:
+        """How many GPUs more a lease's token may have for it; None for any number."""
+        record = self.of(lease)
+        if record is None:
+            return None
+        budget, found = record.budget, []
+        if budget.max_gpus is not None:
+            found.append(budget.max_gpus - held_gpus(self.ledger, record.token_id))
+        if (left_s := _left_s(record)) is not None:
+            found.append(int(left_s // MIN_USE_S))
+        return max(0, min(found)) if found else None
+
+    def limit_reached(self, lease: Lease, wanted: int) -> str | None:
+        """Why the budget of its token keeps a lease of `wanted` GPUs out for now, in words; None where it does not."""
+        record = self.of(lease)
+        if record is None:
+            return None
+        budget, token = record.budget, record.token_id
+        held, left_s = held_gpus(self.ledger, token), _left_s(record)
+        if budget.max_gpus is not None and held + wanted > budget.max_gpus:
+            with_it = f"{_gpus(held)} are held with token {token}, and {wanted} more are asked for"
+            return f"{with_it}; its budget is {budget.max_gpus} at a time"
+        if left_s is not None and left_s < wanted * MIN_USE_S:
+            until = f"{_midnight(record.day + timedelta(days=1)):%Y-%m-%d %H:%M} UTC"
+            used = f"{record.used_s / 3600:.2f} of the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token}"
+            return f"{used} are used; the next day begins at {until}"
+        first = self.first.get(token, lease.id)
+        return None if first == lease.id else f"the older request {first} of token {token} is granted first"
+
+    def never(self, lease: Lease, wanted: int) -> str | None:
+        """Why a lease of `wanted` GPUs can never be within the budget of its token, in words; None where it can."""
+        record = self.of(lease)
+        if record is None:
+            return None
+        budget, token = record.budget, record.token_id
+        if budget.max_gpus is not None and wanted > budget.max_gpus:
+            return f"token {token} may have {budget.max_gpus} at a time"
+        if budget.gpu_hours_per_day is not None and budget.gpu_hours_per_day * 3600 < wanted * MIN_USE_S:
+            return f"the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token} would not last a minute"
+        return None
+
+    def keeps_out(self, lease: Lease, wanted: int) -> bool:
+        """True while the budget of its token keeps a request out. Newer requests of that token are then kept out too:
+        call it for one request after the other, oldest first."""
+        if self.limit_reached(lease, wanted) is None:
+            return False
+        self.first.setdefault(lease.holder.token_id or "", lease.id)
+        return True
+
+
+def new_budget(token_id: str, budget: Budget, now: Instant) -> BudgetRecord:
+    """A budget of which nothing is used."""
+    return BudgetRecord(token_id=token_id, budget=budget, day=now.at.date(), counted_at=now.at, counted_at_s=now.mono_s)
+
+
+def counted(ledger: Ledger, record: BudgetRecord, now: Instant) -> BudgetRecord:
+    """A budget with the GPU time up to now."""
+    if record.counted_at_s is None:
+        passed_s = max(0.0, (now.at - record.counted_at).total_seconds())
+    else:
+        passed_s = now.mono_s - record.counted_at_s
+    today, day, used_s = now.at.date(), record.day, record.used_s
+    if not day - timedelta(days=1) <= today <= day:
+        day, used_s = today, 0.0
+        passed_s = min(passed_s, (now.at - _midnight(today)).total_seconds())
+    used_s += passed_s * held_gpus(ledger, record.token_id)
+    return replace(record, day=day, used_s=used_s, counted_at=now.at, counted_at_s=now.mono_s)
+
+
+def held_gpus(ledger: Ledger, token_id: str) -> int:
+    """How many GPUs the leases of a token have."""
+    return sum(ledger.leases_of_tokens.get(token_id, {}).values())
+
+
+def budget_use(ledger: Ledger, token_id: str, budget: Budget, now: Instant) -> BudgetUse:
+    """A budget, and what is used of it."""
+    record = counted(ledger, ledger.budgets.get(token_id) or new_budget(token_id, budget, now), now)
+    return BudgetUse(
+        max_gpus=budget.max_gpus,
+        max_lease_s=budget.max_lease_s,
+        gpu_hours_per_day=budget.gpu_hours_per_day,
+        gpus=held_gpus(ledger, token_id),
+        gpu_hours_today=record.used_s / 3600,
+        day_ends_at=_midnight(record.day + timedelta(days=1)),
+    )
+
+
+def held_s(record: LeaseRecord, now: Instant) -> float:
+    """For how long a lease has had its GPUs."""
+    if record.granted_at_s is not None:
+        return now.mono_s - record.granted_at_s
+    granted_at = record.lease.granted_at
+    return 0.0 if granted_at is None else max(0.0, (now.at - granted_at).total_seconds())
+
+
+def lasts_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
+    """For how long the budget of its token lets an active lease last, from now on and if nothing changes; None for no
+    end."""
+    known = ledger.budgets.get(record.lease.holder.token_id or "")
+    if known is None or record.lease.state is not LeaseState.ACTIVE:
+        return None
+    found = []
+    if known.budget.max_lease_s is not None:
+        found.append(known.budget.max_lease_s - held_s(record, now))
+    current, gpus = counted(ledger, known, now), held_gpus(ledger, known.token_id)
+    left_s, daily = _left_s(current), known.budget.gpu_hours_per_day
+    if left_s is not None and daily is not None:
+        day_s = (_midnight(current.day + timedelta(days=1)) - now.at).total_seconds()
+        if left_s / gpus < day_s:
+            found.append(left_s / gpus)
+        elif daily * 3600 / gpus < 86400:
+            found.append(day_s + daily * 3600 / gpus)
+    return max(0.0, min(found)) if found else None
+
+
+def spent_leases(ledger: Ledger, now: Instant) -> Iterator[tuple[LeaseRecord, str]]:
+    """The leases that the budgets of their tokens end now, each with the reason. Costs one walk over the leases of
+    tokens."""
+    for token_id, leases in ledger.leases_of_tokens.items():
+        known = ledger.budgets.get(token_id)
+        if known is None:
+            continue
+        left_s, longest_s = _left_s(counted(ledger, known, now)), known.budget.max_lease_s
+        for record in [ledger.leases[lease_id] for lease_id, gpus in leases.items() if gpus]:
+            if left_s is not None and left_s <= 0:
+                yield record, f"the {known.budget.gpu_hours_per_day:g} GPU-hours a day of token {token_id} are used"
+            elif longest_s is not None and held_s(record, now) >= longest_s:
+                yield record, f"the {longest_s:g} s that a lease of token {token_id} may last are over"
+
+
+def _left_s(record: BudgetRecord) -> float | None:
+    """GPU-seconds that are left of the day; None without a limit."""
+    daily = record.budget.gpu_hours_per_day
+    return None if daily is None else daily * 3600 - record.used_s
+
+
+def _midnight(day: date) -> datetime:
+    return datetime.combine(day, time(), UTC)
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'' if number == 1 else 's'}"
