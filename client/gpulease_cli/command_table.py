@@ -52,7 +52,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "show": Row("Show everything about one job, array, lease, GPU or node", "show:show"),
         "leases": Row("List active and queued leases", "leases:list_leases"),
         "explain": Row("Explain why a lease or a job waits and what is in the way, or why it ended", "leases:explain"),
-        "usage": Row("Show GPU-hours held and used, by user, label or node", "usage:usage"),
+        "usage": Row("Show GPU-hours held and used, by user, label, node, agent or session", "usage:usage"),
         "events": Row("Show events, oldest first", "events:list_events"),
     },
     "The daemon and its host": {
@@ -98,6 +98,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         ),
     },
     "Access": {
+        "mcp": Row("Serve GPUs to a coding agent over the Model Context Protocol, on stdin and stdout", "mcp:mcp"),
         "token": Row(
             "Bearer tokens for callers on other hosts",
             below={

@@ -85,6 +85,7 @@ def test_the_options_of_the_program_may_follow_every_command() -> None:
 
 WITHOUT_JSON = {
     ("serve",): "it logs, and the log may be JSON",
+    ("mcp",): "it speaks to a program, in JSON",
     ("worker",): "it logs, and the log may be JSON",
     ("setup",): "it asks before it does anything",
     ("run",): "what it prints is the command's own",

@@ -78,3 +78,11 @@ def test_defaults_of_settings_are_those_of_the_parts_that_they_set() -> None:
 def test_every_declared_setting_is_an_option(name: str, settings: type) -> None:
     options = {option.name for option in PROGRAM.commands[name].params}
     assert set(declarations(settings)) <= options
+
+
+def test_a_command_whose_extra_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gpulease_mcp.server", None)
+    assert main(["mcp", "--agent", "tester"]) == output.REFUSED
+    assert "pip install 'gpulease[mcp]'" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from tests.docs.room import Room
 
 pytestmark = pytest.mark.timeout(600)
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "SKILL.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RUN_ELSEWHERE = {
     *(ROOT / "docs" / "launchers").iterdir(),
     *(ROOT / "docs" / "tools").iterdir(),
