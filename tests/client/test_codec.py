@@ -86,7 +86,7 @@ BODIES = {
     PauseRequest: {},
 }
 DEFAULTS: dict[str, dict[str, object]] = {
-    "LeaseRequest": {"queue": True, "ttl_s": 300.0, "label": "", "watch_owner": True},
+    "LeaseRequest": {"queue": True, "ttl_s": 300.0, "label": "", "watch_owner": True, "adopt": False},
     "JobRequest": {
         "gpus": 1,
         "environment": {},

@@ -78,8 +78,8 @@ def running(place: Path, cuda: Cuda, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def shells(cuda: Cuda, running: DaemonProcess, **more: str) -> dict[str, str]:
-    """The environment of someone's shell, in which a mask was left."""
-    left = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    """The environment of someone's shell, in which an order of GPUs was left."""
+    left = {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
     return cuda.environment | left | {"GPULEASE_URL": running.url} | more
 
 
