@@ -68,7 +68,9 @@ def not_found(
         if shutil.which(name, path=path) is not None:
             return None
         if not (directory / name).is_file():
-            return f"There is no program {name!r} on PATH and no such file in {directory}.", "Check its name."
+            use_python3 = name == "python" and shutil.which("python3", path=path) is not None
+            remedy = "Use python3, or activate the environment of your training." if use_python3 else "Check its name."
+            return f"There is no program {name!r} on PATH and no such file in {directory}.", remedy
     elif shutil.which(str(directory / name)) is not None:
         return None
     if (directory / name).is_file():

@@ -56,7 +56,7 @@ class CannotSetUp(GpuleaseError):
 
 
 class CannotUninstall(CannotSetUp):
-    """The program stays on this host. Nothing was removed."""
+    """The program stays on this host, or a part of it."""
 
     code, title = "cannot_uninstall", "Cannot uninstall"
 
@@ -194,6 +194,8 @@ class Plan:
     """What is left to the administrator."""
     without_steps: str = "Nothing to do."
     """What to say where there is no step."""
+    failure: type[CannotSetUp] = CannotSetUp
+    """What it is when a step fails."""
 
 
 def planned(host: Host, config: str, units: Mapping[str, str], places: Places = Places()) -> Plan:
@@ -253,7 +255,7 @@ def removal(host: Host, *, purge: bool, places: Places = Places()) -> Plan:
     notes = [f"Settings, records and logs stay. To remove them too: rm -r {kept}"] if kept and not purge else []
     if not ours:
         notes.append(f"The program itself stays in {host.program.parent.parent}: remove it as it was installed.")
-    return Plan(tuple(steps), tuple(notes))
+    return Plan(tuple(steps), tuple(notes), failure=CannotUninstall)
 
 
 def apply(plan: Plan) -> Iterator[Step]:
@@ -263,7 +265,7 @@ def apply(plan: Plan) -> Iterator[Step]:
             step.do()
         except (OSError, subprocess.SubprocessError) as error:
             made, left = plan.steps[:number], plan.steps[number + 1 :]
-            raise CannotSetUp(
+            raise plan.failure(
                 f"Failed: {step}: {_reason(error)}. Done: {_listed(made)}. Not done: {_listed(left)}.",
                 remedy="Mend the cause and run this again: what is done is not done twice.",
             ) from None

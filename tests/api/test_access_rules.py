@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import grp
+import json
 import os
 import pwd
 import shutil
@@ -13,7 +14,13 @@ from typing import Any
 
 import pytest
 
+from gpulease_protocol.codec import to_json
+from gpulease_protocol.model import Gpu, GpuState, Process
+from gpulease_protocol.tokens import Role
+from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.auth.access_rules import ACCESS_RULES, AccessRule
+from gpulease_server.api.auth.callers import Caller
+from gpulease_server.api.auth.redaction import redact_gpu
 from tests.api.documents import endpoints
 from tests.daemon import Answer, DaemonProcess, events, eventually
 from tests.http_as_user import OTHER, OWNER, call
@@ -336,3 +343,13 @@ def test_a_token_outlives_a_restart_and_a_revoked_one_does_not_come_back() -> No
     finally:
         running.stop()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_where_users_see_their_own_commands_only_no_field_of_a_gpu_has_anothers() -> None:
+    bobs = Process(pid=9, user="bob", command="secret")
+    processes = {"processes": (bobs,), "opened_by": (bobs,), "unreadable_process": bobs}
+    gpu = Gpu(uuid="GPU-0", node="n", index=0, state=GpuState.FREE, **processes)  # type: ignore[arg-type]
+    own = AccessSettings(show_commands=False)
+    for user, count in ("ada", 0), ("bob", 3):
+        shown = redact_gpu(Caller(user=user, role=Role.USER), gpu, own)
+        assert json.dumps(to_json(shown)).count("secret") == count

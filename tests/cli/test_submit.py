@@ -97,6 +97,9 @@ def test_a_python_without_the_launcher_is_refused_with_how_to_name_another(bare_
     only_python3.mkdir()
     elsewhere = alone("submit", "--interpreter", bare_python, "train.py", PATH=str(only_python3))
     assert "gpulease submit -- python3 train.py" in elsewhere.stderr
+    (only_python3 / "python3").symlink_to(bare_python)
+    no_python = alone("submit", "--", "python", "train.py", PATH=str(only_python3))
+    assert "do:  Use python3, or activate" in no_python.stderr
     of_shell = alone("submit", "train.py", VIRTUAL_ENV=str(Path(bare_python).parents[1]))
     assert f"torchrun is not installed for {bare_python}" in of_shell.stderr
     assert alone("submit", "--interpreter", bare_python, "--launcher", "plain", "--", "sh").returncode == 3

@@ -273,6 +273,8 @@ def test_a_failure_half_way_says_what_is_done_and_what_is_not(tmp_path: Path, mo
         "Failed: run systemctl daemon-reload: Unit gpulease-worker.service not found. Done: write "
     )
     assert failed.value.detail.endswith(f"Not done: run systemctl enable --now {' '.join(UNITS)}.")
+    with pytest.raises(CannotUninstall, match="Failed: run systemctl disable --now"):
+        list(apply(removal(READY, purge=False)))
 
 
 @pytest.fixture
