@@ -102,7 +102,6 @@ IN_SLOW_LANE = {
     ("joblib", "worker"),
     ("futures-fork", "tool"),
     ("pool-spawn", "tool"),
-    ("ray-tasks", "tool"),
     ("dask", "tool"),
 }
 

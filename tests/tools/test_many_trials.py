@@ -15,7 +15,7 @@ from tests.tools.sweep import ForeignProcess, Sweep, busy_ratio, granted_beside_
 pytestmark = pytest.mark.busy
 
 TRIALS, GPUS = 200, 8
-TRIAL_S = 12.0
+TRIAL_S = 20.0
 """Long beside what a grant takes on a busy machine, and short beside the whole."""
 FOREIGN_STAYS_S, FOREIGN_AWAY_S = 7.0, 5.0
 """It comes to a GPU that is leased, and is alone on it after the trial."""
@@ -118,7 +118,7 @@ TOOLS: dict[str, tuple[str, tuple[str, ...]]] = {
     "submitit": (SUBMITIT, ()),
 }
 """The script of each tool and its arguments. More trials run at once than there are GPUs, so that some always wait."""
-IN_SLOW_LANE = {"joblib-processes", "joblib-threads", "futures-fork", "dask"}
+IN_SLOW_LANE = {"joblib-processes", "joblib-threads", "futures-fork"}
 MANY = ("hydra", "hydra-joblib", "joblib-processes", "optuna-processes", "optuna-threads", "ray", "submitit")
 
 
