@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemon import eventually
 from tests.sweep_events import most_at_once
-from tests.tools.sweep import Sweep, freed, kill_session, overlaps
+from tests.tools.sweep import Sweep, freed, overlaps
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,7 @@ def test_a_killed_server_leaves_no_lease_and_no_request(sweep: Sweep, number: si
         assert after.seconds < 5
         eventually(lambda: not running.leases("queued"), 20)
     finally:
-        kill_session(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
