@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Literal
 
 import click
 
+from gpulease import submitter
 from gpulease.client import Client
 from gpulease_cli import id_completion, names, output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
@@ -22,9 +22,9 @@ from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
-from gpulease_protocol.launchers import choose_launcher, choose_mask, strip_launcher_variables
+from gpulease_protocol.launchers import choose_launcher, choose_mask
 from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask
-from gpulease_protocol.requests import RESOURCE_LIMITS, ArrayRequest, JobRequest
+from gpulease_protocol.requests import ArrayRequest, JobRequest
 from gpulease_protocol.status_table import printable
 
 LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "--dry-run", "--retries", "--follow")
@@ -142,7 +142,7 @@ def submit(
 
     It runs as you, in this directory, with this shell's environment, umask and resource limits.
     """
-    environment = _environment() | _variables(env)
+    environment = submitter.environment() | _variables(env)
     command = submitted_command.startable(words, launcher, Path.cwd(), environment.get("PATH"))
     launcher = launcher or choose_launcher(command)
     python = submitted_command.interpreter(interpreter, launcher, mask or choose_mask(launcher, command))
@@ -158,8 +158,8 @@ def submit(
             timeout_s=timeout,
             retries=retries,
             max_restarts=max_restarts,
-            umask=_umask(),
-            limits=_limits(),
+            umask=submitter.umask(),
+            limits=submitter.resource_limits(),
             gpu_model=model,
             node=node,
             working_directory=os.getcwd(),
@@ -264,30 +264,3 @@ def _variables(assignments: Sequence[str]) -> dict[str, str]:
             raise InvalidRequest(f"--env: {assignment!r} is not NAME=VALUE.", remedy="Write it like --env SEED=7")
         variables[name] = value
     return variables
-
-
-def _environment() -> dict[str, str]:
-    """This shell's variables, without those of other launches and without the bearer token.
-
-    A value that is not UTF-8 cannot be sent and is left out.
-    """
-    variables = strip_launcher_variables(os.environ)
-    kept = {name: value for name, value in variables.items() if name and name not in ("GPULEASE_TOKEN", "_")}
-    return {name: value for name, value in kept.items() if (name + value).isascii() or _is_text(name + value)}
-
-
-def _is_text(value: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _umask() -> int:
-    """This shell's umask; it can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
-
-
-def _limits() -> dict[str, list[int]]:
-    """This shell's resource limits, soft and hard."""
-    known = {name: getattr(resource, f"RLIMIT_{name.upper()}", None) for name in RESOURCE_LIMITS}
-    return {name: list(resource.getrlimit(number)) for name, number in known.items() if number is not None}

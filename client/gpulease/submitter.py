@@ -1,0 +1,36 @@
+"""What a job takes over from the process that submits it: its environment, umask and resource limits."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from gpulease_protocol.launchers import strip_launcher_variables
+from gpulease_protocol.requests import RESOURCE_LIMITS
+
+
+def environment() -> dict[str, str]:
+    """This process's variables, without those of other launches and without the bearer token.
+
+    A value that is not UTF-8 cannot be sent and is left out.
+    """
+    variables = strip_launcher_variables(os.environ)
+    kept = {name: value for name, value in variables.items() if name and name not in ("GPULEASE_TOKEN", "_")}
+    return {name: value for name, value in kept.items() if (name + value).isascii() or _is_text(name + value)}
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def umask() -> int:
+    """This process's umask; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def resource_limits() -> dict[str, list[int]]:
+    """This process's resource limits, soft and hard."""
+    known = {name: getattr(resource, f"RLIMIT_{name.upper()}", None) for name in RESOURCE_LIMITS}
+    return {name: list(resource.getrlimit(number)) for name, number in known.items() if number is not None}
