@@ -165,7 +165,7 @@ def test_a_killed_server_leaves_no_lease_and_no_request(sweep: Sweep, number: si
         assert after.seconds < 5
         eventually(lambda: not running.leases("queued"), 20)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         process.wait()
 
 
