@@ -108,7 +108,8 @@ def test_each_caller_may_do_what_the_rule_of_the_route_says(here: Installation, 
 def test_everyone_is_told_who_they_are(here: Installation) -> None:
     me = {who: here.ask(who, "GET", "/v1/me").json for who in ("owner", "root", "viewer", "worker")}
     assert me["owner"] | {"user": None} == {
-        "user": None, "uid": OWNER, "role": "user", "identified_by": "socket", "token_id": None, "node": None
+        "user": None, "uid": OWNER, "role": "user", "identified_by": "socket", "token_id": None, "node": None,
+        "budget": None,
     }  # fmt: skip
     assert (me["root"]["uid"], me["root"]["role"]) == (0, "admin")
     assert (me["viewer"]["user"], me["viewer"]["role"], me["viewer"]["identified_by"]) == ("viewer", "viewer", "token")
