@@ -21,8 +21,12 @@ NEEDED: dict[type[RequestBody], dict[str, Any]] = {
     tokens.TokenRequest: {"user": "ann", "role": tokens.Role.WORKER},
 }
 """Fields that have to be given beside the one that is tried."""
-BESIDE = {"owner_start_ticks": {"owner_pid": 1}, "max_restarts": {"launcher": "torchrun"}}
-"""Fields that say nothing alone."""
+BESIDE = {
+    "owner_start_ticks": {"owner_pid": 1},
+    "max_restarts": {"launcher": "torchrun"},
+    **{name: {"role": tokens.Role.USER} for name in ("max_gpus", "max_lease_s", "gpu_hours_per_day")},
+}
+"""Fields that say nothing alone, or not with those of `NEEDED`."""
 BOOT = "0f6cbd8b-6b3e-4a3f-9a1c-1f2e3d4c5b6a"
 OF_PATTERN = {
     "indices": (["0", "0-19", "1,4,9", "0-100:10", " 3 , 5-6 "], ["", "a", "1-", "1,,2", "-1", "1:2", "٣"]),

@@ -86,7 +86,15 @@ BODIES = {
     PauseRequest: {},
 }
 DEFAULTS: dict[str, dict[str, object]] = {
-    "LeaseRequest": {"queue": True, "ttl_s": 300.0, "label": "", "watch_owner": True, "adopt": False},
+    "LeaseRequest": {
+        "queue": True,
+        "ttl_s": 300.0,
+        "label": "",
+        "watch_owner": True,
+        "adopt": False,
+        "agent": "",
+        "session": "",
+    },
     "JobRequest": {
         "gpus": 1,
         "environment": {},
@@ -95,6 +103,8 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "retries": 0,
         "limits": {},
         "after": [],
+        "agent": "",
+        "session": "",
     },
     "ArrayRequest": {},
     "TokenRequest": {"role": "user", "note": ""},

@@ -169,7 +169,7 @@ def test_a_job_that_started_unnoticed_is_not_killed(tmp_path: Path, started_here
 
     async def story(worker: Worker) -> None:
         worker.jobs.reconcile([job])
-        (supervisor,) = started_here()
+        (supervisor,) = until(started_here, "its command line can be read")
         os.kill(supervisor.pid, signal.SIGSTOP)
         worker.jobs.close()
         again = Worker(tmp_path)
