@@ -12,7 +12,7 @@ import pytest
 
 from tests.daemon import DaemonProcess, eventually
 from tests.docs.pages import ROOT, blocks
-from tests.tools.sweep import Sweep, freed, kill_session, leases_of
+from tests.tools.sweep import Sweep, freed, leases_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -102,8 +102,9 @@ def test_the_gpus_of_what_is_killed_are_free_within_seconds(sweep: Sweep, runnin
             after = freed(running, leases_of(running, process.pid), lambda: os.kill(process.pid, signal.SIGKILL))
             eventually(lambda: not any(Path(f"/proc/{trial.pid}").exists() for trial in workers), 10)
     finally:
-        kill_session(process.pid)
+        process.kill()
         process.wait(60)
+        sweep.close()
     assert after.seconds < 5
     running.wait_free()
 
