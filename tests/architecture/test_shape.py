@@ -16,7 +16,7 @@ SOURCES = ("protocol", "client", "worker", "server", "examples", "migrations", "
 MODULE_LINES, FUNCTION_LINES = 450, 70
 VAGUE = {"manager", "handler", "helper", "helpers", "processor", "util", "utils", "common", "base", "info"}
 """Words that name anything; a name says what a thing is, in the field's words."""
-OF_OTHERS = {"ArgumentHandler", "NullHandler", "StreamHandler"}
+OF_OTHERS = {"get_provisioner_info", "ArgumentHandler", "NullHandler", "StreamHandler"}
 """Names that a library gives."""
 
 

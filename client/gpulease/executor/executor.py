@@ -31,11 +31,12 @@ from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from gpulease.client import Client
+from gpulease.executor.task_child import NotPicklable
 from gpulease.executor.task_loop import Task, TaskLoop
 from gpulease.executor.task_process import GRACE_S, ProcessDied, TaskTraceback
 from gpulease_protocol.errors import InvalidRequest
 
-__all__ = ["GPUExecutor", "ProcessDied", "TaskTraceback"]
+__all__ = ["GPUExecutor", "NotPicklable", "ProcessDied", "TaskTraceback"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class GPUExecutor(Executor):
         bar = _progress_bar(label) if progress else None
         lease_client = client or Client()
         try:
-            node, gpus = _local_node(lease_client)
+            node, gpus = local_node(lease_client)
         finally:
             if client is None:
                 lease_client.close()
@@ -105,7 +106,7 @@ class GPUExecutor(Executor):
         weakref.finalize(self, self._tasks.close).atexit = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """The future of `fn(*args, **kwargs)`, which raises TypeError if these cannot be pickled.
+        """The future of `fn(*args, **kwargs)`, which raises NotPicklable if these cannot be pickled.
 
             future = executor.submit(train, learning_rate=0.1)
             loss = future.result()
@@ -138,7 +139,7 @@ class GPUExecutor(Executor):
                 return
             self._tasks.join()
         except BaseException:
-            self._abort()
+            self.terminate_workers()
             raise
         self._close_bar()
 
@@ -146,11 +147,12 @@ class GPUExecutor(Executor):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            self._abort()
+            self.terminate_workers()
         else:
             self.shutdown()
 
-    def _abort(self) -> None:
+    def terminate_workers(self) -> None:
+        """End the running tasks, withdraw the requests of the others, and accept no more."""
         self._tasks.abort()
         self._tasks.join(GRACE_S * 3)
         self._close_bar()
@@ -193,7 +195,7 @@ def _progress_bar(label: str) -> _ProgressBar:
 
 def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseContext | None) -> None:
     if max_workers is not None and not 1 <= max_workers <= MAX_WORKERS:
-        raise InvalidRequest(f"max_workers: must be 1 to {MAX_WORKERS}, not {max_workers}.")
+        raise InvalidRequest(f"max_workers must be greater than 0 and at most {MAX_WORKERS}, not {max_workers}.")
     if isinstance(gpus_per_task, bool) or not isinstance(gpus_per_task, int) or gpus_per_task < 1:
         raise InvalidRequest(f"gpus_per_task: must be a whole number over 0, not {gpus_per_task!r}.")
     method = mp_context.get_start_method() if isinstance(mp_context, BaseContext) else mp_context
@@ -203,7 +205,7 @@ def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseCo
         )
 
 
-def _local_node(client: Client) -> tuple[str | None, int]:
+def local_node(client: Client) -> tuple[str | None, int]:
     """Name of this host's node and its number of GPUs; None and 0 if the daemon has no such node."""
     host = socket.gethostname()
     gpus = client.gpus()
@@ -212,8 +214,8 @@ def _local_node(client: Client) -> tuple[str | None, int]:
     return name, sum(gpu.node == name for gpu in gpus)
 
 
-def _pickling_error(name: str, error: Exception) -> TypeError:
-    failure = TypeError(
+def _pickling_error(name: str, error: Exception) -> NotPicklable:
+    failure = NotPicklable(
         f"{name} or its arguments cannot be sent to another process: {error}. The function must be defined at the top"
         " level of a module, not a lambda or a nested one; open files, locks and CUDA tensors cannot be sent."
     )

@@ -21,6 +21,10 @@ MESSAGE_LENGTH = struct.Struct("!Q")
 PR_SET_PDEATHSIG = 1
 
 
+class NotPicklable(pickle.PicklingError, TypeError):
+    """A task or its result cannot be sent to another process. The message says which part."""
+
+
 def main(socket_fd: int, parent_pid: int) -> None:
     """Receive a task, run it, and send back its outcome."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -44,8 +48,10 @@ def _run_task(preparation: dict[str, Any], task: bytes) -> bytes:
         return pickle.dumps((False, _pickle_error(error), "".join(traceback.format_exception(error))))
     try:
         return pickle.dumps((True, pickle.dumps(result)))
-    except Exception as error:
-        unsendable = TypeError(f"The result of the task, a {type(result).__name__}, cannot be pickled: {error}")
+    except BaseException as error:
+        unsendable = error
+        if isinstance(error, Exception):
+            unsendable = NotPicklable(f"The result of the task, a {type(result).__name__}, cannot be pickled: {error}")
         return pickle.dumps((False, pickle.dumps(unsendable), "".join(traceback.format_exception(error))))
 
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from concurrent.futures import BrokenExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ CHILD_PROGRAM = (
 )
 
 
-class ProcessDied(BrokenExecutor):
+class ProcessDied(BrokenProcessPool):
     """The process of a task ended before the task returned. Only the future of that task raises it."""
 
 
@@ -145,10 +145,13 @@ class TaskProcess:
 
 
 def _unpickle_outcome(response: bytes) -> tuple[Any, BaseException | None]:
-    """The result or the error that a process has sent."""
+    """The result or the error that a process has sent; the error if the result cannot be unpickled."""
     succeeded, content, *traceback = pickle.loads(response)  # noqa: S301 - from our own child
     if succeeded:
-        return pickle.loads(content), None  # noqa: S301
+        try:
+            return pickle.loads(content), None  # noqa: S301
+        except BaseException as failure:  # a SystemExit would end the event loop
+            return None, failure
     error: BaseException = RuntimeError("The task failed with an error that cannot be pickled; see its cause.")
     if content is not None:
         error = pickle.loads(content)  # noqa: S301
