@@ -37,7 +37,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     try:
         running.start()
         eventually(lambda: states(running) == ["free", "foreign", "free", "unhealthy"], WITHIN_S, running.story)
-        held = running.call("POST", "/v1/leases?wait_s=30", {"devices": [0], "ttl_s": 3600, "label": "works"})
+        asked = {"devices": [0], "ttl_s": 3600, "label": "works", "agent": "coder", "session": "s1"}
+        held = running.call("POST", "/v1/leases?wait_s=30", asked)
         assert held.status == 201, held.content
         job = running.call("POST", "/v1/jobs", {"command": ["sleep", "100000"], "gpus": 1, "launcher": "plain"}).json
         eventually(
