@@ -331,9 +331,15 @@ def has_ended_but_for_threads(pid: int) -> bool:
 
 
 def hung_in_write(lease_id: str) -> bool:
-    """True when a process of a lease waits in the kernel for a page that it is to write somewhere."""
-    waits = [Path(f"/proc/{process.pid}/wchan").read_text() for process in lease_claims.claimants({lease_id: None})]
-    return "request_wait_answer" in waits
+    """True when a process of a lease waits in the kernel for a page that it is to write to its log, file descriptor 1.
+
+    To wait for the same file system with another call, as `open`, holds no lock of the log.
+    """
+    return any(
+        Path(f"/proc/{process.pid}/wchan").read_text() == "request_wait_answer"
+        and Path(f"/proc/{process.pid}/syscall").read_text().split()[1:2] == ["0x1"]
+        for process in lease_claims.claimants({lease_id: None})
+    )
 
 
 def descriptors(running: DaemonProcess, job_id: str) -> int:
