@@ -9,6 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from gpulease.agent_fields import agent_fields
 from gpulease.async_lease import AsyncLease, OnLost, PendingLease
 from gpulease.brief_errors import brief_errors_of
 from gpulease.client import Client
@@ -269,6 +270,7 @@ class AsyncClient:
             node=node,
             among=among,
             watch_owner=watch_owner,
+            **agent_fields(),
             **(owner or ProcessId.this_process()).owner_fields(local=self.destination.local),
         )
         return PendingLease(lambda: self._acquire(request, wait_s, on_lost, on_queued, shared_key, owner))

@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from gpulease.agent_fields import agent_fields
 from gpulease.brief_errors import brief_errors, brief_errors_of
 from gpulease.cuda import ranks
 from gpulease.sansio.failover import Destination
@@ -267,6 +268,7 @@ class Client:
             node=node,
             among=among,
             watch_owner=watch_owner,
+            **agent_fields(),
             **(owner or ProcessId.this_process()).owner_fields(local=self.destination.local),
         )
         return self._acquire(request, wait_s, on_lost, on_queued, shared_key, owner)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from gpulease.cuda import ranks
+from gpulease.cuda.libcuda import CudaTimeout
 from gpulease.cuda.ordinals import MASK, VisibleDevices, check_mask_changeable, visible_gpus
 from gpulease.device_reuse import LEASE_VARIABLE, REGISTRY, DeviceRequirements, check_no_blocks
 from gpulease.lease import HeldLease, LeaseClient, own_lease_ids
@@ -24,6 +25,7 @@ from gpulease_protocol.errors import (
     NotFound,
     NotNow,
     Unavailable,
+    UnknownOrdinals,
 )
 from gpulease_protocol.model import Gpu, GpuState, Lease, LeaseState, Node
 from gpulease_protocol.obstacle_groups import obstacle_groups
@@ -79,7 +81,7 @@ def visible_devices(
         check_mask_changeable()
         check_no_blocks()
     _await_daemon(client, until_s)
-    visible = look(client)
+    visible = _look_again(client, until_s)
     if visible.initialized and REGISTRY.restored_mask and num_devices > len(visible.gpus):
         raise MaskLatched(
             f"CUDA was initialized while {MASK} named GPUs that were given back since, and shows no others here.",
@@ -90,11 +92,26 @@ def visible_devices(
 
 
 def look(client: DeviceClient) -> VisibleDevices:
-    """What CUDA shows this process of the daemon's GPUs, if anything."""
+    """What CUDA shows this process of the daemon's GPUs, if anything. Raises UnknownOrdinals."""
     gpus = client.gpus()
     here = local_node(client, {gpu.node for gpu in gpus})
     in_pci_order = sorted((gpu for gpu in gpus if here and gpu.node == here.name), key=lambda gpu: gpu.index)
     return visible_gpus(in_pci_order, simulated=here is None or here.simulated)
+
+
+def _look_again(client: DeviceClient, until_s: float) -> VisibleDevices:
+    """As `look`; while time is left, it repeats a query that CUDA was too slow for, as on a machine under load.
+
+    A query that hangs in the driver cannot be killed. It is not repeated, so that no more than one process hangs.
+    """
+    while True:
+        try:
+            return look(client)
+        except UnknownOrdinals as error:
+            slow = isinstance(error.__cause__, CudaTimeout) and error.__cause__.process.poll() is not None
+            if not slow or time.monotonic() >= until_s:
+                raise
+            LOG.warning("gpulease asks CUDA again: %s", error.detail)
 
 
 def lease_arguments(

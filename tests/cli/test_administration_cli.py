@@ -167,3 +167,19 @@ def test_a_token_is_created_listed_used_and_revoked(client: Client, gpulease: Pr
     assert unknown.returncode == 1
     assert unknown.stderr.startswith("gpulease: not authenticated\n")
     assert gpulease("token", "revoke", token_id).returncode == 1
+
+
+def test_everything_that_an_agent_asks_for_bears_its_name(client: Client, gpulease: Program, python: Program) -> None:
+    agent = {"GPULEASE_AGENT": "coder", "GPULEASE_SESSION": "s-1"}
+    assert gpulease("run", "--", "true", **agent).returncode == 0
+    job = gpulease("submit", "--", "true", **agent).stdout.strip()
+    assert python("import gpulease\nwith gpulease.usable_cuda_devices(1): pass", **agent).returncode == 0
+    held = json.loads(gpulease("acquire", "--detach", "--json", **agent).stdout)
+    client.wait_job(job, 60)
+    asked = [lease for lease in client.leases("ended") if lease.holder.session == "s-1"]
+    assert {lease.job_id for lease in asked} == {None, job}
+    assert [lease.holder.agent for lease in asked] == ["coder"] * 3
+    assert (held["holder"]["agent"], held["holder"]["session"]) == ("coder", "s-1")
+    client.release(held["id"], held["token"])
+    refused = gpulease("run", "--", "true", GPULEASE_AGENT="a" * 101)
+    assert (refused.returncode, "agent: must be at most 100 characters" in refused.stderr) == (2, True), refused.stderr

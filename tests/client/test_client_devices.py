@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from gpulease import Client, Gpu, GpuState, Node, NodeState, UnknownOrdinals, find_usable_cuda_devices, reserved_leases
+from gpulease.cuda import libcuda
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.stand_in_cuda import no_cuda
 
@@ -79,3 +82,26 @@ def test_without_visible_gpus_their_order_does_not_matter(daemon: FakeDaemon, cl
     order("FASTEST_FIRST", "")
     with pytest.raises(ValueError, match="no visible CUDA devices"):
         find_usable_cuda_devices(1, client=client)
+
+
+@pytest.mark.parametrize(("command", "wait_s", "found"), [("true", 60, True), ("true", 0, False), ("cat", 60, False)])
+def test_cuda_is_asked_again_if_it_was_slow_and_the_call_waits_but_not_if_it_hangs(
+    daemon: FakeDaemon, client: Client, order, monkeypatch, command: str, wait_s: float, found: bool
+) -> None:
+    machine(daemon, "slow", "fast")
+    order("FASTEST_FIRST")
+    with subprocess.Popen([command], stdin=subprocess.PIPE) as process:
+        if command == "true":
+            process.wait()
+        answers: list[list[str] | Exception] = [libcuda.CudaTimeout("it is slow", process), ["GPU-0", "GPU-1"]]
+
+        def query(*_: object) -> list[str]:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(libcuda, "query_devices", query)
+        with nullcontext() if found else pytest.raises(UnknownOrdinals, match="it is slow"):
+            assert find_usable_cuda_devices(1, wait_s=wait_s, client=client) == [0]
+    assert len(answers) == (0 if found else 1)

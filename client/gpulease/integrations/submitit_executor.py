@@ -26,6 +26,7 @@ from submitit.core import core, logger, utils
 from submitit.local.local import LocalJobEnvironment
 
 from gpulease import submitter
+from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, NotFound
 from gpulease_protocol.model import Job, JobState
@@ -224,6 +225,7 @@ class GpuleaseExecutor(core.PicklingExecutor):  # type: ignore[misc]
             node=given.get("node"),
             gpu_model=given.get("gpu_model"),
             min_free_memory_bytes=given.get("min_free_memory_bytes"),
+            **agent_fields(),
         )
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:

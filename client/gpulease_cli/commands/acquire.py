@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
 from gpulease_cli import caller_mask, id_completion, names, output, wait_progress
@@ -90,7 +91,9 @@ def acquire(
         among = caller_mask.among(client, gpus or 1, devices, node, quiet=False)
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
         asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}
-        request = checked(lambda: LeaseRequest(**asked, **owner, watch_owner=bool(owner), queue=wait > 0))
+        request = checked(
+            lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
+        )
         lease = client.request_lease(request, wait, progress.start)
     if json:
         output.print_json(lease)

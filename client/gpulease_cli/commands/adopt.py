@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease_cli import output
 from gpulease_cli.help_format import command
@@ -37,7 +38,7 @@ def adopt(owner_pid: int, label: str, json: bool) -> None:
         if not owner:
             why = "owner_pid: /proc here does not show this shell's own processes."
             raise InvalidRequest(why, remedy="Ask outside the container.")
-        lease = client.request_lease(LeaseRequest(adopt=True, label=label, **owner))
+        lease = client.request_lease(LeaseRequest(adopt=True, label=label, **agent_fields(), **owner))
     if json:
         output.print_json(lease)
         return

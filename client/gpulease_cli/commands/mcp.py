@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from gpulease.agent_fields import AGENT_VARIABLES
 from gpulease_cli.help_format import command
 from gpulease_cli.installed_commands import needs_extra
 from gpulease_cli.option_types import DURATION
@@ -14,8 +15,20 @@ MAX_HOLD_S = 4 * 3600.0
 
 
 @command(examples=("gpulease mcp", "gpulease mcp --agent claude --max-hold 1h"))
-@option("--agent", metavar="NAME", show_default="as the client names itself", help="Shown as who holds the leases.")
-@option("--session", metavar="ID", show_default="random", help="Shown beside the agent, to tell its sessions apart.")
+@option(
+    "--agent",
+    envvar=AGENT_VARIABLES["agent"],
+    metavar="NAME",
+    show_default="as the client names itself",
+    help="Shown as who holds the leases.",
+)
+@option(
+    "--session",
+    envvar=AGENT_VARIABLES["session"],
+    metavar="ID",
+    show_default="random",
+    help="Shown beside the agent, to tell its sessions apart.",
+)
 @option(
     "--max-hold",
     type=DURATION,

@@ -11,6 +11,7 @@ from typing import Literal
 import click
 
 from gpulease import submitter
+from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease_cli import id_completion, names, output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
@@ -167,6 +168,7 @@ def submit(
             mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),
             notify=notify,
+            **agent_fields(),
         )
     )
     _hint_at_options(words)
