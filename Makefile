@@ -51,7 +51,7 @@ check: $(STAMP) ## lint, format, types, import rule, migration drift
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy examples
+	$(BIN)/mypy examples integrations/*/*_*
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 0 tests/store -k drift
 

@@ -298,6 +298,37 @@ def test_a_main_module_that_submits_on_import_gets_an_error(running: DaemonProce
     assert "__main__" in done.stderr
 
 
+BY_VALUE = """
+import gpulease
+class Loss(float): pass
+class TooLarge(Exception): pass
+def train(rate):
+    if rate > 1:
+        raise TooLarge(rate)
+    return Loss(rate)
+with gpulease.GPUExecutor(by_value=True) as executor:
+    print([type(loss) is Loss for loss in executor.map(train, [0.1, 0.2])], executor.submit(lambda: 3).result())
+    print(type(executor.submit(train, 2).exception()) is TooLarge)
+"""
+
+
+def test_what_a_main_module_defines_is_sent_by_value(running: DaemonProcess, tmp_path: Path) -> None:
+    """As in a notebook, and without `if __name__ == "__main__"`."""
+    environ = os.environ | {"GPULEASE_URL": running.url, "PYTHONPATH": path()}
+    program = tmp_path / "program.py"
+    program.write_text(BY_VALUE)
+    done = subprocess.run(
+        [sys.executable, program], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[True, True] 3\nTrue\n", done.stderr
+
+
+def test_by_value_without_cloudpickle_says_what_to_install(client: Client, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match="pip install cloudpickle"):
+        GPUExecutor(client=client, by_value=True)
+
+
 def test_progress_is_shown_on_stderr(running: DaemonProcess, tmp_path: Path) -> None:
     body = """
     with gpulease.GPUExecutor(progress=True, label="sweep") as executor:

@@ -28,7 +28,7 @@ from concurrent.futures import Executor, Future
 from multiprocessing import spawn
 from multiprocessing.context import BaseContext
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from gpulease.client import Client
 from gpulease.executor.task_child import NotPicklable
@@ -59,11 +59,12 @@ class GPUExecutor(Executor):
     `max_workers`: how many tasks at a time; by default as many as this node has GPUs for. `wait_s`: how long each task
     waits in the queue before its future raises NotNow; None waits forever. `label` is shown to others who wait.
     `progress` draws a bar on stderr (requires rich). `mp_context` exists for compatibility with ProcessPoolExecutor,
-    and can only be "spawn". With `import_main=False` a task does not import the caller's main module, which then needs
-    no `if __name__ == "__main__"`: for callers that send what that defines by value, with cloudpickle.
+    and can only be "spawn". With `by_value` function, arguments and result are sent with cloudpickle: functions of
+    notebooks and lambdas too. A task then does not import the caller's main module, which needs no
+    `if __name__ == "__main__"`.
 
     Raises DaemonUnavailable if no daemon responds, InvalidRequest for invalid arguments, ImportError for `progress`
-    without rich.
+    without rich or `by_value` without cloudpickle.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class GPUExecutor(Executor):
         label: str = "",
         progress: bool = False,
         mp_context: str | BaseContext | None = None,
-        import_main: bool = True,
+        by_value: bool = False,
     ) -> None:
         _check(max_workers, gpus_per_task, mp_context)
+        self._dumps = _by_value() if by_value else pickle.dumps
         bar = _progress_bar(label) if progress else None
         lease_client = client or Client()
         try:
@@ -94,7 +96,7 @@ class GPUExecutor(Executor):
             "node": node,
         }
         self._bar = bar
-        self._import_main = import_main
+        self._by_value = by_value
         self._tasks = TaskLoop(
             lease_client.destination,
             max_workers or max(1, gpus // gpus_per_task),
@@ -113,18 +115,18 @@ class GPUExecutor(Executor):
 
         Raises RuntimeError after `shutdown`, and if a main module submits while a task imports it.
         """
-        name = getattr(fn, "__qualname__", repr(fn))
+        name = getattr(fn, "__qualname__", None) or repr(fn)
         preparation = spawn.get_preparation_data(name)
         preparation["authkey"] = bytes(preparation["authkey"])
-        if not self._import_main:
+        if self._by_value:
             preparation = {key: value for key, value in preparation.items() if not key.startswith("init_main")}
         try:
-            content = pickle.dumps((fn, args, kwargs))
+            content = self._dumps((fn, args, kwargs))
         except Exception as error:
             failed: Future[T] = Future()
             failed.set_exception(_pickling_error(name, error))
             return failed
-        task = Task(pickle.dumps((preparation, content)), name)
+        task = Task(pickle.dumps((preparation, content, self._by_value)), name)
         self._tasks.submit(task)
         return task.future
 
@@ -191,6 +193,14 @@ def _progress_bar(label: str) -> _ProgressBar:
     return _ProgressBar(
         Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn(), console=console), label
     )
+
+
+def _by_value() -> Callable[[object], bytes]:
+    try:
+        from cloudpickle import dumps  # noqa: PLC0415 - only where it is asked for
+    except ImportError as error:
+        raise ImportError("by_value=True needs cloudpickle. Install it with: pip install cloudpickle") from error
+    return cast("Callable[[object], bytes]", dumps)
 
 
 def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseContext | None) -> None:

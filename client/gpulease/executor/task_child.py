@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing import process, spawn
 from typing import Any
 
@@ -35,19 +36,27 @@ def main(socket_fd: int, parent_pid: int) -> None:
         connection.sendall(MESSAGE_LENGTH.pack(len(outcome)) + outcome)
 
 
-def _run_task(preparation: dict[str, Any], task: bytes) -> bytes:
-    """The pickled result as `(True, pickle)`, else the error as `(False, pickle or None, text)`."""
+def _run_task(preparation: dict[str, Any], task: bytes, by_value: bool) -> bytes:
+    """The pickled result as `(True, pickle)`, else the error as `(False, pickle or None, text)`.
+
+    `by_value`: also what this process alone can import is sent, with cloudpickle.
+    """
+    dumps: Callable[[object], bytes] = pickle.dumps
     try:
         # As in multiprocessing: a main module that submits tasks on import gets an error instead of endless processes.
         process.current_process()._inheriting = True  # type: ignore[attr-defined]
         spawn.prepare(preparation)
         del process.current_process()._inheriting  # type: ignore[attr-defined]
+        if by_value:
+            import cloudpickle  # noqa: PLC0415 - only where it is asked for
+
+            dumps = cloudpickle.dumps
         function, positional, named = pickle.loads(task)  # noqa: S301
         result = function(*positional, **named)
     except BaseException as error:
-        return pickle.dumps((False, _pickle_error(error), "".join(traceback.format_exception(error))))
+        return pickle.dumps((False, _pickle_error(error, dumps), "".join(traceback.format_exception(error))))
     try:
-        return pickle.dumps((True, pickle.dumps(result)))
+        return pickle.dumps((True, dumps(result)))
     except BaseException as error:
         unsendable = error
         if isinstance(error, Exception):
@@ -55,10 +64,10 @@ def _run_task(preparation: dict[str, Any], task: bytes) -> bytes:
         return pickle.dumps((False, pickle.dumps(unsendable), "".join(traceback.format_exception(error))))
 
 
-def _pickle_error(error: BaseException) -> bytes | None:
+def _pickle_error(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:
     """The pickled error; None if it cannot be pickled and unpickled."""
     try:
-        content = pickle.dumps(error)
+        content = dumps(error)
         pickle.loads(content)  # noqa: S301
     except Exception:
         return None

@@ -36,14 +36,14 @@ RESTARTED_WITHIN_S = 3.5
 """How long the GPUs of a kernel that died are kept for its restart. Jupyter looks for dead kernels every 3 s."""
 
 
-class KernelRefused(HTTPError):  # type: ignore[misc]
+class KernelRefused(HTTPError):
     """The kernel has no GPUs, and so it is not started. The message says why."""
 
     def __str__(self) -> str:
         return str(self.log_message)
 
 
-class GpuleaseProvisioner(LocalProvisioner):  # type: ignore[misc]
+class GpuleaseProvisioner(LocalProvisioner):
     """Starts kernels on leased GPUs of this host. Its settings stand in kernel.json, or in a Jupyter configuration."""
 
     gpus = Int(1, min=1, help="How many GPUs a kernel has.", config=True)

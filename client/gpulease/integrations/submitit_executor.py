@@ -60,7 +60,7 @@ def shared_client() -> Client:
     return Client()
 
 
-class GpuleaseStateWatcher(core.InfoWatcher):  # type: ignore[misc]
+class GpuleaseStateWatcher(core.InfoWatcher):
     """Asks the daemon for the states of all jobs at once, at most every 2 s."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def _description(job: Job) -> dict[str, str]:
     }
 
 
-class GpuleaseJob(core.Job[core.R]):  # type: ignore[misc]
+class GpuleaseJob(core.Job[core.R]):
     """A job of the daemon, as submitit shows it. `job_id` is the daemon's, for `gpulease cancel` and the others."""
 
     watcher = GpuleaseStateWatcher()
@@ -135,7 +135,7 @@ class GpuleaseJob(core.Job[core.R]):  # type: ignore[misc]
             self.cancel(check=False)
 
 
-class GpuleaseJobEnvironment(LocalJobEnvironment):  # type: ignore[misc]
+class GpuleaseJobEnvironment(LocalJobEnvironment):
     """What a task knows of its job; `submitit_job` sets the variables. It requeues as in submitit's local executor."""
 
     def _handle_signals(self, paths: utils.JobPaths, submission: utils.DelayedSubmission) -> None:
@@ -147,7 +147,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
-class GpuleaseExecutor(core.PicklingExecutor):  # type: ignore[misc]
+class GpuleaseExecutor(core.PicklingExecutor):
     """Submits functions as jobs. Its parameters are those of `AutoExecutor`, and `OWN_PARAMETERS`.
 
     `python` is the interpreter of the tasks, by default this one. `submit` raises the GpuleaseError of a refused job.

@@ -16,7 +16,7 @@ from submitit.local.local import Controller
 OUT_OF_TIME = 124
 
 
-class JobController(Controller):  # type: ignore[misc]
+class JobController(Controller):
     """A controller whose files are named after the daemon's job."""
 
     def __init__(self, folder: Path) -> None:

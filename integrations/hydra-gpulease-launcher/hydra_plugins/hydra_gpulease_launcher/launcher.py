@@ -76,7 +76,7 @@ class GpuleaseLauncher(Launcher):
         numbered = list(enumerate(job_overrides, initial_job_idx))
         sweep = cloudpickle.dumps((self._context, self._function, self._config, Singleton.get_state()))
         with GPUExecutor(
-            self._n_jobs, self._gpus_per_trial, wait_s=self._wait_s, label=self._label, import_main=False
+            self._n_jobs, self._gpus_per_trial, wait_s=self._wait_s, label=self._label, by_value=True
         ) as executor:
             trials = []
             for number, overrides in numbered:
