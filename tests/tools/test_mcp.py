@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from tests.daemon import eventually
+from tests.docs.pages import ROOT, blocks
 from tests.sweep_events import most_at_once
 from tests.tools.sweep import Sweep, freed, overlaps
 
@@ -187,3 +188,10 @@ def test_ten_agents_on_four_gpus_share_none_and_all_get_theirs(sweep: Sweep) -> 
     assert not sweep.running.leases("queued")
     assert most_at_once(sweep.events()) >= 2
     assert {lease["holder"]["session"] for lease in sweep.running.leases("ended")} >= {f"s{n}" for n in range(10)}
+
+
+def test_the_commands_of_the_page_run(sweep: Sweep) -> None:
+    commands = [block.text for block in blocks(ROOT / "docs" / "tools" / "agents.md") if block.language == "bash"]
+    assert len(commands) == 2
+    printed = sweep.run_command(["bash", "-ec", "\n".join(commands)])
+    assert "2 GPUs, 4h 00m a lease, 16 GPU-hours a day" in printed, printed
