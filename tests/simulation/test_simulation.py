@@ -13,18 +13,19 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 LOOK_FIRST = {
-    "clean_by_an_old_reading": 5,
+    "lose_keys": 2,
     "any_reading_will_do": 3,
-    "ignore_strangers": 8,
+    "ignore_strangers": 11,
     "grant_what_another_has": 4,
     "ignore_cordons": 4,
     "revive_over_another": 10,
     "measure_by_the_wall": 3,
     "show_before_commit": 5,
     "forget_debts": 5,
-    "end_what_a_silent_worker_watches": 10,
+    "wait_for_lost_nodes": 2,
+    "end_what_a_silent_worker_watches": 31,
 }
-"""The seed that has caught a fault; the others are tried if it does so no longer. Else they take two minutes."""
+"""The seed that has caught a fault; the others are tried if it does so no longer."""
 
 
 @pytest.mark.budget(30)
@@ -59,13 +60,11 @@ def test_a_fault_is_caught(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.budget(200)
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_a_fault_is_caught_within_twenty_seeds(name: str) -> None:
-    """Short runs catch most faults, so each seed runs longer than the one before."""
-    seeds = dict.fromkeys([LOOK_FIRST.get(name, 1), *range(1, 21)])
+def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
+    seeds = dict.fromkeys([LOOK_FIRST.get(name, 1), *range(1, 51)])
     with mutated(name):
-        assert any(simulate(seed, steps=500 * seed).complaints for seed in seeds)
+        assert any(simulate(seed, steps=1000).complaints for seed in seeds)
 
 
 @pytest.mark.soak
