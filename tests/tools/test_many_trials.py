@@ -84,6 +84,28 @@ executor.update_parameters(timeout_min=20, gpus_per_node=int(os.environ["GPUS"])
 with ThreadPoolExecutor(at_once) as jobs:  # it starts every job at once, and each is a process
     assert list(jobs.map(lambda number: executor.submit(train, number).result(), range(trials))) == list(range(trials))
 """
+JOBLIB_BACKEND = """
+import joblib
+from gpulease.integrations import joblib_backend
+joblib_backend.register()
+with joblib.parallel_config(backend="gpulease", n_jobs=at_once):
+    joblib.Parallel()(joblib.delayed(trial.hold)(number) for number in range(trials))
+"""
+DASK_PLUGIN = """
+if __name__ == "__main__":
+    import dask
+    from distributed import Client, LocalCluster
+    from gpulease.integrations.dask_plugin import GpuleasePlugin
+    client = Client(LocalCluster(n_workers=1, threads_per_worker=at_once, dashboard_address=None))
+    client.register_plugin(GpuleasePlugin())
+    with dask.annotate(executor="gpulease"):
+        client.gather(client.map(trial.hold, range(trials)))
+"""
+SUBMITIT_JOBS = """
+import submitit
+executor = submitit.AutoExecutor("jobs", cluster="gpulease")
+[job.result() for job in executor.map_array(trial.hold, range(trials))]
+"""
 HYDRA = """
 import hydra
 @hydra.main(version_base=None)
@@ -95,6 +117,7 @@ HYDRA_PLUGIN = HYDRA.replace("train(config.number)", "trial.hold(config.number)"
 PLUGIN = ROOT / "integrations" / "hydra-gpulease-launcher"
 TOOLS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dask": (DASK, ()),
+    "dask-plugin": (DASK_PLUGIN, ()),
     "futures-fork": (FUTURES, ("fork",)),
     "futures-forkserver": (FUTURES, ("forkserver",)),
     "futures-spawn": (FUTURES, ("spawn",)),
@@ -107,6 +130,7 @@ TOOLS: dict[str, tuple[str, tuple[str, ...]]] = {
         HYDRA,
         ("-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs={at_once}", "+number=range({trials})"),
     ),
+    "joblib-backend": (JOBLIB_BACKEND, ()),
     "joblib-processes": (JOBLIB, ("processes",)),
     "joblib-threads": (JOBLIB, ("threads",)),
     "optuna-processes": (OPTUNA_PROCESSES, ()),
@@ -116,10 +140,20 @@ TOOLS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pool-spawn": (POOL, ("spawn",)),
     "ray": (RAY, ()),
     "submitit": (SUBMITIT, ()),
+    "submitit-jobs": (SUBMITIT_JOBS, ()),
 }
 """The script of each tool and its arguments. More trials run at once than there are GPUs, so that some always wait."""
 IN_SLOW_LANE = {"joblib-processes", "joblib-threads", "futures-fork"}
-MANY = ("hydra", "hydra-joblib", "joblib-processes", "optuna-processes", "optuna-threads", "ray", "submitit")
+MANY = (
+    "hydra",
+    "hydra-joblib",
+    "joblib-processes",
+    "optuna-processes",
+    "optuna-threads",
+    "ray",
+    "submitit",
+    "submitit-jobs",
+)
 
 
 def start(sweep: Sweep, tool: str, trials: int, at_once: int, gpus: int, **environment: str) -> subprocess.Popen[str]:
