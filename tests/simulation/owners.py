@@ -247,6 +247,8 @@ def modules_of_the_client(world: World) -> list[tuple[str, Any]]:
     return [
         ("gpulease.sansio.flows.time", played),
         ("gpulease.sansio.failover.time", played),
+        ("gpulease.sansio.wait_announcement.time", played),
+        ("gpulease.sansio.wait_announcement.WaitAnnouncement._speaker", None),
         ("gpulease.sansio.flows.random", world.chance),
         ("gpulease.sansio.flows.uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=KEY.get()))),
         ("gpulease.sansio.flows.DEBTS", world.debts),
