@@ -160,8 +160,7 @@ def test_a_job_whose_directory_does_not_answer_can_be_cancelled_before_it_has_be
     running: DaemonProcess, system: Hanging
 ) -> None:
     job_id = running.submit("true", working_directory=str(system.nowhere))
-    supervisor = running.data_dir / "worker" / "jobs" / job_id / "supervisor.log"
-    eventually(supervisor.exists, 60, running.story)
+    eventually(lambda: hangs_before_it_has_begun(running, job_id), 60, running.story)
     waiting = running.submit("true")
     running.call("POST", f"/v1/jobs/{job_id}/cancel", {"grace_s": 0.2})
     eventually(lambda: says_why(running, job_id), 60, running.story)
@@ -208,17 +207,30 @@ def test_who_hangs_with_the_lock_of_its_memory_hangs_no_one_who_looks_for_proces
     assert job(running, job_id)["state"] == ("cancelled" if stranger is None else "failed")
 
 
-def launcher_of(running: DaemonProcess, job_id: str) -> int:
-    def start() -> job_records.StartRecord | None:
-        directory = running.data_dir / "worker" / "jobs" / job_id
-        found = job_records.read(directory, job_records.START, job_records.StartRecord)
-        return found if found is not None and found.launcher is not None else None
+def start_of(running: DaemonProcess, job_id: str) -> job_records.StartRecord | None:
+    directory = running.data_dir / "worker" / "jobs" / job_id
+    return job_records.read(directory, job_records.START, job_records.StartRecord)
 
-    eventually(lambda: start() is not None, 60, running.story)
-    found = start()
-    assert found is not None
-    assert found.launcher is not None
-    return found.launcher.pid
+
+def hangs_before_it_has_begun(running: DaemonProcess, job_id: str) -> bool:
+    """True once the child that is to become the job waits for its directory: a stop before that finds nothing to end."""
+    start = start_of(running, job_id)
+    if start is None:
+        return False
+    children = Path(f"/proc/{start.supervisor.pid}/task/{start.supervisor.pid}/children").read_text().split()
+    return any(Path(f"/proc/{child}/wchan").read_text() == "request_wait_answer" for child in children)
+
+
+def launcher_of(running: DaemonProcess, job_id: str) -> int:
+    def launched() -> bool:
+        start = start_of(running, job_id)
+        return start is not None and start.launcher is not None
+
+    eventually(launched, 60, running.story)
+    start = start_of(running, job_id)
+    assert start is not None
+    assert start.launcher is not None
+    return start.launcher.pid
 
 
 def cannot_be_read(pid: int) -> bool:
@@ -253,7 +265,7 @@ def test_the_worker_keeps_watch_where_the_supervisor_of_such_a_job_is_killed(
     eventually(lambda: bool(hung(lease_id)), 60, running.story)
     (pid,) = hung(lease_id)
     waiting = running.submit("true")
-    start = job_records.read(running.data_dir / "worker" / "jobs" / job_id, job_records.START, job_records.StartRecord)
+    start = start_of(running, job_id)
     assert start is not None
     os.kill(start.supervisor.pid, signal.SIGKILL)
     eventually(lambda: says_why(running, job_id), 60, running.story)
