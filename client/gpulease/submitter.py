@@ -1,12 +1,29 @@
-"""What a job takes over from the process that submits it: its environment, umask and resource limits."""
+"""What a job takes over from the process that submits it: environment, directory, umask, limits, agent and session."""
 
 from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Mapping
+from typing import Any
 
+from gpulease.agent_fields import agent_fields
 from gpulease_protocol.launchers import strip_launcher_variables
 from gpulease_protocol.requests import RESOURCE_LIMITS
+
+
+def job_fields(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The fields of a `JobRequest` that follow from this process, so that the job runs as if it had been started here.
+
+    `variables` are set in the job's environment beside this process's, and instead of those of the same name.
+    """
+    return {
+        "environment": environment() | dict(variables or {}),
+        "working_directory": os.getcwd(),
+        "umask": _umask(),
+        "limits": _resource_limits(),
+        **agent_fields(),
+    }
 
 
 def environment() -> dict[str, str]:
@@ -23,14 +40,14 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def umask() -> int:
+def _umask() -> int:
     """This process's umask; it can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
 
 
-def resource_limits() -> dict[str, list[int]]:
+def _resource_limits() -> dict[str, list[int]]:
     """This process's resource limits, soft and hard."""
     known = {name: getattr(resource, f"RLIMIT_{name.upper()}", None) for name in RESOURCE_LIMITS}
     return {name: list(resource.getrlimit(number)) for name, number in known.items() if number is not None}

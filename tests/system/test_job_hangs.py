@@ -213,7 +213,7 @@ def start_of(running: DaemonProcess, job_id: str) -> job_records.StartRecord | N
 
 
 def hangs_before_it_has_begun(running: DaemonProcess, job_id: str) -> bool:
-    """True once the child that is to become the job waits for its directory: a stop before that finds nothing to end."""
+    """True once the child that becomes the job waits for its directory: a stop before that finds nothing to end."""
     start = start_of(running, job_id)
     if start is None:
         return False

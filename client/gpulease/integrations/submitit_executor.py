@@ -12,7 +12,6 @@ see.
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -26,7 +25,6 @@ from submitit.core import core, logger, utils
 from submitit.local.local import LocalJobEnvironment
 
 from gpulease import submitter
-from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, NotFound
 from gpulease_protocol.model import Job, JobState
@@ -218,14 +216,10 @@ class GpuleaseExecutor(core.PicklingExecutor):
             launcher="plain",
             gpus=given.get("gpus_per_node", 1),
             name=given.get("name", "submitit"),
-            environment=submitter.environment() | variables,
-            working_directory=os.getcwd(),
-            umask=submitter.umask(),
-            limits=submitter.resource_limits(),
             node=given.get("node"),
             gpu_model=given.get("gpu_model"),
             min_free_memory_bytes=given.get("min_free_memory_bytes"),
-            **agent_fields(),
+            **submitter.job_fields(variables),
         )
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:

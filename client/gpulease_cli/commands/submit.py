@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Literal
 import click
 
 from gpulease import submitter
-from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease_cli import id_completion, names, output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
@@ -143,8 +141,8 @@ def submit(
 
     It runs as you, in this directory, with this shell's environment, umask and resource limits.
     """
-    environment = submitter.environment() | _variables(env)
-    command = submitted_command.startable(words, launcher, Path.cwd(), environment.get("PATH"))
+    taken_over = submitter.job_fields(_variables(env))
+    command = submitted_command.startable(words, launcher, Path.cwd(), taken_over["environment"].get("PATH"))
     launcher = launcher or choose_launcher(command)
     python = submitted_command.interpreter(interpreter, launcher, mask or choose_mask(launcher, command))
     if follow and array is not None:
@@ -155,20 +153,16 @@ def submit(
             gpus=gpus,
             launcher=launcher.value,
             name=name,
-            environment=environment,
             timeout_s=timeout,
             retries=retries,
             max_restarts=max_restarts,
-            umask=submitter.umask(),
-            limits=submitter.resource_limits(),
             gpu_model=model,
             node=node,
-            working_directory=os.getcwd(),
             interpreter=python,
             mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),
             notify=notify,
-            **agent_fields(),
+            **taken_over,
         )
     )
     _hint_at_options(words)

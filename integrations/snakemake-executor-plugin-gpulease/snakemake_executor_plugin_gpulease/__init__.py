@@ -24,7 +24,6 @@ from snakemake_interface_executor_plugins.jobs import JobExecutorInterface
 from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
 
 from gpulease import Client, DaemonUnavailable, GpuleaseError, Job, JobRequest, Unavailable, submitter
-from gpulease.agent_fields import agent_fields
 
 LOG = logging.getLogger("gpulease")
 POLL_S = 0.5
@@ -142,11 +141,7 @@ class Executor(RemoteExecutor):
             node=self._settings.node,
             name=f"snakemake {job.name}",
             timeout_s=60.0 * minutes if isinstance(minutes, int) and minutes > 0 else None,
-            environment=submitter.environment() | self.envvars(),
-            working_directory=os.getcwd(),
-            umask=submitter.umask(),
-            limits=submitter.resource_limits(),
-            **agent_fields(),
+            **submitter.job_fields(self.envvars()),
         )
 
     def _start(self, job: JobExecutorInterface, command: list[str]) -> dict[str, Any]:
