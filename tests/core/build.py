@@ -357,6 +357,37 @@ class World:
         assert set(self.ledger.last_leases) <= set(self.ledger.gpus_of_token)
         tokens = [record.lease.fencing_token for record in self.ledger.leases.values() if record.lease.fencing_token]
         assert len(set(tokens)) == len(tokens), "a token was given twice"
+        self.check_indexes()
+
+    def check_indexes(self) -> None:
+        """Each index of the ledger, counted again from the records."""
+        ledger = self.ledger
+        nodes: dict[str, dict[str, None]] = {}
+        holders: dict[str, Counter[str]] = {}
+        for uuid, record in ledger.gpus.items():
+            nodes.setdefault(record.device.node, {})[uuid] = None
+            if record.lease_id is not None:
+                holders.setdefault(record.device.node, Counter())[record.lease_id] += 1
+        assert nodes == ledger.gpus_of_node
+        assert holders == ledger.holders_of_node
+        assert set(ledger.unheld) == {uuid for uuid, record in ledger.gpus.items() if record.lease_id is None}
+        hosts: dict[str, dict[str, None]] = {}
+        for node in ledger.nodes.values():
+            hosts.setdefault(node.host, {})[node.name] = None
+        assert hosts == ledger.nodes_of_host
+        active = [one.lease for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
+        assert Counter(lease.holder.user for lease in active) == ledger.active_leases
+        held = Counter(lease.holder.user for lease in active for _ in lease.gpus)
+        assert held == ledger.active_gpus
+        jobs = [record.job for record in ledger.live_jobs.values()]
+        running = Counter(job.array_id for job in jobs if job.array_id and job.state is not JobState.QUEUED)
+        assert running == ledger.running_in_array
+        there: dict[str, dict[str, None]] = {}
+        for job in jobs:
+            if job.gpus:
+                there.setdefault(job.gpus[0].node, {})[job.id] = None
+        assert there == ledger.jobs_of_node
+        assert {(at_s, lease_id) for lease_id, at_s in ledger.deadlines.items()} <= set(ledger.due)
 
     def check_dependencies(self) -> None:
         """What jobs wait for, computed from the jobs alone: see `core.dependencies`."""

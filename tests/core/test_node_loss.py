@@ -22,6 +22,7 @@ from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.happenings import Ticked
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Deadline
 from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, gpu
 
@@ -121,7 +122,7 @@ def test_quotas_count_a_lost_job_no_more() -> None:
     world.pass_time(0.25)
     for _ in range(20):  # its client goes on waiting
         world.pass_time(4, silent=("a",))
-        world.ledger.deadlines[waiting.id] = world.at_s + 60
+        world.ledger.apply(Deadline(waiting.id, world.at_s + 60))
     assert world.now_of(waiting).state is LeaseState.ACTIVE
     assert world.now_of(waiting).gpus[0].node == "b"
 

@@ -17,6 +17,7 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.records import Deadline
 from gpulease_server.core.token_budgets import budget_use
 from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import NOON, World
@@ -44,8 +45,8 @@ def why(here: World, lease: Lease) -> str:
 def skip(here: World, seconds: float) -> None:
     """Time passes in one leap, in which every holder is heard at the end."""
     here.at_s += seconds
-    for lease_id in here.ledger.deadlines:
-        here.ledger.deadlines[lease_id] = here.at_s + 60
+    for lease_id in list(here.ledger.deadlines):
+        here.ledger.apply(Deadline(lease_id, here.at_s + 60))
     here.report()
     here.pass_time(0.5)
 

@@ -64,7 +64,7 @@ def place_adopted(
     problem = node_problem(turn.ledger, watched.node, turn.now, turn.policy)
     if problem is not None:
         return NotNow(f"Not now: {problem}.", remedy="Ask again when the node reports.")
-    gpus = [gpu for gpu in turn.ledger.gpus.values() if gpu.device.node == watched.node]
+    gpus = turn.ledger.gpus_on(watched.node)
     if not all(_is_read_since(turn, record, gpu) for gpu in gpus):
         if not waited_enough:
             return NeedsReading(watched.node, ())

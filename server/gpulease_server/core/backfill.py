@@ -73,8 +73,8 @@ class Reservations:
     def unreserved(self) -> set[str]:
         """Free GPUs without a reservation."""
         if self._unreserved is None:
-            free = (uuid for uuid, gpu in self.ledger.gpus.items() if self.is_free(gpu))
-            self._unreserved = {uuid for uuid in free if uuid not in self.by_uuid}
+            unheld = (uuid for uuid in self.ledger.unheld if uuid not in self.by_uuid)
+            self._unreserved = {uuid for uuid in unheld if self.is_free(self.ledger.gpus[uuid])}
         return self._unreserved
 
     def reserve(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:

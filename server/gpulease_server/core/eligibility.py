@@ -6,40 +6,26 @@ A request that is not eligible reserves no GPU and delays no other.
 
 from __future__ import annotations
 
-from collections import Counter
-
-from gpulease_protocol.model import Demand, Job, JobState
+from gpulease_protocol.model import Demand, Job
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import min_gpus
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.user_limits import UserUsage
 
 
-def running_per_array(ledger: Ledger) -> Counter[str]:
-    """How many jobs of each array have GPUs. One walk over the jobs that have not ended."""
-    jobs = (record.job for record in ledger.live_jobs.values())
-    return Counter(job.array_id for job in jobs if job.array_id is not None and job.state is not JobState.QUEUED)
-
-
-def array_at_limit(ledger: Ledger, record: LeaseRecord, running: Counter[str]) -> Job | None:
-    """The job of a queued lease whose array runs as many jobs as it may; None when that does not delay
-    it."""
+def array_at_limit(ledger: Ledger, record: LeaseRecord) -> Job | None:
+    """The job of a queued lease whose array runs as many jobs as it may; None when that does not delay it."""
     known = ledger.jobs.get(record.lease.job_id or "")
     if known is None or known.job.array_id is None or known.job.array_at_most is None:
         return None
-    return known.job if running[known.job.array_id] >= known.job.array_at_most else None
+    running = ledger.running_in_array[known.job.array_id]
+    return known.job if running >= known.job.array_at_most else None
 
 
-def is_eligible(ledger: Ledger, record: LeaseRecord, now: Instant, running: Counter[str]) -> bool:
+def is_eligible(ledger: Ledger, record: LeaseRecord, now: Instant) -> bool:
     """True when a queued lease may begin: it does not pause before a retry, and its array is below its limit."""
     pauses = ledger.not_before.get(record.lease.id, now.mono_s) > now.mono_s
-    return not pauses and array_at_limit(ledger, record, running) is None
-
-
-def array_of(ledger: Ledger, record: LeaseRecord) -> str | None:
-    """The array of a lease's job."""
-    known = ledger.jobs.get(record.lease.job_id or "")
-    return None if known is None else known.job.array_id
+    return not pauses and array_at_limit(ledger, record) is None
 
 
 def min_gpus_of(ledger: Ledger, users: UserUsage, demand: Demand) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from gpulease_server.core.records import (
 
 MAX_ENDED_IN_MEMORY = 1000
 """Ended leases, and ended jobs, kept in memory; older ones are in the database only."""
+MIN_FORMER_DEADLINES = 1000
+"""How many former deadlines may be in the heap before it is made anew, beside as many as there are deadlines."""
 MAX_ENDED_BYTES = 64 * 2**20
 """Memory of the ended leases, and of the ended jobs, that are kept; where these are large, fewer are kept."""
 
@@ -110,6 +113,24 @@ class Ledger:
     """By id of a bearer token."""
     leases_of_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     """By id of a bearer token: its leases that have not ended, and how many GPUs each holds."""
+    gpus_of_node: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By node: the UUIDs of its GPUs, in the order in which they became known."""
+    nodes_of_host: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By host: the names of its nodes; two simulated ones may share it."""
+    holders_of_node: dict[str, Counter[str]] = field(default_factory=dict)
+    """By node: the leases that hold its GPUs or drain on them, and on how many."""
+    unheld: dict[str, None] = field(default_factory=dict)
+    """UUIDs of the GPUs that no lease holds or drains on."""
+    active_leases: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many leases are active."""
+    active_gpus: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many GPUs these have."""
+    running_in_array: Counter[str] = field(default_factory=Counter)
+    """By array, how many of its jobs have GPUs."""
+    jobs_of_node: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By node: ids of the jobs that have GPUs there and have not ended."""
+    due: list[tuple[float, str]] = field(default_factory=list, compare=False)
+    """A heap of (deadline, lease id) with every deadline, and with former ones."""
     next_number: int = 1
     next_token: int = 1
     next_seq: int = 1
@@ -124,15 +145,14 @@ class Ledger:
             case GpuRecord():
                 self._put_gpu(change)
             case NodeRecord():
-                self.nodes[change.name] = change
+                self._put_node(change)
             case NodeObservation():
                 self.node_observations[change.node] = change
             case GpuRemoved():
-                if (gone := self.gpus.pop(change.uuid, None)) is not None:
-                    self._count_token(gone.fencing_token, -1)
-                self.draining_since.pop(change.uuid, None)
+                self._remove_gpu(change.uuid)
             case NodeRemoved():
-                self.nodes.pop(change.name, None)
+                if (node := self.nodes.pop(change.name, None)) is not None:
+                    _discard(self.nodes_of_host, node.host, node.name)
                 self.node_observations.pop(change.name, None)
                 self.silent_s.pop(change.name, None)
             case Deadline():
@@ -155,9 +175,45 @@ class Ledger:
             case Event():
                 self.next_seq = change.seq + 1
 
+    def _put_node(self, record: NodeRecord) -> None:
+        before = self.nodes.get(record.name)
+        if before is not None and before.host != record.host:
+            _discard(self.nodes_of_host, before.host, before.name)
+        self.nodes[record.name] = record
+        self.nodes_of_host.setdefault(record.host, {})[record.name] = None
+
+    def _remove_gpu(self, uuid: str) -> None:
+        gone = self.gpus.pop(uuid, None)
+        if gone is not None:
+            self._count_token(gone.fencing_token, -1)
+            self._count_holder(gone, -1)
+            _discard(self.gpus_of_node, gone.device.node, uuid)
+        self.draining_since.pop(uuid, None)
+
+    def _count_holder(self, record: GpuRecord, gpus: int) -> None:
+        """Note that a lease holds a GPU more (1) or fewer (-1), or that no lease does."""
+        if record.lease_id is None:
+            if gpus > 0:
+                self.unheld[record.device.uuid] = None
+            else:
+                self.unheld.pop(record.device.uuid, None)
+            return
+        holders = self.holders_of_node.setdefault(record.device.node, Counter())
+        holders[record.lease_id] += gpus
+        if not holders[record.lease_id]:
+            del holders[record.lease_id]
+            if not holders:
+                del self.holders_of_node[record.device.node]
+
     def _put_gpu(self, record: GpuRecord) -> None:
         before = self.gpus.get(record.device.uuid)
         self.gpus[record.device.uuid] = record
+        if before is not None:
+            self._count_holder(before, -1)
+            if before.device.node != record.device.node:
+                _discard(self.gpus_of_node, before.device.node, before.device.uuid)
+        self._count_holder(record, 1)
+        self.gpus_of_node.setdefault(record.device.node, {})[record.device.uuid] = None
         if before is None or before.fencing_token != record.fencing_token:
             self._count_token(record.fencing_token, 1)
             if before is not None:
@@ -186,9 +242,17 @@ class Ledger:
             self.deadlines.pop(deadline.lease_id, None)
         else:
             self.deadlines[deadline.lease_id] = deadline.at_s
+            heapq.heappush(self.due, (deadline.at_s, deadline.lease_id))
+            if len(self.due) > 2 * len(self.deadlines) + MIN_FORMER_DEADLINES:
+                self.due = [(at_s, lease_id) for lease_id, at_s in self.deadlines.items()]
+                heapq.heapify(self.due)
 
     def _put_lease(self, record: LeaseRecord) -> None:
-        lease = record.lease
+        lease, before = record.lease, self.leases.get(record.lease.id)
+        if before is not None and before.lease.state is LeaseState.ACTIVE:
+            self._count_active(before.lease, -1)
+        if lease.state is LeaseState.ACTIVE:
+            self._count_active(lease, 1)
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)
@@ -211,6 +275,13 @@ class Ledger:
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
             self._put_ended_lease(lease)
+
+    def _count_active(self, lease: Lease, leases: int) -> None:
+        user = lease.holder.user
+        self.active_leases[user] += leases
+        self.active_gpus[user] += leases * len(lease.gpus)
+        if not self.active_leases[user]:
+            del self.active_leases[user], self.active_gpus[user]
 
     def _count_for_token(self, lease: Lease, *, withdrawn: bool = False) -> None:
         if lease.holder.token_id is None:
@@ -281,6 +352,9 @@ class Ledger:
 
     def _put_job(self, record: JobRecord) -> None:
         before = self.jobs.get(record.job.id)
+        if before is not None:
+            self._count_running(before, -1)
+        self._count_running(record, 1)
         self.jobs[record.job.id] = record
         self._count_in_array(before, record)
         if before is None and record.job.after and record.job.state is JobState.QUEUED:
@@ -303,6 +377,20 @@ class Ledger:
             oldest = next(iter(self.ended_jobs))
             self.ended_bytes["jobs"] -= self.ended_jobs.pop(oldest)
             del self.jobs[oldest]
+
+    def _count_running(self, record: JobRecord, jobs: int) -> None:
+        """Note that a job has GPUs, or has them no more."""
+        job = record.job
+        if job.state.final:
+            return
+        if job.array_id is not None and job.state is not JobState.QUEUED:
+            self.running_in_array[job.array_id] += jobs
+            if not self.running_in_array[job.array_id]:
+                del self.running_in_array[job.array_id]
+        if job.gpus and jobs > 0:
+            self.jobs_of_node.setdefault(job.gpus[0].node, {})[job.id] = None
+        elif job.gpus:
+            _discard(self.jobs_of_node, job.gpus[0].node, job.id)
 
     def _count_in_array(self, before: JobRecord | None, record: JobRecord) -> None:
         array, state = record.job.array_id, record.job.state
@@ -348,6 +436,19 @@ class Ledger:
                 del self.waiting_for_jobs_by_user[record.job.user]
             self._place_in_queue(self.leases[record.job.lease_id])
 
+    def pop_due(self, now_s: float) -> list[str]:
+        """Ids of the leases whose deadlines have passed, which are then no longer in the heap of deadlines."""
+        found: dict[str, None] = {}
+        while self.due and self.due[0][0] <= now_s:
+            at_s, lease_id = heapq.heappop(self.due)
+            if self.deadlines.get(lease_id) == at_s:
+                found[lease_id] = None
+        return list(found)
+
+    def gpus_on(self, node: str) -> list[GpuRecord]:
+        """The GPUs of a node."""
+        return [self.gpus[uuid] for uuid in self.gpus_of_node.get(node, ())]
+
     def is_live(self, name: str) -> bool:
         """True for a job that has not ended, and for an array with such a job."""
         return name in self.live_jobs or name in self.live_in_array
@@ -371,3 +472,11 @@ class Ledger:
         """GPUs that an active lease holds, or that drain of an ended one."""
         records = (self.gpus.get(device.uuid) for device in lease.gpus)
         return [record for record in records if record is not None and record.lease_id == lease.id]
+
+
+def _discard(index: dict[str, dict[str, None]], key: str, member: str) -> None:
+    """Take a member out of an index."""
+    members = index[key]
+    del members[member]
+    if not members:
+        del index[key]

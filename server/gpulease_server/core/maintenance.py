@@ -76,7 +76,7 @@ def _forget_reading(turn: Turn, change: NodeModeRequested) -> None:
 
 
 def _active_leases(ledger: Ledger, node: str) -> list[str]:
-    held = {gpu.lease_id for gpu in ledger.gpus.values() if gpu.device.node == node and not gpu.draining}
+    held = {gpu.lease_id for gpu in ledger.gpus_on(node) if not gpu.draining}
     return sorted(lease_id for lease_id in held if lease_id is not None)
 
 

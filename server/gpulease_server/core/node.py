@@ -187,8 +187,8 @@ def _is_abandoned(turn: Turn, gpu: GpuRecord) -> bool:
 def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
     """Everything that should be true on a node."""
     held: dict[str, list[GpuRecord]] = {}
-    for gpu in ledger.gpus.values():
-        if gpu.lease_id is not None and gpu.device.node == node:
+    for gpu in ledger.gpus_on(node):
+        if gpu.lease_id is not None:
             held.setdefault(gpu.lease_id, []).append(gpu)
     leases = tuple(_node_lease(ledger, node, ledger.leases[lease_id], gpus) for lease_id, gpus in held.items())
     simulated = (known := ledger.nodes.get(node)) is not None and known.simulated
@@ -208,8 +208,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
             grace_s=record.grace_s,
             job=job_view(record) if record.spec.notify is not None else None,
         )
-        for record in ledger.live_jobs.values()
-        if record.job.gpus and record.job.gpus[0].node == node
+        for record in (ledger.live_jobs[job_id] for job_id in ledger.jobs_of_node.get(node, ()))
     )
     paused = node_mode(ledger, node) is NodeMode.PAUSED
     owners = tuple(ledger.watched_owners.get(node, ()))

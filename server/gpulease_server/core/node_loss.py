@@ -103,7 +103,7 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
         else:
             finish_job(turn, record, JobState.LOST, f"{reason}; how the job ended is not known", EndReason.NODE_LOST)
         ended += 1
-    held = (gpu.lease_id for gpu in ledger.gpus.values() if gpu.device.node == node and not gpu.draining)
+    held = (gpu.lease_id for gpu in ledger.gpus_on(node) if not gpu.draining)
     for lease_id in dict.fromkeys(one for one in held if one is not None):
         lease = ledger.leases[lease_id].lease
         heard_s = ledger.deadlines.get(lease_id, float("-inf")) - lease.ttl_s
@@ -117,7 +117,7 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
 
 def _forget(turn: Turn, node: str, reason: str | None = None) -> None:
     """Remove a node with its GPUs. The log says of one that drains why it need not be seen clean any more."""
-    for gpu in [gpu for gpu in turn.ledger.gpus.values() if gpu.device.node == node]:
+    for gpu in turn.ledger.gpus_on(node):
         if gpu.draining:
             turn.emit("gpu.gone", node=node, gpus=(gpu.device.uuid,), lease_id=gpu.lease_id)
         turn.put(GpuRemoved(gpu.device.uuid))
@@ -147,5 +147,5 @@ def _referred_to(ledger: Ledger, node: NodeRecord) -> bool:
     """True while something needs a node that is away: not a GPU that drains, of which no one will ever see more."""
     if node.mode is not NodeMode.ACTIVE or ledger.watched_owners.get(node.name):
         return True
-    gpus = (gpu for gpu in ledger.gpus.values() if gpu.device.node == node.name)
+    gpus = ledger.gpus_on(node.name)
     return any((gpu.lease_id is not None and not gpu.draining) or gpu.cordoned for gpu in gpus)

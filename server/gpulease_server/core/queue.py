@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
-from gpulease_server.core.eligibility import array_of, is_eligible, is_over_user_limit, running_per_array
+from gpulease_server.core.eligibility import is_eligible, is_over_user_limit
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.grant import grant
@@ -31,20 +30,26 @@ from gpulease_server.core.user_limits import (
 from gpulease_server.core.user_order import UserOrder
 
 
-def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
-    """Go through the queue once, oldest first. Closes every turn.
+def settle(turn: Turn) -> None:
+    """Grant what can be granted, and give new requests their verdicts. Closes every turn."""
+    recount_bypasses(turn)
+    if turn.pending or (turn.ledger.queue and turn.ledger.unheld):
+        _walk_queue(turn)
+
+
+def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
+    """Go through the queue once, oldest first.
 
     A request that fits may pass one that does not, within the bounds of `core.backfill`; no newer request
     gets what is held for an older one. One that lacks only a recent reading keeps the GPUs that it is about to get.
     """
-    recount_bypasses(turn)
     latest_s = turn.now.mono_s - turn.policy.reading_deadline_s
     late_nodes = {node for node, since_s in turn.requested_readings.items() if since_s < latest_s}
-    running, users = running_per_array(turn.ledger), usage_by_user(turn.ledger, turn.policy.limits, turn.now)
+    users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
     blocked, order = BlockedRequests(turn, reservations), UserOrder(reservations)
     undecided = len(turn.pending)
-    for record in _eligible(turn, running):
+    for record in _eligible(turn):
         pending = turn.pending.get(record.lease.id)
         if pending is None and not reservations.unreserved:
             if not undecided:
@@ -70,8 +75,6 @@ def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
         match _place(turn, record, reservations, allow_reread):
             case Placed(gpus):
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
-                users.add(record.lease, len(gpus))
-                running[array_of(turn.ledger, record) or ""] += 1
                 reservations.granted(gpus)
                 blocked.count_bypass(gpus)
                 order.count_bypass(turn, record)
@@ -87,9 +90,9 @@ def settle(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                     order.add(record)
 
 
-def _eligible(turn: Turn, running: Counter[str]) -> Iterator[LeaseRecord]:
-    """Requests that are eligible, oldest first. `running` is read again for each, because grants change it."""
-    return (record for record in list(turn.ledger.queued()) if is_eligible(turn.ledger, record, turn.now, running))
+def _eligible(turn: Turn) -> Iterator[LeaseRecord]:
+    """Requests that are eligible, oldest first. Looked at one after the other, because grants change it."""
+    return (record for record in list(turn.ledger.queued()) if is_eligible(turn.ledger, record, turn.now))
 
 
 def _place(
@@ -117,7 +120,6 @@ def _adopt(
     match place_adopted(turn, record, adoption, reservations.users, waited_enough=waited_enough):
         case Placed(gpus):
             _grant(turn, with_adopted_gpus(record, gpus), gpus, turn.pending.pop(record.lease.id))
-            reservations.users.add(record.lease, len(gpus))
         case NeedsReading(node):
             turn.request_reading(node)
         case refused:

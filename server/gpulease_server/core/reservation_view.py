@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.eligibility import is_eligible, is_over_user_limit, running_per_array
+from gpulease_server.core.eligibility import is_eligible, is_over_user_limit
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Blocked, place
 from gpulease_server.core.policy import Policy
@@ -39,7 +39,7 @@ def _reservations(  # noqa: C901 - one case for each outcome
     users = usage_by_user(ledger, policy.limits, now)
     assert users.tokens is not None
     users.tokens.unmade = budget
-    reservations, running = Reservations(ledger, now, policy, users), running_per_array(ledger)
+    reservations = Reservations(ledger, now, policy, users)
     user_order, blocked_demands = UserOrder(reservations), set[LimitedDemand]()
     for record in ledger.queued():
         is_last = record is last
@@ -48,7 +48,7 @@ def _reservations(  # noqa: C901 - one case for each outcome
         # With no free GPU left, only users' limits can still be kept for requests before it.
         if not reservations.unreserved and (last is None or not users.limits.gpus):
             break
-        if not is_eligible(ledger, record, now, running):
+        if not is_eligible(ledger, record, now):
             continue
         if is_over_user_limit(ledger, users, record) or not reservations.unreserved:
             if not is_last:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpulease_protocol.errors import OverQuota
-from gpulease_protocol.model import Demand, Lease, LeaseState, Selection
+from gpulease_protocol.model import Demand, Lease, Selection
 from gpulease_server.core.footprint import records_bytes
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequest, PendingRequests
@@ -56,7 +56,7 @@ class NeverWithinLimits(OverQuota):
 
 @dataclass
 class UserUsage:
-    """What each user has in active leases, kept up while leases are granted."""
+    """What each user has in active leases. The counts are those of a ledger, and go on as it does."""
 
     limits: UserLimits
     leases: Counter[str | None] = field(default_factory=Counter)
@@ -76,11 +76,6 @@ class UserUsage:
     def may_limit(self, lease: Lease) -> bool:
         """True when there is a limit that could keep a lease out: of its user, or of its token."""
         return self.has_limits or (self.tokens is not None and self.tokens.of(lease) is not None)
-
-    def add(self, lease: Lease, gpus: int) -> None:
-        """Count one more."""
-        self.leases[lease.holder.user] += 1
-        self.gpus[lease.holder.user] += gpus
 
     def keep(self, lease: Lease, gpus: int) -> None:
         """Keep so many GPUs of the user's limit for this waiting request, from those that are looked at after it."""
@@ -130,15 +125,8 @@ class UserUsage:
 
 
 def usage_by_user(ledger: Ledger, limits: UserLimits, now: Instant) -> UserUsage:
-    """What each user has now. One walk over the GPUs where there is a limit, and over nothing where there is none."""
-    found = UserUsage(limits, tokens=TokenBudgets(ledger, now))
-    if found.has_limits:
-        held = Counter(gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id is not None and not gpu.draining)
-        for lease_id, gpus in held.items():
-            lease = ledger.leases[lease_id].lease
-            if lease.state is LeaseState.ACTIVE:
-                found.add(lease, gpus)
-    return found
+    """What each user has now, and from now on."""
+    return UserUsage(limits, ledger.active_leases, ledger.active_gpus, tokens=TokenBudgets(ledger, now))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import LeaseState
 from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
-from gpulease_server.core.eligibility import array_at_limit, running_per_array
+from gpulease_server.core.eligibility import array_at_limit
 from gpulease_server.core.explain.compute_modes import mode_notes
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
@@ -123,7 +123,7 @@ def _pause_or_array_limit(ledger: Ledger, record: LeaseRecord, now_s: float) -> 
     pause_s = ledger.not_before.get(record.lease.id, now_s) - now_s
     if pause_s > 0:
         return f"job {record.lease.job_id} pauses for another {max(pause_s, 1):.0f} s before its next attempt"
-    limited = array_at_limit(ledger, record, running_per_array(ledger))
+    limited = array_at_limit(ledger, record)
     if limited is not None:
         return f"array {limited.array_id} runs as many jobs as it may at once ({limited.array_at_most})"
     return None
