@@ -36,6 +36,7 @@ from gpulease_protocol.node_protocol import (
 from gpulease_server.core.decide import decide
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.gpu import state_of
+from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.happenings import (
     CancelRequested,
     CordonRequested,
@@ -370,7 +371,26 @@ class World:
                 holders.setdefault(record.device.node, Counter())[record.lease_id] += 1
         assert nodes == ledger.gpus_of_node
         assert holders == ledger.holders_of_node
-        assert set(ledger.unheld) == {uuid for uuid, record in ledger.gpus.items() if record.lease_id is None}
+        unheld: dict[str, dict[str, None]] = {}
+        for uuid, record in ledger.gpus.items():
+            if record.lease_id is None:
+                unheld.setdefault(record.device.node, {})[uuid] = None
+        assert unheld == ledger.unheld
+        free: dict[str, list[tuple[int, str]]] = {}
+        for uuid, record in ledger.gpus.items():
+            node = record.device.node
+            if state_by_report(record, ledger.node_observations.get(node), ledger.nodes.get(node)) is GpuState.FREE:
+                free.setdefault(node, []).append((record.device.index, uuid))
+        assert {node: tuple(uuid for _, uuid in sorted(found)) for node, found in free.items()} == ledger.free
+        numbers: dict[int, list[str]] = {}
+        for node, found in sorted(free.items()):
+            numbers.setdefault(len(found), []).append(node)
+        assert numbers == ledger.nodes_by_free
+        self.check_counts()
+
+    def check_counts(self) -> None:
+        """The rest of `check_indexes`."""
+        ledger = self.ledger
         hosts: dict[str, dict[str, None]] = {}
         for node in ledger.nodes.values():
             hosts.setdefault(node.host, {})[node.name] = None

@@ -145,7 +145,7 @@ def any_reading_will_do() -> Patches:
 
 def ignore_strangers() -> Patches:
     """A foreign process does not keep a GPU from being granted."""
-    return [(f"{CORE}.gpu.occupants", lambda reading: ()), (f"{CORE}.gpu.awaits_memory", lambda *_: False)]
+    return [(f"{CORE}.gpu_state.occupants", lambda reading: ()), (f"{CORE}.gpu_state.awaits_memory", lambda *_: False)]
 
 
 def grant_what_another_has() -> Patches:

@@ -46,7 +46,8 @@ from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, InUse, NotAllowed, NotNow, OverQuota
 from gpulease_protocol.model import Demand, GpuState, LeaseState, Liveness, Selection
-from gpulease_server.core.gpu import is_recent, node_problem, observed_at, occupants, reading_of, state_of
+from gpulease_server.core.gpu import is_recent, node_problem, observed_at, reading_of, state_of
+from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.placement import NeedsReading, Placed
 from gpulease_server.core.records import Adoption, GpuRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn

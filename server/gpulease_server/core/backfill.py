@@ -39,9 +39,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Demand, GpuState
-from gpulease_server.core.gpu import is_cordoned, state_of
+from gpulease_server.core.gpu import is_cordoned, node_problem, state_of
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory
+from gpulease_server.core.placement import candidates, find_candidates, gpus_needed, lacks_memory
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import BypassCounts, GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -73,9 +73,12 @@ class Reservations:
     def unreserved(self) -> set[str]:
         """Free GPUs without a reservation."""
         if self._unreserved is None:
-            unheld = (uuid for uuid in self.ledger.unheld if uuid not in self.by_uuid)
-            self._unreserved = {uuid for uuid in unheld if self.is_free(self.ledger.gpus[uuid])}
+            free = (uuid for node, uuids in self.ledger.free.items() if self._is_heard(node) for uuid in uuids)
+            self._unreserved = {uuid for uuid in free if uuid not in self.by_uuid}
         return self._unreserved
+
+    def _is_heard(self, node: str) -> bool:
+        return node_problem(self.ledger, node, self.now, self.policy) is None
 
     def reserve(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:
         """Reserve GPUs for a request."""
@@ -176,11 +179,12 @@ class BlockedRequests:
         """True when an older request with the same demand waits, so that this one cannot be granted either."""
         return self.reservations.users.demand_within(record.lease) in self._waiting
 
-    def add(self, record: LeaseRecord, usable: Iterable[GpuRecord] = ()) -> None:
-        """Add a request that waits; `usable` are the GPUs that could serve it later, if its demand is new."""
+    def add(self, record: LeaseRecord, usable: frozenset[str] = frozenset()) -> None:
+        """Add a request that waits; `usable` are the UUIDs of the GPUs that could serve it later, if its
+        demand is new."""
         demand = self.reservations.users.demand_within(record.lease)
         if demand not in self._waiting:
-            self._usable[demand] = frozenset(gpu.device.uuid for gpu in usable)
+            self._usable[demand] = usable
         self._waiting.setdefault(demand, []).append(record)
         self.reservations.reserve_if_due(record)
 
@@ -221,7 +225,7 @@ def recount_bypasses(turn: Turn) -> None:
         if demand not in newer:
             if len(newer) == MAX_RECOUNTED_DEMANDS:
                 continue
-            usable = {gpu.device.uuid for gpus in candidates(ledger, demand).values() for gpu in gpus}
+            usable = find_candidates(ledger, demand).uuids
             newer[demand] = sorted(number for number, uuids in granted if not uuids.isdisjoint(usable))
         times = len(newer[demand]) - bisect_right(newer[demand], record.number)
         if times:

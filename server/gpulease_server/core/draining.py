@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gpulease_protocol.model import GpuReading, Process
-from gpulease_server.core.gpu import observed_at, occupants, reading_of
+from gpulease_server.core.gpu import observed_at, reading_of
+from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuObservation, GpuRecord, NodeObservation

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpulease_protocol.model import Activity, ComputeMode, GpuReading, GpuState, NodeMode, Process, ProcessType
+from gpulease_protocol.model import Activity, GpuReading, GpuState, NodeMode, Process, ProcessType
 from gpulease_protocol.node_protocol import PAUSED
+from gpulease_server.core.gpu_state import occupants, state_by_report
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import MPS_SERVER, Policy
 from gpulease_server.core.records import GpuRecord, Instant, NodeObservation
@@ -45,11 +46,6 @@ def claimed_elsewhere(ledger: Ledger, gpu: GpuRecord) -> str | None:
     """Why a GPU that its node has is in the ledger of another daemon; None when it is not."""
     observation = ledger.node_observations.get(gpu.device.node)
     return observation.claimed_elsewhere.get(gpu.device.uuid) if observation else None
-
-
-def occupants(reading: GpuReading) -> tuple[Process, ...]:
-    """Processes that keep a GPU from others: all but the bystanders."""
-    return tuple(process for process in reading.processes if not process.bystander)
 
 
 def mark_bystanders(reading: GpuReading, policy: Policy) -> GpuReading:
@@ -141,26 +137,10 @@ def is_recent(
 
 def state_of(ledger: Ledger, gpu: GpuRecord, now: Instant, policy: Policy) -> GpuState:
     """The first state that applies, in the order of `GpuState`."""
-    reading = reading_of(ledger, gpu)
-    if reading is None or node_problem(ledger, gpu.device.node, now, policy) is not None:
+    node = gpu.device.node
+    if node_problem(ledger, node, now, policy) is not None:
         return GpuState.UNKNOWN
-    if reading.health != "ok":
-        return GpuState.UNHEALTHY
-    if reading.compute_mode is ComputeMode.PROHIBITED:
-        return GpuState.PROHIBITED
-    if gpu.lease_id is not None:
-        return GpuState.DRAINING if gpu.draining else GpuState.LEASED
-    if is_cordoned(ledger, gpu):
-        return GpuState.CORDONED
-    used = occupants(reading) or reading.hidden_use or awaits_memory(ledger, gpu)
-    return GpuState.FOREIGN if used else GpuState.FREE
-
-
-def awaits_memory(ledger: Ledger, gpu: GpuRecord) -> bool:
-    """True when a process without a lease has left the GPU, and its memory is not back yet."""
-    observation = ledger.node_observations.get(gpu.device.node)
-    watch = observation.gpus.get(gpu.device.uuid) if observation else None
-    return watch is not None and watch.memory_awaited
+    return state_by_report(gpu, ledger.node_observations.get(node), ledger.nodes.get(node))
 
 
 def conflicting_processes(ledger: Ledger, gpu: GpuRecord) -> tuple[Process, ...]:

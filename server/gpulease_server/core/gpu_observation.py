@@ -11,7 +11,8 @@ from statistics import median_low
 
 from gpulease_protocol.model import GpuReading
 from gpulease_server.core.draining import follow_memory, observe_draining
-from gpulease_server.core.gpu import observed_at, occupants
+from gpulease_server.core.gpu import observed_at
+from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.records import GpuObservation, GpuRecord, GpuRemoved, NodeObservation
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.wording import describe_processes

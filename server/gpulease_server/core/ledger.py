@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import (
+    Demand,
     Event,
+    GpuState,
     JobState,
     Lease,
     LeaseState,
@@ -17,6 +19,7 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.footprint import job_bytes, lease_bytes
+from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -42,6 +45,16 @@ MIN_FORMER_DEADLINES = 1000
 """How many former deadlines may be in the heap before it is made anew, beside as many as there are deadlines."""
 MAX_ENDED_BYTES = 64 * 2**20
 """Memory of the ended leases, and of the ended jobs, that are kept; where these are large, fewer are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The GPUs that could serve a demand now or later."""
+
+    by_node: dict[str, tuple[str, ...]]
+    """UUIDs in PCI order, of the nodes that have enough."""
+    uuids: frozenset[str]
+    """All of them."""
 
 
 @dataclass
@@ -119,8 +132,14 @@ class Ledger:
     """By host: the names of its nodes; two simulated ones may share it."""
     holders_of_node: dict[str, Counter[str]] = field(default_factory=dict)
     """By node: the leases that hold its GPUs or drain on them, and on how many."""
-    unheld: dict[str, None] = field(default_factory=dict)
-    """UUIDs of the GPUs that no lease holds or drains on."""
+    unheld: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By node: the UUIDs of its GPUs that no lease holds or drains on; without nodes that have none."""
+    free: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By node: the UUIDs of its GPUs that are free by its last report, in PCI order; without nodes that have none."""
+    nodes_by_free: dict[int, list[str]] = field(default_factory=dict)
+    """By number of GPUs in `free`: the names of the nodes, sorted."""
+    candidates: dict[Demand, Candidates] = field(default_factory=dict, compare=False)
+    """What could serve a demand ever, for those that were looked for. Emptied when the list of GPUs changes."""
     active_leases: Counter[str | None] = field(default_factory=Counter)
     """By user, how many leases are active."""
     active_gpus: Counter[str | None] = field(default_factory=Counter)
@@ -148,12 +167,14 @@ class Ledger:
                 self._put_node(change)
             case NodeObservation():
                 self.node_observations[change.node] = change
+                self._find_free(change.node)
             case GpuRemoved():
                 self._remove_gpu(change.uuid)
             case NodeRemoved():
                 if (node := self.nodes.pop(change.name, None)) is not None:
                     _discard(self.nodes_of_host, node.host, node.name)
                 self.node_observations.pop(change.name, None)
+                self._find_free(change.name)
                 self.silent_s.pop(change.name, None)
             case Deadline():
                 self._put_deadline(change)
@@ -175,12 +196,32 @@ class Ledger:
             case Event():
                 self.next_seq = change.seq + 1
 
+    def _find_free(self, node: str) -> None:
+        """Bring `free` up to date for a node."""
+        observation, record = self.node_observations.get(node), self.nodes.get(node)
+        unheld = (self.gpus[uuid] for uuid in self.unheld.get(node, ()))
+        free = [gpu.device for gpu in unheld if state_by_report(gpu, observation, record) is GpuState.FREE]
+        uuids = tuple(device.uuid for device in sorted(free, key=lambda device: device.index))
+        before = self.free.pop(node, ())
+        if len(before) != len(uuids):
+            if before:
+                nodes = self.nodes_by_free[len(before)]
+                del nodes[bisect.bisect_left(nodes, node)]
+                if not nodes:
+                    del self.nodes_by_free[len(before)]
+            if uuids:
+                bisect.insort(self.nodes_by_free.setdefault(len(uuids), []), node)
+        if uuids:
+            self.free[node] = uuids
+
     def _put_node(self, record: NodeRecord) -> None:
         before = self.nodes.get(record.name)
         if before is not None and before.host != record.host:
             _discard(self.nodes_of_host, before.host, before.name)
         self.nodes[record.name] = record
         self.nodes_of_host.setdefault(record.host, {})[record.name] = None
+        if before is None or before.mode is not record.mode:
+            self._find_free(record.name)
 
     def _remove_gpu(self, uuid: str) -> None:
         gone = self.gpus.pop(uuid, None)
@@ -188,15 +229,17 @@ class Ledger:
             self._count_token(gone.fencing_token, -1)
             self._count_holder(gone, -1)
             _discard(self.gpus_of_node, gone.device.node, uuid)
+            self._find_free(gone.device.node)
+            self.candidates.clear()
         self.draining_since.pop(uuid, None)
 
     def _count_holder(self, record: GpuRecord, gpus: int) -> None:
         """Note that a lease holds a GPU more (1) or fewer (-1), or that no lease does."""
         if record.lease_id is None:
             if gpus > 0:
-                self.unheld[record.device.uuid] = None
+                self.unheld.setdefault(record.device.node, {})[record.device.uuid] = None
             else:
-                self.unheld.pop(record.device.uuid, None)
+                _discard(self.unheld, record.device.node, record.device.uuid)
             return
         holders = self.holders_of_node.setdefault(record.device.node, Counter())
         holders[record.lease_id] += gpus
@@ -212,8 +255,12 @@ class Ledger:
             self._count_holder(before, -1)
             if before.device.node != record.device.node:
                 _discard(self.gpus_of_node, before.device.node, before.device.uuid)
+                self._find_free(before.device.node)
+        if before is None or before.device != record.device:
+            self.candidates.clear()
         self._count_holder(record, 1)
         self.gpus_of_node.setdefault(record.device.node, {})[record.device.uuid] = None
+        self._find_free(record.device.node)
         if before is None or before.fencing_token != record.fencing_token:
             self._count_token(record.fencing_token, 1)
             if before is not None:

@@ -33,7 +33,7 @@ from gpulease_server.core.user_order import UserOrder
 def settle(turn: Turn) -> None:
     """Grant what can be granted, and give new requests their verdicts. Closes every turn."""
     recount_bypasses(turn)
-    if turn.pending or (turn.ledger.queue and turn.ledger.unheld):
+    if turn.pending or (turn.ledger.queue and turn.ledger.free):
         _walk_queue(turn)
 
 

@@ -16,7 +16,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.samples import Sample
 
 from gpulease_protocol.model import GpuState, JobState, LeaseState, NodeMode, Process
-from gpulease_server.core.gpu import conflicting_processes, node_mode, node_problem, occupants, reading_of, state_of
+from gpulease_server.core.gpu import conflicting_processes, node_mode, node_problem, reading_of, state_of
+from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant

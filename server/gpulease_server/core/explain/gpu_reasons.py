@@ -10,9 +10,9 @@ from gpulease_server.core.gpu import (
     conflicting_processes,
     node_mode,
     node_problem,
-    occupants,
     reading_of,
 )
+from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpulease_protocol.model import Demand, Selection
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import candidates
+from gpulease_server.core.placement import find_candidates
 from gpulease_server.core.records import GpuRecord
 from gpulease_server.core.wording import count_gpus, some_of
 
@@ -72,7 +72,7 @@ def _on_one_node(demand: Demand, gpus: list[GpuRecord]) -> str:
 
 def is_never(ledger: Ledger, demand: Demand) -> bool:
     """True when no known node has such GPUs. While no GPU is known at all, the answer is not never."""
-    return bool(ledger.gpus) and not candidates(ledger, demand)
+    return bool(ledger.gpus) and not find_candidates(ledger, demand).by_node
 
 
 def describe_nodes(ledger: Ledger) -> str:

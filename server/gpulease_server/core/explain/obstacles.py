@@ -8,7 +8,8 @@ from datetime import datetime, timedelta
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
-from gpulease_server.core.gpu import is_cordoned, observed_at, occupants, reading_of, state_of
+from gpulease_server.core.gpu import is_cordoned, observed_at, reading_of, state_of
+from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
