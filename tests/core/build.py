@@ -317,6 +317,13 @@ class World:
         """The lease as the ledger has it now."""
         return self.ledger.leases[lease.id].lease
 
+    def lose_reports(self) -> None:
+        """Nothing of what the nodes have reported is known any more, as after a restart."""
+        self.ledger.node_observations.clear()
+        for node in list(self.ledger.nodes.values()):
+            self.ledger.apply(node)
+            self.ledger._find_free(node.name)
+
     def check(self) -> None:
         """What must hold after every turn, computed from the records alone."""
         holding: dict[str, str] = {}
@@ -391,6 +398,10 @@ class World:
     def check_counts(self) -> None:
         """The rest of `check_indexes`."""
         ledger = self.ledger
+        assert set(ledger.unreported) == ledger.nodes.keys() - ledger.node_observations.keys()
+        assert set(ledger.out_of_use) == {one.name for one in ledger.nodes.values() if one.mode is not NodeMode.ACTIVE}
+        reported = [one.reported_at_s for one in ledger.node_observations.values()]
+        assert reported == sorted(reported)
         hosts: dict[str, dict[str, None]] = {}
         for node in ledger.nodes.values():
             hosts.setdefault(node.host, {})[node.name] = None

@@ -180,7 +180,7 @@ def test_a_pause_is_there_before_the_node_has_reported_again() -> None:
     """As after a restart of the daemon: the mode is stored, the last reading is not."""
     world = World().node(gpus=1)
     world.set_mode(NodeMode.PAUSED)
-    world.ledger.node_observations.clear()
+    world.lose_reports()
     node = node_view(world.ledger, world.ledger.nodes["a"], world.now, world.policy)
     assert (node.mode, node.reason) == (NodeMode.PAUSED, f"{PAUSED}; its worker has not closed NVML yet")
     world.report()

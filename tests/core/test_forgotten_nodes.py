@@ -85,7 +85,7 @@ def test_that_it_is_there_is_recorded_once_a_day() -> None:
 
 def test_of_one_from_before_this_was_recorded_the_time_begins_now() -> None:
     world = two()
-    world.ledger.node_observations.clear()  # a restart
+    world.lose_reports()  # a restart
     world.ledger.nodes["b"] = replace(world.ledger.nodes["b"], seen_at=None)
     later(world, 1)
     assert world.ledger.nodes["b"].seen_at is not None

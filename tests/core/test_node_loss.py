@@ -231,7 +231,7 @@ def test_the_bound_begins_again_with_the_daemon_and_with_each_report() -> None:
         world.report()
     for _ in range(3):
         world.pass_time(BOUND_S - 5, silent=("a",))
-        world.ledger.node_observations.clear()  # a restart
+        world.lose_reports()  # a restart
         world.ledger.silent_s.clear()
     assert job_of(world, job_id).state is JobState.RUNNING
     world.pass_time(DEAD, silent=("a",))
@@ -272,7 +272,7 @@ def test_a_node_that_reports_is_not_forgotten() -> None:
 
 def test_a_daemon_that_has_just_started_waits_whether_the_node_reports() -> None:
     world = world_of()
-    world.ledger.node_observations.clear()  # a restart
+    world.lose_reports()  # a restart
     world.pass_time(1, silent=("a",))
     assert isinstance(world.forget(), InUse)
     world.pass_time(4, silent=("a",))

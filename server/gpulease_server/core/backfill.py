@@ -35,7 +35,7 @@ restarts may let a request be bypassed somewhat more often; the seconds start ag
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Demand, GpuState
@@ -65,17 +65,24 @@ class Reservations:
     """Nodes that were asked for a reading too long ago; nothing is granted there."""
     by_uuid: dict[str, str] = field(default_factory=dict)
     """The lease that each GPU is reserved for."""
-    _unreserved: set[str] | None = None
+    _left: str | None = ""
+    """A free GPU that is not reserved; None when there is none, and at first no GPU."""
     _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
     _reserved_nodes: dict[str, int] = field(default_factory=dict)
 
     @property
-    def unreserved(self) -> set[str]:
-        """Free GPUs without a reservation."""
-        if self._unreserved is None:
-            free = (uuid for node, uuids in self.ledger.free.items() if self._is_heard(node) for uuid in uuids)
-            self._unreserved = {uuid for uuid in free if uuid not in self.by_uuid}
-        return self._unreserved
+    def is_any_left(self) -> bool:
+        """True while a free GPU is not reserved. It never becomes true again."""
+        if self._left is not None and not self._is_left(self._left):
+            self._left = next(filter(self._is_left, self._free()), None)
+        return self._left is not None
+
+    def _is_left(self, uuid: str) -> bool:
+        gpu = self.ledger.gpus.get(uuid)
+        return gpu is not None and gpu.lease_id is None and uuid not in self.by_uuid
+
+    def _free(self) -> Iterator[str]:
+        return (uuid for node, uuids in self.ledger.free.items() if self._is_heard(node) for uuid in uuids)
 
     def _is_heard(self, node: str) -> bool:
         return node_problem(self.ledger, node, self.now, self.policy) is None
@@ -84,13 +91,6 @@ class Reservations:
         """Reserve GPUs for a request."""
         for gpu in gpus:
             self.by_uuid.setdefault(gpu.device.uuid, record.lease.id)
-            if self._unreserved is not None:
-                self._unreserved.discard(gpu.device.uuid)
-
-    def granted(self, gpus: Iterable[GpuRecord]) -> None:
-        """These GPUs were granted, so they are no longer free."""
-        if self._unreserved is not None:
-            self._unreserved -= {gpu.device.uuid for gpu in gpus}
 
     def reserve_if_due(self, record: LeaseRecord) -> None:
         """Reserve GPUs for a waiting request if it has been bypassed as often or as long as it may be."""

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from gpulease_protocol.model import EndReason, LeaseState
-from gpulease_server.core.gpu import node_problem
+from gpulease_server.core.gpu import node_problem, unheard_nodes
 from gpulease_server.core.happenings import (
     AnswerLost,
     BearerTokenChanged,
@@ -100,8 +100,9 @@ def _end_spent_leases(turn: Turn) -> None:
 
 
 def _notice_silence(turn: Turn) -> None:
-    for observation in list(turn.ledger.node_observations.values()):
-        if observation.problem is None:
+    for name in dict.fromkeys([*unheard_nodes(turn.ledger, turn.now, turn.policy), *turn.ledger.out_of_use]):
+        observation = turn.ledger.node_observations.get(name)
+        if observation is not None and observation.problem is None:
             problem = node_problem(turn.ledger, observation.node, turn.now, turn.policy)
             if problem is not None:
                 turn.put(replace(observation, problem=problem, observed_at_s=None))

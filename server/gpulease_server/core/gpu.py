@@ -107,6 +107,17 @@ def is_unheard(ledger: Ledger, node: str, now: Instant, policy: Policy) -> bool:
     return observation is None or is_silent(observation, now, policy)
 
 
+def unheard_nodes(ledger: Ledger, now: Instant, policy: Policy) -> list[str]:
+    """The nodes that are silent, or have not reported since the daemon started. Costs nothing for all others."""
+    silent = []
+    for observation in ledger.node_observations.values():
+        if now.mono_s - observation.reported_at_s <= policy.silence_s:
+            break
+        if is_silent(observation, now, policy):
+            silent.append(observation.node)
+    return [*ledger.unreported, *silent]
+
+
 def observed_at(observation: NodeObservation | None, uuid: str) -> float | None:
     """When a GPU's processes and health were read, at the earliest; None where the daemon cannot vouch for any age."""
     if observation is None or observation.observed_at_s is None:

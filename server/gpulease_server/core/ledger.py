@@ -16,6 +16,7 @@ from gpulease_protocol.model import (
     Lease,
     LeaseState,
     Liveness,
+    NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.footprint import job_bytes, lease_bytes
@@ -69,6 +70,11 @@ class Ledger:
     gpus: dict[str, GpuRecord] = field(default_factory=dict)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     node_observations: dict[str, NodeObservation] = field(default_factory=dict)
+    """By node, in the order of their last reports."""
+    unreported: dict[str, None] = field(default_factory=dict)
+    """Names of the nodes that have not reported to this process."""
+    out_of_use: dict[str, None] = field(default_factory=dict)
+    """Names of the nodes that an administrator has taken out of use."""
     deadlines: dict[str, float] = field(default_factory=dict)
     unclaimed: set[str] = field(default_factory=set)
     """Ids of leases of whose grant no one was told, and whose holders have not asked about them since."""
@@ -166,14 +172,15 @@ class Ledger:
             case NodeRecord():
                 self._put_node(change)
             case NodeObservation():
-                self.node_observations[change.node] = change
-                self._find_free(change.node)
+                self._put_observation(change)
             case GpuRemoved():
                 self._remove_gpu(change.uuid)
             case NodeRemoved():
                 if (node := self.nodes.pop(change.name, None)) is not None:
                     _discard(self.nodes_of_host, node.host, node.name)
                 self.node_observations.pop(change.name, None)
+                self.unreported.pop(change.name, None)
+                self.out_of_use.pop(change.name, None)
                 self._find_free(change.name)
                 self.silent_s.pop(change.name, None)
             case Deadline():
@@ -214,12 +221,26 @@ class Ledger:
         if uuids:
             self.free[node] = uuids
 
+    def _put_observation(self, observation: NodeObservation) -> None:
+        before = self.node_observations.get(observation.node)
+        if before is not None and before.reported_at_s != observation.reported_at_s:
+            del self.node_observations[observation.node]  # it becomes the last one
+        self.node_observations[observation.node] = observation
+        self.unreported.pop(observation.node, None)
+        self._find_free(observation.node)
+
     def _put_node(self, record: NodeRecord) -> None:
         before = self.nodes.get(record.name)
         if before is not None and before.host != record.host:
             _discard(self.nodes_of_host, before.host, before.name)
         self.nodes[record.name] = record
         self.nodes_of_host.setdefault(record.host, {})[record.name] = None
+        if record.name not in self.node_observations:
+            self.unreported[record.name] = None
+        if record.mode is NodeMode.ACTIVE:
+            self.out_of_use.pop(record.name, None)
+        else:
+            self.out_of_use[record.name] = None
         if before is None or before.mode is not record.mode:
             self._find_free(record.name)
 

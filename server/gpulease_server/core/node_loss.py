@@ -38,7 +38,7 @@ from dataclasses import replace
 
 from gpulease_protocol.errors import InUse, NotFound
 from gpulease_protocol.model import EndReason, JobState, NodeMode
-from gpulease_server.core.gpu import is_unheard
+from gpulease_server.core.gpu import is_unheard, unheard_nodes
 from gpulease_server.core.happenings import NodeForgetRequested
 from gpulease_server.core.job import finish_job, may_retry, retry_job
 from gpulease_server.core.lease_end import end_lease
@@ -59,10 +59,10 @@ def lose_silent_nodes(turn: Turn, elapsed_s: float) -> None:
     A lease that its holder has renewed since is looked at again each time that the bound has passed once more.
     """
     silent, bound_s = turn.ledger.silent_s, turn.policy.node_lost_after_s
-    for node in list(turn.ledger.nodes):
-        if not is_unheard(turn.ledger, node, turn.now, turn.policy):
-            silent.pop(node, None)
-            continue
+    unheard = unheard_nodes(turn.ledger, turn.now, turn.policy)
+    for node in silent.keys() - set(unheard):
+        del silent[node]
+    for node in unheard:
         before_s = silent.get(node, 0.0)
         silent[node] = before_s + elapsed_s
         if bound_s > 0 and silent[node] // bound_s > before_s // bound_s:
@@ -131,7 +131,7 @@ def forget_nodes(turn: Turn) -> None:
     back, such as containers. One that an administrator has taken out of use stays, as does one that is referred to;
     should a forgotten one come back, it is a new one."""
     oldest_s, now = turn.policy.node_lifetime_s, turn.now
-    for node in list(turn.ledger.nodes.values()):
+    for node in [turn.ledger.nodes[name] for name in unheard_nodes(turn.ledger, turn.now, turn.policy)]:
         seen = turn.ledger.node_observations.get(node.name)
         if seen is not None and now.mono_s - seen.reported_at_s < oldest_s:
             continue

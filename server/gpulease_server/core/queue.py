@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -48,20 +49,13 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
     blocked, order = BlockedRequests(turn, reservations), UserOrder(reservations)
-    undecided = len(turn.pending)
-    for record in _eligible(turn):
+    for record in _to_look_at(turn, reservations):
         pending = turn.pending.get(record.lease.id)
-        if pending is None and not reservations.unreserved:
-            if not undecided:
-                break
-            continue
         if pending is not None and pending.adoption is not None:
-            undecided -= 1
             _adopt(turn, record, pending, reservations, waited_enough=pending.since_s < latest_s)
             continue
         if is_over_user_limit(turn.ledger, users, record):
             # It reserves no GPU. A new one gets its verdict.
-            undecided -= pending is not None
             if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                 order.add(record)
             continue
@@ -69,13 +63,11 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
             blocked.add(record)
             order.add(record)
             continue
-        undecided -= pending is not None
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
         allow_reread = pending is not None and pending.since_s >= latest_s
         match _place(turn, record, reservations, allow_reread):
             case Placed(gpus):
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
-                reservations.granted(gpus)
                 blocked.count_bypass(gpus)
                 order.count_bypass(turn, record)
             case NeedsReading(node, gpus):
@@ -90,9 +82,19 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                     order.add(record)
 
 
-def _eligible(turn: Turn) -> Iterator[LeaseRecord]:
-    """Requests that are eligible, oldest first. Looked at one after the other, because grants change it."""
-    return (record for record in list(turn.ledger.queued()) if is_eligible(turn.ledger, record, turn.now))
+def _to_look_at(turn: Turn, reservations: Reservations) -> Iterator[LeaseRecord]:
+    """Requests that are eligible, oldest first: every one while a GPU is left, and new ones in any case."""
+    ledger, at, places = turn.ledger, (0, ""), turn.ledger.queue
+    while True:
+        if places is ledger.queue and not reservations.is_any_left:
+            places = sorted((ledger.leases[lease_id].number, lease_id) for lease_id in turn.pending)
+        following = bisect_right(places, at)
+        if following == len(places):
+            return
+        at = places[following]
+        record = ledger.leases[at[1]]
+        if is_eligible(ledger, record, turn.now):
+            yield record
 
 
 def _place(

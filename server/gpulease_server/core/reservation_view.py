@@ -46,11 +46,11 @@ def _reservations(  # noqa: C901 - one case for each outcome
         if last is not None and record.number > last.number:
             break
         # With no free GPU left, only users' limits can still be kept for requests before it.
-        if not reservations.unreserved and (last is None or not users.limits.gpus):
+        if not reservations.is_any_left and (last is None or not users.limits.gpus):
             break
         if not is_eligible(ledger, record, now):
             continue
-        if is_over_user_limit(ledger, users, record) or not reservations.unreserved:
+        if is_over_user_limit(ledger, users, record) or not reservations.is_any_left:
             if not is_last:
                 user_order.add(record)
             continue
