@@ -56,7 +56,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
-from gpulease_server.core.records import Change, Instant, WatchedOwner
+from gpulease_server.core.records import Change, GpuRecord, Instant, WatchedOwner
 from gpulease_server.core.turn import Answer, Turn
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -370,29 +370,29 @@ class World:
     def check_indexes(self) -> None:
         """Each index of the ledger, counted again from the records."""
         ledger = self.ledger
-        nodes: dict[str, dict[str, None]] = {}
+        nodes: dict[str, dict[str, GpuRecord]] = {}
         holders: dict[str, Counter[str]] = {}
         for uuid, record in ledger.gpus.items():
-            nodes.setdefault(record.device.node, {})[uuid] = None
+            nodes.setdefault(record.device.node, {})[uuid] = record
             if record.lease_id is not None:
                 holders.setdefault(record.device.node, Counter())[record.lease_id] += 1
-        assert nodes == ledger.gpus_of_node
-        assert holders == ledger.holders_of_node
-        unheld: dict[str, dict[str, None]] = {}
+        assert nodes == ledger.fleet.gpus_of_node
+        assert holders == ledger.fleet.holders_of_node
+        unheld: dict[str, dict[str, GpuRecord]] = {}
         for uuid, record in ledger.gpus.items():
             if record.lease_id is None:
-                unheld.setdefault(record.device.node, {})[uuid] = None
-        assert unheld == ledger.unheld
+                unheld.setdefault(record.device.node, {})[uuid] = record
+        assert unheld == ledger.fleet.unheld
         free: dict[str, list[tuple[int, str]]] = {}
         for uuid, record in ledger.gpus.items():
             node = record.device.node
             if state_by_report(record, ledger.node_observations.get(node), ledger.nodes.get(node)) is GpuState.FREE:
                 free.setdefault(node, []).append((record.device.index, uuid))
-        assert {node: tuple(uuid for _, uuid in sorted(found)) for node, found in free.items()} == ledger.free
+        assert {node: tuple(uuid for _, uuid in sorted(found)) for node, found in free.items()} == ledger.fleet.free
         numbers: dict[int, list[str]] = {}
         for node, found in sorted(free.items()):
             numbers.setdefault(len(found), []).append(node)
-        assert numbers == ledger.nodes_by_free
+        assert numbers == ledger.fleet.nodes_by_free
         self.check_counts()
 
     def check_counts(self) -> None:
@@ -405,26 +405,26 @@ class World:
         hosts: dict[str, dict[str, None]] = {}
         for node in ledger.nodes.values():
             hosts.setdefault(node.host, {})[node.name] = None
-        assert hosts == ledger.nodes_of_host
+        assert hosts == ledger.fleet.nodes_of_host
         active = [one.lease for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
         assert Counter(lease.holder.user for lease in active) == ledger.active_leases
         held = Counter(lease.holder.user for lease in active for _ in lease.gpus)
         assert held == ledger.active_gpus
         jobs = [record.job for record in ledger.live_jobs.values()]
         running = Counter(job.array_id for job in jobs if job.array_id and job.state is not JobState.QUEUED)
-        assert running == ledger.running_in_array
+        assert running == ledger.job_index.running_in_array
         there: dict[str, dict[str, None]] = {}
         for job in jobs:
             if job.gpus:
                 there.setdefault(job.gpus[0].node, {})[job.id] = None
-        assert there == ledger.jobs_of_node
-        assert {(at_s, lease_id) for lease_id, at_s in ledger.deadlines.items()} <= set(ledger.due)
+        assert there == ledger.job_index.of_node
+        assert {(at_s, lease_id) for lease_id, at_s in ledger.deadlines.items()} <= set(ledger.due.heap)
 
     def check_dependencies(self) -> None:
         """What jobs wait for, computed from the jobs alone: see `core.dependencies`."""
         live = self.ledger.live_jobs.values()
         arrays = Counter(record.job.array_id for record in live if record.job.array_id is not None)
-        assert arrays == self.ledger.live_in_array
+        assert arrays == self.ledger.job_index.live_in_array
         queued = [record for record in live if record.job.state is JobState.QUEUED and record.job.after]
         unmet = {
             record.job.id: {one.job: None for one in record.job.after if self.ledger.is_live(one.job)}

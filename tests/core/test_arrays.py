@@ -17,7 +17,8 @@ from gpulease_server.core.turn import Answer
 from tests.core.build import World
 
 
-def submit(world: World, *, count: int, at_most: int | None, gpus: int = 1, name: str = "array") -> Answer:
+def array_of_jobs(count: int, at_most: int | None = None, gpus: int = 1, name: str = "array") -> JobSubmitted:
+    """A request for an array whose jobs and leases are named after it and their index."""
     jobs = tuple(
         SubmittedJob(
             job_id=f"{name}-job-{index}",
@@ -27,21 +28,23 @@ def submit(world: World, *, count: int, at_most: int | None, gpus: int = 1, name
         )
         for index in range(count)
     )
-    cause = f"submit-{name}"
-    world.turn(
-        JobSubmitted(
-            cause=cause,
-            jobs=jobs,
-            name="",
-            demand=Demand(count=gpus),
-            holder=Holder(),
-            array_id=name,
-            array_at_most=at_most,
-        )
+    return JobSubmitted(
+        cause=f"submit-{name}",
+        jobs=jobs,
+        name="",
+        demand=Demand(count=gpus),
+        holder=Holder(),
+        array_id=name,
+        array_at_most=at_most,
     )
+
+
+def submit(world: World, *, count: int, at_most: int | None, gpus: int = 1, name: str = "array") -> Answer:
+    asked = array_of_jobs(count, at_most, gpus, name)
+    world.turn(asked)
     world.answer_wanted()
     world.report()
-    return world.answers.get(cause)
+    return world.answers.get(asked.cause)
 
 
 def states(world: World, name: str = "array") -> dict[int, str]:

@@ -82,7 +82,7 @@ class Reservations:
         return gpu is not None and gpu.lease_id is None and uuid not in self.by_uuid
 
     def _free(self) -> Iterator[str]:
-        return (uuid for node, uuids in self.ledger.free.items() if self._is_heard(node) for uuid in uuids)
+        return (uuid for node, uuids in self.ledger.fleet.free.items() if self._is_heard(node) for uuid in uuids)
 
     def _is_heard(self, node: str) -> bool:
         return node_problem(self.ledger, node, self.now, self.policy) is None

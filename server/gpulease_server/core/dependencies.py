@@ -58,8 +58,8 @@ def check(ledger: Ledger, dependencies: Iterable[JobDependency], live: frozenset
         if name not in live:
             continue
         if ledger.is_live(name):
-            if needs_success and name in ledger.failed_in_array:
-                return cannot_be_met(f"{ledger.failed_in_array[name]} of {name} has not succeeded")
+            if needs_success and name in ledger.job_index.failed_in_array:
+                return cannot_be_met(f"{ledger.job_index.failed_in_array[name]} of {name} has not succeeded")
         elif name not in ledger.jobs:
             return Unavailable(f"{name} ended at this moment.", remedy="Nothing was done. Ask again.")
         elif needs_success and ledger.jobs[name].job.state is not JobState.SUCCEEDED:

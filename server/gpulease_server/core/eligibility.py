@@ -18,7 +18,7 @@ def array_at_limit(ledger: Ledger, record: LeaseRecord) -> Job | None:
     known = ledger.jobs.get(record.lease.job_id or "")
     if known is None or known.job.array_id is None or known.job.array_at_most is None:
         return None
-    running = ledger.running_in_array[known.job.array_id]
+    running = ledger.job_index.running_in_array[known.job.array_id]
     return known.job if running >= known.job.array_at_most else None
 
 

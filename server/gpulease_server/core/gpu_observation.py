@@ -30,7 +30,7 @@ def observe_gpus(turn: Turn, observation: NodeObservation) -> dict[str, GpuObser
             known = observation.gpus.get(uuid, GpuObservation())
             shown = replace(known, missing_since_s=None)
             watches[uuid] = _observe_gpu(turn, gpu, reading, shown, observed_at(observation, uuid))
-    for uuid in turn.ledger.gpus_of_node.get(observation.node, ()):
+    for uuid in turn.ledger.fleet.gpus_of_node.get(observation.node, ()):
         if uuid not in observation.readings:
             known = observation.gpus.get(uuid, GpuObservation())
             since_s = known.missing_since_s if known.missing_since_s is not None else observation.observed_at_s

@@ -88,12 +88,12 @@ def _free_port(turn: Turn, node: str, lease_id: str) -> int:
 
 def _same_host(ledger: Ledger, node: str) -> set[str]:
     """The nodes on a node's host: two simulated ones may share it."""
-    return set(ledger.nodes_of_host[ledger.nodes[node].host])
+    return set(ledger.fleet.nodes_of_host[ledger.nodes[node].host])
 
 
 def _holders(ledger: Ledger, node: str) -> set[str]:
     """The leases that hold or drain GPUs on the host of a node."""
-    return {holder for name in _same_host(ledger, node) for holder in ledger.holders_of_node.get(name, ())}
+    return {holder for name in _same_host(ledger, node) for holder in ledger.fleet.holders_of_node.get(name, ())}
 
 
 REVIVABLE = {False: (GpuState.FREE,), True: (GpuState.DRAINING, GpuState.UNKNOWN)}

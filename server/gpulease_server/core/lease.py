@@ -21,7 +21,7 @@ from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared, shorten_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import Adoption, Change, Deadline, KeyRecord, LeaseRecord, WatchedOwner
+from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import too_much_undecided
 
@@ -222,10 +222,11 @@ def on_answer_lost(turn: Turn, lost: AnswerLost) -> None:
 
 def expire(turn: Turn) -> None:
     """End every lease whose deadline has passed, but for those that are spared."""
-    for lease_id in turn.ledger.pop_due(turn.now.mono_s):
-        record = turn.ledger.leases[lease_id]
+    ledger = turn.ledger
+    for lease_id in ledger.due.pop(turn.now.mono_s, ledger.deadlines):
+        record = ledger.leases[lease_id]
         if is_spared(turn, record):
-            turn.put(Deadline(lease_id, turn.ledger.deadlines[lease_id]))  # it is looked at again in the next tick
+            ledger.due.push(lease_id, ledger.deadlines)  # the next tick looks at it again
             continue
         waited = record.lease.state is LeaseState.QUEUED
         end_lease(turn, record, EndReason.HOLDER_DIED if waited else EndReason.EXPIRED)

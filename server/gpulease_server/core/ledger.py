@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import (
-    Demand,
     Event,
-    GpuState,
     JobState,
     Lease,
     LeaseState,
@@ -19,8 +16,10 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.due_leases import DueLeases
+from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
-from gpulease_server.core.gpu_state import state_by_report
+from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -42,20 +41,8 @@ from gpulease_server.core.records import (
 
 MAX_ENDED_IN_MEMORY = 1000
 """Ended leases, and ended jobs, kept in memory; older ones are in the database only."""
-MIN_FORMER_DEADLINES = 1000
-"""How many former deadlines may be in the heap before it is made anew, beside as many as there are deadlines."""
 MAX_ENDED_BYTES = 64 * 2**20
 """Memory of the ended leases, and of the ended jobs, that are kept; where these are large, fewer are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The GPUs that could serve a demand now or later."""
-
-    by_node: dict[str, tuple[str, ...]]
-    """UUIDs in PCI order, of the nodes that have enough."""
-    uuids: frozenset[str]
-    """All of them."""
 
 
 @dataclass
@@ -91,10 +78,6 @@ class Ledger:
     """By id of a job that waits for others: the jobs and arrays of its `after` that have not ended."""
     dependents: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
     """By id of a job or array and what is asked of its end: the jobs that wait for it."""
-    live_in_array: Counter[str] = field(default_factory=Counter)
-    """By array, how many of its jobs have not ended."""
-    failed_in_array: dict[str, str] = field(default_factory=dict)
-    """By array: one of its jobs that has ended, and has not succeeded. Until all of its jobs have ended."""
     queued_by_user: Counter[str | None] = field(default_factory=Counter)
     """By user, how many requests are in the queue."""
     queued_bytes: dict[str, int] = field(default_factory=dict)
@@ -132,30 +115,16 @@ class Ledger:
     """By id of a bearer token."""
     leases_of_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
     """By id of a bearer token: its leases that have not ended, and how many GPUs each holds."""
-    gpus_of_node: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By node: the UUIDs of its GPUs, in the order in which they became known."""
-    nodes_of_host: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By host: the names of its nodes; two simulated ones may share it."""
-    holders_of_node: dict[str, Counter[str]] = field(default_factory=dict)
-    """By node: the leases that hold its GPUs or drain on them, and on how many."""
-    unheld: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By node: the UUIDs of its GPUs that no lease holds or drains on; without nodes that have none."""
-    free: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By node: the UUIDs of its GPUs that are free by its last report, in PCI order; without nodes that have none."""
-    nodes_by_free: dict[int, list[str]] = field(default_factory=dict)
-    """By number of GPUs in `free`: the names of the nodes, sorted."""
-    candidates: dict[Demand, Candidates] = field(default_factory=dict, compare=False)
-    """What could serve a demand ever, for those that were looked for. Emptied when the list of GPUs changes."""
+    fleet: Fleet = field(default_factory=Fleet)
+    """GPUs and leases by node, and what is free."""
     active_leases: Counter[str | None] = field(default_factory=Counter)
     """By user, how many leases are active."""
     active_gpus: Counter[str | None] = field(default_factory=Counter)
     """By user, how many GPUs these have."""
-    running_in_array: Counter[str] = field(default_factory=Counter)
-    """By array, how many of its jobs have GPUs."""
-    jobs_of_node: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By node: ids of the jobs that have GPUs there and have not ended."""
-    due: list[tuple[float, str]] = field(default_factory=list, compare=False)
-    """A heap of (deadline, lease id) with every deadline, and with former ones."""
+    job_index: JobIndex = field(default_factory=JobIndex)
+    """Jobs by node and by array."""
+    due: DueLeases = field(default_factory=DueLeases, compare=False)
+    """Whose deadlines have passed."""
     next_number: int = 1
     next_token: int = 1
     next_seq: int = 1
@@ -177,7 +146,7 @@ class Ledger:
                 self._remove_gpu(change.uuid)
             case NodeRemoved():
                 if (node := self.nodes.pop(change.name, None)) is not None:
-                    _discard(self.nodes_of_host, node.host, node.name)
+                    self.fleet.remove_node(node)
                 self.node_observations.pop(change.name, None)
                 self.unreported.pop(change.name, None)
                 self.out_of_use.pop(change.name, None)
@@ -204,22 +173,8 @@ class Ledger:
                 self.next_seq = change.seq + 1
 
     def _find_free(self, node: str) -> None:
-        """Bring `free` up to date for a node."""
-        observation, record = self.node_observations.get(node), self.nodes.get(node)
-        unheld = (self.gpus[uuid] for uuid in self.unheld.get(node, ()))
-        free = [gpu.device for gpu in unheld if state_by_report(gpu, observation, record) is GpuState.FREE]
-        uuids = tuple(device.uuid for device in sorted(free, key=lambda device: device.index))
-        before = self.free.pop(node, ())
-        if len(before) != len(uuids):
-            if before:
-                nodes = self.nodes_by_free[len(before)]
-                del nodes[bisect.bisect_left(nodes, node)]
-                if not nodes:
-                    del self.nodes_by_free[len(before)]
-            if uuids:
-                bisect.insort(self.nodes_by_free.setdefault(len(uuids), []), node)
-        if uuids:
-            self.free[node] = uuids
+        """Bring what is free on a node up to date."""
+        self.fleet.find_free(node, self.nodes.get(node), self.node_observations.get(node))
 
     def _put_observation(self, observation: NodeObservation) -> None:
         before = self.node_observations.get(observation.node)
@@ -231,10 +186,8 @@ class Ledger:
 
     def _put_node(self, record: NodeRecord) -> None:
         before = self.nodes.get(record.name)
-        if before is not None and before.host != record.host:
-            _discard(self.nodes_of_host, before.host, before.name)
         self.nodes[record.name] = record
-        self.nodes_of_host.setdefault(record.host, {})[record.name] = None
+        self.fleet.put_node(before, record)
         if record.name not in self.node_observations:
             self.unreported[record.name] = None
         if record.mode is NodeMode.ACTIVE:
@@ -248,39 +201,16 @@ class Ledger:
         gone = self.gpus.pop(uuid, None)
         if gone is not None:
             self._count_token(gone.fencing_token, -1)
-            self._count_holder(gone, -1)
-            _discard(self.gpus_of_node, gone.device.node, uuid)
+            self.fleet.remove_gpu(gone)
             self._find_free(gone.device.node)
-            self.candidates.clear()
         self.draining_since.pop(uuid, None)
-
-    def _count_holder(self, record: GpuRecord, gpus: int) -> None:
-        """Note that a lease holds a GPU more (1) or fewer (-1), or that no lease does."""
-        if record.lease_id is None:
-            if gpus > 0:
-                self.unheld.setdefault(record.device.node, {})[record.device.uuid] = None
-            else:
-                _discard(self.unheld, record.device.node, record.device.uuid)
-            return
-        holders = self.holders_of_node.setdefault(record.device.node, Counter())
-        holders[record.lease_id] += gpus
-        if not holders[record.lease_id]:
-            del holders[record.lease_id]
-            if not holders:
-                del self.holders_of_node[record.device.node]
 
     def _put_gpu(self, record: GpuRecord) -> None:
         before = self.gpus.get(record.device.uuid)
         self.gpus[record.device.uuid] = record
-        if before is not None:
-            self._count_holder(before, -1)
-            if before.device.node != record.device.node:
-                _discard(self.gpus_of_node, before.device.node, before.device.uuid)
-                self._find_free(before.device.node)
-        if before is None or before.device != record.device:
-            self.candidates.clear()
-        self._count_holder(record, 1)
-        self.gpus_of_node.setdefault(record.device.node, {})[record.device.uuid] = None
+        self.fleet.put_gpu(before, record)
+        if before is not None and before.device.node != record.device.node:
+            self._find_free(before.device.node)
         self._find_free(record.device.node)
         if before is None or before.fencing_token != record.fencing_token:
             self._count_token(record.fencing_token, 1)
@@ -310,10 +240,7 @@ class Ledger:
             self.deadlines.pop(deadline.lease_id, None)
         else:
             self.deadlines[deadline.lease_id] = deadline.at_s
-            heapq.heappush(self.due, (deadline.at_s, deadline.lease_id))
-            if len(self.due) > 2 * len(self.deadlines) + MIN_FORMER_DEADLINES:
-                self.due = [(at_s, lease_id) for lease_id, at_s in self.deadlines.items()]
-                heapq.heapify(self.due)
+            self.due.push(deadline.lease_id, self.deadlines)
 
     def _put_lease(self, record: LeaseRecord) -> None:
         lease, before = record.lease, self.leases.get(record.lease.id)
@@ -366,7 +293,7 @@ class Ledger:
         place = (record.number, record.lease.id)
         at = bisect.bisect_left(self.queue, place)
         is_there = at < len(self.queue) and self.queue[at] == place
-        belongs = record.lease.state is LeaseState.QUEUED and record.lease.id not in self.waiting_for_jobs
+        belongs = self.place_of(record) is not None
         if belongs and not is_there:
             self.queue.insert(at, place)
         elif is_there and not belongs:
@@ -420,11 +347,8 @@ class Ledger:
 
     def _put_job(self, record: JobRecord) -> None:
         before = self.jobs.get(record.job.id)
-        if before is not None:
-            self._count_running(before, -1)
-        self._count_running(record, 1)
         self.jobs[record.job.id] = record
-        self._count_in_array(before, record)
+        self.job_index.put(before, record)
         if before is None and record.job.after and record.job.state is JobState.QUEUED:
             self._wait_for_jobs(record)
         elif record.job.id in self.unmet and record.job.state is not JobState.QUEUED:
@@ -445,34 +369,6 @@ class Ledger:
             oldest = next(iter(self.ended_jobs))
             self.ended_bytes["jobs"] -= self.ended_jobs.pop(oldest)
             del self.jobs[oldest]
-
-    def _count_running(self, record: JobRecord, jobs: int) -> None:
-        """Note that a job has GPUs, or has them no more."""
-        job = record.job
-        if job.state.final:
-            return
-        if job.array_id is not None and job.state is not JobState.QUEUED:
-            self.running_in_array[job.array_id] += jobs
-            if not self.running_in_array[job.array_id]:
-                del self.running_in_array[job.array_id]
-        if job.gpus and jobs > 0:
-            self.jobs_of_node.setdefault(job.gpus[0].node, {})[job.id] = None
-        elif job.gpus:
-            _discard(self.jobs_of_node, job.gpus[0].node, job.id)
-
-    def _count_in_array(self, before: JobRecord | None, record: JobRecord) -> None:
-        array, state = record.job.array_id, record.job.state
-        if array is None:
-            return
-        was_live = before is not None and not before.job.state.final
-        if state.final and state is not JobState.SUCCEEDED:
-            self.failed_in_array.setdefault(array, record.job.id)
-        if was_live is not state.final:
-            return
-        self.live_in_array[array] += -1 if was_live else 1
-        if not self.live_in_array[array]:
-            del self.live_in_array[array]
-            self.failed_in_array.pop(array, None)
 
     def _wait_for_jobs(self, record: JobRecord) -> None:
         """Take a new job out of the queue if a job of its `after` has not ended."""
@@ -504,33 +400,29 @@ class Ledger:
                 del self.waiting_for_jobs_by_user[record.job.user]
             self._place_in_queue(self.leases[record.job.lease_id])
 
-    def pop_due(self, now_s: float) -> list[str]:
-        """Ids of the leases whose deadlines have passed, which are then no longer in the heap of deadlines."""
-        found: dict[str, None] = {}
-        while self.due and self.due[0][0] <= now_s:
-            at_s, lease_id = heapq.heappop(self.due)
-            if self.deadlines.get(lease_id) == at_s:
-                found[lease_id] = None
-        return list(found)
-
     def gpus_on(self, node: str) -> list[GpuRecord]:
         """The GPUs of a node."""
-        return [self.gpus[uuid] for uuid in self.gpus_of_node.get(node, ())]
+        return list(self.fleet.gpus_of_node.get(node, {}).values())
 
     def is_live(self, name: str) -> bool:
         """True for a job that has not ended, and for an array with such a job."""
-        return name in self.live_jobs or name in self.live_in_array
+        return name in self.live_jobs or name in self.job_index.live_in_array
 
     @property
     def waiting_count(self) -> int:
         """How many requests wait, those included whose jobs wait for other jobs."""
         return len(self.queue) + len(self.waiting_for_jobs)
 
-    def position(self, record: LeaseRecord) -> int | None:
-        """Place in the queue, 1 is next; None for one that is not in it."""
+    def place_of(self, record: LeaseRecord) -> tuple[int, str] | None:
+        """What `queue` has of a lease; None for one that does not belong there."""
         if record.lease.state is not LeaseState.QUEUED or record.lease.id in self.waiting_for_jobs:
             return None
-        return bisect.bisect_left(self.queue, (record.number, record.lease.id)) + 1
+        return record.number, record.lease.id
+
+    def position(self, record: LeaseRecord) -> int | None:
+        """Place in the queue, 1 is next; None for one that is not in it."""
+        place = self.place_of(record)
+        return None if place is None else bisect.bisect_left(self.queue, place) + 1
 
     def queued(self) -> Iterator[LeaseRecord]:
         """Queued leases in order of arrival."""
@@ -540,11 +432,3 @@ class Ledger:
         """GPUs that an active lease holds, or that drain of an ended one."""
         records = (self.gpus.get(device.uuid) for device in lease.gpus)
         return [record for record in records if record is not None and record.lease_id == lease.id]
-
-
-def _discard(index: dict[str, dict[str, None]], key: str, member: str) -> None:
-    """Take a member out of an index."""
-    members = index[key]
-    del members[member]
-    if not members:
-        del index[key]

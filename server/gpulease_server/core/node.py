@@ -208,7 +208,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
             grace_s=record.grace_s,
             job=job_view(record) if record.spec.notify is not None else None,
         )
-        for record in (ledger.live_jobs[job_id] for job_id in ledger.jobs_of_node.get(node, ()))
+        for record in (ledger.live_jobs[job_id] for job_id in ledger.job_index.of_node.get(node, ()))
     )
     paused = node_mode(ledger, node) is NodeMode.PAUSED
     owners = tuple(ledger.watched_owners.get(node, ()))

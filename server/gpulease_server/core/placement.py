@@ -7,13 +7,11 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from gpulease_protocol.model import Demand, Device, GpuState, Selection
+from gpulease_server.core.fleet import Candidates
 from gpulease_server.core.gpu import is_cordoned, is_recent, node_problem, reading_of, state_of
-from gpulease_server.core.ledger import Candidates, Ledger
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant
-
-MAX_KNOWN_DEMANDS = 200
-"""For how many different demands it is known which GPUs could serve them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ def gpus_needed(demand: Demand, gpus: Collection[GpuRecord | str]) -> int:
 
 def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
     """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand."""
-    known = ledger.candidates.get(demand)
+    known = ledger.fleet.candidates.get(demand)
     if known is not None:
         return known
     by_node: dict[str, list[Device]] = {}
@@ -82,10 +80,8 @@ def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
         for node, devices in by_node.items()
         if len(devices) >= demand.count
     }
-    if len(ledger.candidates) >= MAX_KNOWN_DEMANDS:
-        ledger.candidates.clear()
     found = Candidates(enough, frozenset(uuid for uuids in enough.values() for uuid in uuids))
-    ledger.candidates[demand] = found
+    ledger.fleet.keep_candidates(demand, found)
     return found
 
 
@@ -131,7 +127,7 @@ def place(
     within_limit = most_gpus is None or demand.count <= most_gpus
     if within_limit and demand == Demand(count=demand.count):
         found = search.by_count()
-        if found is not None or not (allow_reread and ledger.unheld):
+        if found is not None or not (allow_reread and ledger.fleet.unheld):
             return found or Blocked(find_candidates(ledger, demand).uuids)
     return search.on_each_node()
 
@@ -169,15 +165,15 @@ class _Search:
         ledger, count = self.ledger, self.demand.count
         kept = {gpu.device.node for uuid in self.reserved if (gpu := ledger.gpus.get(uuid)) is not None}
         whole = (
-            (free - count, node, ledger.free[node][:count])
-            for free in sorted(ledger.nodes_by_free)
+            (free - count, node, ledger.fleet.free[node][:count])
+            for free in sorted(ledger.fleet.nodes_by_free)
             if free >= count
-            for node in ledger.nodes_by_free[free]
+            for node in ledger.fleet.nodes_by_free[free]
             if node not in kept
         )
         parts = []
-        for node in kept & ledger.free.keys():
-            uuids = tuple(uuid for uuid in ledger.free[node] if uuid not in self.reserved)
+        for node in kept & ledger.fleet.free.keys():
+            uuids = tuple(uuid for uuid in ledger.fleet.free[node] if uuid not in self.reserved)
             if len(uuids) >= count:
                 parts.append((len(uuids) - count, node, uuids[:count]))
         return heapq.merge(whole, sorted(parts))
@@ -187,10 +183,10 @@ class _Search:
         found = find_candidates(self.ledger, self.demand)
         best: tuple[tuple[bool, int, str], list[GpuRecord]] | None = None
         after_reading: NeedsReading | None = None
-        for node, uuids in found.by_node.items() if self.ledger.unheld else ():
+        for node, uuids in found.by_node.items() if self.ledger.fleet.unheld else ():
             needed = gpus_needed(self.demand, uuids)
             too_many = self.most_gpus is not None and needed > self.most_gpus
-            if too_many or node in self.late_nodes or len(self.ledger.unheld.get(node, ())) < needed:
+            if too_many or node in self.late_nodes or len(self.ledger.fleet.unheld.get(node, ())) < needed:
                 continue
             gpus = [self.ledger.gpus[uuid] for uuid in uuids]
             usable = [gpu for gpu in gpus if self._is_usable(gpu)]

@@ -137,7 +137,7 @@ def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) ->
         mode_by=node.mode_by,
         reason=problem,
         host=node.host,
-        gpu_count=len(ledger.gpus_of_node.get(node.name, ())),
+        gpu_count=len(ledger.fleet.gpus_of_node.get(node.name, ())),
         driver_version=node.driver_version,
         worker_version=observation.worker_version if observation else None,
         simulated=node.simulated,

@@ -34,7 +34,7 @@ from gpulease_server.core.user_order import UserOrder
 def settle(turn: Turn) -> None:
     """Grant what can be granted, and give new requests their verdicts. Closes every turn."""
     recount_bypasses(turn)
-    if turn.pending or (turn.ledger.queue and turn.ledger.free):
+    if turn.pending or (turn.ledger.queue and turn.ledger.fleet.free):
         _walk_queue(turn)
 
 
@@ -83,11 +83,13 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
 
 
 def _to_look_at(turn: Turn, reservations: Reservations) -> Iterator[LeaseRecord]:
-    """Requests that are eligible, oldest first: every one while a GPU is left, and new ones in any case."""
+    """Requests that are eligible, oldest first: every one while a GPU is left, and new ones in any case. The walk also
+    comes to those that join the queue meanwhile, as the jobs of an array do with the verdict on its first one."""
     ledger, at, places = turn.ledger, (0, ""), turn.ledger.queue
     while True:
         if places is ledger.queue and not reservations.is_any_left:
-            places = sorted((ledger.leases[lease_id].number, lease_id) for lease_id in turn.pending)
+            pending = (ledger.leases[lease_id] for lease_id in turn.pending if lease_id in ledger.leases)
+            places = sorted(place for record in pending if (place := ledger.place_of(record)) is not None)
         following = bisect_right(places, at)
         if following == len(places):
             return

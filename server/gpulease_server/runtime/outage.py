@@ -14,7 +14,10 @@ from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.core import token_budgets
 from gpulease_server.core.decide import decide
+from gpulease_server.core.due_leases import DueLeases
+from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.happenings import RenewalRequested
+from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Change, Deadline, Instant, LeaseRecord
@@ -141,10 +144,17 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
 
 def copy_ledger(ledger: Ledger) -> Ledger:
     """An independent copy of a ledger. The records are shared, since they are immutable."""
-    return Ledger(**{item.name: _copy_part(getattr(ledger, item.name)) for item in fields(Ledger)})
+    copy: Ledger = _copy_parts(ledger)
+    return copy
+
+
+def _copy_parts(whole: Any) -> Any:
+    return type(whole)(**{item.name: _copy_part(getattr(whole, item.name)) for item in fields(whole)})
 
 
 def _copy_part(part: Any) -> Any:
+    if isinstance(part, (Fleet, JobIndex, DueLeases)):
+        return _copy_parts(part)
     if isinstance(part, dict):
         made = part.copy()  # keeps the type: a Counter starts missing keys at 0
         for key, value in part.items():

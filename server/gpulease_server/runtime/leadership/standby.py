@@ -142,13 +142,14 @@ class Standby:
     def _publish(self, ledger: Ledger) -> None:
         """Serve the ledger to readers, with every node unknown."""
         for name in ledger.nodes:
-            ledger.node_observations[name] = NodeObservation(
+            unread = NodeObservation(
                 node=name,
                 worker_id="",
                 reported_at_s=float("inf"),
                 observed_at_s=None,
                 problem=READINGS_ARE_THE_WRITERS,
             )
+            ledger.apply(unread)
         self._writer.committed, self._writer.has_loaded = ledger, True
 
     def _set_writer(self, holder: str) -> None:

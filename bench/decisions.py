@@ -1,0 +1,104 @@
+"""What does one decision cost, and how does that grow with the fleet and the queue?
+
+The core alone, in memory: no HTTP and no database. All GPUs are free for the first row, and held for the others. The
+limit is the same decision on one node of 8 GPUs with 10 requests waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+
+from gpulease_protocol.model import Lease
+from gpulease_server.core.happenings import RenewalRequested, Ticked
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.user_limits import UserLimits
+from tests.core.build import World
+
+SIZES = ((1, 10), (16, 100), (125, 1_000), (1_250, 10_000), (1_250, 100_000))
+"""Nodes of 8 GPUs, and requests that wait."""
+ROUNDS = 50
+UNBOUNDED = UserLimits(queued=10**7, queued_bytes=2**50)
+
+
+class Fleet:
+    """Nodes of 8 GPUs with idle GPUs, or with all of them held and a queue."""
+
+    def __init__(self, nodes: int) -> None:
+        self.world = World(policy=Policy(max_queued=10**7, max_queued_bytes=2**50, limits=UNBOUNDED))
+        self.names = [chr(0x100 + number) for number in range(nodes)]
+        for name in self.names:
+            self.world.node(name)
+
+    def read(self) -> None:
+        """A new reading of every node, so that no grant has to wait for one."""
+        for name in self.names:
+            self.world.report(name)
+
+    def grants(self) -> list[float]:
+        """Requests for one GPU while all are free."""
+        held: list[Lease] = []
+        found = timed(lambda: held.append(self.world.lease(1)), min(ROUNDS, len(self.names) * 8))
+        for lease in held:
+            self.world.release(lease)
+        self.read()
+        self.read()
+        return found
+
+    def fill(self, waiting: int) -> list[Lease]:
+        """Lease every GPU, all but the last ones by the node, and let requests wait; the leases."""
+        leases = [self.world.lease(8) for _ in self.names[1:]] + [self.world.lease(1) for _ in range(8)]
+        for _ in range(waiting):
+            self.world.ask(1)
+        return leases
+
+    def give_back(self, leases: list[Lease]) -> None:
+        """Release a GPU, and report that it is free, so that the next in the queue gets it."""
+        lease = leases.pop()
+        self.world.release(lease)
+        self.world.report(lease.gpus[0].node)
+
+
+def timed(action: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+    """Microseconds that each call took."""
+    found = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        action()
+        found.append((time.perf_counter() - begun) * 1e6)
+    return found
+
+
+def measure(nodes: int, waiting: int) -> dict[str, float]:
+    """Median microseconds of each decision at one size."""
+    fleet = Fleet(nodes)
+    world = fleet.world
+    found = {"grant of 1 GPU, all free": fleet.grants()}
+    leases = fleet.fill(waiting)
+    found["tick"] = timed(lambda: world.turn(Ticked(cause="tick", since_last_s=0.25)))
+    found["report of a node that changes nothing"] = timed(lambda: world.report(fleet.names[0]))
+    found["renewal"] = timed(lambda: world.renew(leases[0]))
+    found["request that must wait"] = timed(lambda: world.ask(1))
+    renewals = [
+        RenewalRequested(cause=f"renew-{number}", lease_id=lease.id, fencing_token=lease.fencing_token)
+        for number, lease in enumerate(itertools.islice(itertools.cycle(leases), 500))
+    ]
+    found["500 renewals in one turn"] = timed(lambda: world.turn(*renewals), 5)
+    found["release, report, grant to the next"] = timed(lambda: fleet.give_back(leases), 8)
+    return {what: statistics.median(values) for what, values in found.items()}
+
+
+def main() -> None:
+    """Print the table of bench/README.md."""
+    rows = [measure(nodes, waiting) for nodes, waiting in SIZES]
+    sizes = " | ".join(f"{nodes * 8:,} GPUs, {waiting:,} waiting" for nodes, waiting in SIZES)
+    print(f"\n| one turn with, in us | {sizes} | growth |\n|---|{'---|' * len(SIZES)}---|")
+    for what, least in rows[0].items():
+        figures = " | ".join(f"{row[what]:,.0f}" for row in rows)
+        print(f"| {what} | {figures} | {rows[-1][what] / least:.1f} x |")
+
+
+if __name__ == "__main__":
+    main()

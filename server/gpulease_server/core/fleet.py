@@ -1,0 +1,136 @@
+"""The fleet: which GPUs and leases are on which node, which GPUs are free, and which could serve a demand."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from gpulease_protocol.model import Demand, GpuState
+from gpulease_server.core.gpu_state import state_by_report
+from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
+
+Member = TypeVar("Member")
+MAX_KNOWN_UUIDS = 100_000
+"""How many UUIDs may be kept of the demands that were looked for: those that they name, and those that could serve
+them. About 10 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The GPUs that could serve a demand now or later."""
+
+    by_node: dict[str, tuple[str, ...]]
+    """UUIDs in PCI order, of the nodes that have enough."""
+    uuids: frozenset[str]
+    """All of them."""
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Indexes of the ledger's GPUs and nodes, so that no turn has to look at all of them. A part of the ledger, which
+    calls the methods that change it."""
+
+    gpus_of_node: dict[str, dict[str, GpuRecord]] = field(default_factory=dict)
+    """By node and UUID: its GPUs, in the order in which they became known."""
+    nodes_of_host: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By host: the names of its nodes; two simulated ones may share it."""
+    holders_of_node: dict[str, Counter[str]] = field(default_factory=dict)
+    """By node: the leases that hold its GPUs or drain on them, and on how many."""
+    unheld: dict[str, dict[str, GpuRecord]] = field(default_factory=dict)
+    """By node and UUID: its GPUs that no lease holds or drains on; without nodes that have none."""
+    free: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By node: the UUIDs of its GPUs that are free by its last report, in PCI order; without nodes that have none."""
+    nodes_by_free: dict[int, list[str]] = field(default_factory=dict)
+    """By number of GPUs in `free`: the names of the nodes, sorted."""
+    candidates: dict[Demand, Candidates] = field(default_factory=dict, compare=False)
+    """What could serve a demand ever, for those that were looked for. Emptied when the list of GPUs changes."""
+    _known_uuids: int = field(default=0, compare=False)
+    """How many UUIDs are in `candidates`."""
+
+    def put_gpu(self, before: GpuRecord | None, record: GpuRecord) -> None:
+        """Add or change a GPU. `find_free` is to be called for its node, and for the one on which it was."""
+        device = record.device
+        if before is not None:
+            self._count_holder(before, -1)
+            if before.device.node != device.node:
+                discard(self.gpus_of_node, before.device.node, device.uuid)
+        if before is None or before.device != device:
+            self._forget_candidates()
+        self._count_holder(record, 1)
+        self.gpus_of_node.setdefault(device.node, {})[device.uuid] = record
+
+    def remove_gpu(self, record: GpuRecord) -> None:
+        """Remove a GPU. `find_free` is to be called for its node."""
+        self._count_holder(record, -1)
+        discard(self.gpus_of_node, record.device.node, record.device.uuid)
+        self._forget_candidates()
+
+    def put_node(self, before: NodeRecord | None, record: NodeRecord) -> None:
+        """Add or change a node."""
+        if before is not None and before.host != record.host:
+            discard(self.nodes_of_host, before.host, before.name)
+        self.nodes_of_host.setdefault(record.host, {})[record.name] = None
+
+    def remove_node(self, record: NodeRecord) -> None:
+        """Remove a node."""
+        discard(self.nodes_of_host, record.host, record.name)
+
+    def find_free(self, name: str, node: NodeRecord | None, observation: NodeObservation | None) -> None:
+        """Bring what is free on a node up to date."""
+        unheld = self.unheld.get(name, {}).values()
+        free = [gpu.device for gpu in unheld if state_by_report(gpu, observation, node) is GpuState.FREE]
+        uuids = tuple(device.uuid for device in sorted(free, key=lambda device: device.index))
+        before = self.free.pop(name, ())
+        if len(before) != len(uuids):
+            if before:
+                nodes = self.nodes_by_free[len(before)]
+                del nodes[bisect.bisect_left(nodes, name)]
+                if not nodes:
+                    del self.nodes_by_free[len(before)]
+            if uuids:
+                bisect.insort(self.nodes_by_free.setdefault(len(uuids), []), name)
+        if uuids:
+            self.free[name] = uuids
+
+    def keep_candidates(self, demand: Demand, found: Candidates) -> None:
+        """Keep what could serve a demand, and let go what was looked for first where that is too much."""
+        self.candidates[demand] = found
+        self._known_uuids += _size(demand, found)
+        while self._known_uuids > MAX_KNOWN_UUIDS and len(self.candidates) > 1:
+            oldest = next(iter(self.candidates))
+            self._known_uuids -= _size(oldest, self.candidates.pop(oldest))
+
+    def _forget_candidates(self) -> None:
+        self.candidates.clear()
+        self._known_uuids = 0
+
+    def _count_holder(self, record: GpuRecord, gpus: int) -> None:
+        """Note that a lease holds a GPU more (1) or fewer (-1), or that no lease does."""
+        node = record.device.node
+        if record.lease_id is None:
+            if gpus > 0:
+                self.unheld.setdefault(node, {})[record.device.uuid] = record
+            else:
+                discard(self.unheld, node, record.device.uuid)
+            return
+        holders = self.holders_of_node.setdefault(node, Counter())
+        holders[record.lease_id] += gpus
+        if not holders[record.lease_id]:
+            del holders[record.lease_id]
+            if not holders:
+                del self.holders_of_node[node]
+
+
+def _size(demand: Demand, found: Candidates) -> int:
+    """How many UUIDs it takes to keep the candidates of a demand; a demand without any counts, too."""
+    return 1 + len(demand.uuids) + len(demand.among or ()) + len(found.uuids)
+
+
+def discard(index: dict[str, dict[str, Member]], key: str, member: str) -> None:
+    """Take a member out of an index; the key, too, when it was the last one."""
+    members = index[key]
+    del members[member]
+    if not members:
+        del index[key]
