@@ -19,7 +19,7 @@ from gpulease_cli import main
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.api import report_body
 from gpulease_server.core import decide as deciding
-from gpulease_server.core import gpu, lease, node, queue
+from gpulease_server.core import gpu_state, lease, node, queue
 from gpulease_server.core.draining import observe_draining
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Placed, place
@@ -121,8 +121,8 @@ def clean_with_leftovers() -> Patches:
     def without_lease(reading: Any) -> tuple[Any, ...]:
         return tuple(one for one in gpu_occupants(reading) if one.lease_id is None)
 
-    gpu_occupants = gpu.occupants
-    return [(f"{CORE}.draining.occupants", without_lease), (f"{CORE}.gpu.occupants", without_lease)]
+    gpu_occupants = gpu_state.occupants
+    return [(f"{CORE}.draining.occupants", without_lease), (f"{CORE}.gpu_state.occupants", without_lease)]
 
 
 def strangers_keep() -> Patches:
@@ -163,7 +163,7 @@ def grant_what_another_has() -> Patches:
 
 def ignore_cordons() -> Patches:
     """A cordon is written down and not obeyed."""
-    return [(f"{CORE}.gpu.is_cordoned", lambda *_: False)]
+    return [(f"{CORE}.gpu_state.is_cordoned", lambda *_: False)]
 
 
 def half_a_gang() -> Patches:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from gpulease_protocol.model import Activity, GpuReading, GpuState, NodeMode, Process, ProcessType
 from gpulease_protocol.node_protocol import PAUSED
+from gpulease_server.core import gpu_state
 from gpulease_server.core.gpu_state import occupants, state_by_report
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import MPS_SERVER, Policy
@@ -33,7 +34,7 @@ def node_mode(ledger: Ledger, node: str) -> NodeMode:
 
 def is_cordoned(ledger: Ledger, gpu: GpuRecord) -> bool:
     """True when an administrator has taken the GPU, or its whole node, out of use."""
-    return gpu.cordoned or node_mode(ledger, gpu.device.node) is not NodeMode.ACTIVE
+    return gpu_state.is_cordoned(gpu, ledger.nodes.get(gpu.device.node))
 
 
 def reading_of(ledger: Ledger, gpu: GpuRecord) -> GpuReading | None:

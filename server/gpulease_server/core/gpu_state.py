@@ -23,10 +23,15 @@ def state_by_report(gpu: GpuRecord, observation: NodeObservation | None, node: N
         return GpuState.PROHIBITED
     if gpu.lease_id is not None:
         return GpuState.DRAINING if gpu.draining else GpuState.LEASED
-    if gpu.cordoned or (node is not None and node.mode is not NodeMode.ACTIVE):
+    if is_cordoned(gpu, node):
         return GpuState.CORDONED
     used = occupants(reading) or reading.hidden_use or awaits_memory(observation, uuid)
     return GpuState.FOREIGN if used else GpuState.FREE
+
+
+def is_cordoned(gpu: GpuRecord, node: NodeRecord | None) -> bool:
+    """True when an administrator has taken the GPU, or all of its node, out of use."""
+    return gpu.cordoned or (node is not None and node.mode is not NodeMode.ACTIVE)
 
 
 def awaits_memory(observation: NodeObservation, uuid: str) -> bool:
