@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,29 +14,47 @@ import pytest
 from gpulease_protocol.node_protocol import LEASE_PORTS
 from gpulease_worker.jobs import listening_ports
 
+NO_SUCH_FILE = struct.pack("=IHHIIi", 20, listening_ports.NLMSG_ERROR, 0, 0, 0, -errno.ENOENT)
+"""What a kernel without sock_diag answers."""
 
-@pytest.fixture
-def bound() -> Iterator[socket.socket]:
+
+@pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
+def bound(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """A socket bound to a free port of the range, not yet listening."""
     for port in reversed(LEASE_PORTS):
-        with socket.socket() as candidate, suppress(OSError):
-            candidate.bind(("127.0.0.1", port))
+        with socket.socket(request.param) as candidate, suppress(OSError):
+            candidate.bind(("127.0.0.1" if request.param == socket.AF_INET else "::1", port))
             yield candidate
             return
     raise AssertionError("no port of the range is free")
 
 
+@pytest.fixture(params=["sock_diag", "tables"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the ports come from; what is not asked for them is broken."""
+    if request.param == "tables":
+        monkeypatch.setattr(socket.socket, "recv", lambda *_: NO_SUCH_FILE)
+    else:
+        monkeypatch.setattr(Path, "read_text", full)
+    return str(request.param)
+
+
+def full(self: Path) -> str:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.usefixtures("source")
 def test_a_port_is_in_use_while_a_process_listens_on_it(bound: socket.socket) -> None:
     port = bound.getsockname()[1]
     assert port not in listening_ports.in_use()
     bound.listen()
     assert port in listening_ports.in_use()
     assert set(listening_ports.in_use()) <= set(LEASE_PORTS)
+    with socket.create_connection(bound.getsockname()[:2]):
+        assert listening_ports.in_use().count(port) == 1, "a connection is no listener"
 
 
 def test_while_the_ports_are_unreadable_the_last_result_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Path) -> str:
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    monkeypatch.setattr(socket.socket, "recv", lambda *_: NO_SUCH_FILE)
     monkeypatch.setattr(Path, "read_text", full)
     assert listening_ports.in_use((21003, 21001)) == (21001, 21003)

@@ -223,6 +223,40 @@ def test_a_reading_does_not_wait_for_a_look_at_very_many_processes(
         until(lambda: opened_by("next"), "it was looked for again")
 
 
+def test_a_request_waits_for_a_short_look_only(device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that was released is free after one reading, and a host with many processes delays no grant."""
+    begun, done = threading.Event(), threading.Event()
+    waits: list[float | None] = []
+
+    def scan(paths: Collection[str]) -> open_file_scanner.ScanResult:
+        begun.set()
+        assert done.wait(60)
+        return open_file_scanner.ScanResult()
+
+    def join(self: threading.Thread, timeout: float | None = None) -> None:
+        waits.append(timeout)
+        real_join(self, timeout)
+
+    real_join = threading.Thread.join
+    monkeypatch.setattr(open_file_scanner, "scan", scan)
+    monkeypatch.setattr(open_file_scanner, "SHORT_WAIT_S", 60.0)
+    monkeypatch.setattr(threading.Thread, "join", join)
+    scanner = open_file_scanner.OpenFileScanner()
+    target = (str(device), "mine")
+    done.set()
+    assert scanner.results({target}, wait=False) == {target: open_file_scanner.ScanResult()}
+    assert waits == [60.0]
+    monkeypatch.setattr(open_file_scanner, "SHORT_WAIT_S", 0.0)  # so that the last one took longer
+    done.clear()
+    begun.clear()
+    following = (str(device), "next")
+    assert scanner.results({following}, wait=False) == {}
+    assert begun.wait(60)
+    assert waits == [60.0, 0.0]
+    done.set()
+    until(lambda: scanner.results({following}, wait=False), "the look ends, and a later reading has its result")
+
+
 def test_a_look_that_failed_does_not_mean_that_no_process_has_the_device_open(
     device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

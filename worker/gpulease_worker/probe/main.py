@@ -83,7 +83,7 @@ def serve(reader: GpuReader, requests: TextIO, answers: TextIO, call_deadline_s:
         process_attribution.start_scan(last, leases, scanner)
         try:
             reading = reader.read(leases, complete, request.get("reread", ()))
-            # A request that waits for a grant does not also wait for a scan of open files.
+            # A request that waits for a grant does not also wait for a long scan of open files.
             reading = last = process_attribution.attribute(reading, leases, known, scanner, wait=not complete)
         except ReadingFailed as failed:
             scanner.discard()  # it would be outdated by the time of the next reading

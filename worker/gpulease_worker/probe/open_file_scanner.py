@@ -23,6 +23,9 @@ from gpulease_worker.processes import bounded_read, procfs
 
 WAIT_S = 0.25
 """How long a reading that no request waits for waits for a scan: enough for a host with a thousand processes."""
+SHORT_WAIT_S = 0.025
+"""How long one that a request waits for waits for a scan, where the last scan took no longer: a host with a few hundred
+processes. Without the scan a GPU that drains would not be free before the next reading."""
 PAUSE_RATIO, MAX_PAUSE_S = 10, 1.0
 """The pause after a scan, as a multiple of its duration, and its maximum."""
 KTHREADD_PID = 2
@@ -54,7 +57,7 @@ class OpenFileScanner:
     `PAUSE_RATIO` times as long.
 
     Args:
-        wait_s: How long a reading may wait for a scan. None: until it has finished.
+        wait_s: How long a reading that no request waits for may wait for a scan. None: until it has finished.
     """
 
     def __init__(self, wait_s: float | None = WAIT_S) -> None:
@@ -65,6 +68,8 @@ class OpenFileScanner:
         self._result: ScanResult | None = None
         """Its result; None until it has finished, and if it failed."""
         self._next_at_s = 0.0
+        self._took_s = 0.0
+        """How long the last scan took."""
         self._previous: dict[ScanTarget, ScanResult] = {}
         """The last result, for each target that was open then."""
 
@@ -85,13 +90,15 @@ class OpenFileScanner:
     def results(self, wanted: Collection[ScanTarget], *, wait: bool = True) -> dict[ScanTarget, ScanResult]:
         """The result of a scan that finished since the last call, for each target that it was started for.
 
-        The other targets are left out; see `previous`.
+        The other targets are left out; see `previous`. With `wait`, it waits as long as the scanner may; without, for
+        `SHORT_WAIT_S` at most.
         """
+        longest_s = self._wait_s if wait else SHORT_WAIT_S if self._took_s <= SHORT_WAIT_S else 0.0
         for _ in range(2):  # the running scan may have been started for none of these
             self.start(wanted)
             if self._thread is None:
                 break
-            self._thread.join(self._wait_s if wait else 0.0)
+            self._thread.join(longest_s)
             if self._thread.is_alive():
                 break
             self._thread = None
@@ -116,8 +123,8 @@ class OpenFileScanner:
             self._result = scan(paths)
         except OSError as error:
             print(f"cannot scan processes for open device files: {error}", file=sys.stderr, flush=True)
-        took_s = time.monotonic() - begun_s
-        self._next_at_s = time.monotonic() + min(PAUSE_RATIO * took_s, MAX_PAUSE_S)
+        self._took_s = time.monotonic() - begun_s
+        self._next_at_s = time.monotonic() + min(PAUSE_RATIO * self._took_s, MAX_PAUSE_S)
 
 
 def scan(paths: Collection[str]) -> ScanResult:

@@ -46,7 +46,7 @@ def attribute(
         leases: Every lease with GPUs on this node.
         known: Processes of leases in the last reading, and openers of GPUs that still drain. Updated in place.
         scanner: That of the last reading. If None, this waits until a scan has finished.
-        wait: Whether to wait for a scan at all, up to the scanner's limit.
+        wait: Whether to wait for a scan as long as the scanner may, or only briefly because a request waits.
     """
     scanner = scanner or OpenFileScanner(wait_s=None)
     lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
