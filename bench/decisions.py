@@ -47,11 +47,11 @@ class Fleet:
         self.read()
         return found
 
-    def fill(self, waiting: int) -> list[Lease]:
-        """Lease every GPU, all but the last ones by the node, and let requests wait; the leases."""
+    def fill(self, waiting: int, gpus: int = 1) -> list[Lease]:
+        """Lease every GPU, all but the last ones by the node, and let requests for so many wait; the leases."""
         leases = [self.world.lease(8) for _ in self.names[1:]] + [self.world.lease(1) for _ in range(8)]
         for _ in range(waiting):
-            self.world.ask(1)
+            self.world.ask(gpus)
         return leases
 
     def give_back(self, leases: list[Lease]) -> None:
@@ -87,7 +87,16 @@ def measure(nodes: int, waiting: int) -> dict[str, float]:
     ]
     found["500 renewals in one turn"] = timed(lambda: world.turn(*renewals), 5)
     found["release, report, grant to the next"] = timed(lambda: fleet.give_back(leases), 8)
+    found["renewal, while a GPU is free that no one in the queue can use"] = with_unusable_gpu(nodes, waiting)
     return {what: statistics.median(values) for what, values in found.items()}
+
+
+def with_unusable_gpu(nodes: int, waiting: int) -> list[float]:
+    """Renewals while all wait for two GPUs and one is free."""
+    fleet = Fleet(nodes)
+    leases = fleet.fill(waiting, gpus=2)
+    fleet.give_back(leases)
+    return timed(lambda: fleet.world.renew(leases[0]), 5)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """What does an idle host pay for the daemon, its worker and its probe?
 
-8 simulated GPUs, all free, and nobody asks. Processor time from /proc/PID/stat, memory from /proc/PID/smaps_rollup
+8 simulated GPUs, all free, and no one asks. Processor time from /proc/PID/stat, memory from /proc/PID/smaps_rollup
 (PSS: pages that processes share count in part).
 """
 
