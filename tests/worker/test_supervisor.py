@@ -364,3 +364,32 @@ def test_the_directory_of_a_job_is_private(tmp_path: Path) -> None:
     end_of(tmp_path, order("j", spec("true", environment={"SECRET": "x"})))
     assert (tmp_path / "jobs" / "j").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "jobs" / "j" / job_records.ORDER).stat().st_mode & 0o777 == 0o600
+
+
+ENDS_DURING_THE_SEARCH = """
+import os, time
+from gpulease_worker.jobs.supervisor import Supervisor
+
+def search():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return set(), set()
+
+supervisor = Supervisor.__new__(Supervisor)
+supervisor._kill_at_s, supervisor._forked, supervisor._statuses = time.monotonic(), set(), {}
+supervisor._processes = search
+supervisor._sweep()
+try:
+    print(os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print("all are reaped")
+"""
+
+
+def test_who_ends_during_the_last_search_is_reaped_and_does_not_count_for_the_users_limit() -> None:
+    """After a fork bomb the user could otherwise start no job, until the init of the host had reaped what it left."""
+    assert subprocess.run(python("-c", ENDS_DURING_THE_SEARCH), capture_output=True, check=True, text=True).stdout == (
+        "all are reaped\n"
+    )

@@ -318,6 +318,7 @@ class Supervisor:
             own, claimed = self._processes()
             now_s = time.monotonic()
             if not own and not claimed:
+                self._reap()  # who ended during the search: until they are reaped they count for their user's limit
                 return
             own_ended_s = None if own else now_s if own_ended_s is None else own_ended_s
             if own_ended_s is not None and now_s - own_ended_s >= CLAIM_S:
