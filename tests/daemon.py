@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -116,7 +117,8 @@ class DaemonProcess:
         return self.process.returncode
 
     def call(self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str) -> Answer:
-        """One plain HTTP request, as curl would send it."""
+        """One plain HTTP request, as curl would send it. Raises OSError where the daemon is killed before its answer
+        has ended."""
         payload = raw if raw is not None else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, payload, headers, method=method)
         try:
@@ -124,6 +126,8 @@ class DaemonProcess:
                 return Answer(answer.status, answer.read(), dict(answer.headers))
         except urllib.error.HTTPError as error:
             return Answer(error.code, error.read(), dict(error.headers))
+        except http.client.IncompleteRead as error:
+            raise ConnectionResetError("the answer breaks off") from error
 
     def client(self) -> Client:
         """A client of this daemon."""
