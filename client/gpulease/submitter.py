@@ -18,7 +18,7 @@ def job_fields(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     `variables` are set in the job's environment beside this process's, and instead of those of the same name.
     """
     return {
-        "environment": environment() | dict(variables or {}),
+        "environment": _environment() | dict(variables or {}),
         "working_directory": os.getcwd(),
         "umask": _umask(),
         "limits": _resource_limits(),
@@ -26,7 +26,7 @@ def job_fields(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """This process's variables, without those of other launches and without the bearer token.
 
     A value that is not UTF-8 cannot be sent and is left out.
