@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 from gpulease import Client
 from tests.imported_program import ForkedProgram, completed
+from tests.ports import free_port
 
 START_S = 120.0
 READ_AT_START = ("LD_PRELOAD", "PYTHON", "TMPDIR", "TZ")
@@ -250,13 +250,6 @@ def eventually(condition: Callable[[], bool], within_s: float, story: Callable[[
             raise AssertionError(f"not within {within_s} s; {story()}")
         time.sleep(pause_s)
         pause_s = min(1.3 * pause_s, 0.1)
-
-
-def free_port() -> int:
-    """A TCP port that no one listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def events(running: DaemonProcess, *, after: int = 0) -> list[dict[str, Any]]:

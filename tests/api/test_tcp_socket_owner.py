@@ -21,6 +21,7 @@ from gpulease_protocol.host.tcp_socket_owner import is_loopback, owner_of_connec
 from gpulease_server.api.auth import user_names
 from gpulease_server.api.auth.peer_credentials import peer_credentials_of
 from tests.daemon import DaemonProcess
+from tests.ports import free_port
 
 HERE, THERE = ("127.0.0.1", 40000), ("127.0.0.1", 8750)
 HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -180,7 +181,7 @@ class OldTransport(asyncio.BaseTransport):
 def test_who_takes_over_the_port_of_a_client_that_hung_up_is_not_taken_for_it() -> None:
     """The client resets its connection, and another process connects from the same port before anyone has looked."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = socket.create_connection(listener.getsockname())
+        client = socket.create_connection(listener.getsockname(), source_address=("127.0.0.1", free_port()))
         accepted, _ = listener.accept()
         with accepted:
             transport = OldTransport(accepted)

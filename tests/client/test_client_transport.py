@@ -30,12 +30,7 @@ from gpulease.sansio.httpx_connection import HttpxConnection
 from gpulease_protocol import endpoints
 from gpulease_protocol.host.addresses import candidates, parse, unix
 from tests.client.fake_daemon import FakeDaemon
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+from tests.ports import free_port
 
 
 def once(fault: str, part: str) -> Callable[[str], str | None]:

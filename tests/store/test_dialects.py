@@ -14,7 +14,8 @@ from gpulease_server.store import dialects
 from gpulease_server.store.database import DatabaseUnusable, connect, database_file, parse_url, redacted, upgrade
 from gpulease_server.store.ledger_store import Store, StoreFailed
 from gpulease_server.store.psycopg_timeout import TimeoutConnection
-from tests.databases import PASSWORD, PostgresServer, free_port
+from tests.databases import PASSWORD, PostgresServer
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgres", "postgresql+psycopg"])

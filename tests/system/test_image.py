@@ -20,8 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.daemon import eventually, free_port
+from tests.daemon import eventually
 from tests.http_as_user import call
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,6 +15,7 @@ import pytest
 
 from gpulease import Client
 from tests.daemon import DaemonProcess, eventually
+from tests.ports import free_port
 
 ACTIVATE = """
 import fcntl, os, sys
@@ -36,7 +37,7 @@ class Systemd:
     def __init__(self, directory: Path) -> None:
         self.data_dir, self.log = directory / "d", directory / "log"
         self.path = directory / "run.sock"
-        self.sockets = [socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", 0))]
+        self.sockets = [socket.socket(socket.AF_UNIX), socket.create_server(("127.0.0.1", free_port()))]
         self.sockets[0].bind(str(self.path))
         self.sockets[0].listen()
         self.port = self.sockets[1].getsockname()[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -53,13 +52,6 @@ def until(condition: Callable[[], Value], what: str, deadline_s: float = 60.0) -
         time.sleep(pause_s)
         pause_s = min(1.3 * pause_s, 0.1)
     return value
-
-
-def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def under(lease_id: str, *command: str) -> subprocess.Popen[bytes]:

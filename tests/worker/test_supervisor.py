@@ -16,7 +16,8 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import Launcher
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_worker.jobs import job_records, reconciler
-from tests.worker.build import free_port, kill, living, number_in, order, python, spec, until
+from tests.ports import free_port
+from tests.worker.build import kill, living, number_in, order, python, spec, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
 RANK = """
