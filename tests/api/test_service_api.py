@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
-from tests.daemon import DaemonProcess, daemon, events
+from tests.daemon import DaemonProcess, daemon, events, eventually
 from tests.imported_program import completed
 
 GONE = 2**22 + 1
@@ -228,6 +228,8 @@ def test_a_daemon_stops_at_once_although_clients_wait(tmp_path: Path) -> None:
         request = urllib.request.Request(f"{running.url}/v1/leases/{lease['id']}?wait_s=600")
         with socket.create_connection(("127.0.0.1", running.port)) as waiting:
             waiting.sendall(f"GET {request.selector} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            both = b"\ngpulease_http_requests_in_flight 2.0\n"  # the long poll, and the request for the metrics
+            eventually(lambda: both in running.get("/metrics").content, 30)
             assert running.stop() == 0
             assert b"200 OK" in waiting.recv(4096), "the long poll was cut off and not answered"
 
