@@ -99,9 +99,7 @@ def test_a_successor_is_not_kept_out_by_one_that_was_stopped_while_it_sent_a_sta
         wire.send_query_params(b"UPDATE writer SET term = term", None)
         wire.send_flush_request()
         wire.flush()
-        with successor.engine.connect() as connection:
-            has_it = text("SELECT count(*) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax")
-            eventually(lambda: connection.execute(has_it).scalar_one() == 1, WITHIN_S)
+        eventually(lambda: has_changed_the_term(successor), WITHIN_S)
         with pytest.raises(OperationalError, match="lock timeout"):
             successor.fence.take_over("too polite")
         successor.fence.end_open_transaction()
@@ -135,6 +133,13 @@ def test_only_a_session_of_its_own_that_was_cut_off_is_ended_by_who_reads_again(
         connection.close()
     finally:
         store.close()
+
+
+def has_changed_the_term(store: Store) -> bool:
+    """True if an open transaction has. Each look has a transaction of its own, because one shows what it saw first."""
+    found = text("SELECT count(*) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax")
+    with store.engine.connect() as connection:
+        return connection.execute(found).scalar_one() == 1
 
 
 def waits_for_a_lock(store: Store) -> bool:
