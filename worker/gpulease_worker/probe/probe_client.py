@@ -40,6 +40,8 @@ MIN_START_INTERVAL_S = 1.0
 """A probe is replaced at most this often."""
 KILL_WAIT_S = 0.2
 """How long to wait for a killed probe; one in an uninterruptible driver call dies only after the call."""
+CLOSE_WAIT_S = 5.0
+"""How long to wait for killed probes at the very end: on a busy host they take a while to die."""
 MAX_UNKILLABLE = 3
 """How many killed probes may hang in the kernel, unreachable by signals, before no further probe is started."""
 MAX_LINE_BYTES = 64 * 1024 * 1024
@@ -164,6 +166,8 @@ class ProbeClient:
         """End the probe permanently."""
         await self.end()
         ends = list(self._ends.values())
+        if ends:
+            await asyncio.wait(ends, timeout=CLOSE_WAIT_S)
         for task in ends:
             task.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
