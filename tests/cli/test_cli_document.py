@@ -21,7 +21,7 @@ from gpulease_cli.program import PROGRAM
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text()
-INTERNAL = "Between its own processes"
+INTERNAL = "gpulease also sets"
 
 
 def commands(group: Any = PROGRAM, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
