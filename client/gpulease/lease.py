@@ -252,7 +252,7 @@ class HeldLease:
             self.release()
         except GpuleaseError as error:
             LOG.warning(
-                "Lease %s was not released; this process repeats that until a daemon answers: %s", self.id, error
+                "Lease %s was not released; this process keeps trying until a daemon answers: %s", self.id, error
             )
             return False
         return True

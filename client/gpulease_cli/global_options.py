@@ -85,8 +85,8 @@ GLOBAL_OPTIONS: tuple[Option, ...] = (
         "--daemon-user",
         metavar="USER",
         envvar=variables.DAEMON_USER,
-        help="As whom the daemon of this host runs; several separated by commas. Any other user who listens at its"
-        " address is sent nothing.",
+        help="User that the daemon of this host runs as; several separated by commas. Nothing is sent to any"
+        " other user at its address.",
         show_default="root, or you",
         derive=_default_daemon_users,
     ),

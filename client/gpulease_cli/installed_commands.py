@@ -33,7 +33,7 @@ def brought_along(name: str) -> click.Command:
     point = entry_points().get(name)
     if point is None:
         raise click.UsageError(
-            f"No installed package brings {name!r}: install gpulease again (pip install -e . in a checkout)."
+            f"No installed package provides {name!r}: install gpulease again (pip install -e . in a checkout)."
         )
     try:
         command: click.Command = point.load()

@@ -55,7 +55,7 @@ FOREVER = math.inf
 @option("--timeout", type=DURATION, metavar="S", default=FOREVER, show_default="none", help="Give up waiting: exit 75.")
 @option("--project", metavar="LABEL", default="", help="Shown to users who wait for these GPUs.")
 @option("--gpus", metavar="N|all", default="all", help="Number of GPUs; `all` is every GPU of a node.")
-@option("--cpu-heavy", is_flag=True, help="Accepted; gpulease leases GPUs and no processors, and says so.")
+@option("--cpu-heavy", is_flag=True, help="Accepted, with a warning that gpulease does not lease CPUs.")
 @option("--status", is_flag=True, help="Show who holds what, as `gpulease status`.")
 @option("--doctor", is_flag=True, help="Look for problems, as `gpulease doctor`.")
 @option("--hold", is_flag=True, help="Hold the GPUs in the background until --release; needs --pidfile.")
@@ -82,13 +82,13 @@ def wrap(
     if sum(modes) != 1:
         raise click.UsageError("give a command after --, or one of --status, --doctor, --hold, --release")
     if (hold or release) is (pidfile is None):
-        raise click.UsageError("--pidfile goes with --hold and --release, and they with it")
+        raise click.UsageError("--hold and --release need --pidfile, and it needs one of them")
     if status or doctor:
         return _look("status" if status else "doctor")
     if release:
         return _release(pidfile or Path())
     if cpu_heavy:
-        _say("--cpu-heavy: gpulease leases GPUs alone; programs without GPUs may run beside this one")
+        _say("--cpu-heavy: gpulease leases only GPUs; other programs may use the CPUs meanwhile")
     asked = _request(timeout, project, gpus)
     if hold:
         return _hold(pidfile or Path(), asked)

@@ -74,7 +74,7 @@ def find_job(client: Client, word: str) -> Job:
     match = find(client, word, LEASES_TOO)
     if match.kind == "array":
         raise InvalidRequest(
-            f"{match} is an array of jobs, and this is about one.",
+            f"{match} is an array of jobs, and this command takes one job.",
             remedy=f"Name one: {match.name or match.id}[INDEX]. `gpulease jobs --array {match.id}` lists them.",
         )
     if match.kind == "lease":

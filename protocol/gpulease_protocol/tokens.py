@@ -45,7 +45,7 @@ class IdentifiedBy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity(Noun):
-    """Who the daemon takes the caller for."""
+    """How the daemon identifies the caller."""
 
     user: str
     """Login name, or the uid as text where it has none; with a bearer token, the user that the token is for."""

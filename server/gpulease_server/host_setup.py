@@ -267,7 +267,7 @@ def apply(plan: Plan) -> Iterator[Step]:
             made, left = plan.steps[:number], plan.steps[number + 1 :]
             raise plan.failure(
                 f"Failed: {step}: {_reason(error)}. Done: {_listed(made)}. Not done: {_listed(left)}.",
-                remedy="Mend the cause and run this again: what is done is not done twice.",
+                remedy="Fix the cause and run this again: steps that are done are not repeated.",
             ) from None
         yield step
 
@@ -281,7 +281,7 @@ HOW_TO_INSTALL = (
 
 def _without_systemd(host: Host, steps: Sequence[Step], places: Places) -> Plan:
     if host.outdated:
-        todo = f"Restart what runs since before this version was installed: {_listed(host.outdated)}."
+        todo = f"Restart the programs that were started before this version was installed: {_listed(host.outdated)}."
         return Plan(tuple(steps), (todo, *_for_users(host)), "No file has to be changed.")
     if host.daemon is not None:
         return Plan(tuple(steps), (f"systemd does not run here, and {host.daemon}.", *_for_users(host)))
@@ -310,7 +310,7 @@ def _refuse_while_in_use(host: Host) -> None:
             cancel = f"Start the daemon, then {cancel}; or without it: kill {pids}"
         raise CannotUninstall(
             f"{have} not ended: {', '.join(some)}{' ...' if len(jobs) > len(some) else ''}."
-            " They would go on without anyone to end them.",
+            " They would continue with nothing to end them.",
             remedy=cancel,
         )
     others = [program for program in host.running if not (host.systemd and program.service)]
@@ -399,7 +399,7 @@ def unsafe(place: Path) -> str | None:
     """Why other users cannot run the program at this place, or root must not; None if both is fine."""
     home = next((home for home in _homes() if place.is_relative_to(home)), None)
     if home is not None:
-        return f"{place} is in {home}: what is in a home belongs to one user, and is no program for all."
+        return f"{place} is in {home}: a program in a home directory belongs to one user, and is not for all users."
     for path in (place, *place.parents):
         try:
             status = path.stat()

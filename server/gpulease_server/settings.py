@@ -62,7 +62,7 @@ def normalized_origins(origins: list[str] | None) -> list[str] | None:
 
 def _normalized_origin(text: str) -> str:
     if "*" in text or text.lower() == "null":
-        raise ValueError(f"{text!r} would admit any page in any browser; list each origin by itself")
+        raise ValueError(f"{text!r} would admit any page in any browser; list each origin separately")
     match = ORIGIN.fullmatch(text.lower())
     if match is None or not 0 < int(match["port"] or 1) < 65536:
         raise ValueError(f"{text!r} is not an origin; write it like https://dashboard.example or http://gpubox:3000")
@@ -282,7 +282,7 @@ class ServeSettings:
     )
     node_lost_after_s: float = setting(
         3600.0,
-        "How long a node may be silent until its jobs are `lost` and its leases end as `node_lost`; 0 means never. "
+        "How long a node may be silent before its jobs are `lost` and its leases end as `node_lost`; 0 means never. "
         "Seconds.",
         variable="GPULEASE_NODE_LOST_AFTER_S",
         flag="--node-lost-after",

@@ -146,7 +146,7 @@ def test_only_its_user_and_administrators_adopt_a_process_and_the_lease_is_its_u
         answer = subprocess.run([*AS_USER, *curl], check=True, capture_output=True)
         problem = json.loads(answer.stdout)
         assert problem["code"] == "not_allowed"
-        assert problem["detail"] == f"Process {own.pid} is that of user {pwd.getpwuid(0).pw_name}."
+        assert problem["detail"] == f"Process {own.pid} belongs to user {pwd.getpwuid(0).pw_name}."
         parent = adopt(running, os.getpid())
         assert parent.status == 201, parent.content
         assert [gpu["index"] for gpu in parent.json["gpus"]] == [0], "below it runs another user's process, too"

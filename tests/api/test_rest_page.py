@@ -18,9 +18,9 @@ from tests.daemon import DaemonProcess, daemon
 PAGE = Path(__file__).parents[2] / "docs" / "rest.md"
 HEAD = """# The REST API
 
-Made from the OpenAPI document by `python -m tests.api.test_rest_page`, and compared with it by a test. A running daemon
-has the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in use,
-[generated-clients.md](generated-clients.md) makes clients of it.
+`python -m tests.api.test_rest_page` generates this page from the OpenAPI document, and a test compares the two. A
+running daemon serves the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in use,
+[generated-clients.md](generated-clients.md) how to generate clients.
 
 """
 

@@ -49,7 +49,7 @@ def test_an_installation_older_than_the_program_is_named(
     monkeypatch.setattr(installed_commands, "entry_points", dict)
     monkeypatch.setattr(PROGRAM, "commands", Commands(COMMANDS))
     assert main(["serve"]) == output.USAGE
-    assert "No installed package brings 'serve'" in capsys.readouterr().err
+    assert "No installed package provides 'serve'" in capsys.readouterr().err
 
 
 def test_defaults_of_settings_are_those_of_the_parts_that_they_set() -> None:

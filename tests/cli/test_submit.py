@@ -149,7 +149,10 @@ def test_a_bad_line_is_an_error_that_names_it(place: Path, line: str, why: str) 
     [
         (("--array", "x", "true"), '--array: must be like "0-19"'),
         (("--array", "5-1", "true"), "--array: '5-1' must go upwards"),
-        (("--after", "lease-0123456789abcdef", "true"), "--after: 'lease-0123456789abcdef' is no job and no array."),
+        (
+            ("--after", "lease-0123456789abcdef", "true"),
+            "--after: 'lease-0123456789abcdef' is neither a job nor an array.",
+        ),
         (("--notify", "ftp://x", "true"), "--notify: must be an http or https URL with a host, or a command."),
     ],
 )
@@ -184,7 +187,7 @@ def test_python_of_a_script_runs_without_a_launcher(client: Client, gpulease: Pr
     [(("sleep", "0", "-n", "2"), True), (("--", "sleep", "0", "-n"), False), (("sh", "-c", "exit"), False)],
 )
 def test_an_option_behind_the_script_is_hinted_at(words: tuple[str, ...], hinted: bool) -> None:
-    assert ("-n stands after sleep and is passed to it" in alone("submit", *words).stderr) is hinted
+    assert ("-n comes after sleep, so it is passed to it" in alone("submit", *words).stderr) is hinted
 
 
 def test_a_job_after_another_and_told_of(client: Client, gpulease: Program, place: Path) -> None:

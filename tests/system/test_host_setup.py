@@ -126,7 +126,7 @@ def test_after_an_upgrade_without_systemd_it_names_what_to_restart() -> None:
     plan = planned(host, "text", unit_files())
     assert (plan.steps, plan.without_steps) == ((), "No file has to be changed.")
     assert plan.notes == (
-        "Restart what runs since before this version was installed:"
+        "Restart the programs that were started before this version was installed:"
         " a daemon (pid 11 of root); a worker (pid 12 of root).",
     )
     assert planned(replace(host, outdated=()), "text", unit_files()).without_steps == "Nothing to do."

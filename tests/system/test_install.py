@@ -198,7 +198,7 @@ def test_the_page_installs_upgrades_and_uninstalls(host: Host) -> None:
     host.run("echo '# mine' >> /etc/gpulease/config.toml")
     printed = [host.run(command) for command in commands["Upgrade"]][-1]
     daemon, worker = re.findall(r"a (?:daemon|worker) \(pid (\d+) of root\)", printed)
-    assert "Restart what runs since before this version was installed" in printed
+    assert "Restart the programs that were started before this version was installed" in printed
     assert host.run("tail -n 1 /etc/gpulease/config.toml") == "# mine\n"
 
     job = host.run("gpulease submit -n 1 --launcher plain -- sleep 600", "bob").strip()

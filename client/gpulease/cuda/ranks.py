@@ -125,7 +125,7 @@ def _orphaned(pid: int | None) -> LeaseLost:
     name = "The process" if pid is None else f"Process {pid}"
     return LeaseLost(
         f"{name} that started this one, which works for it, has ended.",
-        remedy="End this process too, and start the whole again.",
+        remedy="End this process too, and start everything again.",
     )
 
 

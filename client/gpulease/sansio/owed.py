@@ -130,7 +130,7 @@ class Debts:
         except GpuleaseError as error:
             if not is_answer(error):
                 return error
-            LOG.debug("What was owed was refused, so nothing is owed: %s", error)
+            LOG.debug("A repeated release or withdrawal was refused, so it is dropped: %s", error)
         with self._changed:
             if debt in self._debts:
                 self._debts.remove(debt)
@@ -153,7 +153,7 @@ class Debts:
                 self._thread.start()
             except RuntimeError as error:  # at the end of the process, or no more threads are allowed
                 self._thread = None
-                LOG.debug("What is owed is not repeated: %s", error)
+                LOG.debug("Releases and withdrawals are not repeated: %s", error)
 
     def _body(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -184,7 +184,7 @@ class Debts:
                     break
                 answered = True
         except Exception:
-            LOG.exception("What is owed could not be repeated; it is tried again")
+            LOG.exception("A release or withdrawal could not be repeated; it is tried again")
         finally:
             transport.close()
         return answered

@@ -51,7 +51,7 @@ def tls_failure(error: BaseException, address: Address) -> NotTrusted | None:
         remedy = "Ask the daemon's administrator for a new one, and check the clocks of both hosts."
     else:
         sentence, remedy = f"The certificate of {where} is not trusted here: {why}.", TRUST_REMEDY
-    return NotTrusted(f"its certificate does not count: {why}", remedy, sentence)
+    return NotTrusted(f"its certificate is not accepted: {why}", remedy, sentence)
 
 
 def may_speak_tls(failure: NotConnected | ResponseLost, address: Address) -> bool:

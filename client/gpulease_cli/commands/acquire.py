@@ -57,13 +57,13 @@ LEASES = argument(
     help="Number of GPUs.",
 )
 @DEVICES
-@option("--detach", is_flag=True, help="Do not end the lease with this shell, but after its --ttl.")
+@option("--detach", is_flag=True, help="End the lease after its --ttl, not with this shell.")
 @ttl("2h", "With --detach: lifetime of the lease unless it is renewed, such as 30m.")
 @WAIT
 @LABEL
 @MODEL
 @NODE
-@option("--new", is_flag=True, help="Lease GPUs although this shell has a lease, which stays.")
+@option("--new", is_flag=True, help="Lease other GPUs, even if this shell has a lease, which it keeps.")
 @JSON
 def acquire(
     gpus: int | None,
@@ -189,7 +189,7 @@ def _lease_id(client: Client, word: str) -> str:
     """The id of the lease with this id or beginning of one."""
     match = names.find(client, word, ("lease",))
     if match.kind != "lease":
-        raise NotFound(f"{match} is no lease.", remedy=f"`gpulease cancel {match.id}` ends it and its lease.")
+        raise NotFound(f"{match} is not a lease.", remedy=f"`gpulease cancel {match.id}` ends it and its lease.")
     return match.id
 
 

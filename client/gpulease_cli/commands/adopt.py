@@ -21,7 +21,10 @@ MAX_PID = 2**31 - 1
 
 @command(examples=("gpulease adopt 4242", 'gpulease adopt --label "started by hand" 4242'))
 @argument(
-    "owner_pid", type=Number(int, 1, MAX_PID), metavar="PID", help="A process of this host, or what started the others."
+    "owner_pid",
+    type=Number(int, 1, MAX_PID),
+    metavar="PID",
+    help="A process on this host; of several, the one that started the others.",
 )
 @LABEL
 @JSON

@@ -88,10 +88,10 @@ def list_jobs(
     """List jobs, newest first; those of an array by index. By default those that have not ended and those of today."""
     if watch and json:
         raise InvalidRequest(
-            "--watch and --json exclude each other.", remedy="Programs can read the stream GET /v1/events."
+            "--watch and --json cannot be combined.", remedy="Programs can read the stream GET /v1/events."
         )
     if mine and user:
-        raise InvalidRequest("--mine and --user exclude each other.", remedy="Use one of them.")
+        raise InvalidRequest("--mine and --user cannot be combined.", remedy="Use one of them.")
     with Client() as client:
         me = client.me().user if mine or sys.stdout.isatty() else None
         array = array and names.find(client, array, ("array",)).id

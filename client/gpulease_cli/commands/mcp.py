@@ -20,7 +20,7 @@ MAX_HOLD_S = 4 * 3600.0
     envvar=AGENT_VARIABLES["agent"],
     metavar="NAME",
     show_default="as the client names itself",
-    help="Shown as who holds the leases.",
+    help="The agent's name, shown as the holder of its leases.",
 )
 @option(
     "--session",

@@ -27,7 +27,7 @@ HEADS = ("ATTEMPT", "GPU", "HELD", "USED", "UNKNOWN", "UTIL", "MEMORY", "POWER",
 def metrics(job: str, csv: bool, json: bool) -> None:
     """Show a job's GPU utilization, memory and power over time, and its GPU-hours held and used."""
     if csv and json:
-        raise InvalidRequest("--csv and --json exclude each other.", remedy="Use one of them.")
+        raise InvalidRequest("--csv and --json cannot be combined.", remedy="Use one of them.")
     with Client() as client:
         job = names.find_job(client, job).id
         if csv:

@@ -46,7 +46,7 @@ NOT_NOW, FAILED, NOT_EXECUTABLE, NOT_FOUND = 75, 125, 126, 127
 """Exit codes of this program's own, as those of `env` and `docker run`; 75 is EX_TEMPFAIL of sysexits.h."""
 
 
-NEW = option("--new", is_flag=True, help="Lease GPUs although this shell or job has a lease.")
+NEW = option("--new", is_flag=True, help="Lease other GPUs, even if this shell or job has a lease.")
 QUIET = option("-q", "--quiet", is_flag=True, help="Do not say which GPUs the command has.")
 COUNT = option(
     "-n",

@@ -27,7 +27,7 @@ def status(watch: bool, json: bool) -> None:
     """Show the GPUs, who holds each and until when, and who waits."""
     if watch and json:
         raise InvalidRequest(
-            "--watch and --json exclude each other.", remedy="Programs can read the stream GET /v1/events."
+            "--watch and --json cannot be combined.", remedy="Programs can read the stream GET /v1/events."
         )
     with Client() as client:
         if json:

@@ -45,8 +45,8 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
     nargs=-1,
     required=True,
     metavar="COMMAND...",
-    help="What to run in this directory: a script or program with its arguments, after `--`. Options may also stand in"
-    " the head of a script: #GPULEASE -n 2 --time 1h",
+    help="What to run in this directory: a script or program with its arguments, after `--`. A script may also"
+    " have options at its head: #GPULEASE -n 2 --time 1h",
 )
 @GPUS
 @option(
@@ -112,7 +112,7 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
     "--notify",
     type=Field(click.STRING, JobRequest, "notify"),
     metavar="URL|COMMAND",
-    help="At its end, send the job as JSON to an http(s) URL, or run this command, as you.",
+    help="When it has ended, send the job as JSON to this http(s) URL, or run this command as you.",
 )
 @option("--follow", is_flag=True, help="Show its log until it ends; exit with its code.")
 @option("--dry-run", is_flag=True, help="Only say whether it fits now, would wait, or never fits.")
@@ -213,8 +213,8 @@ def _hint_at_options(words: Sequence[str]) -> None:
         if word.partition("=")[0] in LIKELY_OURS:
             shown = printable(words[0], 100)
             click.echo(
-                f"gpulease: {word} stands after {shown} and is passed to it. Options of submit come before it;"
-                f" `--` before {shown} says that all that follows is its own.",
+                f"gpulease: {word} comes after {shown}, so it is passed to it. Put options of submit before it,"
+                f" or `--` before {shown} if all that follows is its own.",
                 err=True,
             )
             return
@@ -228,7 +228,7 @@ def _dependencies(client: Client, texts: Sequence[str]) -> list[JobDependency]:
         when: Literal["succeeded", "ended"] = "ended" if colon and prefix == "any" else "succeeded"
         match = names.find(client, rest if colon and prefix in ("any", "ok") else word)
         if match.kind not in names.JOBS_AND_ARRAYS:
-            raise InvalidRequest(f"--after: {word!r} is no job and no array.", remedy="List them: gpulease jobs")
+            raise InvalidRequest(f"--after: {word!r} is neither a job nor an array.", remedy="List them: gpulease jobs")
         found.append(JobDependency(job=match.id, when=when))
     return found
 

@@ -113,7 +113,7 @@ def create(
     if made.budget is not None:
         click.echo(f"What may be held with it: {describe_budget(made.budget)}.", err=True)
     if made.expires_at is None:
-        click.echo("A token that someone finds is valid as long: --expires 30d would end it by itself.", err=True)
+        click.echo("Anyone who finds it can use it as long: --expires 30d would end that.", err=True)
     if made.uid is None and made.role is not Role.WORKER:
         click.echo(_unknown_user(made), err=True)
     click.echo(made.bearer)

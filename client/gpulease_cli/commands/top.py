@@ -25,7 +25,7 @@ KEY_S = 0.2
 def top() -> None:
     """Show GPUs, processes, jobs and the queue live. Keys: q quits, j, k and arrows scroll, s sorts the GPUs."""
     if not sys.stdout.isatty():
-        raise InvalidRequest("`top` draws on a terminal, and stdout is none.", remedy="Use gpulease status.")
+        raise InvalidRequest("`top` needs a terminal, and stdout is not one.", remedy="Use gpulease status.")
     with suppress(KeyboardInterrupt), Screen() as screen:
         _Top(screen).run()
 

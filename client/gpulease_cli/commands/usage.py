@@ -23,7 +23,7 @@ OLDEST = datetime(1970, 1, 1, tzinfo=UTC)
 @command(examples=("gpulease usage", "gpulease usage --since 30d --by label --user ada"))
 @option("--since", type=DURATION, metavar="DURATION", default=WEEK_S, show_default="7d", help="How far to look back.")
 @option("--user", metavar="USER", help="Only this user.")
-@option("--by", type=OneOf(UsageKey), default=UsageKey.USER, show_default="user", help="What to sum by.")
+@option("--by", type=OneOf(UsageKey), default=UsageKey.USER, show_default="user", help="What to group by.")
 @JSON
 def usage(since: float, user: str | None, by: UsageKey, json: bool) -> None:
     """Show GPU-hours held and used, by user, label, node, agent or session.

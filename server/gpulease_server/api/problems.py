@@ -187,7 +187,7 @@ def responses_of(*kinds: type[GpuleaseError]) -> dict[int | str, dict[str, Any]]
 
 
 LOCATION: dict[str, Any] = {
-    "headers": {"Location": {"description": "Path of what was made.", "schema": {"type": "string"}}}
+    "headers": {"Location": {"description": "Path of the new resource.", "schema": {"type": "string"}}}
 }
 """OpenAPI entry of an answer that makes something."""
 OTHER_ERRORS: dict[str, Any] = {

@@ -26,7 +26,7 @@ async def refuse_unknown_parameters(request: Request) -> None:
     ):
         raise InvalidRequest("The URL must not contain NUL.")  # a database cannot look it up
     if max(map(len, request.scope["path"].split("/"))) > MAX_NAME:
-        raise NotFound(f"The URL names something of more than {MAX_NAME} characters, and nothing has so long a name.")
+        raise NotFound(f"The URL has a name of more than {MAX_NAME} characters, and no name is that long.")
     route = request.scope.get("route")
     if not request.query_params or not isinstance(route, APIRoute) or not request.url.path.startswith(STRICT_PREFIX):
         return

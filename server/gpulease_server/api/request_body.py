@@ -63,12 +63,12 @@ class JsonBody(Generic[T]):
         if not raw and self.empty is not None:
             return self.empty
         if raw.count(b",") > MAX_COMMAS:
-            raise TooLarge(f"The body has over {MAX_COMMAS} commas.", remedy="Put what has so many parts into a file.")
+            raise TooLarge(f"The body has over {MAX_COMMAS} commas.", remedy="Put a list of so many parts into a file.")
         try:
             body = self.parse(raw)
         except ValidationError as error:
             if error.error_count() > MAX_NAMED_ERRORS:
-                detail = f"The body has {error.error_count()} errors, so that none is named."
+                detail = f"The body has {error.error_count()} errors, too many to list."
                 raise InvalidRequest(detail, remedy=SEE_OPENAPI) from None
             errors = error.errors(include_url=False, include_context=False)
             if errors[0]["type"] == "json_invalid":

@@ -78,5 +78,5 @@ def _agreed(yes: bool) -> bool:
     if os.geteuid() != 0:
         raise InvalidRequest("Only root can do this.", remedy="Run it with sudo, or look at it with --dry-run.")
     if not yes and not sys.stdin.isatty():
-        raise InvalidRequest("There is no terminal on which to ask.", remedy="Add --yes.")
+        raise InvalidRequest("There is no terminal to ask on.", remedy="Add --yes.")
     return yes or click.confirm("Go on?")

@@ -116,7 +116,7 @@ def _not_theirs(turn: Turn, adoption: Adoption, pid: int, used: list[GpuRecord])
         reading = reading_of(turn.ledger, gpu)
         for process in occupants(reading) if reading is not None else ():
             if process.pid == pid and process.user != adoption.user:
-                detail = f"Process {pid} is that of user {process.user}, and you are {adoption.user}."
+                detail = f"Process {pid} belongs to user {process.user}, and you are {adoption.user}."
                 return NotAllowed(detail, remedy="Its user can adopt it.")
     return None
 

@@ -200,7 +200,7 @@ def _refusal(caller: Caller, rule: AccessRule | None) -> NotAllowed:
             )
             return NotAllowed(f"Only a worker may report for a node, and you are {who}.", remedy=remedy)
         case AccessRule.ADMIN:
-            remedy = "Ask one: root, the daemon's user, who is named by --admin, or has an admin token."
+            remedy = "Ask one: root, the daemon's user, a user named by --admin, or one with an admin token."
             return NotAllowed(f"Only an administrator may do this, and you are {who}.", remedy=remedy)
         case None:
             return NotAllowed("This route has no access rule, which is a bug in gpulease.", remedy="Please report it.")

@@ -32,8 +32,8 @@ TAGS = {
     "nodes": "The hosts with GPUs; taking one out of use.",
     "usage": "GPU-hours held and used, by user, label or node.",
     "events": "The history of every change, as pages or as a stream.",
-    "me": "Who the daemon takes the caller for.",
-    "tokens": "Bearer tokens, for administrators. The fencing token of a lease is another thing.",
+    "me": "How the daemon identifies the caller.",
+    "tokens": "Bearer tokens, for administrators. The fencing token of a lease is something else.",
     "service": "Entrance, health checks and metrics.",
 }
 """The sections of the document, in order."""

@@ -43,7 +43,7 @@ async def adopted_here(
     await refresh_user_name(uid)
     user = user_name(uid)
     if not caller.may_see(Holder(user=user)) and caller.uid != uid:
-        detail = f"Process {pid} is that of user {user}."
+        detail = f"Process {pid} belongs to user {user}."
         raise NotAllowed(detail, remedy="Its user or an administrator can adopt it.")
     below = await asyncio.to_thread(_below, pid, uid)
     again: Stat | None = stat(pid)

@@ -39,7 +39,7 @@ async def show_usage(
     to_at: Annotated[
         Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
     ] = None,
-    by: Annotated[UsageKey, Query(description="What to sum by.")] = UsageKey.USER,
+    by: Annotated[UsageKey, Query(description="What to group by.")] = UsageKey.USER,
     user: Annotated[str | None, Query(description="Only leases of this user.", max_length=255)] = None,
 ) -> Usage:
     """GPU-hours that leases held and used in a period, by user, label, node, agent or session.
