@@ -1,6 +1,6 @@
 # One image for daemon and worker: `gpulease serve`, `gpulease worker`.
 # The worker launches jobs with an interpreter of its own choosing, so no torch is installed here; build with
-# --build-arg EXTRAS=server,torch to run trainings with the image's own Python.
+# --build-arg EXTRAS=server,torch to run training runs with the image's own Python.
 FROM python:3.11-slim AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./

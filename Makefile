@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## three DDP trainings share four GPUs: see them held, waited for and given back
+demo: $(STAMP) ## three DDP training runs share four GPUs: see them held, waited for and given back
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes

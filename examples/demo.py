@@ -1,8 +1,8 @@
-"""Three 2-GPU DDP trainings at the same time on one daemon: what `make demo` shows.
+"""Three 2-GPU DDP training runs at the same time on one daemon: what `make demo` shows.
 
-Starts `gpulease serve` in a temporary directory, submits the trainings through the REST API, prints who holds which GPU
-and who waits, and checks from the daemon's event log that no GPU was ever in two leases. Without a driver that shows
-at least two GPUs it runs on four simulated ones; the trainings are real either way.
+Starts `gpulease serve` in a temporary directory, submits the training runs through the REST API, prints who holds which
+GPU and who waits, and checks from the daemon's event log that no GPU was ever in two leases. Without a driver that
+shows at least two GPUs it runs on four simulated ones; the training runs are real either way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Daemon:
 
 def main() -> int:
     """Run the demonstration; returns its exit code."""
-    parser = argparse.ArgumentParser(description="Three 2-GPU DDP trainings at the same time on one daemon.")
+    parser = argparse.ArgumentParser(description="Three 2-GPU DDP training runs at the same time on one daemon.")
     parser.add_argument("--simulate", metavar="N", type=int, help=f"use N simulated GPUs, {GPUS_PER_JOB} or more")
     options = parser.parse_args()
     if options.simulate is not None and options.simulate < GPUS_PER_JOB:
@@ -97,9 +97,9 @@ def interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def demonstrate(directory: Path, simulate: int | None) -> None:
-    """Choose the hardware, start the daemon on it, and run the trainings."""
+    """Choose the hardware, start the daemon on it, and run the training runs."""
     if simulate is None and not driver_shows_gpus():
-        out.print(f"No NVIDIA driver with GPUs here: {SIMULATED_GPUS} simulated GPUs, trainings on the CPU.")
+        out.print(f"No NVIDIA driver with GPUs here: {SIMULATED_GPUS} simulated GPUs, training runs on the CPU.")
         simulate = SIMULATED_GPUS
     if simulate is None:
         with daemon(directory / "hardware", None) as real:
@@ -159,7 +159,7 @@ def stop(running: Daemon) -> None:
     try:
         cancel_all(running.client)
     except GpuleaseError as problem:
-        out.print(f"Could not cancel the trainings, they may still run: {problem}")
+        out.print(f"Could not cancel the training runs, they may still run: {problem}")
     running.process.terminate()
     try:
         running.process.wait(STOP_WITHIN_S)
@@ -179,11 +179,11 @@ def cancel_all(client: Client) -> None:
 
 
 def run(daemon: Daemon) -> None:
-    """Submit the trainings at once, watch them, and judge. Raises DemoFailed when anything is not as promised."""
+    """Submit the training runs at once, watch them, and judge. Raises DemoFailed when anything is not as promised."""
     client, began = daemon.client, time.monotonic()
     out.print(f"The daemon listens on {daemon.url} (try: curl {daemon.url}/)")
     jobs = [client.submit(training(number)) for number in range(1, JOBS + 1)]
-    out.print(f"Submitted {JOBS} trainings, {GPUS_PER_JOB} GPUs each.\n")
+    out.print(f"Submitted {JOBS} training runs, {GPUS_PER_JOB} GPUs each.\n")
     watch(client, [job.id for job in jobs], began)
 
     jobs = [client.job(job.id) for job in jobs]
@@ -226,7 +226,7 @@ def watch(client: Client, ids: list[str], began: float) -> None:
         time.sleep(LOOK_EVERY_S)
     waiting = next(job for job in jobs if not job.state.final)
     raise DemoFailed(
-        f"not all trainings had ended after {TRAIN_WITHIN_S:.0f} s; {waiting.name} is {waiting.state}: "
+        f"not all training runs had ended after {TRAIN_WITHIN_S:.0f} s; {waiting.name} is {waiting.state}: "
         f"{waiting.reason or client.explain(waiting.lease_id).sentence}"
     )
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 AGENT_VARIABLES = {"agent": "GPULEASE_AGENT", "session": "GPULEASE_SESSION"}
-"""What an agent sets for the programs that it starts: its name, and that of its session."""
+"""The variables that an agent sets for the programs that it starts: its name and its session's."""
 
 
 def agent_fields() -> dict[str, Any]:

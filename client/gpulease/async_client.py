@@ -257,7 +257,7 @@ class AsyncClient:
         LeaseLost. The other arguments are the fields of `LeaseRequest`.
 
         Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
-        in vain; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
+        useless; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
         """
         ranks.check_not_orphaned()
         request = lease_request(

@@ -23,7 +23,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def brief_errors(function: Function) -> Function:
-    """The same function, whose errors and Ctrl-C come with a short traceback."""
+    """The same function, with a short traceback for its errors and for Ctrl-C."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

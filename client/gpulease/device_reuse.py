@@ -218,7 +218,7 @@ def leave_block(devices: FoundDevices) -> None:
 
 
 def blocks_around() -> list[FoundDevices]:
-    """The blocks around the running code whose leases are renewed, outermost first."""
+    """The blocks around the running code that renew a lease, outermost first."""
     return [one for one in _blocks.get() if one.active]
 
 

@@ -107,7 +107,7 @@ def reserved_leases() -> tuple[HeldLease, ...]:
 
 
 def release() -> tuple[HeldLease, ...]:
-    """Give back now what `find_usable_cuda_devices` took in this process, as in a notebook that goes on without GPUs.
+    """Give back now what `find_usable_cuda_devices` took in this process, for example in a notebook that continues.
 
         gpulease.release()
 
@@ -137,7 +137,7 @@ def release() -> tuple[HeldLease, ...]:
 
 
 def _still_held(client: DeviceClient, found: list[FoundDevices]) -> list[FoundDevices]:
-    """Those whose lease is active, which a forked child has to ask about."""
+    """Those with an active lease; a forked child has to ask the daemon."""
     return [one for one in found if one.lease.is_holder or active_lease(client, one.lease.id)]
 
 

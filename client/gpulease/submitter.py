@@ -1,4 +1,4 @@
-"""What a job takes over from the process that submits it: environment, directory, umask, limits, agent and session."""
+"""A job inherits environment, directory, umask, limits, agent and session from the process that submits it."""
 
 from __future__ import annotations
 

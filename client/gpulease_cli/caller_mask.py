@@ -1,6 +1,6 @@
 """CUDA_VISIBLE_DEVICES of the shell in which a command asks for GPUs: which GPUs its user wants, kept as a restriction.
 
-The mask that a lease has set is none: the lease takes its place. What cannot be followed is said in one line.
+A mask that a lease has set does not count: the lease replaces it. A mask that cannot be followed is named in a line.
 """
 
 from __future__ import annotations

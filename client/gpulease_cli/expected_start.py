@@ -59,7 +59,7 @@ def _free_at(gpu: Gpu, job_of: dict[str, Job], now: datetime) -> datetime | None
 
 
 def _longest_without_limit(gpus: Sequence[Gpu], holding: dict[str, Lease], job_of: dict[str, Job]) -> Lease | None:
-    """The lease that has held GPUs for the longest time and whose end no one has declared."""
+    """The lease that has held GPUs for the longest time, of those without a time limit."""
     held = (holding[gpu.lease_id] for gpu in gpus if gpu.lease_id in holding)
     endless = [lease for lease in held if lease.id not in job_of or job_of[lease.id].timeout_s is None]
     return min(endless, key=lambda lease: lease.granted_at or lease.created_at, default=None)

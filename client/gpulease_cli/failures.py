@@ -58,7 +58,7 @@ OPTIONS_ELSEWHERE = {
 
 
 def report(error: click.ClickException | GpuleaseError) -> int:
-    """Print the error in three lines; the exit code that it means."""
+    """Print the error in three lines. Returns its exit code."""
     if isinstance(error, click.ClickException):
         output.print_error("usage error", _message(error), _remedy(error))
         return output.USAGE

@@ -51,7 +51,7 @@ class Command(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it. What a daemon refuses is said in words of the command line."""
+        """Run it. A refusal of the daemon is put in the words of the command line."""
         try:
             return super().invoke(ctx)
         except InvalidRequest as error:

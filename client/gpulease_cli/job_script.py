@@ -6,7 +6,7 @@
 python train.py
 ```
 
-They stand in the comments at the head of the script. What is typed comes after them, and so wins.
+They are in the comments at the head of the script. Options on the command line take precedence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class OptionLine(NamedTuple):
 
 
 class ScriptCommand(Command):
-    """A command whose options may also stand in the script that it is given."""
+    """A command that also takes options from the script that it is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options of the script, then those that were typed."""

@@ -1,8 +1,8 @@
 """The program `gpulease-wrap`: the interface of lease wrappers such as finetuning-scheduler's, over `gpulease run`.
 
 Such scripts call one executable (`GPU_LEASE_CMD`) as `CMD [--timeout S] [--project LABEL] [--cpu-heavy] -- COMMAND` and
-expect that it waits, exits with 75 when the wait has ended, and exports GPU_LEASE_HELD=NAME:PID, whose pid lives for as
-long as the lease does. `--hold` keeps a lease beyond one command, in a process of its own, until `--release`.
+expect that it waits, exits with 75 when the wait has ended, and exports GPU_LEASE_HELD=NAME:PID, a process that lives
+as long as the lease. `--hold` keeps a lease beyond one command, in a process of its own, until `--release`.
 
 The holder keeps its pidfile open under flock(2). So a pid in a pidfile without a lock is no one's, and
 is never sent a signal.

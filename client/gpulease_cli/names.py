@@ -132,7 +132,7 @@ def look_for_gpu(gpus: Sequence[Gpu], word: str) -> Gpu | None:
 
 
 def _by_beginning(client: Client, word: str, kinds: Sequence[str]) -> list[Match]:
-    """Everything whose id begins like this; of a lease's attempts the newest."""
+    """Everything with an id that begins like this; of a lease's attempts the newest."""
     beginning = BEGINNING.fullmatch(word)
     if beginning is None or (beginning[1] is None and len(beginning[2]) < MIN_DIGITS):
         return []

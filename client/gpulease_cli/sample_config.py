@@ -17,7 +17,7 @@ HEAD = """\
 """
 SECTION_HEADS = {
     "client": "For users: where the daemon is.",
-    "serve": "For the daemon. Under systemd its addresses are in gpulease.socket, and passwords belong into\n"
+    "serve": "For the daemon. Under systemd its addresses are in gpulease.socket, and passwords belong in\n"
     "# /etc/gpulease/environment, which only root reads.",
     "worker": "For the worker of this host.",
 }

@@ -63,7 +63,7 @@ class LeaseTools:
             verdict=why.verdict,
             why=why.sentence[: answers.MAX_SENTENCE],
             position=why.position,
-            next="Ask for something else: waiting is in vain." if never else "Call wait with this id.",
+            next="Ask for something else: waiting is useless." if never else "Call wait with this id.",
         )
 
     def request_lease(

@@ -1,4 +1,4 @@
-"""The user as whom the owner of a lease must run, where its worker has to confirm that."""
+"""The user that the owner of a lease must run as, where its worker has to confirm that."""
 
 from __future__ import annotations
 

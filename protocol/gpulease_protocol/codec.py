@@ -57,7 +57,7 @@ def to_body(body: Any) -> dict[str, Any]:
 
 
 def is_known(word: Enum) -> bool:
-    """False for a word of another version, which this one only carries."""
+    """False for a word of another version, which this version only passes on."""
     return word.value in type(word)._value2member_map_
 
 
@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """The noun for JSON values. Unknown fields are passed over, and unknown words carried (`is_known`).
+    """The noun for JSON values. Ignores unknown fields, and keeps unknown words (`is_known`).
 
     Raises ValueError when a field is missing or of another shape.
     """

@@ -141,8 +141,8 @@ def leases(
     label: str | None = None,
     node: str | None = None,
 ) -> ApiCall[Page[Lease]]:
-    """`GET /v1/leases`, in these states, or in any; those whose id begins like this, of one user, with one label, on
-    one node."""
+    """`GET /v1/leases`, in these states, or in any; those with this beginning of an id, of one user, with one label
+    or on one node."""
     only = {"id_prefix": id_prefix, "user": user, "label": label, "node": node}
     return _list("/v1/leases", Lease, cursor, _filters(states, only))
 
@@ -177,7 +177,7 @@ def keep(lease: Lease) -> ApiCall[Lease]:
     """`renew` for its holder: the daemon that says 2xx about this lease has renewed it, whatever else it says.
 
     The answer is the lease as it was where it is of a shape that this version cannot read. An answer that is not about
-    this lease is none: a proxy's page is no renewal.
+    this lease does not count: a proxy's page is not a renewal.
     """
 
     def read(document: Any) -> Lease:
@@ -202,7 +202,7 @@ def explain(lease_id: str) -> ApiCall[Explanation]:
 
 
 def explain_request(request: LeaseRequest | JobRequest) -> ApiCall[Explanation]:
-    """`POST /v1/leases/explain` or `/v1/jobs/explain`: whether it fits now. Takes and records nothing."""
+    """`POST /v1/leases/explain` or `/v1/jobs/explain`: whether it fits now. Reserves and records nothing."""
     from gpulease_protocol.requests import OWNER_FIELDS, JobRequest
 
     if isinstance(request, JobRequest):

@@ -28,7 +28,7 @@ DOCS = "/docs"
 
 
 def shortened(text: str, limit: int = 80) -> str:
-    """`text` for a message: whole, or its beginning and how long it is. A message must not repeat what is long.
+    """`text` for a message: all of it, or its beginning and its length, so that no message is too long.
 
     Example: `shortened("x" * 500, 3)` is `"xxx... (500 characters)"`.
     """
@@ -85,7 +85,7 @@ class TooLarge(InvalidRequest):
 
 
 class TooSlow(InvalidRequest):
-    """The request did not arrive in time. Send it again, and faster."""
+    """The request did not arrive in time. Send it again without pauses."""
 
     code, status, title = "too_slow", 408, "Request too slow"
 
@@ -110,7 +110,7 @@ class InUse(GpuleaseError, RuntimeError):
 
 
 class NotFound(GpuleaseError):
-    """There is no such thing. Check the id."""
+    """There is no resource of this name. Check the id."""
 
     code, status, title = "not_found", 404, "Not found"
 
@@ -128,7 +128,7 @@ class LeaseLost(GpuleaseError):
 
 
 class EventsPruned(GpuleaseError):
-    """Events after the `seq` that was asked for are no longer kept. Go on after `pruned_seq`, and know of the gap."""
+    """Events after the `seq` that was asked for are no longer kept. Continue after `pruned_seq`, and expect a gap."""
 
     code, status, title = "events_pruned", 410, "Events pruned"
 
@@ -145,13 +145,13 @@ class StaleToken(GpuleaseError):
 
 
 class NotAuthenticated(GpuleaseError):
-    """The daemon does not know who asks. Send a token."""
+    """The daemon cannot identify the caller. Send a token."""
 
     code, status, title = "not_authenticated", 401, "Not authenticated"
 
 
 class NotAllowed(GpuleaseError):
-    """Who asks may not do this."""
+    """The caller may not do this."""
 
     code, status, title = "not_allowed", 403, "Not allowed"
 
@@ -161,7 +161,7 @@ class OverQuota(GpuleaseError):
 
     code, status, title = "over_quota", 429, "Over quota"
     retry_after_s: float | None = None
-    """How long the daemon wants to be left alone, where it says that."""
+    """When to try again, in seconds; None if the daemon does not say."""
 
 
 class IdempotencyMismatch(GpuleaseError):
@@ -175,7 +175,7 @@ class Unavailable(GpuleaseError):
 
     code, status, title = "unavailable", 503, "Unavailable"
     retry_after_s: float | None = None
-    """How long the server wants to be left alone, where it says that."""
+    """When to try again, in seconds; None if the server does not say."""
 
 
 class DaemonUnavailable(GpuleaseError, RuntimeError):
@@ -187,14 +187,14 @@ class DaemonUnavailable(GpuleaseError, RuntimeError):
 
 
 class UnknownOrdinals(GpuleaseError, RuntimeError):
-    """Which GPUs CUDA's numbers mean in this process cannot be told, or they mean none that is leased. Nothing was
+    """Which GPUs CUDA's numbers mean in this process is not known, or none of these GPUs can be leased. Nothing was
     reserved. Set CUDA_DEVICE_ORDER=PCI_BUS_ID, or name whole GPUs by UUID in CUDA_VISIBLE_DEVICES."""
 
     code, title = "unknown_ordinals", "Unknown CUDA ordinals"
 
 
 class MaskLatched(GpuleaseError, RuntimeError):
-    """CUDA is initialised, so CUDA_VISIBLE_DEVICES does not count any more. Ask for GPUs before CUDA is used."""
+    """CUDA is initialized, so CUDA_VISIBLE_DEVICES no longer has an effect. Ask for GPUs before CUDA is used."""
 
     code, title = "mask_latched", "Mask latched"
 
@@ -204,7 +204,7 @@ def respelled(remedy: str, words: Mapping[str, str]) -> str:
 
     Args:
         remedy: Such as "`GET /v1/jobs` lists them."
-        words: What stands for a route or field. `{}` in both stands for the same id. What is not there stays.
+        words: What to write for a route or field. `{}` stands for the same id in both. Others stay as they are.
     """
 
     def in_other_words(quoted: re.Match[str]) -> str:

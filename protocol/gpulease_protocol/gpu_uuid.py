@@ -16,5 +16,5 @@ def canonical_uuid(uuid: str) -> str:
 
 
 def is_valid_uuid(uuid: str) -> bool:
-    """True for a UUID that is spelled so, and that lists of GPUs and addresses can have in them."""
+    """True if the UUID is canonical, and safe in a URL path and in a comma-separated list."""
     return VALID_UUID.fullmatch(uuid) is not None and uuid == canonical_uuid(uuid) and uuid.strip(".") != ""

@@ -1,4 +1,4 @@
-"""A log as our own clients receive it: in frames, each of which says where the reading goes on after it.
+"""A log as gpulease's own clients receive it: in frames, each with the place at which to continue.
 
 `GET /v1/jobs/{id}/logs?frames=1` answers with frames instead of bare text. One is a line of JSON, then as many bytes
 as it says:
@@ -30,7 +30,7 @@ class LogFrame:
     """A piece of a log."""
 
     at: str
-    """Where the reading goes on after it."""
+    """The place at which to continue after it."""
     content: bytes = b""
     """What the job wrote, and our notes in it."""
     end: bool = False
@@ -43,13 +43,13 @@ class LogFrame:
 
 
 class LogFrameParser:
-    """Puts frames together from the pieces in which they arrive."""
+    """Assembles frames from the chunks in which they arrive."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, piece: bytes) -> Iterator[LogFrame]:
-        """The frames that are whole with this piece. Raises ValueError for anything that is no frame."""
+        """The frames that this chunk completes. Raises ValueError for anything that is not a frame."""
         self._rest += piece
         while (line := self._rest.find(b"\n")) >= 0:
             head = json.loads(self._rest[:line])

@@ -1,7 +1,7 @@
 """The public nouns: what the API returns, the client decodes, the CLI prints and the core computes with.
 
 Each class is written once, here. Names end in their unit: ``_at`` (aware UTC), ``_s`` (seconds), ``_bytes``,
-``_ratio`` (0 to 1), ``_w``, ``_c``. A value that the driver could not tell is ``None``, never 0.
+``_ratio`` (0 to 1), ``_w``, ``_c``. A value that the driver does not report is ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device(Noun):
-    """One allocatable GPU, by what does not change while it is plugged in."""
+    """One allocatable GPU: its properties that do not change while it is plugged in."""
 
     uuid: str
     """NVML UUID, `GPU-` and lower-case hex; the only identity of a GPU."""
@@ -121,7 +121,7 @@ class GpuReading(Device):
     `row_remap_failed`, `mig`, `fabric_not_ready`, `processes_unknown`, `compute_mode_unknown`, `unreadable`; see
     docs/glossary.md."""
     warnings: tuple[str, ...] = ()
-    """What does not keep it from being granted but is worth knowing: `row_remap_pending` ... (docs/glossary.md)."""
+    """Problems that do not keep it from being granted: `row_remap_pending` and others, see docs/glossary.md."""
     processes: tuple[Process, ...] = ()
     """Processes on the GPU, every type."""
     hidden_use: bool = False
@@ -131,13 +131,13 @@ class GpuReading(Device):
     minor_number: int | None = None
     """N of its device file `/dev/nvidiaN`; not the index."""
     numa_node: int | None = None
-    """NUMA node it is attached to; null where there is one memory for all, or the kernel does not tell."""
+    """NUMA node it is attached to; null if the host has only one, or the kernel does not say."""
     mig: bool | None = None
     """True when it is split by MIG; null for a GPU that cannot be."""
     fabric: str | None = None
-    """How far it is with its NVLink fabric: `not_started`, `in_progress`, `completed`, `failed`; null without one."""
+    """State of joining its NVLink fabric: `not_started`, `in_progress`, `completed`, `failed`; null without one."""
     recovery_action: str | None = None
-    """What the driver says would make it sound again, such as `none` or `gpu_reset`; null before driver 570."""
+    """Recovery action that the driver asks for, such as `none` or `gpu_reset`; null before driver 570."""
     ecc_corrected: int | None = None
     """Memory errors corrected since the driver was loaded; null without ECC."""
     ecc_uncorrected: int | None = None
@@ -158,7 +158,7 @@ class GpuReading(Device):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu(GpuReading):
-    """A GPU as `GET /v1/gpus` shows it: the last reading, and what the ledger says of it."""
+    """A GPU as `GET /v1/gpus` shows it: its last reading, and its state in the ledger."""
 
     state: GpuState
     """What the GPU can be used for now."""
@@ -197,7 +197,7 @@ class Demand(Noun):
     node: str | None = None
     """Only GPUs of this node."""
     gpu_model: str | None = None
-    """Only GPUs whose product name contains this text; case does not matter."""
+    """Only GPUs with this text in their product name; case does not matter."""
     min_free_memory_bytes: int | None = None
     """Only GPUs with at least this much free memory."""
 
@@ -219,7 +219,7 @@ class Lease(Noun):
     gpus: tuple[Device, ...] = ()
     """The GPUs granted, in the order of `devices` or else in PCI order; empty while queued."""
     env: dict[str, str] = field(default_factory=dict)
-    """Everything a training needs in its environment; empty while queued."""
+    """Every variable that a training run needs in its environment; empty while queued."""
     fencing_token: int | None = None
     """Fencing token: a number that increases with every grant and proves which one is meant; null while queued. It is
     no bearer token."""
@@ -278,7 +278,7 @@ class JobSpec(Noun):
     mask: Mask | None = None
     """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
     notify: str | None = None
-    """URL or command that the job's supervisor tells of its end; null for none."""
+    """URL that the job's supervisor calls, or command that it runs, when the job has ended; null for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -214,7 +214,7 @@ class JobOrder(Noun):
     lease_id: str
     """Its lease."""
     uid: int | None = None
-    """User who submitted it and as whom it runs; null where the daemon could not tell, and then it runs nowhere."""
+    """User who submitted it, and that it runs as; null if the daemon does not know: then it runs nowhere."""
     gid: int | None = None
     """That user's group as of submission; null: the one of the node's user database."""
     gpus: tuple[str, ...]

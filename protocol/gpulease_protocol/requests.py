@@ -91,7 +91,7 @@ class LeaseRequest(RequestBody):
     min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
     gpu_model: Annotated[str | None, NAME] = None
-    """Only GPUs whose product name contains this text; case does not matter."""
+    """Only GPUs with this text in their product name; case does not matter."""
     node: Annotated[str | None, NAME] = None
     """Only GPUs of this node."""
     among: Annotated[list[GpuName] | None, Bounds(maxItems=MAX_COUNT, rule=f"must name at most {MAX_COUNT} GPUs")] = (
@@ -217,7 +217,7 @@ class JobRequest(RequestBody):
     node: Annotated[str | None, NAME] = None
     """Only on this node."""
     gpu_model: Annotated[str | None, NAME] = None
-    """Only GPUs whose product name contains this text; case does not matter."""
+    """Only GPUs with this text in their product name; case does not matter."""
     min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
     after: Annotated[

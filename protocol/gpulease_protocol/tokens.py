@@ -35,7 +35,7 @@ class Role(StrEnum):
 
 
 class IdentifiedBy(StrEnum):
-    """How the daemon knows who calls. `socket` and `loopback`: the kernel shows whose connection it is. `token`: by the
+    """How the daemon knows who calls. `socket` and `loopback`: the kernel shows the user. `token`: by the
     bearer token that was sent."""
 
     SOCKET = "socket"

@@ -384,7 +384,7 @@ def unit_files() -> dict[str, str]:
 
 
 def usual_admins() -> tuple[str, ...]:
-    """The group of this host whose members may become root, as `--admin` takes it."""
+    """The group of this host with members who may become root, as `--admin` takes it."""
     return next(((f"@{group}",) for group in ADMIN_GROUPS if find_group(group) is not None), ())
 
 

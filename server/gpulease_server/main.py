@@ -158,7 +158,7 @@ def check_peers(settings: ServeSettings) -> None:
 
 
 def admin_groups(settings: ServeSettings) -> GroupMembers:
-    """The groups whose members are administrators."""
+    """The groups of administrators."""
     groups = {admin.removeprefix("@") for admin in settings.admins if admin.startswith("@")}
     for group in sorted(groups):
         if find_group(group) is None:

@@ -103,7 +103,7 @@ def test_a_log_is_closed_without_waiting_for_a_read_that_hangs(
 
 
 @pytest.mark.parametrize("place", ["", "rank-0.log"], ids=["on the directory", "on a log"])
-def test_a_file_system_that_a_user_mounts_in_a_log_directory_is_asked_nothing(tmp_path: Path, place: str) -> None:
+def test_a_file_system_that_a_user_mounts_in_a_log_directory_is_not_accessed(tmp_path: Path, place: str) -> None:
     logs = tmp_path / "logs"
     (logs / "rank-0.log").mkdir(parents=True)
     (logs / "launcher.log").write_text("said\n")

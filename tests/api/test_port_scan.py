@@ -1,4 +1,4 @@
-"""Nonsense from all sides at once: the daemon's memory stays bounded, and who asks properly is answered as ever."""
+"""Nonsense from all sides at once: the daemon's memory stays bounded, and proper requests are answered as before."""
 
 from __future__ import annotations
 

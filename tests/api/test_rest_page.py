@@ -19,8 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "rest.md"
 HEAD = """# The REST API
 
 `python -m tests.api.test_rest_page` generates this page from the OpenAPI document, and a test compares the two. A
-running daemon serves the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in use,
-[generated-clients.md](generated-clients.md) how to generate clients.
+running daemon serves the same at `/docs`, and for programs at `/openapi.json`. [curl.md](curl.md) shows each route in
+use, [generated-clients.md](generated-clients.md) how to generate clients.
 
 """
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KINDS = (".py", ".md", ".js", ".toml", ".yml", ".service", ".sh", ".c")
+KINDS = (".py", ".md", ".js", ".toml", ".yml", ".service", ".socket", ".html", ".sh", ".c")
 HISTORY = {"CHANGELOG.md", "tests/RECORD.md", "tests/architecture/test_language.py"}
 AVOIDED = {
     r"who(so)?ever|whomever": "anyone who, everyone who, the caller",
@@ -28,6 +28,16 @@ AVOIDED = {
     r"heeds?|heeded": "obeys, follows",
     r"be it": "whether",
     r"that is not how": "invalid usage",
+    r"as whom": "the user that ... runs as",
+    r"in vain": "useless, without effect",
+    r"as ever": "as before, as usual",
+    r"belongs? into": "belongs in",
+    r"excludes? each other": "cannot be combined",
+    r"mend(s|ed|ing)?": "fix, repair",
+    r"(spelled|called) so": "in that spelling, with that name",
+    r"(sound|well) again": "recovers",
+    r"com(e|es|ing) to (its|their) end": "ends",
+    r"(asked|asks|asking) nothing": "does not access, does not query",
 }
 """A regular expression of whole words, and what to write instead."""
 

@@ -111,7 +111,7 @@ def test_what_becomes_of_a_token_of_an_unknown_user_is_said_when_it_is_made(
     made = gpulease("token", "create", "--user", user, "--role", role)
     client.revoke_token(made.stdout.partition(".")[0])
     assert ("has no user" in made.stderr) is bool(said)
-    assert "--expires 30d would end it by itself" in made.stderr
+    assert "--expires 30d would limit that" in made.stderr
     for words in said:
         assert words in made.stderr
 

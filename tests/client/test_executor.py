@@ -199,7 +199,7 @@ def test_only_max_workers_wait_in_the_queue_and_a_cancelled_one_leaves_it(client
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b", "c", "d"]
 
 
-def test_a_wait_that_times_out_or_is_in_vain_fails_the_future(client: Client) -> None:
+def test_a_wait_that_times_out_or_is_useless_fails_the_future(client: Client) -> None:
     with client.lease(count=4, wait_s=60), GPUExecutor(client=client, wait_s=0.1) as executor:
         assert isinstance(executor.submit(executor_tasks.add, 1, 1).exception(60), NotNow)
     with GPUExecutor(gpus_per_task=5, client=client) as executor:

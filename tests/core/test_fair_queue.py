@@ -201,7 +201,7 @@ class Queue(RuleBasedStateMachine):
                 held[one] = waiting
 
     @invariant()
-    def nothing_is_held_in_vain(self) -> None:
+    def nothing_is_held_uselessly(self) -> None:
         for waiting in self.waiting:
             held = set(self.explain(waiting).held)
             assert not held or self.passed.get(waiting, 0) >= self.world.policy.max_bypass, "held too early"

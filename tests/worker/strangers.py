@@ -21,7 +21,7 @@ STRANGER = 54321
 """A user whom no database knows."""
 ROOT = os.geteuid() == 0
 ANYONE = STRANGER if ROOT else os.getuid()
-"""A user as whom the tests may start a process: another one than their own, if they may."""
+"""A user that the tests may start a process as: not their own, if they may."""
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from tests.worker.play import Worker, play
 from tests.worker.strangers import ANYONE, ROOT, STRANGER, passable, running_as
 
 ANOTHER = ANYONE + 1
-"""Not the user as whom the tests start processes."""
+"""Not the user that the tests start processes as."""
 LARGE = {f"A{number}": "x" * 100_000 for number in range(10)}
 """An environment of 1 MB."""
 RESPAWN = """

@@ -7,7 +7,7 @@
         losses = client.gather(client.map(train, rates))
 
 Each such task runs in a process of its own, a child of its dask worker, and holds its lease for as long as it runs.
-All other tasks run in the worker as ever. A worker that is idle holds nothing.
+All other tasks run in the worker as before. A worker that is idle holds nothing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ OUT_OF_TIME = 124
 
 
 class JobController(Controller):
-    """A controller whose files are named after the daemon's job."""
+    """A controller that names its files after the daemon's job."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

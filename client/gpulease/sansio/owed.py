@@ -1,4 +1,4 @@
-"""What this process owes a daemon: leases to release and requests to withdraw, which no daemon has answered for.
+"""Releases and withdrawals that no daemon has answered yet: this process repeats them until one does.
 
 A daemon may be away when a block ends, a task is cancelled or the user presses Ctrl-C. It keeps a lease for as long as
 it sees its owner alive, and the owner is this process, which goes on. So what could not be said is said later:
@@ -119,7 +119,7 @@ class Debts:
             self._debts.append(debt)
 
     def owed_to(self, destination: Destination) -> list[Debt]:
-        """What is owed to a daemon that this destination may lead to, oldest first."""
+        """Releases and withdrawals that are owed to a daemon of this destination, oldest first."""
         with self._changed:
             return [debt for debt in self._debts if debt.failover.destination.overlaps(destination)]
 

@@ -179,7 +179,7 @@ def _node_facts(node: Node) -> Facts:
 
 
 def _waits(client: Client, lease_id: str) -> Facts:
-    """What a request that waits is in the way of."""
+    """The obstacles of a request that waits."""
     explanation = client.explain(lease_id)
     yield "place", explanation.position and str(explanation.position)
     yield "in the way", output.local_times(explanation.sentence.removeprefix("Not now: "))

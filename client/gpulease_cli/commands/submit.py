@@ -27,7 +27,7 @@ from gpulease_protocol.requests import ArrayRequest, JobRequest
 from gpulease_protocol.status_table import printable
 
 LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "--dry-run", "--retries", "--follow")
-"""Options after the script that are rather meant for `submit`."""
+"""Options after the script that were probably meant for `submit`."""
 
 
 @click.command(
@@ -206,7 +206,7 @@ def _print_dry_run(found: Explanation, json: bool) -> int:
 
 
 def _hint_at_options(words: Sequence[str]) -> None:
-    """Say on stderr that an option after the script is the script's, where it was rather meant for `submit`."""
+    """Say on stderr that an option after the script is the script's, if it was probably meant for `submit`."""
     if click.get_current_context().meta.get(MARKED):
         return
     for word in words[1:]:

@@ -113,7 +113,7 @@ def create(
     if made.budget is not None:
         click.echo(f"What may be held with it: {describe_budget(made.budget)}.", err=True)
     if made.expires_at is None:
-        click.echo("Anyone who finds it can use it as long: --expires 30d would end that.", err=True)
+        click.echo("Anyone who finds it can use it until it is revoked; --expires 30d would limit that.", err=True)
     if made.uid is None and made.role is not Role.WORKER:
         click.echo(_unknown_user(made), err=True)
     click.echo(made.bearer)
@@ -159,7 +159,7 @@ def describe_budget(budget: Budget) -> str:
 
 
 def _unknown_user(made: BearerToken) -> str:
-    """What it means that the daemon's host does not have the user of a token."""
+    """The warning about a token for a user who does not exist on the daemon's host."""
     jobs = "; until then no worker runs jobs submitted with it" if made.role is not Role.VIEWER else ""
     return (
         f"the daemon's host has no user {made.user}: as soon as it has one, who may be another person, this token is"

@@ -1,4 +1,4 @@
-"""`gpulease top`: the machine live, on the whole terminal."""
+"""`gpulease top`: a live view of the machine, on the full screen of the terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def top() -> None:
 
 @dataclass
 class _Latest:
-    """What the thread that asks the daemon has found last. The picture stays while the daemon is away."""
+    """The last answer to the thread that asks the daemon. The picture stays while the daemon is away."""
 
     snapshot: Snapshot | None = None
     problem: str = ""

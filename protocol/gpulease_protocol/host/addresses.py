@@ -1,4 +1,4 @@
-"""Where a daemon may be: what was asked for, else what the environment says, else what this machine has."""
+"""Addresses of the daemon: as given, else from the environment, else the sockets and the port of this machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpulease_protocol.host import config_file
 SOCKET_NAME = "gpulease.sock"
 """Name of the Unix socket in a daemon's data directory."""
 DEFAULT_URL = "http://127.0.0.1:8750"
-"""Where `gpulease serve` listens unless it is told otherwise."""
+"""Where `gpulease serve` listens by default."""
 HOST_AND_PORT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}")
 MAX_ADDRESSES = 16
 """Addresses of one service, at most: they share the time in which a client finds out that none answers."""

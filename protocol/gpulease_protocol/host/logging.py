@@ -50,7 +50,7 @@ QUIET = {
 
 
 JOURNAL_LEVELS = ((logging.ERROR, "<3>"), (logging.WARNING, "<4>"), (logging.INFO, "<6>"), (0, "<7>"))
-"""By the least level: how the journal is told it (sd-daemon(3))."""
+"""Prefixes of the journal's priorities (sd-daemon(3)), by lowest level."""
 
 
 class LogFormat(StrEnum):
@@ -62,7 +62,7 @@ class LogFormat(StrEnum):
 
 
 class LogLevel(StrEnum):
-    """The least that is logged."""
+    """The lowest level that is logged."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -191,7 +191,7 @@ class HumanLine(logging.Formatter):
         return "\n    ".join((begin + self.words(record), *self.trace(record)))
 
     def words(self, record: logging.LogRecord) -> str:
-        """Message and fields. The cause comes last: its long id matters only to who searches for it."""
+        """Message and fields. The cause comes last: its long id matters only in a search."""
         more = {name: value for name, value in getattr(record, "fields", {}).items() if name not in ("event", "cause")}
         more |= {name: value for name, value in getattr(record, "fields", {}).items() if name == "cause"}
         message = _printable(_clean(record.getMessage()))
@@ -218,7 +218,7 @@ def _at(record: logging.LogRecord) -> datetime:
 
 
 def _clean(text: str, limit: int = MAX_TEXT) -> str:
-    """Without passwords of URLs and bearer tokens, and not without end."""
+    """The text without passwords of URLs and bearer tokens, cut to a bounded length."""
     if "://" in text:
         text = re.sub(r"(://[^\s/@:]*:)[^\s/@]*@", r"\1...@", text)
     text = re.sub(r"(?i)\b(bearer\s+|(?:ssl)?password=)[^\s&'\"]+", r"\1...", text)

@@ -21,7 +21,7 @@ from gpulease_protocol.host.tcp_socket_owner import is_loopback, is_overflow_uid
 UCRED = struct.Struct("=iII")
 """struct ucred: pid, uid, gid."""
 ANY_USER = "*"
-"""In GPULEASE_DAEMON_USER: any server is believed, also one whose user the kernel does not show."""
+"""In GPULEASE_DAEMON_USER: trust any server, even if the kernel does not show its user."""
 
 
 def unix_peer(sock: socket.socket) -> tuple[int, int, int]:

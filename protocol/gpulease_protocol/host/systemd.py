@@ -1,4 +1,4 @@
-"""Whether systemd runs this host: where it does not, no one is told to ask `systemctl`."""
+"""Whether systemd runs this host: if not, no message mentions `systemctl`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The user who owns the other end of a TCP connection of this host, from `sock_diag` or from `/proc/net/tcp` and `tcp6`
-(proc(5)). The daemon learns so who calls it (`owner_of_connection`), and a client who answers (`owner_of_server`).
+(proc(5)). It tells the daemon who calls (`owner_of_connection`), and a client who answers (`owner_of_server`).
 
 It works within one network namespace. Five traps, each with a test:
 
@@ -137,7 +137,7 @@ def _tables(proc_net: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _rows(table: Path, pattern: str) -> Iterator[TcpSocket]:
-    """The sockets in whose row `pattern` is."""
+    """The sockets with `pattern` in their row."""
     # Only the matching line is split: there may be thousands, and the event loop waits.
     for line in table.read_text().splitlines():
         if pattern in line and len(fields := line.split()) > 9:

@@ -1,4 +1,4 @@
-"""The environment variables of gpulease, by name: one that is not among them is a slip of the pen, and has no effect.
+"""The environment variables of gpulease. Any other name with its prefix is a mistake, and has no effect.
 
 A test compares the list with what the code reads. What a lease or a job sets is known by its beginning, because a newer
 daemon may set more.

@@ -16,6 +16,6 @@ class AccessSettings:
     show_commands: bool = True
     """All users see the command lines of all processes, as with `ps`; otherwise only those of their own."""
     origins: frozenset[str] = frozenset()
-    """Origins whose web pages may read answers (CORS), spelled as a browser spells them."""
+    """Origins of web pages that may read answers (CORS), spelled as a browser spells them."""
     max_rps_per_user: float = 0.0
     """Requests per second that one user may send, on average; 0: no limit."""

@@ -88,7 +88,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
 
 
 def _end_spent_leases(turn: Turn) -> None:
-    """End the leases whose tokens have used up their budgets. Jobs are stopped."""
+    """End the leases of tokens that have used up their budgets. Jobs are stopped."""
     for record, why in list(spent_leases(turn.ledger, turn.now)):
         job = turn.ledger.live_jobs.get(record.lease.job_id or "")
         if job is None:

@@ -25,7 +25,7 @@ class DueLeases:
             heapq.heapify(self.heap)
 
     def pop(self, now_s: float, deadlines: Mapping[str, float]) -> list[str]:
-        """The leases whose deadlines have passed. They are not named again until they are pushed."""
+        """The leases with a deadline that has passed. They are not returned again until they are pushed."""
         found: dict[str, None] = {}
         while self.heap and self.heap[0][0] <= now_s:
             at_s, lease_id = heapq.heappop(self.heap)

@@ -14,7 +14,7 @@ from gpulease_server.core.user_limits import UserUsage
 
 
 def array_at_limit(ledger: Ledger, record: LeaseRecord) -> Job | None:
-    """The job of a queued lease whose array runs as many jobs as it may; None when that does not delay it."""
+    """The job of a queued lease that waits for the limit of its array; None if the limit does not delay it."""
     known = ledger.jobs.get(record.lease.job_id or "")
     if known is None or known.job.array_id is None or known.job.array_at_most is None:
         return None

@@ -37,7 +37,7 @@ class LeaseRequested:
     adoption: Adoption | None = None
     """The request is for the GPUs that its owner uses already, whatever the demand says."""
     budget: Budget | None = None
-    """The budget of the bearer token that the request was sent with, whose id the holder has."""
+    """The budget of the bearer token that the request was sent with; its id is in the holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class JobSubmitted:
     """The GPUs that each of the jobs needs."""
     holder: Holder
     uid: int | None = None
-    """User who submits it and as whom it will run; None where the connection does not show it."""
+    """User who submits it, and that it will run as; None if the connection does not show it."""
     gid: int | None = None
     """That user's group, where the connection shows it."""
     array_id: str | None = None

@@ -73,7 +73,7 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
 def too_many_at_once(
     ledger: Ledger, submitted: JobSubmitted, undecided: PendingRequests, policy: Policy
 ) -> OverQuota | None:
-    """Why an array is refused whose jobs would be too many in the queue; None for one that fits, and for one job."""
+    """Why an array with too many jobs for the queue is refused; None for one that fits, and for a single job."""
     user, limits, further = submitted.holder.user, policy.limits, len(submitted.jobs) - 1
     remedy = "Submit fewer jobs at once, or try again later."
     if further and user_queue_is_full(ledger, user, undecided, further, limits):

@@ -221,7 +221,7 @@ def on_answer_lost(turn: Turn, lost: AnswerLost) -> None:
 
 
 def expire(turn: Turn) -> None:
-    """End every lease whose deadline has passed, but for those that are spared."""
+    """End every lease with a deadline that has passed, except those that are spared."""
     ledger = turn.ledger
     for lease_id in ledger.due.pop(turn.now.mono_s, ledger.deadlines):
         record = ledger.leases[lease_id]

@@ -64,14 +64,14 @@ class Ledger:
     """Names of the nodes that an administrator has taken out of use."""
     deadlines: dict[str, float] = field(default_factory=dict)
     unclaimed: set[str] = field(default_factory=set)
-    """Ids of leases of whose grant no one was told, and whose holders have not asked about them since."""
+    """Ids of leases that were granted without telling anyone, and that their holders have not asked about since."""
     keys: dict[str, KeyRecord] = field(default_factory=dict)
     draining_since: dict[str, float] = field(default_factory=dict)
     """By UUID: a reading that shows the GPU clean must have begun after this."""
     queue: list[tuple[int, str]] = field(default_factory=list)
     """(number, lease id) of queued leases, in order of arrival; without those of jobs that wait for other jobs."""
     waiting_for_jobs: dict[str, None] = field(default_factory=dict)
-    """Ids of queued leases whose jobs wait for other jobs, see `core.dependencies`."""
+    """Ids of queued leases of jobs that wait for other jobs, see `core.dependencies`."""
     waiting_for_jobs_by_user: Counter[str | None] = field(default_factory=Counter)
     """By user, how many of them there are."""
     unmet: dict[str, dict[str, None]] = field(default_factory=dict)
@@ -410,7 +410,7 @@ class Ledger:
 
     @property
     def waiting_count(self) -> int:
-        """How many requests wait, those included whose jobs wait for other jobs."""
+        """How many requests wait, including those of jobs that wait for other jobs."""
         return len(self.queue) + len(self.waiting_for_jobs)
 
     def place_of(self, record: LeaseRecord) -> tuple[int, str] | None:

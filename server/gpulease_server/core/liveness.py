@@ -23,7 +23,7 @@ from gpulease_server.core.records import Deadline, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 
 ANSWER_LOST_S = 60.0
-"""How long a request lasts after its client has gone away, at most: time to mend a connection or restart a client. Its
+"""How long a request lasts after its client has gone away, at most: time to fix a connection or restart a client. Its
 `ttl_s` may be hours, as that of `gpulease acquire`, and is meant for the time after the grant."""
 MIN_EXTENSION_S = 0.25
 """Sights of an owner that would move a deadline by less than this, or by less than a tenth, leave it where it is."""
@@ -100,7 +100,7 @@ def is_spared(turn: Turn, record: LeaseRecord) -> bool:
 
 
 def on_silence_over(turn: Turn, node: str) -> None:
-    """A node reports again: a lease whose owner it watches lasts until its worker has had time to find the owner."""
+    """A node reports again: leases of owners that it watches last until its worker has had time to find them."""
     for leases in turn.ledger.watched_owners.get(node, {}).values():
         for lease_id in leases:
             lease = turn.ledger.leases[lease_id].lease

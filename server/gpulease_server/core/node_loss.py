@@ -19,7 +19,7 @@ tried again elsewhere. An administrator who forgets a node says that its host is
 |---|---|---|
 | a job | `lost`, no retry | queued again while it has a retry left; `cancelled` if a user cancelled it; else `lost` |
 | an active lease | `node_lost`, unless its holder has renewed within the bound | `node_lost` |
-| a lease elsewhere, or a queued one, whose owner it watches | its holder must renew from then on | the same |
+| a lease elsewhere, or a queued one, if it watches the owner | its holder must renew from then on | the same |
 | a GPU | drains | removed, and its cordon with it |
 
 | what happens then | what is decided |

@@ -49,7 +49,7 @@ class Policy:
     `gpu.is_recent`."""
     reading_deadline_s: float = 5.0
     """How long a verdict waits for a fresh reading of GPUs that look free. Only a node under extreme load takes so
-    long: one that is silent or whose probe hangs is unknown sooner."""
+    long: a silent node, or one with a probe that hangs, is unknown sooner."""
     silence_s: float = 3.0
     """A node that has reported nothing for this long is unknown; slow readings make it longer."""
     stall_s: float = 1.0

@@ -25,7 +25,7 @@ class WatchedOwner:
     """The process that owns a lease, so that the lease ends with it; and the node that watches it."""
 
     node: str
-    """The node whose worker watches it."""
+    """The node with the worker that watches it."""
     realm: str
     """Boot and pid namespace in which its pid counts, see `gpulease_protocol.host.process_id.realm`."""
     owner: LeaseOwner
@@ -76,7 +76,7 @@ class JobRecord:
     log_directory: str | None = None
     """Where the logs of its last attempt lie on its node; None until the worker has taken that up."""
     uid: int | None = None
-    """User who submitted it, and as whom it runs; None where that could not be told."""
+    """User who submitted it, and that it runs as; None if that is not known."""
     gid: int | None = None
     """That user's group as of submission; None where that could not be told."""
     cancelled_at: datetime | None = None
@@ -270,7 +270,7 @@ class BudgetRecord:
 
 @dataclass(frozen=True, slots=True)
 class BudgetRemoved:
-    """A budget whose token was not used for days."""
+    """A budget of a token that was not used for days."""
 
     token_id: str
 

@@ -32,7 +32,7 @@ the dialogs; `notice.js` says when the data are not current. `format.js` has the
 | 401 | stops, and asks for a token; retries when the page is visible again |
 | the user signs in with another token | removes all data of the former one |
 | 429, 503 | waits as long as Retry-After says, shows the daemon's message, and continues with the page it was at |
-| a standby answers | shows its copy, and says whose it is and how old |
+| a standby answers | shows its copy, and says which daemon the writer is and how old the copy is |
 | the page is hidden | ends its stream and all requests; continues when it is visible again |
 | thousands of rows | draws a few hundred, and says how many more there are; of jobs it fetches only a few hundred |
 """

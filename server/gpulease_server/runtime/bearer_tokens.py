@@ -298,7 +298,7 @@ def _hash(bearer: str) -> str:
 
 
 def _is_of_unknown_user(token: BearerToken) -> bool:
-    """True for a token whose user the daemon's host did not have when it was created. A worker's token is of a node."""
+    """True for a token of a user whom the daemon's host did not have when it was made. A worker's is for a node."""
     return token.uid is None and token.role is not Role.WORKER
 
 

@@ -18,9 +18,9 @@ from gpulease_server.store.usage import HeldTime, held_times
 log = logging.getLogger("gpulease.metrics")
 
 MAX_SERIES = 2000
-"""Leases whose metrics are read for one answer, at most: the newest. Reading them takes about a second."""
+"""Metrics of at most this many leases, the newest, are read for one answer. That takes about a second."""
 AT_ONCE = 50
-"""Leases whose metrics are in memory at one time: about 32 kB for each GPU."""
+"""Metrics of at most this many leases are in memory at a time: about 32 kB for each GPU."""
 
 
 @dataclass(slots=True)

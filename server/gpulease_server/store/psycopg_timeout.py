@@ -1,4 +1,4 @@
-"""A PostgreSQL connection whose waits time out at the client.
+"""A PostgreSQL connection with time limits on its waits, enforced by the client.
 
 `statement_timeout` is enforced by the server. A server that is stopped, or cut off while the kernel still acknowledges,
 enforces nothing: then the client must give up. The outcome of the statement is unknown; see `fencing`.

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedMode(Noun):
-    """A GPU whose mode was changed, or is about to be changed."""
+    """A GPU with a changed mode, or one that is about to be changed."""
 
     uuid: str
     """The GPU."""
@@ -45,7 +45,7 @@ class SavedModes(Noun):
     """Content of the file."""
 
     gpus: tuple[SavedMode, ...] = ()
-    """Every GPU whose mode is changed."""
+    """Every GPU with a changed mode."""
 
 
 class ComputeModes:

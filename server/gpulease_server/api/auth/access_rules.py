@@ -51,7 +51,7 @@ class AccessRule(Enum):
     USER = auto()
     """Callers who may hold leases."""
     HOLDER = auto()
-    """The user whose lease or job the path names, and administrators."""
+    """The user of the lease or job in the path, and administrators."""
     ADMIN = auto()
     WORKER = auto()
     """Callers who report for nodes, which can free GPUs: root, the daemon's own user, and tokens with that role."""
@@ -171,7 +171,7 @@ async def holder_of(daemon: DaemonState, lease_id: str | None, job_id: str | Non
 
 
 def other_node(node: str | None) -> NotAllowed:
-    """The refusal of a worker whose token is for another node."""
+    """The refusal of a worker with a token for another node."""
     return NotAllowed(
         f"This token reports for node {node} and for no other.",
         remedy=f"Start the worker with --node {node}, or give it a token of its own: gpulease token create --user NAME"
@@ -182,9 +182,9 @@ def other_node(node: str | None) -> NotAllowed:
 def _of_another(caller: Caller, noun_id: str, holder: Holder | None) -> NotAllowed:
     """The refusal of a user who is not the holder."""
     user = holder.user if holder is not None and holder.user else None
-    whose = f"{user}'s" if user else "that of a user who is not known"
+    owned = f"{user}'s" if user else "an unknown user's"
     return NotAllowed(
-        f"{noun_id} is {whose}; you are {caller.user}.", remedy=f"Ask {user or 'its holder'}, or an administrator."
+        f"{noun_id} is {owned}; you are {caller.user}.", remedy=f"Ask {user or 'its holder'}, or an administrator."
     )
 
 

@@ -1,4 +1,4 @@
-"""A router whose every route authenticates and authorizes the caller first."""
+"""A router that authenticates and authorizes the caller before every route."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def trusted_peer(peer: PeerCredentials, access: AccessSettings) -> PeerCredentia
 
 
 async def caller_from_peer(peer: PeerCredentials, access: AccessSettings, admin_groups: GroupMembers) -> Caller:
-    """The caller at the other end of a connection; `ANONYMOUS` if the kernel does not show whose it is."""
+    """The caller at the other end of a connection; `ANONYMOUS` if the kernel does not show its user."""
     if peer.uid is None:
         return ANONYMOUS
     await refresh_user_name(peer.uid)

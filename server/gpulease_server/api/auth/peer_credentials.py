@@ -44,7 +44,7 @@ class OwnerClaim:
     """The process that a request names as owner of its lease, as far as it can be trusted."""
 
     pid: int | None
-    """The process whose descendants belong to the lease; None if unknown."""
+    """The process with the descendants that belong to the lease; None if unknown."""
     watchable: LeaseOwner | None = None
     """The same process with its start time, if it was named and is confirmed: the lease ends when it does."""
 
@@ -114,7 +114,7 @@ class PeerCredentialsProtocol(LimitedHttpProtocol):
 
 
 def peer_credentials_of(transport: asyncio.BaseTransport) -> PeerCredentials:
-    """The peer of an open connection; without a uid if nothing says whose it is."""
+    """The peer of an open connection; without a uid if its user is not known."""
     sock: Any = transport.get_extra_info("socket")
     if sock is None:
         return PeerCredentials()
@@ -133,7 +133,7 @@ def peer_credentials_of(transport: asyncio.BaseTransport) -> PeerCredentials:
         return PeerCredentials()
     try:
         uid = owner_of_connection(address[:2], own_address[:2])
-        # Looked at last: a client that had hung up may have left its port to another user, whose socket was found.
+        # Looked at last: a client that had hung up may have left its port to another user's socket.
         if not _is_connected(sock):
             uid = None
     except OSError:

@@ -36,7 +36,7 @@ def user_name(uid: int) -> str:
 async def refresh_user_name(uid: int) -> None:
     """Look up a user's name if it is not cached, or if the cached one is older than `NAME_TTL_S`.
 
-    A slow directory delays only users whose name is not cached yet; an old name is refreshed in the background. A name
+    A slow directory delays only users without a cached name; an old name is refreshed in the background. A name
     that was found once stays while the directory does not answer, so that users keep the right to their own leases.
     """
     cached = _cache.get(uid)

@@ -1,4 +1,4 @@
-"""The process that a request adopts: which one it is, whose, and what runs below it. `core.adoption` decides the rest.
+"""The process that a request adopts: its identity, user and descendants. `core.adoption` decides the rest.
 
 On the daemon's host the kernel says all of it. On another, the node that reports the process's realm shows whose it is,
 and only the process itself counts: what runs below it is not known here.

@@ -107,7 +107,7 @@ class LogTail:
         self._job_id = job_id
         self._query = query
         self._owner: str | None = None
-        """The user whose job it is; None until it is open."""
+        """The user of the job; None until it is open."""
         self._reader: LogReader | None = None
         self._attempt = query.attempt or 1
         self._changed = asyncio.Event()

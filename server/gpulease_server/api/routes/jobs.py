@@ -132,7 +132,7 @@ async def list_jobs(
     id_prefix: Annotated[
         str | None,
         Query(
-            description="Only jobs whose id begins like this, or whose array's id does.",
+            description="Only jobs with an id, or an array id, that begins like this.",
             pattern="^(job|array)-[0-9a-f]{1,16}$",
         ),
     ] = None,

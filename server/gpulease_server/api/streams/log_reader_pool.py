@@ -2,7 +2,7 @@
 
 A log lies where its job's user owns the directory, and they may see to it that a read of it never ends: with a write to
 the same file that hangs in a file system of their own, for instance. No thread can be taken back from such a read. So
-the files of one user hold at most `THREADS_PER_USER` of the `THREADS`, and requests for them are answered 503. The
+the files of one user hold at most `THREADS_PER_USER` of the `THREADS`, and requests for them get 503 instead. The
 threads are daemon threads, and not those of an executor, which the interpreter would wait for at its end.
 """
 
@@ -47,7 +47,7 @@ class LogReaderPool:
         self._free_threads_by_user = defaultdict[str | None, asyncio.Semaphore](
             lambda: asyncio.Semaphore(THREADS_PER_USER)
         )
-        """By the user whose files are read."""
+        """By the user of the files."""
         # A poll that hangs hangs for all: followers then notice a change only when they look for themselves.
         self.poller = FilePoller(self._poll)
 
