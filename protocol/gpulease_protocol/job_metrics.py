@@ -25,7 +25,7 @@ class MetricSeries(Noun):
     max: tuple[float | None, ...]
     """Largest value in the bucket; null where none is known."""
     known_s: tuple[float, ...]
-    """How much of the bucket it is known for, in seconds."""
+    """For how much of the bucket it is known, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class GpuReading(Device):
     numa_node: int | None = None
     """NUMA node it is attached to; null if the host has only one, or the kernel does not say."""
     mig: bool | None = None
-    """True when it is split by MIG; null for a GPU that cannot be."""
+    """True when it is split by MIG; null for a GPU without MIG."""
     fabric: str | None = None
     """State of joining its NVLink fabric: `not_started`, `in_progress`, `completed`, `failed`; null without one."""
     recovery_action: str | None = None
@@ -236,7 +236,7 @@ class Lease(Noun):
     expires_at: datetime | None = None
     """When it ends unless it is renewed; null where no time limit runs. With liveness `process` each sight of the
     living owner renews it once it is granted, so that it stays in the future for as long as the owner is watched and
-    lives. In the queue only waiting renews it, and after a wait also the first question about its grant."""
+    lives. In the queue only waiting renews it, and after a wait the first request that asks for the lease."""
     ended_at: datetime | None = None
     """When it ended."""
     ends_at: datetime | None = None

@@ -48,7 +48,7 @@ class UsageShare(GpuTime):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(GpuTime):
-    """GPU time in a period, in all and by user, label, node, agent or session."""
+    """GPU time in a period, in total and by user, label, node, agent or session."""
 
     from_at: datetime
     """Begin of the period."""

@@ -86,7 +86,7 @@ def test_a_wait_that_has_ended_exits_with_75_and_a_processor_lease_is_not_promis
     with client.lease(count=1, wait_s=60):
         result = shell("maybe_lease true", GPU_LEASE_ARGS="--timeout 1 --cpu-heavy")
         assert result.returncode == 75, result.stderr
-        assert "leases GPUs alone" in result.stderr
+        assert "leases only GPUs" in result.stderr
         assert shell("maybe_lease true", GPU_LEASE_ARGS="--gpus 3 --timeout 60").returncode == 0
     assert "held" not in shell('"$GPU_LEASE_CMD" --status').stderr
     assert "GPU" in shell('"$GPU_LEASE_CMD" --status').stdout

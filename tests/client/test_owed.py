@@ -167,7 +167,7 @@ def test_a_waiter_whose_withdrawal_is_not_answered_withdraws_later(
     daemon.fault = lambda line: "503" if "release" in line or "explain" in line else None
     with pytest.raises(errors.GpuleaseError), Client(daemon.url, retry_s=0.1) as brief:
         brief.lease(1, wait_s=0.1)
-    assert "this process repeats that" in caplog.text
+    assert "this process keeps trying" in caplog.text
     assert daemon.only_lease()["state"] == "queued"
     daemon.fault = lambda line: None
     until(lambda: is_released(daemon))

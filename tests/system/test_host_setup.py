@@ -290,7 +290,7 @@ def new_host(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("words", "uid", "code", "said", "shown"),
     [
         (["--dry-run"], 1000, 0, "", True),
-        ([], 0, 2, "There is no terminal on which to ask", True),
+        ([], 0, 2, "There is no terminal to ask on", True),
         (["--yes"], 1000, 2, "Only root can do this", True),
         (["--yes", "--admin", "a b"], 0, 2, "neither a user nor a group", False),
         (["--yes", "--purge"], 0, 2, "--purge goes with --uninstall", False),

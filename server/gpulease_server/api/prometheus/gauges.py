@@ -202,7 +202,7 @@ def agent_metric(snapshot: LedgerSnapshot) -> Metric:
         if record is not None and not gpu.draining and record.lease.holder.agent:
             held[record.lease.holder.agent, record.lease.holder.session] += 1
     ordered = sorted(held.items(), key=lambda item: (-item[1], item[0]))
-    text = "GPUs in leases that an agent asked for, by its session."
+    text = "GPUs leased by agents, by agent and session."
     family = GaugeMetricFamily("gpulease_agent_gpus", text, labels=("agent", "session"))
     for labels, gpus in ordered[:MAX_USERS]:
         family.add_metric(labels, gpus)
