@@ -250,7 +250,7 @@ def test_on_another_host_the_node_must_show_it_to_be_the_callers() -> None:
     assert isinstance(adopt(of("ann"), user="ann"), Lease)
     refused = adopt(of("bob"), user="ann")
     assert isinstance(refused, NotAllowed)
-    assert "that of user bob, and you are ann" in refused.detail
+    assert "belongs to user bob, and you are ann" in refused.detail
 
 
 def test_a_limit_of_the_user_counts() -> None:

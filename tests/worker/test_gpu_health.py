@@ -46,7 +46,7 @@ def test_a_gpu_is_judged_by_what_the_driver_told(facts: HealthFacts, word: str, 
 
 def test_every_word_is_in_the_glossary() -> None:
     text = GLOSSARY.read_text()
-    _, of_health, of_warnings = re.split(r"^`(?:health|warnings)` of a GPU", text, flags=re.MULTILINE)
+    _, of_health, of_warnings = re.split(r"^(?:The )?`(?:health|warnings)` of a GPU", text, flags=re.MULTILINE)
     assert {*re.findall(r"^\| `(\w+)` \|", of_health, re.MULTILINE)} == {*gpu_health.HEALTH_WORDS, COMPUTE_MODE_UNKNOWN}
     assert {*re.findall(r"^\| `(\w+)` \|", of_warnings, re.MULTILINE)} == {*gpu_health.WARNINGS}
 
