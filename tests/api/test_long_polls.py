@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 WAITERS, MIB = 5000, 2**20
 EACH_BYTES = 64 * 1024
 """What one long poll may cost the daemon: its connection, its request and its lease."""
-IDLE_RATIO = 0.5
+IDLE_RATIO = 0.1
 """How much of a processor all of them may cost while nothing happens."""
 MEDIAN_S = 0.1
 BODY = b'{"count": 1, "ttl_s": 600}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -77,10 +78,13 @@ class DaemonState:
         async with fair_share.waiting_for_writer():
             return await self.writer.submit(happening)
 
-    async def wait_for(self, topic: str, timeout_s: float) -> None:
-        """Wait until this topic was woken, at most so long; the caller's other requests go on meanwhile."""
+    async def wait_for(self, topic: str, timeout_s: float, interrupts: list[Callable[[], None]] | None = None) -> None:
+        """Wait until this topic was woken, at most so long; the caller's other requests go on meanwhile.
+
+        `interrupts` is that of `Wakeups.wait`.
+        """
         async with fair_share.waiting():
-            await self.writer.wakeups.wait(topic, timeout_s)
+            await self.writer.wakeups.wait(topic, timeout_s, interrupts)
 
     def not_ready(self) -> str | None:
         """Why the daemon cannot grant now; None if it can."""

@@ -45,6 +45,9 @@ MAX_CONNECTIONS = 10_000
 USER_SHARE = 4
 """One user may take 1 / `USER_SHARE` of every shared resource. Root and the daemon's own user may take all of it.
 Callers who are identified by token only may take half together, because their connections cannot be told apart."""
+ON_DISCONNECT = "gpulease.on_disconnect"
+"""Key of a request's scope: a list of functions to call when its client disconnects before it is answered. ASGI itself
+tells of that only to a task of its own that waits for it."""
 RESERVED_DESCRIPTORS = 512
 """File descriptors reserved for the database, logs and the worker."""
 
@@ -151,6 +154,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        if self.cycle is not None and self.cycle.disconnected:
+            for callback in list(self.cycle.scope[ON_DISCONNECT]):  # type: ignore[literal-required]
+                callback()
 
     def data_received(self, data: bytes) -> None:
         """Parse what has arrived, within the limits."""
@@ -170,6 +176,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
+        self.scope[ON_DISCONNECT] = []  # type: ignore[literal-required]
         self._part = RequestPart.HEAD
         self._request_count += 1
         self._header_count = 0

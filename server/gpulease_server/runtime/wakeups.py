@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class Wakeups:
@@ -13,31 +13,47 @@ class Wakeups:
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[asyncio.Future[None], None]] = {}
+        self._waiting: dict[str, dict[asyncio.Future[bool], None]] = {}
 
-    async def wait(self, key: str, timeout_s: float) -> bool:
-        """True if the key was woken within the time, else False."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def wait(self, key: str, timeout_s: float, interrupts: list[Callable[[], None]] | None = None) -> bool:
+        """True if the key was woken within the time, else False.
+
+        Args:
+            interrupts: While this waits, the list has a function that ends the wait early; the result is False then.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
         self._waiting.setdefault(key, {})[future] = None
+
+        def give_up() -> None:
+            _end(future, woken=False)
+
+        timer = loop.call_later(timeout_s, give_up)
+        if interrupts is not None:
+            interrupts.append(give_up)
         try:
-            await asyncio.wait_for(future, timeout_s)
-        except TimeoutError:
-            return False
+            return await future
         finally:
+            timer.cancel()
+            if interrupts is not None:
+                interrupts.remove(give_up)
             waiting = self._waiting.get(key)
             if waiting is not None:
                 waiting.pop(future, None)
                 if not waiting:
                     del self._waiting[key]
-        return True
 
     def wake(self, keys: Iterable[str]) -> None:
         """Wake every task that waits for one of these keys, in a deterministic order."""
         for key in sorted(keys):
             for future in self._waiting.get(key, ()):
-                if not future.done():
-                    future.set_result(None)
+                _end(future, woken=True)
 
     def wake_all(self) -> None:
         """Wake every task."""
         self.wake(list(self._waiting))
+
+
+def _end(future: asyncio.Future[bool], *, woken: bool) -> None:
+    if not future.done():
+        future.set_result(woken)

@@ -27,8 +27,8 @@ from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody
 from gpulease_server.api.routes.adopted_process import adopted_elsewhere, adopted_here
 from gpulease_server.api.routes.dry_run import explain_unmade
 from gpulease_server.api.streams.long_poll import (
+    LONG_SLICE_S,
     NEXT_LINK,
-    SLICE_S,
     Cursor,
     Limit,
     WaitSeconds,
@@ -350,8 +350,8 @@ async def _wait_while(
         if state is LeaseState.QUEUED and caller.owns(record.lease.holder):
             daemon.writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id=lease_id))
 
-    slice_s = min(SLICE_S, record.lease.ttl_s / 3) if record.lease.ttl_s > 0 else SLICE_S
-    await wait_until(daemon, request, caller, f"lease:{lease_id}", wait_s, has_changed, keep_alive, slice_s)
+    keep_alive_s = record.lease.ttl_s / 3 if record.lease.ttl_s > 0 else LONG_SLICE_S
+    await wait_until(daemon, request, caller, f"lease:{lease_id}", wait_s, has_changed, keep_alive, keep_alive_s)
     if state is LeaseState.QUEUED and caller.owns(record.lease.holder) and await request.is_disconnected():
         daemon.writer.enqueue(AnswerLost(cause=ids.new_id("poll"), lease_id=lease_id))
 
