@@ -7,13 +7,16 @@ middle of a transaction does not keep its row locks; `psycopg_timeout` at the cl
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, Table, create_engine, event
-from sqlalchemy.dialects import postgresql, sqlite
+import msgspec
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+
+from gpulease_protocol.codec import to_json
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 BUSY_S = 10
@@ -42,7 +45,7 @@ def engine(url: URL, **options: Any) -> Engine:
 
     `options` go to `create_engine`. Its errors hide the values of statements, which include the environments of jobs.
     """
-    options["hide_parameters"] = True
+    options |= {"hide_parameters": True, "json_serializer": json_text}
     if url.get_backend_name() == SQLITE:
         made = create_engine(url, connect_args={"timeout": BUSY_S}, **options)
         event.listen(made, "connect", _prepare_sqlite)
@@ -107,12 +110,17 @@ def schema_change(engine: Engine, lock: int, most_s: int) -> Iterator[Connection
                 connection.detach()  # its longer time-out must not return to the pool
 
 
-def upsert(connection: Connection, table: Table, key: str) -> Any:
-    """An insert that overwrites the row with the same key."""
-    insert = sqlite.insert if connection.dialect.name == SQLITE else postgresql.insert
-    statement = insert(table)
-    changed = {column.name: statement.excluded[column.name] for column in table.columns if not column.primary_key}
-    return statement.on_conflict_do_update(index_elements=[key], set_=changed)
+def json_text(value: Any) -> str:
+    """The JSON text of a column: of a noun, several of them, or a dict.
+
+    It is ASCII, which a PostgreSQL database of any encoding can store. Where msgspec does not make ASCII of it, `json`
+    does, which is slower: it escapes every other character, and halves of surrogate pairs.
+    """
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        encoded = b"\xff"
+    return encoded.decode("ascii") if encoded.isascii() else json.dumps(value, default=to_json)
 
 
 def error_message(error: BaseException) -> str:

@@ -18,16 +18,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sqlalchemy import Connection, Engine, event, func, select, text, update
+from sqlalchemy import BigInteger, Connection, Engine, bindparam, event, func, select, text, update
 from sqlalchemy.exc import DataError, SQLAlchemyError
 
 from gpulease_protocol.errors import Unavailable
 from gpulease_server.store import tables
 from gpulease_server.store.dialects import POSTGRESQL, error_message
+from gpulease_server.store.statements import statement_text
 
 log = logging.getLogger("gpulease.store")
 
 _ROW = tables.writer.c.id == 1
+_PROVED = bindparam("proved", type_=BigInteger())
+_PROOF = (
+    update(tables.writer)
+    .where(tables.writer.c.id == bindparam("id"), tables.writer.c.term == _PROVED)
+    .values({"term": _PROVED})
+)
+"""Locks the row of the writer, if it has this term."""
 _TERMINATE_ROW_HOLDER = (  # xmax is the transaction that has the row locked
     "SELECT pg_terminate_backend(a.pid) FROM writer w JOIN pg_stat_activity a ON a.backend_xid = w.xmax"
     " WHERE w.id = 1 AND a.datname = current_database()"
@@ -63,6 +71,7 @@ class WriterFence:
         """The term that the row must have; None before `take_over`."""
         self._first_term: int | None = None
         self._in_doubt = False
+        self._proof = statement_text(engine, _PROOF)
         self._sessions: deque[int] = deque(maxlen=_SESSIONS)
         """Process ids of its sessions at the server, newest last."""
         if engine.dialect.name == POSTGRESQL:
@@ -129,9 +138,7 @@ class WriterFence:
             raise StoreFailed(detail, remedy="Ask again.") from error
 
     def _require_term(self, connection: Connection) -> None:
-        term = tables.writer.c.term
-        proved = connection.execute(update(tables.writer).where(_ROW, term == self.term).values(term=self.term))
-        if proved.rowcount != 1:
+        if connection.exec_driver_sql(self._proof, {"id": 1, "proved": self.term}).rowcount != 1:
             self._refuse(connection)
 
     def resolve_in_doubt(self) -> None:

@@ -14,7 +14,6 @@ from sqlalchemy import Engine, select
 
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.store import rows, tables
-from gpulease_server.store.dialects import upsert
 from gpulease_server.store.ledger_store import Store
 
 MAX_ATTEMPTS = 1000
@@ -27,7 +26,7 @@ def save(store: Store, lease_id: str, content: bytes) -> None:
     """Store the series of one lease, replacing its row. Blocks. Raises `StoreFailed`."""
     row = {"lease_id": lease_id, "series": zlib.compress(content, ZLIB_LEVEL)}
     with store.writing() as connection:
-        connection.execute(upsert(connection, tables.job_metrics, "lease_id"), row)
+        store.statements.upsert(connection, tables.job_metrics, [row])
 
 
 def load(engine: Engine, lease_ids: Collection[str]) -> dict[str, bytes]:

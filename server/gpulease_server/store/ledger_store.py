@@ -6,33 +6,26 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func, select
 
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.records import (
-    BudgetRecord,
-    BudgetRemoved,
     BypassCounts,
     Change,
     Deadline,
     DependencyMet,
-    GpuRecord,
-    GpuRemoved,
     JobRecord,
-    KeyRecord,
-    KeyRemoved,
     LeaseRecord,
     NodeObservation,
-    NodeRecord,
-    NodeRemoved,
     NotBefore,
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
-from gpulease_server.store.dialects import snapshot, upsert
+from gpulease_server.store.dialects import snapshot
 from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
+from gpulease_server.store.statements import Statements
 
 __all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
 
@@ -54,6 +47,7 @@ class Store:
 
     def __init__(self, url: str, on_superseded: Callable[[], None] = lambda: None) -> None:
         self.engine = connect(url)
+        self.statements = Statements(self.engine)
         self.fence = WriterFence(self.engine, on_superseded)
 
     def close(self) -> None:
@@ -118,29 +112,27 @@ class Store:
 
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
         """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError."""
-        latest: dict[tuple[Table, str], dict[str, Any] | None] = {}
         events: list[dict[str, Any]] = []
+        latest: dict[tuple[Table, str], rows.Stored] = {}
         for change in changes:
-            match change:
-                case Event():
-                    events.append(rows.to_row(change)[1])
-                case GpuRemoved(key):
-                    latest[tables.gpu, key] = None
-                case NodeRemoved(key):
-                    latest[tables.node, key] = None
-                case BudgetRemoved(key):
-                    latest[tables.token_budget, key] = None
-                case KeyRemoved(key):
-                    latest[tables.idempotency_key, key] = None
-                case LeaseRecord() | JobRecord() | GpuRecord() | NodeRecord() | BudgetRecord() | KeyRecord():
-                    table, row = rows.to_row(change)
-                    latest[table, row[_key(table)]] = row
-        for name in COUNTERS:
-            latest[tables.counter, name] = {"name": name, "value": getattr(ledger, f"next_{name}")}
+            if isinstance(change, Event):
+                events.append(rows.to_row(change)[1])
+            elif isinstance(change, rows.Stored):
+                latest[rows.place(change)] = change
+        removed: dict[Table, list[str]] = {}
+        written: dict[Table, list[dict[str, Any]]] = {}
+        for (table, key), last in latest.items():
+            if isinstance(last, rows.Removal):
+                removed.setdefault(table, []).append(key)
+            else:
+                written.setdefault(table, []).append(rows.to_row(last)[1])
+        written[tables.counter] = [{"name": name, "value": getattr(ledger, f"next_{name}")} for name in COUNTERS]
         with self.writing() as connection:
-            _write(connection, latest)
-            if events:
-                connection.execute(insert(tables.event), events)
+            for table, keys in removed.items():
+                self.statements.delete(connection, table, keys)
+            for table, changed in written.items():
+                self.statements.upsert(connection, table, changed)
+            self.statements.insert(connection, tables.event, events)
 
     def leases(
         self,
@@ -266,19 +258,3 @@ def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
 def _given(values: Mapping[ColumnElement[str], str | None]) -> list[ColumnElement[bool]]:
     """The conditions of a query: each of these columns equals its value, unless that is None."""
     return [column == value for column, value in values.items() if value is not None]
-
-
-def _key(table: Table) -> str:
-    return str(next(iter(table.primary_key)).name)
-
-
-def _write(connection: Connection, latest: dict[tuple[Table, str], dict[str, Any] | None]) -> None:
-    """Write each row as it is at the end of the turn, or delete it."""
-    kept: dict[Table, list[dict[str, Any]]] = {}
-    for (table, key), row in latest.items():
-        if row is None:
-            connection.execute(delete(table).where(table.c[_key(table)] == key))
-        else:
-            kept.setdefault(table, []).append(row)
-    for table, table_rows in kept.items():
-        connection.execute(upsert(connection, table, _key(table)), table_rows)

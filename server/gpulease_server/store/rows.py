@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import fields
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import Row, Table
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.codec import field_name, from_json, to_json, wire_name
+from gpulease_protocol.codec import field_name, from_json, wire_name
 from gpulease_protocol.model import (
     Demand,
     Device,
@@ -29,53 +32,77 @@ from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
 from gpulease_server.core.records import (
     BudgetRecord,
+    BudgetRemoved,
     GpuRecord,
+    GpuRemoved,
     JobRecord,
     KeyRecord,
+    KeyRemoved,
     LeaseRecord,
     NodeRecord,
+    NodeRemoved,
     WatchedOwner,
 )
 from gpulease_server.store import tables
 
-StoredChange = LeaseRecord | JobRecord | GpuRecord | NodeRecord | BudgetRecord | KeyRecord | Event
+Removal = GpuRemoved | NodeRemoved | BudgetRemoved | KeyRemoved
+Record = LeaseRecord | JobRecord | GpuRecord | NodeRecord | BudgetRecord | KeyRecord
+Stored = Record | Removal
+PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
+    LeaseRecord: (tables.lease, attrgetter("lease.id")),
+    JobRecord: (tables.job, attrgetter("job.id")),
+    GpuRecord: (tables.gpu, attrgetter("device.uuid")),
+    GpuRemoved: (tables.gpu, attrgetter("uuid")),
+    NodeRecord: (tables.node, attrgetter("name")),
+    NodeRemoved: (tables.node, attrgetter("name")),
+    BudgetRecord: (tables.token_budget, attrgetter("token_id")),
+    BudgetRemoved: (tables.token_budget, attrgetter("token_id")),
+    KeyRecord: (tables.idempotency_key, attrgetter("key")),
+    KeyRemoved: (tables.idempotency_key, attrgetter("key")),
+}
+"""The table of each stored change, and its key there."""
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
+COMPUTED: dict[type, Collection[str]] = {
+    Lease: ("expires_at", "ends_at", "position", "problems"),
+    Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
+    BudgetRecord: ("counted_at_s",),
+}
+"""Fields that are no columns: they follow from other ones, or from what is only in memory."""
 
 
-def to_row(change: StoredChange) -> tuple[Table, dict[str, Any]]:
-    """The table and the row of a change."""
+def place(change: Stored) -> tuple[Table, str]:
+    """The table of a record that is stored or removed, and its key there."""
+    table, key = PLACES[type(change)]
+    return table, key(change)
+
+
+def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:
+    """The table and the row of a change; in JSON columns the nouns themselves, which `dialects.json_text` writes."""
     match change:
         case LeaseRecord():
             return tables.lease, _lease_row(change)
         case JobRecord():
             return tables.job, _job_row(change)
         case GpuRecord(device=device):
-            return tables.gpu, _fields(change) | {"uuid": device.uuid, "device": to_json(device)}
+            return tables.gpu, _fields(change) | {"uuid": device.uuid}
         case NodeRecord():
             return tables.node, _fields(change)
-        case BudgetRecord(budget=budget):
-            row = _fields(change) | {"budget": to_json(budget)}
-            del row["counted_at_s"]
-            return tables.token_budget, row
+        case BudgetRecord():
+            return tables.token_budget, _fields(change)
         case KeyRecord():
             return tables.idempotency_key, _fields(change)
         case Event():
-            return tables.event, _fields(change) | {"gpus": list(change.gpus)}
+            return tables.event, _fields(change)
 
 
 def _lease_row(record: LeaseRecord) -> dict[str, Any]:
-    row = _fields(record.lease) | {
+    return _fields(record.lease) | {
         "number": record.number,
         "cause": record.cause,
         "port": record.port,
         "renewed_at": record.renewed_at,
-        "holder": to_json(record.lease.holder),
-        "demand": to_json(record.lease.demand),
-        "gpus": [to_json(device) for device in record.lease.gpus],
         **_watch_columns(record.watched_owner),
     }
-    del row["expires_at"], row["ends_at"], row["position"], row["problems"]
-    return row
 
 
 def _watch_columns(watched: WatchedOwner | None) -> dict[str, Any]:
@@ -98,21 +125,18 @@ def _watch(columns: dict[str, Any]) -> WatchedOwner | None:
 
 
 def _job_row(record: JobRecord) -> dict[str, Any]:
-    row = {name: value for name, value in _fields(record.job).items() if name not in JOB_VIEW_FIELDS} | {
+    return _fields(record.job) | {
         "number": record.number,
         "user_name": record.job.user,
-        "spec": to_json(record.spec),
-        "gpus": [to_json(device) for device in record.job.gpus],
+        "spec": record.spec,
         "grace_s": record.grace_s,
         "cancelled_at": record.cancelled_at,
         "log_directory": record.log_directory,
-        "attempt_history": [to_json(attempt) for attempt in record.job.attempt_history] or None,
-        "after": [to_json(dependency) for dependency in record.job.after] or None,
+        "attempt_history": record.job.attempt_history or None,
+        "after": record.job.after or None,
         "uid": record.uid,
         "gid": record.gid,
     }
-    del row["launcher"], row["command"], row["user"]
-    return row
 
 
 def lease_record(row: Row[Any]) -> LeaseRecord:
@@ -173,7 +197,15 @@ def event(row: Row[Any]) -> Event:
 
 
 def _fields(noun: Any) -> dict[str, Any]:
-    return {wire_name(item.name): getattr(noun, item.name) for item in fields(noun)}
+    columns, values = _own_columns(noun.__class__)
+    return dict(zip(columns, values(noun), strict=True))
+
+
+@cache
+def _own_columns(kind: Any) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+    """The columns that hold fields of a class of their own, and what takes their values from an object of it."""
+    names = [item.name for item in fields(kind) if item.name not in COMPUTED.get(kind, ())]
+    return tuple(map(wire_name, names)), attrgetter(*names)
 
 
 def _values(row: Row[Any]) -> dict[str, Any]:
