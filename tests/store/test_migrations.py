@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,20 +17,21 @@ from gpulease_protocol.model import NodeMode
 from gpulease_server.store.database import (
     DatabaseUnusable,
     connect,
-    differences,
+    known_revisions,
     migrate,
-    migration_config,
+    migrations_directory,
     revision_of,
     upgrade,
 )
 from gpulease_server.store.ledger_store import Store
+from gpulease_server.store.migrations import differences
 from gpulease_server.store.tables import metadata
 from tests.databases import PostgresServer
 from tests.imported_program import CONTEXT
 
-REVISIONS = [
-    script.revision for script in ScriptDirectory.from_config(migration_config("")).walk_revisions("base", "heads")
-][::-1]
+REVISIONS = [script.revision for script in ScriptDirectory(migrations_directory()).walk_revisions("base", "heads")][
+    ::-1
+]
 AT = "'2026-11-01 12:00:00'"
 DEVICE = '{"uuid": "GPU-1", "node": "a", "index": 0}'
 ROWS = (
@@ -83,6 +86,10 @@ def fill(engine: Engine) -> None:
     with engine.begin() as connection:
         for row in ROWS:
             connection.exec_driver_sql(row)
+
+
+def test_the_names_of_the_migrations_tell_their_revisions() -> None:
+    assert known_revisions() == REVISIONS
 
 
 def test_no_drift_between_migrations_and_the_tables_that_the_code_uses(empty_url: str, engine: Engine) -> None:
@@ -181,3 +188,12 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ledger.db").write_bytes(b"not a database, but long enough to have a header" * 100)
     with pytest.raises(DatabaseUnusable, match=r"not a database\. Restore a backup"):
         upgrade(f"sqlite:///{tmp_path / 'ledger.db'}")
+
+
+def test_a_start_on_the_newest_schema_does_without_alembic(sqlite_url: str) -> None:
+    """It would stay in the daemon's memory, 10 MiB of it."""
+    program = (
+        "import sys, gpulease_server.main; from gpulease_server.store.database import upgrade; upgrade(sys.argv[1]);"
+        " sys.exit('alembic' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, sqlite_url], check=False).returncode == 0

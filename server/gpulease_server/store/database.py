@@ -9,17 +9,11 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, make_url
+from sqlalchemy import URL, Connection, Engine, inspect, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_server.store import dialects, tables
+from gpulease_server.store import dialects
 
 EXAMPLE = "Use sqlite:////absolute/path/gpulease.db or postgresql://user@host/database"
 MIGRATION_LOCK = 0x67707565_61736501
@@ -98,12 +92,17 @@ def migrations_directory() -> Path:
     return installed if installed.is_dir() else Path(__file__).resolve().parents[3] / "migrations"
 
 
-def migration_config(url: str) -> Config:
-    """Alembic's configuration for this database."""
-    config = Config()
-    config.set_main_option("script_location", str(migrations_directory()))
-    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
-    return config
+def known_revisions() -> list[str]:
+    """The revisions of the schema that this program knows, oldest first. The file of each migration begins with one."""
+    return sorted(file.name.split("_")[0] for file in (migrations_directory() / "versions").glob("[0-9]*_*.py"))
+
+
+def revision_of(connection: Connection) -> str | None:
+    """The revision of the schema; None if there is no schema yet."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found: str | None = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    return found
 
 
 def upgrade(url: str) -> None:
@@ -111,58 +110,37 @@ def upgrade(url: str) -> None:
 
     Raises `DatabaseUnusable` if the schema is newer than this program.
     """
-    migrate(url, "head")
+    newest = known_revisions()[-1]
+    engine = connect(url)
+    try:
+        with engine.connect() as connection:
+            if revision_of(connection) == newest:
+                return
+    except (OSError, SQLAlchemyError) as error:
+        raise unusable_error(url, error) from error
+    finally:
+        engine.dispose()
+    migrate(url, newest)
 
 
 def migrate(url: str, revision: str) -> None:
-    """Migrate the schema to `head`, to an older revision, or to `base` for none. Raises `DatabaseUnusable`."""
-    config = migration_config(url)
+    """Migrate the schema to a revision, or to `base` for none. Raises `DatabaseUnusable`."""
+    from gpulease_server.store.migrations import run_migrations  # noqa: PLC0415 - few starts need Alembic
+
     engine = connect(url)
     try:
         with dialects.schema_change(engine, MIGRATION_LOCK, MIGRATION_S) as connection:
-            current = MigrationContext.configure(connection).get_current_revision()
-            script = ScriptDirectory.from_config(config)
-            _refuse_newer(script, current)
-            config.attributes["connection"] = connection
-            older = {item.revision for item in script.iterate_revisions(current, "base")} if current else set()
-            move = command.downgrade if revision == "base" or revision in older else command.upgrade
-            move(config, revision)
+            _refuse_newer(revision_of(connection))
+            run_migrations(connection, migrations_directory(), revision)
     except (OSError, SQLAlchemyError) as error:
         raise unusable_error(url, error) from error
     finally:
         engine.dispose()
 
 
-def revision_of(connection: Connection) -> str | None:
-    """The revision of the schema; None if there is no schema yet."""
-    return MigrationContext.configure(connection).get_current_revision()
-
-
-def newest_revision() -> str:
-    """The revision that this program works with."""
-    return ScriptDirectory.from_config(migration_config("")).get_current_head() or ""
-
-
-def differences(connection: Connection) -> list[str]:
-    """The differences between the schema and the one that this program works with, one line each."""
-    found = compare_metadata(MigrationContext.configure(connection), tables.metadata)
-    return [_describe(item) for item in found]
-
-
-def _describe(difference: object) -> str:
-    """One line for a difference of Alembic: a tuple that describes a change, or a list of those."""
-    if isinstance(difference, (list, tuple)):
-        return " ".join(_describe(part) for part in difference if part is not None and not isinstance(part, dict))
-    return str(getattr(difference, "name", difference))
-
-
-def _refuse_newer(script: ScriptDirectory, current: str | None) -> None:
-    if current is None:
-        return
-    try:
-        script.get_revision(current)
-    except CommandError as error:
+def _refuse_newer(current: str | None) -> None:
+    if current is not None and current not in known_revisions():
         raise SchemaNewer(
             f"The database has schema {current}, which this version of gpulease does not know.",
             remedy="Start the newer version that wrote it, or restore a backup.",
-        ) from error
+        )

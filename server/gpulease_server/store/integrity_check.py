@@ -19,12 +19,12 @@ from gpulease_server.store.database import (
     DatabaseUnusable,
     connect,
     database_file,
-    differences,
-    newest_revision,
+    known_revisions,
     revision_of,
     unusable_error,
 )
 from gpulease_server.store.dialects import SQLITE, error_message, snapshot
+from gpulease_server.store.migrations import differences
 
 MAX_FINDINGS = 50
 """Findings of one kind that are reported, at most."""
@@ -36,7 +36,7 @@ def revisions(url: str) -> tuple[str | None, str]:
     engine = connect(url)
     try:
         with engine.connect() as connection:
-            return revision_of(connection), newest_revision()
+            return revision_of(connection), known_revisions()[-1]
     except SQLAlchemyError as error:
         raise unusable_error(url, error) from error
     finally:
