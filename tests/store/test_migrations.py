@@ -25,7 +25,6 @@ from gpulease_server.store.database import (
 )
 from gpulease_server.store.ledger_store import Store
 from gpulease_server.store.migrations import differences
-from gpulease_server.store.tables import metadata
 from tests.databases import PostgresServer
 from tests.imported_program import CONTEXT
 
@@ -92,18 +91,55 @@ def test_the_names_of_the_migrations_tell_their_revisions() -> None:
     assert known_revisions() == REVISIONS
 
 
+def migrate_from_the_first(url: str) -> None:
+    """All migrations, which an empty database does without."""
+    migrate(url, REVISIONS[0])
+    upgrade(url)
+
+
 def test_no_drift_between_migrations_and_the_tables_that_the_code_uses(empty_url: str, engine: Engine) -> None:
-    upgrade(empty_url)
+    migrate_from_the_first(empty_url)
     with engine.connect() as connection:
         assert differences(connection) == []
 
 
 def test_no_drift_between_a_migrated_schema_and_a_fresh_one(empty_url: str, engine: Engine) -> None:
-    metadata.create_all(engine)
-    fresh = shape(engine)
-    metadata.drop_all(engine)
     upgrade(empty_url)
+    fresh, first_rows = shape(engine), contents(engine)
+    migrate(empty_url, "base")
+    assert shape(engine) == {}
+    migrate_from_the_first(empty_url)
     assert shape(engine) == fresh
+    assert contents(engine) == first_rows
+    assert first_rows["alembic_version"] == [{"version_num": REVISIONS[-1]}]
+    assert len(first_rows["writer"]) == len(first_rows["pruned"]) == 1
+
+
+def contents(engine: Engine) -> dict[str, list[dict[str, Any]]]:
+    """Every row of every table, but for when it was made."""
+    with engine.connect() as connection:
+        tables = inspect(connection).get_table_names()
+        found = {name: connection.execute(text(f"SELECT * FROM {name}")).mappings().all() for name in tables}
+    return {
+        table: [{**row} | ({"since": None} if "since" in row else {}) for row in rows] for table, rows in found.items()
+    }
+
+
+def test_an_empty_schema_is_filled_again(empty_url: str, engine: Engine) -> None:
+    upgrade(empty_url)
+    migrate(empty_url, "base")
+    upgrade(empty_url)
+    store = Store(empty_url)
+    store.write([], store.load())
+    store.close()
+
+
+def test_a_database_with_tables_of_something_else_is_left_alone(empty_url: str, engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE job (id integer)"))
+    with pytest.raises(DatabaseUnusable, match="already exists"):
+        upgrade(empty_url)
+    assert list(shape(engine)) == ["job"]
 
 
 def test_every_migration_goes_up_and_down_with_rows(empty_url: str, engine: Engine) -> None:
@@ -190,10 +226,14 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
         upgrade(f"sqlite:///{tmp_path / 'ledger.db'}")
 
 
-def test_a_start_on_the_newest_schema_does_without_alembic(sqlite_url: str) -> None:
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_start_on_an_empty_database_and_on_the_newest_schema_does_without_alembic(
+    empty: bool, sqlite_url: str, tmp_path: Path
+) -> None:
     """It would stay in the daemon's memory, 10 MiB of it."""
+    url = f"sqlite:///{tmp_path / 'empty.db'}" if empty else sqlite_url
     program = (
         "import sys, gpulease_server.main; from gpulease_server.store.database import upgrade; upgrade(sys.argv[1]);"
         " sys.exit('alembic' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program, sqlite_url], check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program, url], check=False).returncode == 0

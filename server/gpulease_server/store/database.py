@@ -9,11 +9,11 @@ import re
 from importlib import resources
 from pathlib import Path
 
-from sqlalchemy import URL, Connection, Engine, inspect, make_url
+from sqlalchemy import URL, Connection, Engine, func, inspect, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_server.store import dialects
+from gpulease_server.store import dialects, tables
 
 EXAMPLE = "Use sqlite:////absolute/path/gpulease.db or postgresql://user@host/database"
 MIGRATION_LOCK = 0x67707565_61736501
@@ -125,17 +125,36 @@ def upgrade(url: str) -> None:
 
 def migrate(url: str, revision: str) -> None:
     """Migrate the schema to a revision, or to `base` for none. Raises `DatabaseUnusable`."""
-    from gpulease_server.store.migrations import run_migrations  # noqa: PLC0415 - few starts need Alembic
-
     engine = connect(url)
     try:
         with dialects.schema_change(engine, MIGRATION_LOCK, MIGRATION_S) as connection:
-            _refuse_newer(revision_of(connection))
-            run_migrations(connection, migrations_directory(), revision)
+            current = revision_of(connection)
+            _refuse_newer(current)
+            if current is None and revision == known_revisions()[-1]:
+                _create(connection, revision)
+            else:
+                from gpulease_server.store.migrations import run_migrations  # noqa: PLC0415 - few starts need Alembic
+
+                run_migrations(connection, migrations_directory(), revision)
     except (OSError, SQLAlchemyError) as error:
         raise unusable_error(url, error) from error
     finally:
         engine.dispose()
+
+
+def _create(connection: Connection, newest: str) -> None:
+    """Create the newest schema in an empty database: what all the migrations together make, in a tenth of the time.
+
+    A test compares the two. A table that is there already is an error, as it is in a migration.
+    """
+    tables.metadata.create_all(connection, checkfirst=False)
+    connection.execute(tables.writer.insert().values(id=1, term=0, first_term=0, name="", since=func.now()))
+    connection.execute(tables.pruned.insert().values(id=1, seq=0))
+    connection.exec_driver_sql(
+        "CREATE TABLE IF NOT EXISTS alembic_version"
+        " (version_num VARCHAR(32) NOT NULL, CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+    )
+    connection.exec_driver_sql(f"INSERT INTO alembic_version VALUES ('{newest}')")  # noqa: S608 - the name of a file
 
 
 def _refuse_newer(current: str | None) -> None:

@@ -1,6 +1,6 @@
 """Alembic: runs the migrations, and compares the schema with `tables`.
 
-No other module imports it. A daemon whose database has the newest schema does without, which saves it 10 MiB.
+No other module imports it. A daemon whose database is empty or has the newest schema does without, which saves 10 MiB.
 """
 
 from __future__ import annotations
