@@ -43,6 +43,8 @@ class DaemonProcess:
         self.options = options
         self.port = free_port()
         self.process: ForkedProgram | subprocess.Popen[bytes] | None = None
+        self.more_fields: dict[str, str] = {}
+        """Of the head of every request."""
         self.output = data_dir.parent / f"{data_dir.name}.log"
 
     @property
@@ -120,7 +122,7 @@ class DaemonProcess:
         """One plain HTTP request, as curl would send it. Raises OSError where the daemon is killed before its answer
         has ended."""
         payload = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, payload, headers, method=method)
+        request = urllib.request.Request(self.url + path, payload, self.more_fields | headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
                 return Answer(answer.status, answer.read(), dict(answer.headers))

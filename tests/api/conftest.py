@@ -55,6 +55,14 @@ def api(shared_daemon: tuple[DaemonProcess, Hardware]) -> Iterator[DaemonProcess
     return running
 
 
+@pytest.fixture(params=["hot path", "application"])
+def each_way(request: pytest.FixtureRequest, api: DaemonProcess) -> Iterator[None]:
+    """The hot path answers what the test sends; then, because of a field that changes nothing, the application."""
+    api.more_fields = {} if request.param == "hot path" else {"If-None-Match": '"none"'}
+    yield
+    api.more_fields = {}
+
+
 @pytest.fixture
 def hardware(shared_daemon: tuple[DaemonProcess, Hardware]) -> Hardware:
     return shared_daemon[1]

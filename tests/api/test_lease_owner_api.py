@@ -21,6 +21,8 @@ from tests.api.test_service_api import GONE
 from tests.daemon import DaemonProcess, daemon, eventually
 from tests.http_as_user import call
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def ticks(pid: int) -> int:
     """Start time of a living process."""

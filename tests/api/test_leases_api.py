@@ -14,6 +14,8 @@ import pytest
 from tests.api.conftest import Hardware, states
 from tests.daemon import Answer, DaemonProcess, events, eventually
 
+pytestmark = pytest.mark.usefixtures("each_way")
+
 
 def ask(api: DaemonProcess, body: dict[str, Any] | None = None, query: str = "", **headers: str) -> Answer:
     return api.call("POST", f"/v1/leases{query}", {"count": 1} if body is None else body, **headers)

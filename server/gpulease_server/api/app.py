@@ -9,10 +9,12 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope, Send
 
 from gpulease_server.api.auth.rate_limiter import RateLimiter
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.fair_share import FairShare
+from gpulease_server.api.hot_path.hot_path import HotPath
 from gpulease_server.api.middleware.compression import CompressionMiddleware
 from gpulease_server.api.middleware.cors import AllowedOriginsCORSMiddleware
 from gpulease_server.api.middleware.etag import ETagMiddleware
@@ -72,6 +74,17 @@ REQUEST_BODIES = (
 )
 
 
+class Application(FastAPI):
+    """The REST application, which answers some requests by the hot path."""
+
+    hot_path: HotPath
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http" or not await self.hot_path.answers(scope, receive, send):
+            await super().__call__(scope, receive, send)
+
+
 def create_app(
     daemon: DaemonState,
     lifespan: Any = None,
@@ -86,7 +99,7 @@ def create_app(
         origins: Origins whose pages may read answers (CORS).
         static_routes: Routes that come before those of the API and whose answers never change: the dashboard.
     """
-    app = FastAPI(
+    app = Application(
         title="gpulease",
         version=version("gpulease"),
         description="GPU leases on shared machines: the one place where the ledger and the hardware agree. Callers on"
@@ -102,7 +115,8 @@ def create_app(
         running: DaemonState = app.state.daemon
         return running.stopping.is_set()
 
-    http_metrics = HttpMetrics()
+    http_metrics, share = HttpMetrics(), FairShare(is_stopping)
+    app.hot_path = HotPath(app, daemon.leadership, share, http_metrics)
     app.state.daemon = daemon
     app.state.rate_limiter = RateLimiter()
     app.state.metrics_renderer = MetricsRenderer(http_metrics)
@@ -121,7 +135,7 @@ def create_app(
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(NoSniffingMiddleware)
     app.add_middleware(RequestLogMiddleware)
-    app.add_middleware(FairTurnsMiddleware, share=FairShare(is_stopping))
+    app.add_middleware(FairTurnsMiddleware, share=share)
     app.add_middleware(HttpMetricsMiddleware, metrics=http_metrics)
     install_openapi(app, REQUEST_BODIES)
     return app

@@ -41,6 +41,7 @@ request had in it is shortened where the message is made."""
 MEDIA_TYPE = "application/problem+json"
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the current request; `RequestIdMiddleware` sets it."""
+DATABASE_ERRORS = (OperationalError, InterfaceError, PoolTimeout)
 METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 
 
@@ -103,16 +104,28 @@ def problem_response(error: GpuleaseError, headers: dict[str, str] | None = None
 
 def add_exception_handlers(app: FastAPI) -> None:
     """Make every error of the application a problem document."""
-    app.add_exception_handler(GpuleaseError, _gpulease_error)
+    app.add_exception_handler(GpuleaseError, _expected_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
-    for kind in (OperationalError, InterfaceError, PoolTimeout):
-        app.add_exception_handler(kind, _database_error)
+    for kind in DATABASE_ERRORS:
+        app.add_exception_handler(kind, _expected_error)
 
 
-async def _gpulease_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, GpuleaseError)
-    return problem_response(error)
+def expected_error(error: Exception) -> GpuleaseError | None:
+    """What an exception of a route is answered with; None for a bug."""
+    if isinstance(error, GpuleaseError):
+        return error
+    if not isinstance(error, DATABASE_ERRORS):
+        return None
+    # The request needs the database, which is unavailable. The writer logs that, once.
+    reason = getattr(error, "orig", None) or error
+    return Unavailable(f"The database cannot be read: {reason}.", remedy="Try again later.")
+
+
+async def _expected_error(_: Request, error: Exception) -> Response:
+    expected = expected_error(error)
+    assert expected is not None
+    return problem_response(expected)
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:
@@ -148,12 +161,6 @@ def _allowed_methods(request: Request) -> list[str]:
             for route in routes
         )
     ]
-
-
-async def _database_error(_: Request, error: Exception) -> Response:
-    """The request needs the database, which is unavailable. The writer logs that, once."""
-    reason = getattr(error, "orig", None) or error
-    return problem_response(Unavailable(f"The database cannot be read: {reason}.", remedy="Try again later."))
 
 
 def describe_validation_errors(errors: Any) -> str:

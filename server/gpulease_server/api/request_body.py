@@ -59,7 +59,10 @@ class JsonBody(Generic[T]):
 
     async def __call__(self, request: Request) -> T:
         """The validated body."""
-        raw = await read_body(request)
+        return self.read(await read_body(request))
+
+    def read(self, raw: bytes) -> T:
+        """The body that this is. Raises `NotJson`, `TooLarge` or `InvalidRequest`, which names the field."""
         if not raw and self.empty is not None:
             return self.empty
         if raw.count(b",") > MAX_COMMAS:
@@ -153,9 +156,14 @@ async def idempotency_key(request: Request) -> IdempotencyKey | None:
     key = request.headers.get("idempotency-key")
     if key is None:
         return None
+    caller: Caller = getattr(request.state, "caller", ANONYMOUS)
+    return key_of(key, caller, f"{request.method} {request.url.path}", await read_body(request))
+
+
+def key_of(key: str, caller: Caller, operation: str, body: bytes) -> IdempotencyKey:
+    """An Idempotency-Key with the fingerprint of the request that it came with. `operation`: its method and path."""
     if not 1 <= len(key) <= MAX_KEY_CHARACTERS:
         raise InvalidRequest(f"Idempotency-Key: must have 1 to {MAX_KEY_CHARACTERS} characters.")
-    content = f"{request.method} {request.url.path}\n".encode() + await read_body(request)
-    caller: Caller = getattr(request.state, "caller", ANONYMOUS)
+    content = f"{operation}\n".encode() + body
     user = f"@{caller.user}" if caller.uid is None else str(caller.uid)
     return IdempotencyKey(key=f"{user}:{key}", fingerprint=hashlib.sha256(content).hexdigest())

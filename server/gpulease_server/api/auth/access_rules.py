@@ -14,6 +14,7 @@ check made here still holds when the writer handles the request.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Annotated
 
@@ -107,34 +108,61 @@ async def authorize(request: Request, daemon: DaemonDep) -> None:
     """
     route = request.scope.get("route")
     assert isinstance(route, APIRoute)
-    operation = f"{request.method} {route.path}"
+    peer = trusted_peer(peer_of_request(request), daemon.access)
+    request.state.caller = await authorized_caller(
+        f"{request.method} {route.path}",
+        request.headers.get("authorization"),
+        peer,
+        request.path_params,
+        daemon,
+        request.app.state.rate_limiter,
+    )
+
+
+async def authorized_caller(
+    operation: str,
+    header: str | None,
+    peer: PeerCredentials,
+    parameters: Mapping[str, str],
+    daemon: DaemonState,
+    rate_limiter: RateLimiter,
+) -> Caller:
+    """The caller, if they may use a route. Raises `NotAuthenticated`, `NotAllowed` or `OverQuota`.
+
+    Args:
+        operation: Method and path of the route.
+        header: What they sent as Authorization.
+        peer: The other end of the connection, as far as it can be trusted.
+        parameters: The parts of the path that the route leaves open, by name.
+        daemon: The daemon.
+        rate_limiter: Of all its users.
+    """
     rule = ACCESS_RULES.get(operation)
     access = daemon.access
-    header = request.headers.get("authorization")
     if header is None:
-        peer = trusted_peer(peer_of_request(request), access)
         caller = await caller_from_peer(peer, access, daemon.admin_groups)
     else:
         caller = await caller_from_token(header, daemon.bearer_tokens)
-    request.state.caller = caller
     if rule is AccessRule.ANYONE:
-        return
+        return caller
     if caller.role is None:
         raise NotAuthenticated("The daemon cannot tell who you are.", remedy=HOW_TO_AUTHENTICATE)
     if rule is not AccessRule.WORKER and access.max_rps_per_user > 0:
-        rate_limiter: RateLimiter = request.app.state.rate_limiter
         bucket = "keep" if operation in LEASE_KEEPING_ROUTES else "other"
         rate_limiter.take(f"{bucket} {caller.user}", access.max_rps_per_user, daemon.now().mono_s)
-    if not await _is_allowed(caller, rule, request, daemon):
+    if not await _is_allowed(caller, rule, parameters, daemon):
         raise _refusal(caller, rule)
     if rule is AccessRule.WORKER:
         fair_share.exempt()  # a report that is late makes GPUs unknown
+    return caller
 
 
-async def _is_allowed(caller: Caller, rule: AccessRule | None, request: Request, daemon: DaemonState) -> bool:
+async def _is_allowed(
+    caller: Caller, rule: AccessRule | None, parameters: Mapping[str, str], daemon: DaemonState
+) -> bool:
     match rule:
         case AccessRule.WORKER:
-            return caller.may_report and caller.node in (None, request.path_params["name"])
+            return caller.may_report and caller.node in (None, parameters["name"])
         case AccessRule.KNOWN:
             return True
         case AccessRule.VIEWER:
@@ -144,7 +172,6 @@ async def _is_allowed(caller: Caller, rule: AccessRule | None, request: Request,
         case AccessRule.HOLDER:
             if caller.is_admin:
                 return True
-            parameters = request.path_params
             exists, holder = await holder_of(daemon, parameters.get("lease_id"), parameters.get("job_id"))
             if caller.role is Role.USER and exists and not caller.owns(holder):
                 raise _of_another(caller, parameters.get("lease_id") or parameters["job_id"], holder)

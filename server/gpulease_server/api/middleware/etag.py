@@ -13,6 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ETAG = re.compile(r'(?:W/)?("[^"]*")')
+CACHE_CONTROL = "no-cache"
+"""Of a tagged answer: it may be kept, but is asked for each time."""
 
 
 class ETagMiddleware:
@@ -47,11 +49,16 @@ def _may_be_tagged(start: Message) -> bool:
     return start["status"] == 200 and Headers(raw=start["headers"]).get("content-type") == "application/json"
 
 
+def tag_of(body: bytes) -> str:
+    """The tag of an answer, quoted; the header `ETag` has it as a weak one."""
+    return f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+
+
 def _tag(scope: Scope, start: Message, body: Message) -> Message:
     """Add the tag to the head; make the answer a 304 if the caller has it already."""
-    tag = f'"{hashlib.blake2b(body.get("body", b""), digest_size=12).hexdigest()}"'
+    tag = tag_of(body.get("body", b""))
     headers = MutableHeaders(raw=start["headers"])
-    headers["ETag"], headers["Cache-Control"] = f"W/{tag}", "no-cache"
+    headers["ETag"], headers["Cache-Control"] = f"W/{tag}", CACHE_CONTROL
     if_none_match = Headers(scope=scope).get("if-none-match", "")
     if if_none_match.strip() != "*" and tag not in ETAG.findall(if_none_match):
         return body

@@ -28,14 +28,11 @@ class FairTurnsMiddleware:
             await self.app(scope, receive, send)
             return
         peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), scope["app"].state.daemon.access)
-        user = _user_of(peer, scope)
-        if not scope["path"].endswith("/exchange"):  # a worker asks all the time
-            self.share.note_request(user)
-        if is_privileged(peer):
+        turn = turn_of(self.share, peer, scope)
+        TURN.set(turn)
+        if turn is None:
             await self.app(scope, receive, send)
             return
-        turn = Turn(self.share, user, "keeping" if scope["path"].endswith(KEEPING) else "other")
-        TURN.set(turn)
 
         async def send_outside(message: Message) -> None:
             if message["type"] == "http.response.body":
@@ -47,6 +44,16 @@ class FairTurnsMiddleware:
             await self.app(scope, receive, send_outside)
         finally:
             turn.exempt()
+
+
+def turn_of(share: FairShare, peer: PeerCredentials, scope: Scope) -> Turn | None:
+    """The turn that this request has to wait for; None if it has no limit."""
+    user = _user_of(peer, scope)
+    if not scope["path"].endswith("/exchange"):  # a worker asks all the time
+        share.note_request(user)
+    if is_privileged(peer):
+        return None
+    return Turn(share, user, "keeping" if scope["path"].endswith(KEEPING) else "other")
 
 
 def _user_of(peer: PeerCredentials, scope: Scope) -> Hashable:

@@ -37,6 +37,19 @@ class HttpMetrics:
         self.in_flight = Gauge(
             "gpulease_http_requests_in_flight", "Requests that are being answered.", registry=self.registry
         )
+        self._series: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+        """What a method, a route and a status are counted in: to find it by its labels takes as long as to count."""
+
+    def count(self, method: str, route: str, status: int, took_s: float) -> None:
+        """Count one request that has been answered. `route` is a template, of which there are few."""
+        series = self._series.get((method, route, status))
+        if series is None:
+            known = method if method in METHODS else OTHER_METHOD
+            series = self.requests.labels(known, route, str(status)), self.duration.labels(known, route)
+            if known == method:
+                self._series[method, route, status] = series
+        series[0].inc()
+        series[1].observe(took_s)
 
 
 class HttpMetricsMiddleware:
@@ -68,6 +81,4 @@ class HttpMetricsMiddleware:
         finally:
             self.metrics.in_flight.dec()
             route = getattr(scope.get("route"), "path", UNMATCHED)
-            method = scope["method"] if scope["method"] in METHODS else OTHER_METHOD
-            self.metrics.requests.labels(method, route, str(status)).inc()
-            self.metrics.duration.labels(method, route).observe(clock.now().mono_s - started_s)
+            self.metrics.count(scope["method"], route, status, clock.now().mono_s - started_s)

@@ -35,15 +35,20 @@ class LoopbackOriginMiddleware:
             return
         headers, daemon = Headers(scope=scope), scope["app"].state.daemon
         peer = trusted_peer(scope.get("state", {}).get("peer") or PeerCredentials(), daemon.access)
-        if peer.connection is ConnectionType.LOOPBACK and peer.uid is not None and "authorization" not in headers:
-            hosts, origins = headers.getlist("host"), headers.getlist("origin")
-            if not _is_this_host(hosts) or not _is_own_page(origins, hosts[0]):
-                other = shortened(", ".join(origins or hosts) or "one that is not named")
-                detail = f"Over loopback this daemon answers requests for this host only, not for {other}."
-                remedy = "Use http://127.0.0.1, or send a token."
-                await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
-                return
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if "authorization" not in headers and not may_come_from(peer, hosts, origins):
+            other = shortened(", ".join(origins or hosts) or "one that is not named")
+            detail = f"Over loopback this daemon answers requests for this host only, not for {other}."
+            remedy = "Use http://127.0.0.1, or send a token."
+            await problem_response(NotAllowed(detail, remedy=remedy))(scope, receive, send)
+            return
         await self.app(scope, receive, send)
+
+
+def may_come_from(peer: PeerCredentials, hosts: list[str], origins: list[str]) -> bool:
+    """True if a request without a token, with these `Host` and `Origin`, is no one else's than the peer's own."""
+    identified = peer.connection is ConnectionType.LOOPBACK and peer.uid is not None
+    return not identified or (_is_this_host(hosts) and _is_own_page(origins, hosts[0]))
 
 
 def _is_this_host(hosts: list[str]) -> bool:

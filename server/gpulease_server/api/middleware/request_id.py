@@ -11,6 +11,7 @@ import re
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpulease_protocol.errors import GpuleaseError
@@ -35,9 +36,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        header = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = header if VALID_ID.fullmatch(header) else ids.new_id("request")
-        REQUEST_ID.set(request_id)
+        request_id = assign_id(Headers(scope=scope).get(REQUEST_ID_HEADER, ""))
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -50,10 +49,26 @@ class RequestIdMiddleware:
         try:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
-            log.debug("%s: the client disconnected before it had sent the whole request", request_id)
+            log_disconnect(request_id)
         except Exception as error:
             if started:
                 raise  # it is logged where the connection is closed
-            log.error("%s %s failed (%s)", scope["method"], ascii(scope["path"])[1:-1], request_id, exc_info=error)
-            fault = GpuleaseError("The daemon has a bug.", remedy="Its log has the details; please report it.")
-            await problem_response(fault)(scope, receive, send_with_id)
+            await fault_response(scope, request_id, error)(scope, receive, send_with_id)
+
+
+def assign_id(header: str) -> str:
+    """The id of the current request, for what the caller sent as `X-Request-Id`; it is in `REQUEST_ID` from now on."""
+    request_id = header if VALID_ID.fullmatch(header) else ids.new_id("request")
+    REQUEST_ID.set(request_id)
+    return request_id
+
+
+def log_disconnect(request_id: str) -> None:
+    """Note that there is no one to answer."""
+    log.debug("%s: the client disconnected before it had sent the whole request", request_id)
+
+
+def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
+    """The answer to a request that met a bug, which is logged."""
+    log.error("%s %s failed (%s)", scope["method"], ascii(scope["path"])[1:-1], request_id, exc_info=error)
+    return problem_response(GpuleaseError("The daemon has a bug.", remedy="Its log has the details; please report it."))

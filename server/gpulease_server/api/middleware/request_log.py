@@ -49,12 +49,15 @@ class RequestLogMiddleware:
         try:
             await self.app(scope, receive_and_note, send_and_note)
         finally:
-            _log_request(scope, start, answered_s - received_s)
+            request_id = Headers(raw=start["headers"]).get("x-request-id")
+            log_request(scope, start["status"], request_id, answered_s - received_s)
 
 
-def _log_request(scope: Scope, start: Message, took_s: float) -> None:
-    """`took_s` is from the end of the request to the beginning of the answer: a slow client does not count."""
-    status = start["status"]
+def log_request(scope: Scope, status: int | None, request_id: str | None, took_s: float) -> None:
+    """Log a request whose answer has been sent; `status` None if it has none.
+
+    `took_s` is from the end of the request to the beginning of the answer: a slow client does not count.
+    """
     # The part that causes a 503 logs it, once for all requests.
     failed = status is not None and status >= 500 and status != 503
     slow = took_s > SLOW_S and took_s - _requested_wait_s(scope) > SLOW_S
@@ -66,7 +69,7 @@ def _log_request(scope: Scope, start: Message, took_s: float) -> None:
             path=scope["path"],
             status=status,
             took_s=round(max(took_s, 0.0), 4),
-            request_id=Headers(raw=start["headers"]).get("x-request-id"),
+            request_id=request_id,
         )
         log.log(level, "request failed" if failed else "request slow" if slow else "request", extra=line)
 

@@ -80,18 +80,28 @@ class StaleReadMiddleware:
                 return
             is_start = message["type"] == "http.response.start" and message["status"] < 500
             if is_start and self.leadership.state() is not Leadership.CONFIRMED:
-                as_of = self.leadership.confirmed_at
-                verdict = await self.leadership.wait_for_state()
-                reads = scope["method"] in READ_METHODS
-                if verdict is Leadership.SUPERSEDED or (verdict is Leadership.UNCONFIRMED and not reads):
+                try:
+                    as_of = await stale_since(self.leadership, scope["method"])
+                except Unavailable as error:
                     refused = True
-                    await problem_response(_refusal(verdict, reads))(scope, receive, send)
+                    await problem_response(error)(scope, receive, send)
                     return
-                if verdict is Leadership.UNCONFIRMED:
+                if as_of is not None:
                     _mark(message, as_of)
             await send(message)
 
         await self.app(scope, receive, send_if_current)
+
+
+async def stale_since(leadership: LeadershipStatus, method: str) -> datetime | None:
+    """As of when an answer that was just made may be stale; None if it is not. Raises `Unavailable` if it must not be
+    sent."""
+    as_of = leadership.confirmed_at
+    verdict = await leadership.wait_for_state()
+    reads = method in READ_METHODS
+    if verdict is Leadership.SUPERSEDED or (verdict is Leadership.UNCONFIRMED and not reads):
+        raise _refusal(verdict, reads)
+    return as_of if verdict is Leadership.UNCONFIRMED else None
 
 
 def _refusal(verdict: Leadership, reads: bool) -> Unavailable:
@@ -104,7 +114,12 @@ def _refusal(verdict: Leadership, reads: bool) -> Unavailable:
 
 
 def _mark(message: Message, as_of: datetime) -> None:
-    MutableHeaders(scope=message)[AS_OF] = as_of.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    MutableHeaders(scope=message)[AS_OF] = shown(as_of)
+
+
+def shown(as_of: datetime) -> str:
+    """A time as the header `Gpulease-As-Of` has it."""
+    return as_of.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _waits(scope: Scope) -> bool:

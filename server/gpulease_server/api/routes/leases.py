@@ -128,6 +128,20 @@ async def request_lease(
     410 if the lease has ended: the one that this Idempotency-Key made, or one that was withdrawn during the wait.
     The problem document has it as `lease`, without `env`. 429 `over_quota` if the queue is full.
     """
+    lease = await make_lease(requested, daemon, caller, request, wait_s)
+    response.status_code, response.headers["Location"] = status_and_place(lease)
+    return lease
+
+
+def status_and_place(lease: Lease) -> tuple[int, str]:
+    """With which status a request for this lease is answered, and the header `Location`."""
+    return 202 if lease.state is LeaseState.QUEUED else 201, f"/v1/leases/{lease.id}"
+
+
+async def make_lease(
+    requested: LeaseRequested, daemon: DaemonState, caller: Caller, request: Request, wait_s: float
+) -> Lease:
+    """The lease that was requested, active or queued. Raises what the route answers otherwise."""
     try:
         answer = await daemon.submit(requested)
     except MadeLongAgo as error:
@@ -141,8 +155,6 @@ async def request_lease(
     lease = _view(daemon, await _find_lease(daemon, lease.id))
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
-    response.status_code = 202 if lease.state is LeaseState.QUEUED else 201
-    response.headers["Location"] = f"/v1/leases/{lease.id}"
     return lease
 
 

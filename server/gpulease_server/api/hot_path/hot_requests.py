@@ -1,0 +1,95 @@
+"""Recognizes the requests that take the hot path, from their head alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+from gpulease_server.api.hot_path import operations
+from gpulease_server.api.hot_path.operations import Operation
+from gpulease_server.api.request_body import LARGE_BYTES, MAX_BODY_BYTES
+from gpulease_server.api.streams.long_poll import MAX_WAIT_S
+
+NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""An ordinary id or name in a path."""
+NO_QUERY = re.compile(rb"")
+WAIT = re.compile(rb"(?:wait_s=(?P<wait_s>[0-9]{1,4}(?:\.[0-9]{1,9})?))?")
+TOKEN = re.compile(rb"(?:token=(?P<token>[0-9]{1,18}))?")
+UNUSUAL_FIELDS = frozenset({b"origin", b"if-none-match", b"transfer-encoding", b"expect", b"upgrade"})
+"""Fields of a head that need what the hot path does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotRoute:
+    """A route that has a hot path."""
+
+    method: str
+    path: str
+    """The template, as the router has it."""
+    answer: Operation
+    parameter: str = ""
+    """What the path leaves open."""
+    query: re.Pattern[bytes] = NO_QUERY
+    max_body_bytes: int = 0
+
+    @property
+    def operation(self) -> str:
+        """Method and path, as the access rules name it."""
+        return f"{self.method} {self.path}"
+
+
+HOT_ROUTES = (
+    HotRoute("POST", "/v1/leases", operations.request_lease, "", WAIT, LARGE_BYTES),
+    HotRoute("GET", "/v1/leases/{lease_id}", operations.show_lease, "lease_id", WAIT),
+    HotRoute("DELETE", "/v1/leases/{lease_id}", operations.delete_lease, "lease_id", TOKEN),
+    HotRoute("POST", "/v1/leases/{lease_id}/renew", operations.renew_lease, "lease_id", NO_QUERY, LARGE_BYTES),
+    HotRoute("POST", "/v1/leases/{lease_id}/release", operations.release_lease, "lease_id", NO_QUERY, LARGE_BYTES),
+    HotRoute("POST", "/v1/nodes/{name}/exchange", operations.exchange_report, "name", NO_QUERY, MAX_BODY_BYTES),
+)
+
+
+def _shape(method: str, parts: list[str]) -> tuple[str, ...]:
+    """What a path has beside the part that is left open: `/v1/leases/ID/renew` is a POST of leases and renew."""
+    return (method, *parts[2:3], *("" for _ in parts[3:4]), *parts[4:])
+
+
+BY_SHAPE = {_shape(route.method, route.path.split("/")): route for route in HOT_ROUTES}
+
+
+@dataclass(slots=True)
+class HotRequest:
+    """A request that takes the hot path."""
+
+    route: HotRoute
+    name: str
+    """What the path has where its template leaves it open."""
+    query: dict[str, bytes | None]
+    headers: dict[bytes, bytes]
+
+
+def recognize(scope: Scope) -> HotRequest | None:
+    """The request, if it takes the hot path."""
+    if not scope["path"].startswith("/v1/"):
+        return None
+    parts = scope["path"].split("/")
+    route = BY_SHAPE.get(_shape(scope["method"], parts))
+    if route is None:
+        return None
+    name = parts[3] if route.parameter else ""
+    if route.parameter and NAME.fullmatch(name) is None:
+        return None
+    query = route.query.fullmatch(scope["query_string"])
+    if query is None:
+        return None
+    values = query.groupdict()
+    if float(values.get("wait_s") or 0.0) > MAX_WAIT_S:
+        return None
+    fields = scope["headers"]
+    headers = dict(fields)
+    if len(headers) != len(fields) or not UNUSUAL_FIELDS.isdisjoint(headers):
+        return None
+    if int(headers.get(b"content-length", 0)) > route.max_body_bytes:
+        return None
+    return HotRequest(route, name, values, headers)

@@ -1,0 +1,122 @@
+"""What each request of the hot path does: from its body to its encoded answer, by the functions of its route."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
+
+from gpulease_protocol.model import Lease
+from gpulease_protocol.node_protocol import DesiredState
+from gpulease_server.api import fair_share
+from gpulease_server.api.auth.callers import Caller
+from gpulease_server.api.auth.peer_credentials import PeerCredentials
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.request_body import key_of
+from gpulease_server.api.routes import leases, nodes
+from gpulease_server.runtime import clock
+
+LEASE: TypeAdapter[Lease] = TypeAdapter(Lease)
+DESIRED_STATE: TypeAdapter[DesiredState] = TypeAdapter(DesiredState)
+JSON = (b"content-type", b"application/json")
+
+
+@dataclass(slots=True)
+class Call:
+    """A request whose caller may make it."""
+
+    name: str
+    """The id of the lease, or the name of the node."""
+    query: Mapping[str, bytes | None]
+    headers: Mapping[bytes, bytes]
+    daemon: DaemonState
+    caller: Caller
+    peer: PeerCredentials
+    scope: Scope
+    receive: Receive
+    received_s: float
+    """When all of it had arrived."""
+
+    async def body(self) -> bytes:
+        """The whole body, which the hot path has a bound for. Raises `ClientDisconnect`."""
+        async with fair_share.waiting():
+            message = await self.receive()
+            parts = [message]
+            while message.get("more_body", False):
+                message = await self.receive()
+                parts.append(message)
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        self.received_s = clock.now().mono_s
+        return b"".join(part["body"] for part in parts)
+
+    @property
+    def wait_s(self) -> float:
+        """How long the answer may be held."""
+        return float(self.query["wait_s"] or 0.0)
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer before it is sent."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+Operation = Callable[[Call], Awaitable[Answer]]
+
+
+def _json(body: bytes, status: int = 200, *headers: tuple[bytes, bytes]) -> Answer:
+    return Answer(status, [(b"content-length", b"%d" % len(body)), JSON, *headers], body)
+
+
+async def request_lease(call: Call) -> Answer:
+    """Request GPUs."""
+    raw = await call.body()
+    body = leases.REQUEST_BODY.read(raw)
+    header = call.headers.get(b"idempotency-key")
+    operation = f"{call.scope['method']} {call.scope['path']}"
+    key = None if header is None else key_of(header.decode("latin-1"), call.caller, operation, raw)
+    requested = await leases.lease_requested(body, key, call.daemon, call.caller, call.peer)
+    connection = Request(call.scope, call.receive)
+    lease = await leases.make_lease(requested, call.daemon, call.caller, connection, call.wait_s)
+    status, place = leases.status_and_place(lease)
+    return _json(LEASE.dump_json(lease), status, (b"location", place.encode()))
+
+
+async def show_lease(call: Call) -> Answer:
+    """Show a lease, or wait until it changes."""
+    connection = Request(call.scope, call.receive)
+    lease = await leases.show_lease(call.name, call.daemon, call.caller, connection, call.wait_s)
+    return _json(LEASE.dump_json(lease))
+
+
+async def renew_lease(call: Call) -> Answer:
+    """Renew a lease."""
+    proof = leases.PROOF_BODY.read(await call.body())
+    return _json(LEASE.dump_json(await leases.renew(call.name, proof, call.daemon)))
+
+
+async def release_lease(call: Call) -> Answer:
+    """Give the GPUs back."""
+    proof = leases.PROOF_BODY.read(await call.body())
+    return _json(LEASE.dump_json(await leases.release(call.name, proof, call.daemon, call.caller)))
+
+
+async def delete_lease(call: Call) -> Answer:
+    """The same, with the fencing token in the URL."""
+    token = call.query["token"]
+    lease = await leases.delete_lease(call.name, call.daemon, call.caller, None if token is None else int(token))
+    return _json(LEASE.dump_json(lease))
+
+
+async def exchange_report(call: Call) -> Answer:
+    """Take the report of a worker, and answer with what should be."""
+    report = nodes.REPORT_BODY.read(await call.body())
+    desired = await nodes.exchange(call.name, report, call.daemon, call.caller, call.peer)
+    return _json(DESIRED_STATE.dump_json(desired))
