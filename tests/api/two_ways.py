@@ -192,6 +192,7 @@ async def _converse(
     patch.setattr(ids, "new_bearer_token", lambda token_id: f"{token_id}.secret")
     moment = Clock()
     patch.setattr(clock, "now", moment)
+    patch.setattr(clock, "mono_s", lambda: moment().mono_s)
     url = f"sqlite:///{file}"
     upgrade(url)
     async with asyncio.timeout(120), writing(url) as (writer, store):

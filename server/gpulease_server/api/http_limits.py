@@ -31,9 +31,11 @@ from collections import Counter, deque
 from enum import Enum, auto
 from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gpulease_protocol.errors import GpuleaseError, TooSlow, Unavailable
+from gpulease_server.api.direct_connection import EXTENSION, DirectConnection
 from gpulease_server.api.headers import NO_SNIFFING, REQUEST_ID_HEADER
 from gpulease_server.api.problems import REQUEST_ID, HeadTooLarge, NotHttp, UrlTooLong, problem_response
 from gpulease_server.runtime import ids
@@ -207,6 +209,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unanswered.append(size)
         self._count_bytes(size)
         self._part = RequestPart.BODY
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Let the application answer a request."""
+        cycle.scope["extensions"] = {EXTENSION: DirectConnection(cycle)}  # type: ignore[dict-item]
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """A part of a body."""

@@ -13,6 +13,7 @@ from gpulease_protocol.errors import Unavailable
 from gpulease_server.api.auth.access_rules import authorized_caller
 from gpulease_server.api.auth.callers import trusted_peer
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
+from gpulease_server.api.direct_connection import direct_connection
 from gpulease_server.api.fair_share import TURN, FairShare, Turn
 from gpulease_server.api.headers import AS_OF, NO_SNIFFING, REQUEST_ID_HEADER
 from gpulease_server.api.hot_path.hot_requests import HotRequest, recognize
@@ -62,7 +63,7 @@ class HotPath:
             return False
         if self.leadership.standby_copy is not None or not daemon.writer.has_loaded:
             return False
-        status, started_s = 499, clock.now().mono_s
+        status, started_s = 499, clock.mono_s()
         self.metrics.in_flight.inc()
         try:
             turn = turn_of(self.share, peer, scope)
@@ -80,7 +81,7 @@ class HotPath:
             raise
         finally:
             self.metrics.in_flight.dec()
-            self.metrics.count(hot.route.method, hot.route.path, status, clock.now().mono_s - started_s)
+            self.metrics.count(hot.route.method, hot.route.path, status, clock.mono_s() - started_s)
         return True
 
     async def _answer(
@@ -88,8 +89,8 @@ class HotPath:
     ) -> int:
         """Carry out a request whose turn it is, and answer it. Returns the status; 499 if the client has gone."""
         request_id = assign_id(hot.headers.get(REQUEST_ID_FIELD, b"").decode("latin-1"))
-        received_s = answered_s = clock.now().mono_s
-        status = None
+        received_s = answered_s = clock.mono_s()
+        status, direct = None, direct_connection(scope)
         try:
             call = None
             try:
@@ -103,7 +104,7 @@ class HotPath:
                     daemon,
                     self.app.state.rate_limiter,
                 )
-                call = Call(hot.name, hot.query, hot.headers, daemon, caller, peer, scope, receive, received_s)
+                call = Call(hot.name, hot.query, hot.headers, daemon, caller, peer, scope, receive, direct, received_s)
                 answer = await hot.route.answer(call)
             except ClientDisconnect:
                 log_disconnect(request_id)
@@ -115,9 +116,15 @@ class HotPath:
             if call is not None:
                 received_s = call.received_s
             answer = await self._current(answer, scope)
-            answered_s, status = clock.now().mono_s, answer.status
-            await _send(answer, request_id, turn, scope, receive, send)
-            return answer.status
+            answered_s, status = clock.mono_s(), answer.status
+            own = [(REQUEST_ID_FIELD, request_id.encode()), *NO_SNIFFING_FIELDS]
+            if direct is not None and len(answer.body) < MIN_BYTES:
+                if turn is not None:
+                    turn.end()
+                if direct.answer(status, answer.headers + own, answer.body):
+                    return status
+            await _send(answer, own, turn, scope, receive, send)
+            return status
         finally:
             if log.isEnabledFor(logging.WARNING):
                 log_request(scope, status, None if status is None else request_id, answered_s - received_s)
@@ -142,12 +149,14 @@ def _of(response: Response) -> Answer:
     return Answer(response.status_code, response.raw_headers, bytes(response.body))
 
 
-async def _send(answer: Answer, request_id: str, turn: Turn | None, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send an answer, compressed if it is long."""
+async def _send(
+    answer: Answer, own: list[tuple[bytes, bytes]], turn: Turn | None, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Send an answer with the daemon's `own` fields, compressed if it is long."""
 
     async def send_last(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (REQUEST_ID_FIELD, request_id.encode()), *NO_SNIFFING_FIELDS]
+            message["headers"] = [*message["headers"], *own]
         elif turn is not None:
             turn.end()  # a client may take its time to read
         await send(message)

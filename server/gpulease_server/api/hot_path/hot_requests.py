@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
@@ -34,10 +35,14 @@ class HotRoute:
     query: re.Pattern[bytes] = NO_QUERY
     max_body_bytes: int = 0
 
-    @property
-    def operation(self) -> str:
-        """Method and path, as the access rules name it."""
-        return f"{self.method} {self.path}"
+    operation: str = field(init=False)
+    """Method and path, as the access rules name it."""
+    no_parameters: Mapping[str, None] = field(init=False)
+    """What a request without a query has."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "operation", f"{self.method} {self.path}")
+        object.__setattr__(self, "no_parameters", dict.fromkeys(self.query.groupindex))
 
 
 HOT_ROUTES = (
@@ -50,9 +55,9 @@ HOT_ROUTES = (
 )
 
 
-def _shape(method: str, parts: list[str]) -> tuple[str, ...]:
-    """What a path has beside the part that is left open: `/v1/leases/ID/renew` is a POST of leases and renew."""
-    return (method, *parts[2:3], *("" for _ in parts[3:4]), *parts[4:])
+def _shape(method: str, parts: list[str]) -> tuple[str, str, int, str]:
+    """What tells the paths apart: `/v1/leases/ID/renew` is a POST of leases, of five parts, the last one renew."""
+    return method, parts[2], len(parts), parts[4] if len(parts) > 4 else ""
 
 
 BY_SHAPE = {_shape(route.method, route.path.split("/")): route for route in HOT_ROUTES}
@@ -65,7 +70,7 @@ class HotRequest:
     route: HotRoute
     name: str
     """What the path has where its template leaves it open."""
-    query: dict[str, bytes | None]
+    query: Mapping[str, bytes | None]
     headers: dict[bytes, bytes]
 
 
@@ -80,11 +85,7 @@ def recognize(scope: Scope) -> HotRequest | None:
     name = parts[3] if route.parameter else ""
     if route.parameter and NAME.fullmatch(name) is None:
         return None
-    query = route.query.fullmatch(scope["query_string"])
-    if query is None:
-        return None
-    values = query.groupdict()
-    if float(values.get("wait_s") or 0.0) > MAX_WAIT_S:
+    if (query := _query(route, scope["query_string"])) is None:
         return None
     fields = scope["headers"]
     headers = dict(fields)
@@ -92,4 +93,14 @@ def recognize(scope: Scope) -> HotRequest | None:
         return None
     if int(headers.get(b"content-length", 0)) > route.max_body_bytes:
         return None
-    return HotRequest(route, name, values, headers)
+    return HotRequest(route, name, query, headers)
+
+
+def _query(route: HotRoute, query_string: bytes) -> Mapping[str, bytes | None] | None:
+    """The parameters of a route by name; None if something is unusual in the query."""
+    if not query_string:
+        return route.no_parameters
+    found = route.query.fullmatch(query_string)
+    if found is None or float(found.groupdict().get("wait_s") or 0.0) > MAX_WAIT_S:
+        return None
+    return found.groupdict()

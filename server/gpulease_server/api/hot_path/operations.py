@@ -15,6 +15,7 @@ from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.api.direct_connection import DirectConnection
 from gpulease_server.api.request_body import key_of
 from gpulease_server.api.routes import leases, nodes
 from gpulease_server.runtime import clock
@@ -37,11 +38,15 @@ class Call:
     peer: PeerCredentials
     scope: Scope
     receive: Receive
+    direct: DirectConnection | None
     received_s: float
     """When all of it had arrived."""
 
     async def body(self) -> bytes:
         """The whole body, which the hot path has a bound for. Raises `ClientDisconnect`."""
+        body = None if self.direct is None else self.direct.take_body()
+        if body is not None:
+            return body
         async with fair_share.waiting():
             message = await self.receive()
             parts = [message]
@@ -50,13 +55,30 @@ class Call:
                 parts.append(message)
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        self.received_s = clock.now().mono_s
+        self.received_s = clock.mono_s()
         return b"".join(part["body"] for part in parts)
+
+    @property
+    def connection(self) -> Request:
+        """For those who wait: whether the client is still there."""
+        return Request(self.scope, self.receive) if self.direct is None else _DirectRequest(self.scope, self.direct)
 
     @property
     def wait_s(self) -> float:
         """How long the answer may be held."""
         return float(self.query["wait_s"] or 0.0)
+
+
+class _DirectRequest(Request):
+    """As Starlette's, but one look suffices to see whether the client is there."""
+
+    def __init__(self, scope: Scope, direct: DirectConnection) -> None:
+        super().__init__(scope)
+        self._direct = direct
+
+    async def is_disconnected(self) -> bool:
+        """True if the client has gone."""
+        return self._direct.is_disconnected
 
 
 @dataclass(slots=True)
@@ -83,16 +105,14 @@ async def request_lease(call: Call) -> Answer:
     operation = f"{call.scope['method']} {call.scope['path']}"
     key = None if header is None else key_of(header.decode("latin-1"), call.caller, operation, raw)
     requested = await leases.lease_requested(body, key, call.daemon, call.caller, call.peer)
-    connection = Request(call.scope, call.receive)
-    lease = await leases.make_lease(requested, call.daemon, call.caller, connection, call.wait_s)
+    lease = await leases.make_lease(requested, call.daemon, call.caller, call.connection, call.wait_s)
     status, place = leases.status_and_place(lease)
     return _json(LEASE.dump_json(lease), status, (b"location", place.encode()))
 
 
 async def show_lease(call: Call) -> Answer:
     """Show a lease, or wait until it changes."""
-    connection = Request(call.scope, call.receive)
-    lease = await leases.show_lease(call.name, call.daemon, call.caller, connection, call.wait_s)
+    lease = await leases.show_lease(call.name, call.daemon, call.caller, call.connection, call.wait_s)
     return _json(LEASE.dump_json(lease))
 
 

@@ -64,7 +64,7 @@ class HttpMetricsMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        status, started_s = 499, clock.now().mono_s
+        status, started_s = 499, clock.mono_s()
 
         async def send_and_note(message: Message) -> None:
             nonlocal status
@@ -81,4 +81,4 @@ class HttpMetricsMiddleware:
         finally:
             self.metrics.in_flight.dec()
             route = getattr(scope.get("route"), "path", UNMATCHED)
-            self.metrics.count(scope["method"], route, status, clock.now().mono_s - started_s)
+            self.metrics.count(scope["method"], route, status, clock.mono_s() - started_s)
