@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.errors import GpuleaseError, Unavailable
-from gpulease_protocol.model import Demand, Holder, Lease
+from gpulease_protocol.model import Demand, Event, Holder, Lease
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.happenings import LeaseRequested, NodeReported, ReleaseRequested
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Deadline, Instant
 from gpulease_server.core.turn import Turn
-from gpulease_server.runtime import clock, ids
+from gpulease_server.runtime import clock, event_log, ids
 from gpulease_server.runtime.writer import Writer, _count_from_answer
 from tests.core.build import gpu
 from tests.runtime.faults import Fate, FaultyStore, recovered, writing
@@ -77,6 +77,24 @@ def test_requests_that_arrive_together_share_a_commit(database_url: str) -> None
         assert store.writes - before <= 3
 
     run(database_url, body)
+
+
+def test_a_caller_goes_on_before_what_was_decided_is_logged(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(
+        event_log, "log_turn", lambda changes, _: lines.extend(one.kind for one in changes if isinstance(one, Event))
+    )
+
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        await asyncio.sleep(0)
+        lines.clear()
+        await writer.submit(ask())
+        assert lines == []
+        await asyncio.sleep(0)
+        assert "lease.granted" in lines
+
+    run(sqlite_url, body)
 
 
 def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str) -> None:

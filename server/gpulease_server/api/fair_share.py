@@ -74,7 +74,7 @@ class FairShare:
     def __init__(
         self,
         is_stopping: Callable[[], bool] = lambda: False,
-        now_s: Callable[[], float] = lambda: clock.now().mono_s,
+        now_s: Callable[[], float] = clock.mono_s,
     ) -> None:
         self._is_stopping = is_stopping
         self._now_s = now_s
@@ -171,14 +171,14 @@ class Turn:
         """Return when it may work; at once if it does."""
         if not self.is_exempt and self._since_s is None:
             await self._share.begin(self._user, self._lane, resumes=resumes)
-            self._since_s = clock.now().mono_s - (0.0 if resumes else REQUEST_S)
+            self._since_s = clock.mono_s() - (0.0 if resumes else REQUEST_S)
             if self.is_exempt:  # since it has waited
                 self.end()
 
     def end(self, further_s: float = 0.0) -> None:
         """It has ended, or waits. `further_s`: what it takes elsewhere meanwhile."""
         if self._since_s is not None:
-            took_s, self._since_s = clock.now().mono_s - self._since_s + further_s, None
+            took_s, self._since_s = clock.mono_s() - self._since_s + further_s, None
             self._share.end(self._user, self._lane, took_s)
 
     def exempt(self) -> None:

@@ -115,6 +115,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._request_count = 0
         self._head_bytes = 0
         self._header_count = 0
+        self._header_bytes = 0
         self._unanswered: deque[int] = deque()
         """Bytes that have arrived of each unanswered request, oldest first."""
         self._closing = False
@@ -181,11 +182,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.scope[ON_DISCONNECT] = []  # type: ignore[literal-required]
         self._part = RequestPart.HEAD
         self._request_count += 1
-        self._header_count = 0
+        self._header_count = self._header_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One field of the head."""
         self._header_count += 1
+        self._header_bytes += len(name) + len(value)
         if self._header_count > self.max_headers:
             self._refuse(HeadTooLarge(f"The request has over {self.max_headers} header fields."))
             raise RequestRefused
@@ -193,7 +195,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        size = len(self.url) + self._header_bytes
         if len(self.url) > MAX_URL_BYTES:
             self._refuse(UrlTooLong(f"The URL exceeds {MAX_URL_BYTES} bytes."))
             raise RequestRefused

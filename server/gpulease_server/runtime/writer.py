@@ -119,7 +119,7 @@ class Writer:
             detail = "The disk of the ledger is full; what is left is kept for releases and cancellations."
             raise Unavailable(detail, remedy="Nothing was done. Free some space on the daemon's disk, then ask again.")
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        begun_s = clock.now().mono_s
+        begun_s = clock.mono_s()
         self._add(Submission(happening, future))
         self._unanswered[future] = None
         try:
@@ -287,7 +287,8 @@ class Writer:
             _answer(future, answer)
         self.wakeups.wake(keys)
         self.metrics.count_turn(turn.changes, self.committed, turn.now)
-        event_log.log_turn(turn.changes, turn.answers)
+        # After the callers have gone on: they were answered before.
+        asyncio.get_running_loop().call_soon(event_log.log_turn, turn.changes, turn.answers)
 
     def _pop_answers(
         self, turn: Turn | None, submissions: list[Submission]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotAuthenticated
@@ -75,6 +76,12 @@ async def caller_from_peer(peer: PeerCredentials, access: AccessSettings, admin_
     await refresh_user_name(peer.uid)
     user, privileged = user_name(peer.uid), is_privileged(peer)
     admin = privileged or user in access.admins or await admin_groups.include(peer.uid)
+    return _caller(user, peer, privileged, admin)
+
+
+@lru_cache(1000)
+def _caller(user: str, peer: PeerCredentials, privileged: bool, admin: bool) -> Caller:
+    """The same object for each request of a connection, because it is made for each."""
     role = Role.ADMIN if admin else Role.USER
     return Caller(user, peer.uid, peer.gid, role, peer.connection.value, may_report=privileged)
 
