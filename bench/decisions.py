@@ -6,16 +6,19 @@ limit is the same decision on one node of 8 GPUs with 10 requests waiting.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
-from gpulease_protocol.model import Lease
-from gpulease_server.core.happenings import RenewalRequested, Ticked
+from gpulease_protocol.model import Demand, Holder, Lease, Selection
+from gpulease_server.core.happenings import LeaseRequested, RenewalRequested, Ticked
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import BypassCounts
 from gpulease_server.core.user_limits import UserLimits
-from tests.core.build import World
+from tests.core.build import GIB, World
 
 SIZES = ((1, 10), (16, 100), (125, 1_000), (1_250, 10_000), (1_250, 100_000))
 """Nodes of 8 GPUs, and requests that wait."""
@@ -87,16 +90,58 @@ def measure(nodes: int, waiting: int) -> dict[str, float]:
     ]
     found["500 renewals in one turn"] = timed(lambda: world.turn(*renewals), 5)
     found["release, report, grant to the next"] = timed(lambda: fleet.give_back(leases), 8)
-    found["renewal, while a GPU is free that no one in the queue can use"] = with_unusable_gpu(nodes, waiting)
+    unusable = with_unusable_gpu(nodes, waiting)
+    found["renewal, while a GPU is free that no one in the queue can use"] = unusable["renewal"]
+    found["request that must wait, while a GPU is free that no one can use"] = unusable["request"]
+    found["renewal, while a GPU is held for the oldest of them"] = unusable["held"]
+    found["500 new requests of one kind in one turn"] = in_one_turn(nodes, waiting, [{}])
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"gpu_model": "H100"},
+        {"min_free_memory_bytes": GIB},
+        {"selection": Selection.LISTED, "indices": (0,)},
+    ]
+    found["500 new requests of four kinds in one turn"] = in_one_turn(nodes, waiting, kinds)
     return {what: statistics.median(values) for what, values in found.items()}
 
 
-def with_unusable_gpu(nodes: int, waiting: int) -> list[float]:
-    """Renewals while all wait for two GPUs and one is free."""
+def with_unusable_gpu(nodes: int, waiting: int) -> dict[str, list[float]]:
+    """Turns while all wait for two GPUs and one is free; first for no one, then held for the oldest of them."""
     fleet = Fleet(nodes)
+    world = fleet.world
     leases = fleet.fill(waiting, gpus=2)
     fleet.give_back(leases)
-    return timed(lambda: fleet.world.renew(leases[0]), 5)
+    found = {"renewal": timed(lambda: world.renew(leases[0])), "request": timed(lambda: world.ask(2))}
+    oldest = world.ledger.queue[0][1]
+    world.ledger.apply(BypassCounts(((oldest, world.policy.max_bypass),), world.at_s))
+    return found | {"held": timed(lambda: world.renew(leases[0]))}
+
+
+def in_one_turn(nodes: int, waiting: int, kinds: list[dict[str, Any]]) -> list[float]:
+    """A turn of 500 new requests for one GPU each, half of the nodes being free and the others held; with a queue for
+    more GPUs than a node has free. Three times, each in a fleet of its own."""
+    found = []
+    for _ in range(3):
+        fleet = Fleet(nodes)
+        world = fleet.world
+        for name in fleet.names[nodes // 2 :]:
+            world.lease(8, node=name)
+        for _ in range(waiting):
+            world.ask(8, node=fleet.names[-1])
+        fleet.read()
+        asked = [
+            LeaseRequested(
+                cause=f"new-{number}",
+                lease_id=f"new-{number}",
+                demand=Demand(**kinds[number % len(kinds)]),
+                holder=Holder(user="ann"),
+                ttl_s=60.0,
+                queue=True,
+            )
+            for number in range(500)
+        ]
+        found += timed(functools.partial(world.turn, *asked), 1)
+    return found
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from gpulease_protocol.node_protocol import (
     RunState,
 )
 from gpulease_server.core.decide import decide
+from gpulease_server.core.demand_classes import ClassKey
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.gpu import state_of
 from gpulease_server.core.gpu_state import state_by_report
@@ -393,7 +394,36 @@ class World:
         for node, found in sorted(free.items()):
             numbers.setdefault(len(found), []).append(node)
         assert numbers == ledger.fleet.nodes_by_free
+        self.check_classes()
         self.check_counts()
+
+    def check_classes(self) -> None:
+        """The queue by what is asked for."""
+        ledger, found = self.ledger, dict[ClassKey, list[tuple[int, str]]]()
+        for place in ledger.queue:
+            lease = ledger.leases[place[1]].lease
+            if lease.id in ledger.not_before:
+                continue
+            job = ledger.jobs.get(lease.job_id or "")
+            array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
+            token_id = lease.holder.token_id
+            user = lease.holder.user if ledger.demand_classes.by_user or token_id is not None else None
+            found.setdefault(ClassKey(lease.demand, user, token_id, array_id), []).append(place)
+        classes = ledger.demand_classes.classes
+        assert found == {key: members.places for key, members in classes.items()}
+        assert ledger.demand_classes.class_of == {
+            lease_id: members for members in classes.values() for _, lease_id in members.places
+        }
+        for members in classes.values():
+            for bypassed, counts in (
+                (members.bypassed, ledger.bypasses),
+                (members.bypassed_by_user, ledger.user_bypasses),
+            ):
+                known = [counts[lease_id] for _, lease_id in bypassed.places]
+                assert bypassed.places == [place for place in members.places if place[1] in counts]
+                assert all(times <= bypassed.most_times and since_s >= bypassed.first_s for times, since_s in known)
+        paused = {(until_s, lease_id) for lease_id, until_s in ledger.not_before.items()}
+        assert paused <= set(ledger.demand_classes.pauses)
 
     def check_counts(self) -> None:
         """The rest of `check_indexes`."""

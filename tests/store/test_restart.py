@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.lease_index import put_watch
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.records import GpuRecord
 from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
@@ -68,7 +69,7 @@ def test_a_copy_of_a_ledger_changes_alone() -> None:
         name: type(value) for name, value in vars(world.ledger).items()
     }
     for record in list(copy.leases.values()):
-        copy._put_watch(record, over=True)
+        put_watch(copy.watched_owners, record, withdrawn=True)
         if (record.number, record.lease.id) in copy.queue:
             copy.withdraw(record)
     for gpu in list(copy.gpus.values()):

@@ -96,7 +96,7 @@ class Reservations:
         """Reserve GPUs for a waiting request if it has been bypassed as often or as long as it may be."""
         lease = record.lease
         demand = self.users.demand_within(lease)
-        if demand in self._nothing_to_reserve:
+        if not self.may_reserve(demand):
             return
         times, since_s = self.ledger.bypasses.get(lease.id, (0, self.now.mono_s))
         most = nodes_to_reserve(times, self.now.mono_s - since_s, self.policy)
@@ -109,6 +109,10 @@ class Reservations:
             # Its free GPUs are reserved already, or do not help. The same holds for newer requests with this demand.
             self._nothing_to_reserve.add(demand)
 
+    def may_reserve(self, demand: LimitedDemand) -> bool:
+        """True until it has turned out that nothing more can be reserved for requests with this demand."""
+        return demand not in self._nothing_to_reserve
+
     def reserved_for(self, record: LeaseRecord) -> tuple[str, ...]:
         """The GPUs that are reserved for a request."""
         return tuple(uuid for uuid, lease_id in self.by_uuid.items() if lease_id == record.lease.id)
@@ -116,28 +120,29 @@ class Reservations:
     def can_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
         """True where a node has enough GPUs for the demand that are free, or will be when leases end."""
         return any(
-            len(usable) + coming >= gpus_needed(demand, gpus)
-            for gpus, usable, coming in self._by_node(demand, most_gpus).values()
+            len(self._usable(demand, gpus)) + self._coming(demand, gpus) >= gpus_needed(demand, gpus)
+            for gpus in candidates(self.ledger, demand, most_gpus).values()
         )
 
-    def _by_node(
-        self, demand: Demand, most_gpus: int | None
-    ) -> dict[str, tuple[list[GpuRecord], list[GpuRecord], int]]:
-        """By node: the GPUs that could serve the demand, those that are free, and how many more are coming."""
-        found = {}
-        for node, gpus in candidates(self.ledger, demand, most_gpus).items():
-            usable = [gpu for gpu in gpus if self.is_free(gpu) and not lacks_memory(self.ledger, demand, gpu)]
-            found[node] = (gpus, usable, sum(self.will_be_free(demand, gpu) for gpu in gpus))
-        return found
+    def _usable(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
+        """Those that are free for the demand, whether they are reserved or not."""
+        return [gpu for gpu in gpus if self.is_free(gpu) and not lacks_memory(self.ledger, demand, gpu)]
+
+    def _coming(self, demand: Demand, gpus: list[GpuRecord]) -> int:
+        """How many will be free for the demand when leases end."""
+        return sum(self.will_be_free(demand, gpu) for gpu in gpus)
 
     def _gpus_to_reserve(self, record: LeaseRecord, limited: LimitedDemand, most_nodes: int) -> list[GpuRecord]:
-        found = []
-        for node, (gpus, usable, coming) in self._by_node(*limited).items():
-            if node in self.late_nodes:
-                continue
+        """The free GPUs on the nodes that lack the fewest. Looks only at nodes that have a free GPU."""
+        found, serving = [], find_candidates(self.ledger, limited.demand)
+        for node in serving.nodes_in(self.ledger.fleet.free):
+            gpus = [self.ledger.gpus[uuid] for uuid in serving.by_node[node]]
             needed = gpus_needed(limited.demand, gpus)
+            if node in self.late_nodes or (limited.most_gpus is not None and needed > limited.most_gpus):
+                continue
+            usable = self._usable(limited.demand, gpus)
             own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]
-            if own and len(usable) + coming >= needed:
+            if own and len(usable) + self._coming(limited.demand, gpus) >= needed:
                 found.append((needed - len(own), node, own))
         return [gpu for _, _, own in sorted(found, key=lambda one: one[:2])[:most_nodes] for gpu in own]
 
@@ -170,7 +175,6 @@ def nodes_to_reserve(times: int, for_s: float, policy: Policy) -> int:
 class BlockedRequests:
     """The requests that cannot be granted in this turn, by demand and by what their user's limit leaves for it."""
 
-    turn: Turn
     reservations: Reservations
     _usable: dict[LimitedDemand, frozenset[str]] = field(default_factory=dict)
     _waiting: dict[LimitedDemand, list[LeaseRecord]] = field(default_factory=dict)
@@ -188,18 +192,26 @@ class BlockedRequests:
         self._waiting.setdefault(demand, []).append(record)
         self.reservations.reserve_if_due(record)
 
-    def count_bypass(self, gpus: Iterable[GpuRecord]) -> None:
-        """Count a bypass for every older request that could use GPUs which a newer one was granted."""
+    def __len__(self) -> int:
+        """How many different demands wait."""
+        return len(self._waiting)
+
+    def extend(self, demand: LimitedDemand, records: Iterable[LeaseRecord]) -> None:
+        """Add requests that wait behind one with the same demand, and for which nothing is to be reserved."""
+        self._waiting[demand].extend(records)
+
+    def could_use(self, gpus: Iterable[GpuRecord]) -> Iterator[LimitedDemand]:
+        """The demands of older requests that could use GPUs which a newer one was granted."""
         granted = {gpu.device.uuid for gpu in gpus}
-        passed = [
-            record
-            for demand, waiting in self._waiting.items()
-            if not granted.isdisjoint(self._usable[demand])
-            for record in waiting
-        ]
+        return (demand for demand in self._waiting if not granted.isdisjoint(self._usable[demand]))
+
+    def count_bypass(self, turn: Turn, gpus: Iterable[GpuRecord]) -> None:
+        """Count a bypass for every older request that could use GPUs which a newer one was granted."""
+        passed = [record for demand in self.could_use(gpus) for record in self._waiting[demand]]
         if passed:
-            self.turn.put(BypassCounts(tuple((record.lease.id, 1) for record in passed), self.turn.now.mono_s))
-            for record in sorted(passed, key=lambda one: one.number):
+            passed.sort(key=lambda one: one.number)
+            turn.put(BypassCounts(tuple((record.lease.id, 1) for record in passed), turn.now.mono_s))
+            for record in passed:
                 self.reservations.reserve_if_due(record)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +26,17 @@ class Candidates:
     """UUIDs in PCI order, of the nodes that have enough."""
     uuids: frozenset[str]
     """All of them."""
+    places: dict[str, int] = field(init=False)
+    """By node: its place in `by_node`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", {node: place for place, node in enumerate(self.by_node)})
+
+    def nodes_in(self, others: Collection[str]) -> Iterable[str]:
+        """The nodes that are among others, in the order of `by_node`. Costs as much as there are others."""
+        if len(others) < len(self.by_node):
+            return sorted((node for node in others if node in self.places), key=self.places.__getitem__)
+        return (node for node in self.by_node if node in others)
 
 
 @dataclass(slots=True)

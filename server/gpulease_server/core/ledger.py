@@ -12,14 +12,15 @@ from gpulease_protocol.model import (
     JobState,
     Lease,
     LeaseState,
-    Liveness,
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.job_index import JobIndex
+from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -123,6 +124,8 @@ class Ledger:
     """By user, how many GPUs these have."""
     job_index: JobIndex = field(default_factory=JobIndex)
     """Jobs by node and by array."""
+    demand_classes: DemandClasses = field(default_factory=DemandClasses, compare=False)
+    """The queue by what is asked for."""
     due: DueLeases = field(default_factory=DueLeases, compare=False)
     """Whose deadlines have passed."""
     next_number: int = 1
@@ -155,7 +158,7 @@ class Ledger:
             case Deadline():
                 self._put_deadline(change)
             case NotBefore():
-                self.not_before[change.lease_id] = change.at_s
+                self._put_pause(change)
             case DependencyMet():
                 self._meet_dependency(change)
             case BypassCounts():
@@ -230,10 +233,24 @@ class Ledger:
                 self._put_ended_lease(self.leases[lease_id].lease)
 
     def _put_bypass_counts(self, counts: BypassCounts) -> None:
+        bypasses = self.user_bypasses if counts.within_user else self.bypasses
         for lease_id, times in counts.times:
-            bypasses = self.user_bypasses if counts.within_user else self.bypasses
             before, since_s = bypasses.get(lease_id, (0, counts.at_s))
             bypasses[lease_id] = (before + times, since_s)
+            members = self.demand_classes.class_of.get(lease_id)
+            if members is not None:
+                bypassed = members.bypassed_by_user if counts.within_user else members.bypassed
+                bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
+
+    def _put_pause(self, pause: NotBefore) -> None:
+        if pause.at_s is None:
+            self.not_before.pop(pause.lease_id, None)
+            self.demand_classes.let_pauses_go(self.not_before)
+        else:
+            self.not_before[pause.lease_id] = pause.at_s
+            self.demand_classes.pause(pause.lease_id, pause.at_s)
+        if (record := self.leases.get(pause.lease_id)) is not None:
+            self._classify(record)
 
     def _put_deadline(self, deadline: Deadline) -> None:
         if deadline.at_s is None:
@@ -258,8 +275,8 @@ class Ledger:
         elif lease.state is not LeaseState.QUEUED and waits:
             self._waits_no_more(lease)
         self._place_in_queue(record)
-        self._put_watch(record)
-        self._count_for_token(lease)
+        put_watch(self.watched_owners, record)
+        count_for_token(self.leases_of_tokens, lease)
         is_unclaimed = lease.state is LeaseState.ACTIVE and record.renewed_at is None
         (self.unclaimed.add if is_unclaimed else self.unclaimed.discard)(lease.id)
         if lease.state is not LeaseState.QUEUED:
@@ -278,17 +295,6 @@ class Ledger:
         if not self.active_leases[user]:
             del self.active_leases[user], self.active_gpus[user]
 
-    def _count_for_token(self, lease: Lease, *, withdrawn: bool = False) -> None:
-        if lease.holder.token_id is None:
-            return
-        leases = self.leases_of_tokens.setdefault(lease.holder.token_id, {})
-        if lease.state is LeaseState.ENDED or withdrawn:
-            leases.pop(lease.id, None)
-        else:
-            leases[lease.id] = len(lease.gpus)
-        if not leases:
-            del self.leases_of_tokens[lease.holder.token_id]
-
     def _place_in_queue(self, record: LeaseRecord) -> None:
         place = (record.number, record.lease.id)
         at = bisect.bisect_left(self.queue, place)
@@ -298,24 +304,32 @@ class Ledger:
             self.queue.insert(at, place)
         elif is_there and not belongs:
             del self.queue[at]
+        self._classify(record)
 
-    def _put_watch(self, record: LeaseRecord, *, over: bool = False) -> None:
-        if record.watched_owner is None:
+    def _classify(self, record: LeaseRecord) -> None:
+        """Put a lease into its class, or take it out."""
+        lease = record.lease
+        if self.place_of(record) is None or lease.id in self.not_before:
+            self.demand_classes.remove(record)
             return
-        owners, owner = self.watched_owners.setdefault(record.watched_owner.node, {}), record.watched_owner.owner
-        if not over and record.lease.state is not LeaseState.ENDED and record.lease.liveness is Liveness.PROCESS:
-            owners.setdefault(owner, {})[record.lease.id] = None
-        elif owner in owners:
-            owners[owner].pop(record.lease.id, None)
-            if not owners[owner]:
-                del owners[owner]
+        job = self.jobs.get(lease.job_id or "")
+        array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
+        times, times_by_user = self.bypasses.get(lease.id), self.user_bypasses.get(lease.id)
+        self.demand_classes.put(record, array_id, times, times_by_user)
+
+    def classes_by_user(self, by_user: bool) -> DemandClasses:
+        """The queue by what is asked for; and by user, where there are limits for users."""
+        if self.demand_classes.by_user is not by_user:
+            self.demand_classes.divide(self.queued(), by_user, self._classify)
+        return self.demand_classes
 
     def withdraw(self, record: LeaseRecord) -> None:
         """Take back a request of which nothing was recorded."""
-        self.queue.remove((record.number, record.lease.id))
+        del self.queue[bisect.bisect_left(self.queue, (record.number, record.lease.id))]
+        self.demand_classes.remove(record)
         self._waits_no_more(record.lease)
-        self._put_watch(record, over=True)
-        self._count_for_token(record.lease, withdrawn=True)
+        put_watch(self.watched_owners, record, withdrawn=True)
+        count_for_token(self.leases_of_tokens, record.lease, withdrawn=True)
         del self.leases[record.lease.id]
 
     def _waits_no_more(self, lease: Lease) -> None:
@@ -349,6 +363,8 @@ class Ledger:
         before = self.jobs.get(record.job.id)
         self.jobs[record.job.id] = record
         self.job_index.put(before, record)
+        if before is None and record.job.array_at_most is not None and record.job.lease_id in self.leases:
+            self._classify(self.leases[record.job.lease_id])
         if before is None and record.job.after and record.job.state is JobState.QUEUED:
             self._wait_for_jobs(record)
         elif record.job.id in self.unmet and record.job.state is not JobState.QUEUED:

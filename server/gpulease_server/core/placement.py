@@ -183,7 +183,8 @@ class _Search:
         found = find_candidates(self.ledger, self.demand)
         best: tuple[tuple[bool, int, str], list[GpuRecord]] | None = None
         after_reading: NeedsReading | None = None
-        for node, uuids in found.by_node.items() if self.ledger.fleet.unheld else ():
+        for node in found.nodes_in(self.ledger.fleet.unheld):
+            uuids = found.by_node[node]
             needed = gpus_needed(self.demand, uuids)
             too_many = self.most_gpus is not None and needed > self.most_gpus
             if too_many or node in self.late_nodes or len(self.ledger.fleet.unheld.get(node, ())) < needed:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
-from gpulease_server.core.eligibility import is_eligible, is_over_user_limit
+from gpulease_server.core.eligibility import is_over_user_limit
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.grant import grant
@@ -18,7 +16,8 @@ from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord
+from gpulease_server.core.queue_walk import QueueWalk
+from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
 from gpulease_server.core.token_budgets import TokenBudgets
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import (
@@ -34,6 +33,8 @@ from gpulease_server.core.user_order import UserOrder
 def settle(turn: Turn) -> None:
     """Grant what can be granted, and give new requests their verdicts. Closes every turn."""
     recount_bypasses(turn)
+    for lease_id in turn.ledger.demand_classes.pauses_over(turn.now.mono_s):
+        turn.put(NotBefore(lease_id, None))
     if turn.pending or (turn.ledger.queue and turn.ledger.fleet.free):
         _walk_queue(turn)
 
@@ -48,8 +49,9 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     late_nodes = {node for node, since_s in turn.requested_readings.items() if since_s < latest_s}
     users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
-    blocked, order = BlockedRequests(turn, reservations), UserOrder(reservations)
-    for record in _to_look_at(turn, reservations):
+    blocked, order = BlockedRequests(reservations), UserOrder(reservations)
+    walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)
+    for record in walk:
         pending = turn.pending.get(record.lease.id)
         if pending is not None and pending.adoption is not None:
             _adopt(turn, record, pending, reservations, waited_enough=pending.since_s < latest_s)
@@ -68,8 +70,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
         match _place(turn, record, reservations, allow_reread):
             case Placed(gpus):
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
-                blocked.count_bypass(gpus)
-                order.count_bypass(turn, record)
+                walk.count_bypass(turn, record, gpus)
             case NeedsReading(node, gpus):
                 turn.request_reading(node)
                 waited_enough = pending is not None and pending.since_s < latest_s
@@ -80,23 +81,6 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                     blocked.add(record, candidates)
                     order.add(record)
-
-
-def _to_look_at(turn: Turn, reservations: Reservations) -> Iterator[LeaseRecord]:
-    """Requests that are eligible, oldest first: every one while a GPU is left, and new ones in any case. The walk also
-    comes to those that join the queue meanwhile, as the jobs of an array do with the verdict on its first one."""
-    ledger, at, places = turn.ledger, (0, ""), turn.ledger.queue
-    while True:
-        if places is ledger.queue and not reservations.is_any_left:
-            pending = (ledger.leases[lease_id] for lease_id in turn.pending if lease_id in ledger.leases)
-            places = sorted(place for record in pending if (place := ledger.place_of(record)) is not None)
-        following = bisect_right(places, at)
-        if following == len(places):
-            return
-        at = places[following]
-        record = ledger.leases[at[1]]
-        if is_eligible(ledger, record, turn.now):
-            yield record
 
 
 def _place(

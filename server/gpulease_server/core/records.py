@@ -213,7 +213,8 @@ class NotBefore:
     """A queued lease that takes part in the queue only from this moment on. In memory only: after a restart at once."""
 
     lease_id: str
-    at_s: float
+    at_s: float | None
+    """On the monotonic clock; None when that moment has come."""
 
 
 @dataclass(frozen=True, slots=True)

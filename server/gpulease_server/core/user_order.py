@@ -29,6 +29,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Demand
@@ -52,8 +53,14 @@ class UserOrder:
         """Add a request that waits, and claim GPUs of its user's limit for it if it was bypassed as often or as long as
         it may be."""
         if self.reservations.users.limits.gpus:
-            self._waiting.setdefault(record.lease.holder.user, []).append(record)
-            self._claim_if_due(record)
+            self.extend([record])
+            self.claim_if_due(record)
+
+    def extend(self, records: Iterable[LeaseRecord]) -> None:
+        """Add requests that wait, and for which nothing is to be claimed."""
+        if self.reservations.users.limits.gpus:
+            for record in records:
+                self._waiting.setdefault(record.lease.holder.user, []).append(record)
 
     def count_bypass(self, turn: Turn, granted: LeaseRecord) -> None:
         """Count a bypass for each older request of the same user to which this grant leaves too little of the limit."""
@@ -64,12 +71,22 @@ class UserOrder:
             if (users.gpus_left(older.lease) or 0) < self._needs(older) and self._is_only_limited(older)
         ]
         if passed:
+            passed.sort(key=lambda one: one.number)
             counts = tuple((record.lease.id, 1) for record in passed)
             turn.put(BypassCounts(counts, turn.now.mono_s, within_user=True))
             for record in passed:
-                self._claim_if_due(record)
+                self.claim_if_due(record)
 
-    def _claim_if_due(self, record: LeaseRecord) -> None:
+    def may_claim(self, user: str | None, demand: Demand) -> bool:
+        """True until it has turned out that nothing more can be claimed for requests that were not bypassed."""
+        users, is_only_limited = self.reservations.users, self._only_limited.get((user, demand), True)
+        is_full = sum(users.kept.get(user, {}).values()) >= users.limits.gpus
+        return not is_full and is_only_limited and self._can_be_served.get(demand, True)
+
+    def claim_if_due(self, record: LeaseRecord) -> None:
+        """Claim GPUs of its user's limit for a waiting request that was bypassed as often or as long as it may be."""
+        if not self.reservations.users.limits.gpus:
+            return
         reservations, now_s = self.reservations, self.reservations.now.mono_s
         times, since_s = reservations.ledger.user_bypasses.get(record.lease.id, (0, now_s))
         is_due = nodes_to_reserve(times, now_s - since_s, reservations.policy) > 0

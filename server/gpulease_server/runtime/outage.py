@@ -14,6 +14,7 @@ from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.core import token_budgets
 from gpulease_server.core.decide import decide
+from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.happenings import RenewalRequested
@@ -160,7 +161,7 @@ def _copy_part(part: Any) -> Any:
         for key, value in part.items():
             made[key] = _copy_part(value)
         return made
-    return part.copy() if isinstance(part, (list, set)) else part
+    return part.copy() if isinstance(part, (list, set, DemandClasses)) else part
 
 
 def refuse_older_copy(ledger: Ledger, committed: Ledger) -> None:

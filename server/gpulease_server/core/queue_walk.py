@@ -1,0 +1,287 @@
+"""A walk through the queue, oldest first, that costs what it finds: one look at each class of requests, not at each
+request.
+
+The requests of a class (`core.demand_classes`) ask for the same. Within a walk GPUs are only taken, so when one of a
+class is blocked all behind it are; and where a limit keeps one out, it keeps out all behind it. The walk *skips* these.
+It still comes to those that something sets apart:
+
+- New requests, each of which gets a verdict.
+- Those that were bypassed as often or as long as they may be: GPUs, or GPUs of their user's limit, are reserved for
+  them. Once nothing is left to reserve for a class, they are skipped as well.
+
+A class is looked at again behind the request at which that changed which its members share: what their user
+and token have, and how many jobs of their array run.
+
+Skipped requests count for a grant behind them, which bypasses them. They are *listed* only then, and only where they
+could use what is granted. A request whose pause has just ended is in no class, and looked at by itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+
+from gpulease_protocol.model import Selection
+from gpulease_server.core.backfill import BlockedRequests, Reservations, nodes_to_reserve
+from gpulease_server.core.demand_classes import Bypassed, DemandClass, Place
+from gpulease_server.core.eligibility import array_at_limit, is_eligible, is_over_user_limit
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequest
+from gpulease_server.core.records import GpuRecord, LeaseRecord
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import LimitedDemand
+from gpulease_server.core.user_order import UserOrder
+
+Limiter = tuple[str, str | None]
+"""What limits a class, beside others, by what changes within a walk: its `user`, `token` or `array`, and the name."""
+
+
+class Why(StrEnum):
+    """Why the members of a class are skipped."""
+
+    BLOCKED = auto()
+    """No GPUs for them are left."""
+    KEPT_OUT = auto()
+    """A limit of their user, or the budget of their token."""
+    LEFT_OUT = auto()
+    """They take no part: their array is at its limit, or enough demands were looked at."""
+
+
+@dataclass(slots=True)
+class Skipped:
+    """A class whose members are skipped."""
+
+    members: DemandClass
+    why: Why
+    first: Place
+    """The first member that is skipped, and not yet listed."""
+    limited: LimitedDemand
+    """What they ask for."""
+
+
+@dataclass(slots=True)
+class QueueWalk:
+    """Iterate over it for the requests that must be looked at, oldest first."""
+
+    ledger: Ledger
+    reservations: Reservations
+    blocked: BlockedRequests
+    order: UserOrder
+    new: Mapping[str, object] = field(default_factory=dict)
+    """By lease id, the requests without a verdict. When no GPU is left the walk comes to these alone."""
+    last: LeaseRecord | None = None
+    """Where the walk ends, for a reader. It then goes on without a GPU where users have a limit of GPUs."""
+    max_demands: int | None = None
+    """When so many different demands are blocked, others are left out."""
+    _at: Place = (0, "")
+    _only_new: bool = False
+    _heap: list[tuple[Place, int, DemandClass | None]] = field(default_factory=list)
+    """The next request of each class, or one without a class; the numbers make all entries different."""
+    _entries: Iterator[int] = field(default_factory=itertools.count)
+    _skipped: dict[DemandClass, Skipped] = field(default_factory=dict)
+    _by_demand: dict[LimitedDemand, dict[DemandClass, None]] = field(default_factory=dict)
+    """The classes that are skipped because they are blocked."""
+    _by_limiter: dict[Limiter, dict[DemandClass, None]] = field(default_factory=dict)
+    """The classes that are skipped, and may have to be looked at again."""
+    _new_of_class: dict[DemandClass, list[Place]] = field(default_factory=dict)
+    _were_new: frozenset[str] = frozenset()
+    """Ids of those that were new when the first class was skipped. Whoever looks at them says what becomes of them."""
+
+    def __iter__(self) -> Iterator[LeaseRecord]:
+        self._begin()
+        while self._heap:
+            if not self._only_new and self._is_over():
+                self._keep_new()
+                continue
+            place, _, members = heapq.heappop(self._heap)
+            if place <= self._at:
+                continue
+            self._at, record = place, self.ledger.leases[place[1]]
+            if self.last is not None and record.number > self.last.number:
+                return
+            before = self._limit_state(record) if self._by_limiter else None
+            if self._must_look_at(record, members):
+                request = self.new.get(record.lease.id)
+                yield record
+                self._push_added(request)
+            if members is not None:
+                self._push_next(members)
+            if before is not None and before != self._limit_state(record):
+                self._look_again(record)
+
+    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
+        """Count a bypass for the older requests that could use the GPUs of a grant, or what it takes of a limit."""
+        for demand in self.blocked.could_use(gpus):
+            for members in self._by_demand.get(demand, ()):
+                self._list(self._skipped[members])
+        self.blocked.count_bypass(turn, gpus)
+        if self.reservations.users.limits.gpus:
+            for members in self._by_limiter.get(("user", granted.lease.holder.user), ()):
+                self._list(self._skipped[members])
+            self.order.count_bypass(turn, granted)
+
+    def _begin(self) -> None:
+        classes = self.ledger.classes_by_user(self.reservations.users.has_limits)
+        if self._is_over():
+            self._keep_new()
+            return
+        self._heap = [(members.places[0], next(self._entries), members) for members in classes.classes.values()]
+        for lease_id in classes.pauses_over(self.reservations.now.mono_s):
+            record = self.ledger.leases.get(lease_id)
+            if record is not None and lease_id not in classes.class_of and self.ledger.place_of(record) is not None:
+                self._heap.append(((record.number, lease_id), next(self._entries), None))
+        heapq.heapify(self._heap)
+
+    def _is_over(self) -> bool:
+        """True when only new requests have anything to expect."""
+        goes_on = self.last is not None and self.reservations.users.limits.gpus
+        return not self.reservations.is_any_left and not goes_on
+
+    def _keep_new(self) -> None:
+        """Go on with the new requests alone."""
+        self._only_new = True
+        records = (self.ledger.leases[lease_id] for lease_id in self.new if lease_id in self.ledger.leases)
+        places = (place for record in records if (place := self.ledger.place_of(record)) is not None)
+        self._heap = [(place, next(self._entries), None) for place in places if place > self._at]
+        heapq.heapify(self._heap)
+
+    def _must_look_at(self, record: LeaseRecord, members: DemandClass | None) -> bool:
+        """True for a request that the caller must look at. Others are skipped, with all that are like them."""
+        if members is None or record.lease.id in self.new:
+            return is_eligible(self.ledger, record, self.reservations.now)
+        skipped = self._skipped.get(members)
+        if skipped is None:
+            why = self._why_skipped(record, members)
+            if why is None:
+                return True
+            skipped = self._skip(record, members, why)
+            if self._next_apart(skipped, (record.number, "")) != self._at:
+                return False
+        if skipped.why is Why.BLOCKED:
+            self.reservations.reserve_if_due(record)
+        if record is not self.last:
+            self.order.claim_if_due(record)
+        return False
+
+    def _why_skipped(self, record: LeaseRecord, members: DemandClass) -> Why | None:
+        """Why neither a request that is not new nor those behind it in its class can be granted; None if they can be,
+        or if that is not known."""
+        reservations = self.reservations
+        if members.key.array_id is not None and array_at_limit(self.ledger, record) is not None:
+            return Why.LEFT_OUT
+        if is_over_user_limit(self.ledger, reservations.users, record) or not reservations.is_any_left:
+            return Why.KEPT_OUT
+        if record.lease.demand.selection is Selection.ALL and reservations.users.may_limit(record.lease):
+            return None  # each may be limited to other nodes
+        if self.blocked.has(record):
+            return Why.BLOCKED
+        return Why.LEFT_OUT if len(self.blocked) == self.max_demands else None
+
+    def _skip(self, record: LeaseRecord, members: DemandClass, why: Why) -> Skipped:
+        if not self._skipped and not self._were_new:
+            self._find_new()
+        limited = self.reservations.users.demand_within(record.lease)
+        skipped = self._skipped[members] = Skipped(members, why, self._at, limited)
+        if why is Why.BLOCKED:
+            self._by_demand.setdefault(limited, {})[members] = None
+        for limiter in self._limiters(record):
+            self._by_limiter.setdefault(limiter, {})[members] = None
+        return skipped
+
+    def _find_new(self) -> None:
+        """Find the new requests of each class. Not needed before the first class is skipped."""
+        self._were_new, class_of = frozenset(self.new), self.ledger.demand_classes.class_of
+        for lease_id in self._were_new:
+            if (members := class_of.get(lease_id)) is not None:
+                self._new_of_class.setdefault(members, []).append((self.ledger.leases[lease_id].number, lease_id))
+        for places in self._new_of_class.values():
+            places.sort()
+
+    def _push_added(self, request: object) -> None:
+        """Come to those that joined the queue with the verdict on a request, as the other jobs of an array do."""
+        if isinstance(request, PendingRequest) and not self._only_new:
+            added = (change.lease.id for change in request.changes if isinstance(change, LeaseRecord))
+            class_of = self.ledger.demand_classes.class_of
+            for members in {class_of[lease_id]: None for lease_id in added if lease_id in class_of}:
+                self._push_next(members)
+
+    def _push_next(self, members: DemandClass) -> None:
+        """Come to the next request of a class that must be looked at, or that has something reserved."""
+        if self._only_new:
+            return
+        skipped = self._skipped.get(members)
+        place = members.after(self._at) if skipped is None else self._next_apart(skipped, self._at)
+        if place is not None:
+            heapq.heappush(self._heap, (place, next(self._entries), members))
+
+    def _next_apart(self, skipped: Skipped, place: Place) -> Place | None:
+        """The next member behind a place that is not skipped with the others."""
+        members, users, ledger = skipped.members, self.reservations.users, self.ledger
+        new = self._new_of_class.get(members, [])
+        at = bisect_right(new, place)
+        found: list[Place | None] = [new[at] if at < len(new) else None]
+        is_any_due = nodes_to_reserve(0, 0.0, self.reservations.policy) > 0
+        if skipped.why is Why.BLOCKED and self.reservations.may_reserve(skipped.limited):
+            due = members.after(place) if is_any_due else self._next_due(members.bypassed, ledger.bypasses, place)
+            found.append(due)
+        if skipped.why is not Why.LEFT_OUT and users.limits.gpus:
+            if is_any_due and self.order.may_claim(members.key.user, members.key.demand):
+                found.append(members.after(place))
+            else:
+                found.append(self._next_due(members.bypassed_by_user, ledger.user_bypasses, place))
+        return min((one for one in found if one is not None), default=None)
+
+    def _next_due(self, bypassed: Bypassed, counts: Mapping[str, tuple[int, float]], place: Place) -> Place | None:
+        """The next member behind a place that was bypassed as often or as long as it may be."""
+        now_s, policy = self.reservations.now.mono_s, self.reservations.policy
+        if not nodes_to_reserve(bypassed.most_times, now_s - min(bypassed.first_s, now_s), policy):
+            return None
+        for one in bypassed.places[bisect_right(bypassed.places, place) :]:
+            times, since_s = counts[one[1]]
+            if nodes_to_reserve(times, now_s - since_s, policy):
+                return one
+        return None
+
+    def _look_again(self, record: LeaseRecord) -> None:
+        """Look again at the classes of a request's user, token and array: their limits leave something else now."""
+        for limiter in self._limiters(record):
+            for members in self._by_limiter.pop(limiter, ()):
+                skipped = self._skipped.pop(members, None)
+                if skipped is not None:
+                    self._list(skipped)
+                    self._by_demand.get(skipped.limited, {}).pop(members, None)
+                    self._push_next(members)
+
+    def _list(self, skipped: Skipped) -> None:
+        """List the skipped members up to the request at hand with the others that wait."""
+        places = skipped.members.between(skipped.first, self._at)
+        skipped.first = (self._at[0] + 1, "")
+        records = [self.ledger.leases[lease_id] for _, lease_id in places if lease_id not in self._were_new]
+        if skipped.why is Why.BLOCKED:
+            self.blocked.extend(skipped.limited, records)
+        if skipped.why is not Why.LEFT_OUT:
+            self.order.extend(records)
+
+    def _limiters(self, record: LeaseRecord) -> list[Limiter]:
+        holder, found = record.lease.holder, list[Limiter]()
+        if self.reservations.users.has_limits or holder.token_id is not None:
+            found.append(("user", holder.user))
+        if holder.token_id is not None:
+            found.append(("token", holder.token_id))
+        job = self.ledger.jobs.get(record.lease.job_id or "")
+        if job is not None and job.job.array_at_most is not None:
+            found.append(("array", job.job.array_id))
+        return found
+
+    def _limit_state(self, record: LeaseRecord) -> tuple[object, ...]:
+        """What limits of its user, token and array make of a request at this moment."""
+        holder, users, ledger = record.lease.holder, self.reservations.users, self.ledger
+        kept = sum(users.kept.get(holder.user, {}).values())
+        first = None if users.tokens is None else users.tokens.first.get(holder.token_id or "")
+        job = ledger.jobs.get(record.lease.job_id or "")
+        running = ledger.job_index.running_in_array[job.job.array_id] if job is not None and job.job.array_id else 0
+        return users.leases[holder.user], users.gpus[holder.user], kept, first, running

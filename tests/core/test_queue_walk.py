@@ -1,0 +1,289 @@
+"""A walk through the queue looks at one request of each kind, and decides as one that looks at every request."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpulease_protocol.budgets import Budget
+from gpulease_protocol.model import Demand, Holder, JobSpec, LeaseState, Selection
+from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_server.core import queue, reservation_view
+from gpulease_server.core.eligibility import is_eligible
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, SubmittedJob
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import gpu_views
+from gpulease_server.core.queue_walk import QueueWalk
+from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import UserLimits
+from tests.core.build import GIB, World, gpu
+
+
+class EveryRequest(QueueWalk):
+    """The same walk, with a look at each request."""
+
+    def __iter__(self) -> Iterator[LeaseRecord]:
+        at = (0, "")
+        while True:
+            places = self.ledger.queue
+            if self._is_over():
+                places = sorted(filter(None, (self.ledger.place_of(self.ledger.leases[one]) for one in self.new)))
+            following = bisect_right(places, at)
+            if following == len(places):
+                return
+            at = places[following]
+            record = self.ledger.leases[at[1]]
+            if self.last is not None and record.number > self.last.number:
+                return
+            if is_eligible(self.ledger, record, self.reservations.now):
+                yield record
+
+    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
+        self.blocked.count_bypass(turn, gpus)
+        self.order.count_bypass(turn, granted)
+
+
+class Story:
+    """Random turns on a few nodes. The same seed makes the same story."""
+
+    def __init__(self, seed: int) -> None:
+        self.drawn = draw = random.Random(seed)
+        limits = UserLimits(leases=draw.choice([0, 0, 2, 4]), gpus=draw.choice([0, 0, 3, 6]))
+        policy = Policy(
+            max_bypass=draw.choice([0, 1, 2, 10]),
+            max_bypass_s=draw.choice([5.0, 300.0]),
+            limits=limits,
+            retry_pause_s=(1.0, 8.0),
+        )
+        self.world, self.names = World(policy=policy), "abc"[: draw.randint(1, 3)]
+        for name in self.names:
+            self.world.node(name, gpus=[self.gpu(index, name) for index in range(draw.randint(1, 5))])
+        self.demands = [self.demand() for _ in range(draw.randint(1, 6))]
+        self.users = ["ann", "bob", "cleo"][: draw.randint(1, 3)]
+        self.number = 0
+
+    def gpu(self, index: int, name: str) -> Any:
+        return gpu(index, name, name=self.drawn.choice(["H100", "A100"]), memory_total_bytes=80 * GIB)
+
+    def demand(self) -> Demand:
+        draw = self.drawn
+        name = draw.choice(self.names)
+        size = len(self.world.nodes[name])
+        indices = tuple(draw.sample(range(size), draw.randint(1, size)))
+        return draw.choice(
+            [
+                Demand(count=draw.randint(1, size)),
+                Demand(count=draw.randint(1, size)),
+                Demand(count=draw.randint(1, size), node=name),
+                Demand(selection=Selection.ALL, node=draw.choice([None, name])),
+                Demand(selection=Selection.AUTO),
+                Demand(selection=Selection.LISTED, count=len(indices), indices=indices, node=name),
+                Demand(count=draw.randint(1, 2), gpu_model="H100", min_free_memory_bytes=60 * GIB),
+            ]
+        )
+
+    def holder(self) -> tuple[Holder, Budget | None]:
+        user = self.drawn.choice(self.users)
+        if self.drawn.random() < 0.7:
+            return Holder(user=user), None
+        return Holder(user=user, token_id=f"of {user}"), Budget(max_gpus=len(user))
+
+    def request(self) -> LeaseRequested:
+        self.number += 1
+        holder, budget = self.holder()
+        return LeaseRequested(
+            cause=f"ask-{self.number}",
+            lease_id=f"lease-{self.number}",
+            demand=self.drawn.choice(self.demands),
+            holder=holder,
+            budget=budget,
+            ttl_s=self.drawn.choice([3.0, 1000.0]),
+            queue=self.drawn.random() < 0.9,
+        )
+
+    def submission(self) -> JobSubmitted:
+        self.number += 1
+        (holder, budget), count = self.holder(), self.drawn.choice([1, 3, 6])
+        demand, name = self.drawn.choice(self.demands), f"array-{self.number}"
+        retries, is_array = self.drawn.choice([0, 2]), count > 1
+        jobs = tuple(
+            SubmittedJob(
+                job_id=f"{name}-job-{index}",
+                lease_id=f"{name}-lease-{index}",
+                index=index,
+                spec=JobSpec(command=("train.py",), gpus=demand.count, retries=retries),
+            )
+            for index in range(count)
+        )
+        return JobSubmitted(
+            cause=f"submit-{self.number}",
+            jobs=jobs,
+            name="",
+            demand=demand,
+            holder=holder,
+            budget=budget,
+            array_id=name if is_array else None,
+            array_at_most=self.drawn.choice([None, 1, 2]) if is_array else None,
+        )
+
+    def step(self) -> None:
+        draw, world = self.drawn, self.world
+        name = draw.choice(self.names)
+        leases = [one.lease for one in world.ledger.leases.values() if one.lease.state is not LeaseState.ENDED]
+        match draw.choice(["ask", "ask", "submit", "release", "release", "end", "process", "cordon", "wait", "report"]):
+            case "ask":
+                asked: list[Happening] = [self.request() for _ in range(draw.choice([1, 2, 8]))]
+                world.turn(*asked)
+            case "submit":
+                world.turn(self.submission(), self.request())
+            case "release" if leases:
+                world.release(draw.choice(leases))
+            case "end" if world.ledger.live_jobs:
+                self.end(draw.choice(list(world.ledger.live_jobs)))
+            case "process":
+                readings = world.nodes[name]
+                index = draw.randrange(len(readings))
+                pids = draw.choice([(), (), (7,)])
+                readings[index] = replace(readings[index], processes=gpu(0, pids=pids).processes)
+            case "cordon":
+                world.cordon(draw.randrange(len(world.nodes[name])), name, cordoned=draw.random() < 0.3)
+            case "wait":
+                world.pass_time(draw.choice([0.3, 1.0, 6.0]), silent=(name,) if draw.random() < 0.2 else ())
+            case _:
+                world.report(name, age_s=draw.choice([0.0, 0.2, 0.7]))
+        if draw.random() < 0.8:
+            for one in self.names:
+                world.report(one)
+
+    def end(self, job_id: str) -> None:
+        job = self.world.ledger.jobs[job_id].job
+        if not job.gpus:
+            self.world.cancel(job_id)
+            return
+        node, code = job.gpus[0].node, self.drawn.choice([0, 1])
+        report = JobReport(job_id=job_id, attempt=job.attempts, state=RunState.EXITED, exit_code=code)
+        self.world.jobs[node] = [report]
+        self.world.report(node)
+        self.world.jobs[node] = []
+
+    def shown(self) -> list[object]:
+        """What readers see: why each waits, and what is held."""
+        world = self.world
+        records = list(world.ledger.queued())[:8]
+        reasons = [explain(world.ledger, record, world.now, world.policy) for record in records]
+        return [*reasons, gpu_views(world.ledger, world.now, world.policy), world.ledger.queue, world.wanted.copy()]
+
+
+def tell(seed: int, steps: int, after_step: Callable[[World], None]) -> tuple[list[object], list[Change], str]:
+    """A story's readings after each step, its changes and its answers."""
+    story, shown = Story(seed), []
+    for _ in range(steps):
+        story.step()
+        shown.append(story.shown())
+        after_step(story.world)
+    return shown, story.world.changes, repr(story.world.answers)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, changes, answers = tell(seed, 40, World.check)
+    for module in (queue, reservation_view):
+        monkeypatch.setattr(module, "QueueWalk", EveryRequest)
+    all_shown, all_changes, all_answers = tell(seed, 40, lambda _: None)
+    assert answers == all_answers
+    assert changes == all_changes
+    assert shown == all_shown
+
+
+def test_the_stories_have_what_a_walk_could_get_wrong() -> None:
+    changes = [change for seed in range(24) for change in tell(seed, 40, lambda _: None)[1]]
+    bypasses = [change for change in changes if isinstance(change, BypassCounts)]
+    assert {change.within_user for change in bypasses} == {True, False}
+    assert max(len(change.times) for change in bypasses) > 2
+    assert {change.lease.state for change in changes if isinstance(change, LeaseRecord)} == set(LeaseState)
+
+
+class Looks:
+    """Counts the requests that walks come to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        look = QueueWalk._must_look_at
+
+        def counted(*what: Any) -> bool:
+            self.count += 1
+            return look(*what)
+
+        monkeypatch.setattr(QueueWalk, "_must_look_at", counted)
+
+
+@pytest.mark.parametrize("limits", [UserLimits(), UserLimits(gpus=3), UserLimits(leases=1)])
+def test_a_turn_with_a_free_gpu_costs_no_look_at_each_that_waits_for_two(
+    limits: UserLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(policy=Policy(max_bypass=3, limits=limits)).node(gpus=4)
+    held = world.lease(3)
+    for number in range(400):
+        world.ask(2 + number % 2, user=f"user {number % 3}")
+    looks = Looks(monkeypatch)
+    world.renew(held)
+    assert 0 < looks.count <= 2 * 2 * 3, "two kinds of requests, three users"
+
+
+def test_a_turn_costs_no_look_at_each_that_was_bypassed_or_for_which_nothing_more_can_be_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(policy=Policy(max_bypass=2)).node(gpus=4)
+    held = world.lease(3)
+    waiting = [world.lease(2) for _ in range(200)]
+    for times in (1, 2):
+        newer = world.lease(1)
+        assert newer.state is LeaseState.ACTIVE
+        assert world.ledger.bypasses[waiting[-1].id][0] == times
+        world.release(newer)
+        world.report()
+        looks = Looks(monkeypatch)
+        world.renew(held)
+        assert 0 < looks.count <= 6
+    assert world.lease(1).state is LeaseState.QUEUED, "the GPU is held for the first of them"
+    assert explain(world.ledger, world.ledger.leases[waiting[0].id], world.now, world.policy).held
+
+
+def test_a_turn_costs_no_look_at_each_job_of_an_array_that_is_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World().node(gpus=4)
+    held = world.lease(1)
+    jobs = tuple(
+        SubmittedJob(job_id=f"j-{index}", lease_id=f"l-{index}", index=index, spec=JobSpec(command=("a",), gpus=1))
+        for index in range(200)
+    )
+    world.turn(
+        JobSubmitted(cause="s", jobs=jobs, name="", demand=Demand(), holder=Holder(), array_id="array", array_at_most=2)
+    )
+    world.answer_wanted()
+    assert len(world.ledger.queue) == 198
+    looks = Looks(monkeypatch)
+    world.renew(held)
+    assert looks.count == 1
+
+
+def test_who_is_kept_out_since_a_grant_in_the_same_turn_is_not_bypassed_after_it() -> None:
+    world = World(policy=Policy(limits=UserLimits(leases=1))).node(gpus=3)
+    held = [world.lease(user=user) for user in ("bob", "dan", "eve")]
+    older, skipped, small, kept_out = (world.lease(gpus) for gpus in (3, 3, 1, 3))
+    other = world.lease(1, user="cleo")
+    for lease in held[:2]:
+        world.release(lease)
+    world.report()
+    assert [world.now_of(one).state.value for one in (small, other)] == ["active", "active"]
+    assert {lease_id: times for lease_id, (times, _) in world.ledger.bypasses.items()} == {
+        older.id: 2,
+        skipped.id: 2,
+    }
+    assert world.now_of(kept_out).state is LeaseState.QUEUED
