@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_worker.jobs.job_settings import JobSettings
@@ -16,9 +18,13 @@ DEADLINE_S = 60.0
 class Worker:
     """The jobs of one data directory, as a worker has them."""
 
+    running: ClassVar[list[Worker]] = []
+    """Those of this story."""
+
     def __init__(self, data_dir: Path, keep: int = KEEP_JOBS, settings: JobSettings | None = None) -> None:
         self.changed = asyncio.Event()
         self.jobs = JobReconciler(data_dir, "http://127.0.0.1:1", self.changed.set, settings, keep)
+        self.running.append(self)
         self.jobs.recover()
 
     async def until(self, orders: Sequence[JobOrder], state: RunState) -> tuple[JobReport, ...]:
@@ -44,10 +50,18 @@ def play(
     settings: JobSettings | None = None,
 ) -> None:
     async def act() -> None:
-        worker = Worker(data_dir, keep, settings)
         try:
-            await story(worker)
+            await story(Worker(data_dir, keep, settings))
         finally:
-            worker.jobs.close()
+            while Worker.running:
+                Worker.running.pop().jobs.close()
 
     asyncio.run(act())
+
+
+async def soon(condition: Callable[[], object], what: str) -> None:
+    """Until a condition is true, with the event loop running."""
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import signal
@@ -19,10 +18,10 @@ import pytest
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
-from gpulease_worker.jobs import job_records, supervisor_watch
+from gpulease_worker.jobs import job_records, supervisor_start, supervisor_watch
 from gpulease_worker.processes import lease_claims
 from tests.worker.build import furnished, kill, living, number_in, order, spec, supervising, under, until
-from tests.worker.play import DEADLINE_S, Worker, play
+from tests.worker.play import Worker, play, soon
 
 SLOW = """
 real = job_records.write
@@ -91,6 +90,8 @@ def stopped_at_once() -> Iterator[list[ProcessId]]:
     found: list[ProcessId] = []
 
     def start(program: Any, words: Any, environ: Any, **members: Any) -> int:
+        if supervisor_start.SUPERVISOR not in words:
+            return real(program, words, environ, **members)
         # It stops itself: a signal from here might come late.
         stopping = ["sh", "-c", 'kill -STOP $$; exec "$0" "$@"', program, *words[1:]]
         pid = real("/bin/sh", stopping, environ, **members)
@@ -103,16 +104,8 @@ def stopped_at_once() -> Iterator[list[ProcessId]]:
 
     real = os.posix_spawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor_watch.os, "posix_spawn", start)
+        patch.setattr(supervisor_start.os, "posix_spawn", start)
         yield found
-
-
-async def soon(condition: Callable[[], object], what: str) -> None:
-    """Until a condition is true, with the event loop running."""
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        await asyncio.sleep(0.01)
 
 
 def test_a_supervisor_with_the_lock_and_no_record_yet_keeps_its_job(tmp_path: Path) -> None:
@@ -180,7 +173,8 @@ def test_a_job_that_started_unnoticed_is_not_killed(tmp_path: Path, started_here
         report = await again.end_of(stopped(job, 0.1))
         assert report.reason == "It was stopped on request."
         assert starts(note) == 1
-        await asyncio.to_thread(os.waitpid, supervisor.pid, 0)
+        with pytest.raises(ProcessLookupError):  # the next worker has reaped it
+            os.kill(supervisor.pid, 0)
 
     play(tmp_path, story)
 

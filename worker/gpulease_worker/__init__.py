@@ -26,19 +26,23 @@ Processes
 ```
 gpulease worker
 ├── probe                        ends with the worker, by the kernel's parent-death signal or at the end of its stdin
-└── supervisor, one for each job in a session of its own, no pipe to the worker: it outlives the worker
-    └── launcher                 torchrun, or the plain command, in a session of its own
-        └── ranks ...            with the marker GPULEASE_LEASE_ID in their environment
+└── fork server                  ends with the worker too, or after 10 minutes without a job
+    └── supervisor, one for each job in a session of its own, no pipe to the worker: it outlives both
+        └── launcher             torchrun, or the plain command, in a session of its own
+            └── ranks ...        with the marker GPULEASE_LEASE_ID in their environment
 ```
+The first job starts the fork server and does not wait for it: its supervisor is a program, below the worker itself. So
+is every supervisor while there is no fork server that is ready (`jobs.supervisor_start`).
 With `--pam-service` each supervisor starts one more process, which keeps its job's PAM session (`jobs.pam_session`).
 
 The life of a job
 -----------------
 1. Ordered. The worker makes the directory under another name, with `order.json` in it, and renames it: it appears once
    and complete. The worker touches none of the user's paths, because one may hang. Reported `starting`.
-2. Supervised. The worker starts a supervisor, with SIGTERM blocked so that no stop is lost before it can catch one. The
-   supervisor takes the directory's lock and writes `start.json`, with fsync, *before* it launches. A directory with a
-   `start.json` is never launched again. At most once is what a training needs: twice would put two on one GPU.
+2. Supervised. The worker has a supervisor forked (`jobs.fork_server`), with SIGTERM blocked so that no stop is lost
+   before it can catch one. The supervisor takes the directory's lock and writes `start.json`, with fsync, *before* it
+   launches. A directory with a `start.json` is never launched again. At most once is what a training needs: twice would
+   put two on one GPU.
    A process that has become the job's user checks the paths (`jobs.launch_plan.missing_path`), the job's own
    interpreter checks for the launcher, and the launcher starts in the user's directory, with the user's limits
    (`jobs.spawn`): root does nothing for a user that the user may not do. If the user's file system hangs, that
@@ -78,6 +82,8 @@ What each failure does
 ----------------------
 - The daemon is away: the jobs continue, and the worker retries forever, every 0.1 to 2 s.
 - The worker ends or is killed: the jobs continue; the next worker finds them by `start.json`.
+- The fork server is killed or does not answer: its supervisors go on, the next one is started as a program, and another
+  fork server is started. The same after an upgrade of the package, so that every job runs what is installed.
 - A supervisor is killed: how the job would have ended is unknown. The worker kills everything with the marker and
   reports the job as exited without a code. A worker that starts later does the same.
 - The machine reboots: start times count from boot, so the boot's id is in the record, and the job is treated as above.

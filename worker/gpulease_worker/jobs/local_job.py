@@ -32,8 +32,6 @@ class LocalJob:
     exit: job_records.ExitRecord | None = None
     unkillable: job_records.UnkillableRecord | None = None
     """Processes of it that survive SIGKILL, as last recorded."""
-    child_pid: int | None = None
-    """Pid of the supervisor, when this worker started it and must reap it."""
     pidfd: int | None = None
     """Pidfd of the supervisor; None while no living one is known."""
     awaiting_rank: asyncio.Task[None] | None = None

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from gpulease_protocol.host.logging import fields
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_worker.jobs import cgroup, job_records, unkillable_processes
 from gpulease_worker.jobs.local_job import LocalJob
+from gpulease_worker.jobs.supervisor_start import SupervisorStarter
 from gpulease_worker.processes import lease_claims
 
 log = logging.getLogger(__name__)
@@ -53,10 +53,12 @@ class SupervisorWatcher:
         self._changed = changed
         self._cleaning: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()
+        self._starter = SupervisorStarter()
 
     def close(self) -> None:
         """Stop cleaning up. The next worker finds what is left to clean up."""
         self._closing.set()
+        self._starter.close()
         for task in self._cleaning:
             task.cancel()
 
@@ -79,36 +81,11 @@ class SupervisorWatcher:
         return never_started
 
     def start(self, job: LocalJob) -> None:
-        """Start a supervisor: in a session of its own, and with no pipe to this worker. Raises OSError."""
+        """Start a supervisor. Raises OSError."""
         job.release_lock()
-        # -P, here as for every process that the worker starts: modules in its current directory are not imported.
-        inherited = {
-            name: value for name, value in os.environ.items() if name not in (lease_claims.MARKER, "GPULEASE_TOKEN")
-        }
-        output = str(job.directory / "supervisor.log")
-        child = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-P", "-m", "gpulease_worker.jobs.supervisor", str(job.directory)],
-            inherited,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-            setsid=True,
-            # A SIGTERM that arrives before the supervisor catches signals stays pending.
-            setsigmask={signal.SIGTERM},
-        )
-        try:
-            # Not reaped yet, so the pid was not reused.
-            self._watch_pidfd(job, os.pidfd_open(child))
-        except OSError:
-            # Its end would go unnoticed. It has hardly begun; if it has launched already, the next search cleans up.
-            os.kill(child, signal.SIGKILL)
-            _reap(child)
-            raise
-        job.child_pid = child
-        line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=child)
+        started = self._starter.start(job.directory)
+        self._watch_pidfd(job, started.pidfd)
+        line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=started.pid)
         log.info("job.launched", extra=line)
 
     def record_end(self, job: LocalJob, reason: str) -> None:
@@ -226,10 +203,8 @@ class SupervisorWatcher:
 
     def _ended(self, job: LocalJob) -> None:
         """A supervisor has ended: read its record of the end, find the job's other supervisor, or clean up."""
+        _reap(job)
         self._unwatch(job)
-        if job.child_pid is not None:
-            _reap(job.child_pid)  # its pidfd is readable, so it has ended
-            job.child_pid = None
         if self.claim(job):
             self.record_end(job, "The job's supervisor ended before it launched anything; see supervisor.log.")
         if job.exit is not None:
@@ -303,6 +278,8 @@ def _kill_all(
     return left
 
 
-def _reap(child: int) -> None:
-    with suppress(ChildProcessError):  # reaped already, where SIGCHLD is ignored
-        os.waitpid(child, 0)
+def _reap(job: LocalJob) -> None:
+    """Reap a supervisor that has ended, where this worker is its parent: it started it, or is the init process."""
+    if job.pidfd is not None:
+        with suppress(OSError):
+            os.waitid(os.P_PIDFD, job.pidfd, os.WEXITED | os.WNOHANG)
