@@ -14,6 +14,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+PF_KTHREAD = 0x00200000
+"""Flag of a process: it is a thread of the kernel (`sched.h`)."""
+STAT_BYTES = 4096
+"""More than /proc/PID/stat ever has."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
@@ -123,6 +128,8 @@ class Stat(NamedTuple):
     """True when its first thread has ended and others have not: its own files in /proc are then empty."""
     stack_start: int = 0
     """Address of its stack, another one after each exec; 0 where the caller may not know it, or it has no memory."""
+    is_kernel_thread: bool = False
+    """True for a thread of the kernel: it has no program, and so no environment."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -135,12 +142,21 @@ class Stat(NamedTuple):
         ended, threads = words[0] in "ZX", int(words[17])
         name, dead, leader_ended = text[opened + 1 : closed], ended and threads <= 1, ended and threads > 1
         stack_start = int(words[25]) if len(words) > 25 else 0
-        return cls(name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended, stack_start)
+        is_kernel_thread = bool(int(words[6]) & PF_KTHREAD)
+        return cls(
+            name, dead, int(words[1]), int(words[2]), int(words[19]), leader_ended, stack_start, is_kernel_thread
+        )
 
 
 def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:
     """The current status of a process from /proc; None if there is no such process, or it is unreadable."""
     try:
-        return Stat.parse((proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace"))
+        descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
+    try:
+        return Stat.parse(os.read(descriptor, STAT_BYTES).decode(errors="replace"))
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)

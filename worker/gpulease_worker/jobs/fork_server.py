@@ -24,7 +24,10 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gpulease_worker.jobs import command_line, supervisor
+from gpulease_protocol import codec
+from gpulease_protocol.host.process_id import boot_id
+from gpulease_worker.jobs import cgroup, command_line, supervisor
+from gpulease_worker.jobs.launch_plan import LaunchPlan
 
 IDLE_S = 600.0
 """How long it stays without a request and without a supervisor."""
@@ -138,11 +141,20 @@ def _supervise(directory: str, log: int) -> None:
         os._exit(status)
 
 
+def _use_what_supervisors_use() -> None:
+    """Have the first use made here of what is made or imported only then: readers of orders, codecs of text."""
+    boot_id()
+    cgroup.directory_of_jobs()
+    with suppress(ValueError):
+        codec.from_json(LaunchPlan, {})
+
+
 def main(arguments: Sequence[str]) -> int:
     """Serve the worker at the other end of an inherited socket."""
     worker = socket.socket(fileno=int(arguments[0]))
     worker.set_inheritable(False)
     os.chdir("/")  # so that it keeps no directory of the worker in use
+    _use_what_supervisors_use()
     gc.collect()
     gc.freeze()  # supervisors share this memory as long as no one writes to it
     ForkServer(worker).run()

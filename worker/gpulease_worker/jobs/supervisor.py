@@ -359,22 +359,21 @@ class Supervisor:
 
     def _processes(self) -> tuple[set[ProcessId], set[ProcessId]]:
         """Every living process of the job, in whatever session; and those outside that claim to be the job's."""
-        self._reap()
         this = {process for process in (ProcessId.of(os.getpid()),) if process is not None}
-        own = process_tree.descendants(os.getpid()) - this
+        # Every orphan below it is its child, so without a child it has no descendant.
+        own = process_tree.descendants(os.getpid()) - this if self._reap() else set()
         if self._cgroup is not None:
             own |= self._cgroup.members() - this
         return own, set(lease_claims.claimants(self._uids)) - own - this
 
-    def _reap(self) -> None:
-        """Reap every child that has ended, the adopted ones too."""
+    def _reap(self) -> bool:
+        """Reap every child that has ended, the adopted ones too. False if there is no other child."""
         with suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-                if pid == 0:
-                    return
-                if pid in self._forked:
-                    self._statuses[pid] = status
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                if ended[0] in self._forked:
+                    self._statuses[ended[0]] = ended[1]
+            return True
+        return False
 
     def _sleep(self, seconds: float, *descriptors: int) -> None:
         wake = self._wake.fileno()

@@ -40,7 +40,7 @@ def directory_of(path: str, mounts: str | None = None) -> Path | None:
         return None
     for line in mounts.splitlines():
         fields, _, kind = line.partition(" - ")
-        if kind.split()[:1] == ["cgroup2"]:
+        if kind.startswith("cgroup2 "):
             root, place = fields.split()[3:5]
             if root == "/" or (path + "/").startswith(root + "/"):
                 inner = path if root == "/" else path[len(root) :]

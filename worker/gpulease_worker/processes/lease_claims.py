@@ -144,25 +144,29 @@ def _claim(pid: int, uids: Uids, budget: Budget | None) -> tuple[ProcessId, str]
     """The process and the lease that it claims, if that counts.
 
     The identity is looked at before and after user and marker: if the process ended in between and its pid was reused,
-    they are not those of the new process.
+    they are not those of the new process. What costs most comes last: most processes are of others, and name no lease.
     """
     status = stat(pid)
-    if status is None or status.dead:
+    if status is None or status.dead or status.is_kernel_thread:
+        return None
+    lease_id = _marker(pid, status, uids, budget)
+    if lease_id is None or lease_id not in uids:
         return None
     uid = procfs.real_uid(pid)
-    if uid is None or not any(allowed is None or allowed == uid for allowed in uids.values()):
-        return None
-    lease_id = _marker(pid, status, uid, budget)
-    if lease_id is None or lease_id not in uids or uids[lease_id] not in (None, uid):
+    if uid is None or uids[lease_id] not in (None, uid):
         return None
     process = ProcessId(pid, status.start_ticks)
     return (process, lease_id) if process.alive() else None
 
 
-def _marker(pid: int, status: Stat, uid: int, budget: Budget | None) -> str | None:
+def _marker(pid: int, status: Stat, uids: Uids, budget: Budget | None) -> str | None:
+    """The marker of a process; also None where no claim of its user counts: its environment is then not read."""
     key = (pid, status.start_ticks, status.stack_start)
     if status.stack_start and key in _cached:
         return _cached[key]
+    uid = procfs.real_uid(pid)
+    if uid is None or not any(allowed is None or allowed == uid for allowed in uids.values()):
+        return None
     if budget is not None and budget.is_spent(uid):
         return None
     begun_s = time.thread_time()
