@@ -361,10 +361,11 @@ class Supervisor:
         """Every living process of the job, in whatever session; and those outside that claim to be the job's."""
         this = {process for process in (ProcessId.of(os.getpid()),) if process is not None}
         # Every orphan below it is its child, so without a child it has no descendant.
-        own = process_tree.descendants(os.getpid()) - this if self._reap() else set()
+        own, since_ticks = process_tree.descendants(os.getpid()) - this if self._reap() else set(), 0
         if self._cgroup is not None:
             own |= self._cgroup.members() - this
-        return own, set(lease_claims.claimants(self._uids)) - own - this
+            since_ticks = self._start.supervisor.start_ticks  # no process of the job is older, or can have left it
+        return own, set(lease_claims.claimants(self._uids, since_ticks=since_ticks)) - own - this
 
     def _reap(self) -> bool:
         """Reap every child that has ended, the adopted ones too. False if there is no other child."""
