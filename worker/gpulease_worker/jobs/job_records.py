@@ -101,9 +101,13 @@ class ExitRecord(Noun):
 
 
 def write(directory: Path, name: str, record: Any) -> None:
-    """Write a record into a directory, atomically and synced, in the space reserved for it if any. Raises OSError."""
+    """Write a record into a directory, atomically and synced, in the space reserved for it if any. Raises OSError.
+
+    The content is synced before it gets its name, so that no record is there in part. The directory is synced because a
+    record that was read must not be gone after a crash; but not where the name was there: either content is complete.
+    """
     content = json.dumps(codec.to_json(record)).encode()
-    reserved = _reserved(directory, name)
+    reserved, existed = _reserved(directory, name), (directory / name).exists()
     if reserved.exists():
         # The reserved blocks are reused, so that no new ones are needed on a full disk.
         with reserved.open("r+b") as file:
@@ -119,7 +123,8 @@ def write(directory: Path, name: str, record: Any) -> None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-    sync(directory)
+    if not existed:
+        sync(directory)
 
 
 def reserve(directory: Path, name: str) -> None:

@@ -26,6 +26,7 @@ from gpulease_worker.jobs import job_records, launch_plan, launcher_argv, user_a
 from gpulease_worker.jobs.directory_removal import DirectoryRemover
 from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.local_job import LocalJob
+from gpulease_worker.jobs.record_news import NewsListener
 from gpulease_worker.jobs.supervisor_watch import SupervisorWatcher
 
 GONE_GRACE_S = 2.0
@@ -59,6 +60,7 @@ class JobReconciler:
         keep: int = KEEP_JOBS,
     ) -> None:
         self._root = data_dir / "jobs"
+        self._news: NewsListener | None = None
         self._url = url
         self._settings = settings
         self._keep = keep
@@ -72,6 +74,10 @@ class JobReconciler:
     def recover(self) -> None:
         """Load the jobs of an earlier worker. Raises OSError when the data directory cannot be used."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._news = NewsListener(self._root.parent, self._take_news)
+        except OSError as error:
+            log.warning("supervisors cannot give news of their jobs, which are seen to start later: %s", error)
         marks = []
         for mark in self._root.glob(f"*/{job_records.FORGOTTEN}"):
             with suppress(FileNotFoundError):
@@ -107,9 +113,16 @@ class JobReconciler:
 
     def close(self) -> None:
         """Stop watching. The jobs go on."""
+        if self._news is not None:
+            self._news.close()
+            self._news = None
         self._supervisors.close()
         for job in self._jobs.values():
             self._supervisors.forget(job)
+
+    def _take_news(self, name: str) -> None:
+        if (job := self._jobs.get(name)) is not None:
+            self._supervisors.take_news(job)
 
     def _follow(self, order: JobOrder) -> None:
         if _attempt(order) in self._refused:

@@ -29,11 +29,12 @@ from pathlib import Path
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.log_files import open_beneath
 from gpulease_protocol.host.process_id import ProcessId, boot_id
-from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, spawn, unkillable_processes
+from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, record_news, spawn
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
 from gpulease_worker.jobs.notification_process import start_notification
 from gpulease_worker.jobs.pam_session import OPEN_S, LoginLimits, PamSession, SessionRefusedError
+from gpulease_worker.jobs.unkillable_processes import unkillable_record
 from gpulease_worker.jobs.user_accounts import account_of
 from gpulease_worker.processes import lease_claims, procfs
 
@@ -244,6 +245,7 @@ class Supervisor:
         try:
             job_records.write(self._directory, job_records.START, self._start)
             self._start_recorded = True
+            record_news.tell(self._directory)
         except OSError as error:
             self._log_error(f"the start could not be recorded: {error}")
 
@@ -344,7 +346,7 @@ class Supervisor:
         if self._killing_since_s is None:
             self._killing_since_s = now_s
         elif own and now_s - self._killing_since_s >= UNKILLABLE_AFTER_S:
-            self._record_unkillable(unkillable_processes.unkillable_record(own))
+            self._record_unkillable(unkillable_record(own))
 
     def _record_unkillable(self, record: job_records.UnkillableRecord) -> None:
         """Record the processes that survive SIGKILL, for the worker to report."""
@@ -353,6 +355,7 @@ class Supervisor:
         try:
             job_records.write(self._directory, job_records.UNKILLABLE, record)
             self._unkillable = record
+            record_news.tell(self._directory)
             self._log_error(record.reason)
         except OSError as error:
             self._log_error(f"the record of unkillable processes could not be written: {error}")

@@ -29,9 +29,9 @@ from gpulease_worker.processes import lease_claims
 
 log = logging.getLogger(__name__)
 
-START_POLL_S = (0.02, 0.5)
-"""First and longest pause between two reads of the record of a starting job: a plain command starts some tens of
-milliseconds after the supervisor, a rank of torchrun some seconds."""
+START_POLL_S = (0.5, 2.0)
+"""First and longest pause between two reads of the record of a starting job, of which its supervisor gives news, too:
+supervisors of an older version do not."""
 SEARCH_S = (0.02, 1.0)
 """First and longest pause between two searches for the supervisor of a job whose lock is taken."""
 UNREADABLE_S = 60.0
@@ -191,15 +191,24 @@ class SupervisorWatcher:
             os.close(job.pidfd)
             job.pidfd = None
 
+    def take_news(self, job: LocalJob) -> None:
+        """Read the records of a running job that its supervisor may have written."""
+        if job.pidfd is None:
+            return
+        before = job.report()
+        with suppress(ValueError):  # it is read again
+            job.start = job_records.read(job.directory, job_records.START, job_records.StartRecord)
+        job.read_unkillable()
+        if job.report() != before:
+            self._changed()
+
     async def _await_rank(self, job: LocalJob) -> None:
         """Wait until the first rank has started. Ends with the supervisor at the latest, which `_ended` handles."""
         pause_s = START_POLL_S[0]
         while job.pidfd is not None and (job.start is None or job.start.rank_at is None):
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 1.2, START_POLL_S[1])
-            with suppress(ValueError):
-                job.start = job_records.read(job.directory, job_records.START, job_records.StartRecord)
-        self._changed()
+            self.take_news(job)
 
     def _ended(self, job: LocalJob) -> None:
         """A supervisor has ended: read its record of the end, find the job's other supervisor, or clean up."""
