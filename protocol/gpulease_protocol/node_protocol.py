@@ -11,6 +11,9 @@ Not every reading is a whole one: process lists are expensive, and between two o
 then names the older ticket, that of its oldest part, so it is never taken for younger than it is. The GPUs that were
 read again all the same (`reread`: those that drain) are as recent as `reading_ticket`. An answer says with `complete`
 (`fresh` in JSON) that the next reading must cover everything that a grant rests on.
+
+News of a job or an owner is reported at once, without another reading: the report repeats the last one (`repeated`),
+with its tickets, so it makes nothing younger than it is.
 """
 
 from __future__ import annotations
@@ -146,6 +149,9 @@ class NodeReport(Noun):
     reread: tuple[str, ...] = ()
     """UUIDs of the GPUs whose processes and health were read again in it; those of all others are as old as `ticket`.
     Empty when it is a whole reading."""
+    repeated: bool = False
+    """True when the reading is the one of the report before, which the daemon has not answered: only jobs and owners
+    are news."""
     problem: str | None = None
     """Why there is no reading; the node's GPUs are unknown then, and `gpus` says nothing."""
     read_s: float | None = None

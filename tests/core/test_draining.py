@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpulease_protocol.model import GpuReading, GpuState, Lease, LeaseState, Process
+from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.happenings import NodeReported
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_view
@@ -126,6 +128,31 @@ def test_the_baseline_is_learnt_while_the_gpu_is_free_and_one_odd_reading_does_n
     assert world.state() is GpuState.DRAINING
     world.node(gpus=[gpu(0, memory_used_bytes=2 * GIB + 2**20)])
     assert world.state() is GpuState.FREE
+
+
+def test_an_odd_reading_counts_once_however_often_news_of_jobs_repeats_it() -> None:
+    world = World().node(gpus=[gpu(0, memory_used_bytes=2 * GIB)])
+    world.pass_time(5)
+    world.node(gpus=[gpu(0, memory_used_bytes=30 * GIB)])
+    observed_at_s = world.ledger.node_observations["a"].observed_at_s
+    report = NodeReport(worker_id="w", host="a", gpus=tuple(world.nodes["a"]), repeated=True)
+    for number in range(9):
+        again = NodeReported(cause=f"news-{number}", node="a", report=report, observed_at_s=observed_at_s)
+        world.turn(again)
+    world.lease()
+    assert world.ledger.gpus[uuid(0)].baseline_bytes == 2 * GIB
+
+
+def test_a_repeated_reading_is_as_old_as_it_is() -> None:
+    world = World().node(gpus=1)
+    observed_at_s = world.ledger.node_observations["a"].observed_at_s
+    world.at_s += 10
+    report = NodeReport(worker_id="w", host="a", gpus=tuple(world.nodes["a"]), repeated=True)
+    world.turn(NodeReported(cause="news", node="a", report=report, observed_at_s=observed_at_s))
+    assert world.ledger.node_observations["a"].observed_at_s == observed_at_s
+    call = world.ask()
+    assert call not in world.answers
+    assert "a" in world.wanted, "it is asked for a reading first"
 
 
 def test_the_memory_of_processes_that_cannot_be_seen_is_not_that_of_a_free_gpu() -> None:

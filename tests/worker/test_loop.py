@@ -356,6 +356,25 @@ def test_the_end_of_a_job_replaces_a_request_in_flight(daemon: Daemon, host: Hos
     daemon.report(lambda report: not report.jobs, "forgotten")
 
 
+def test_news_of_a_job_comes_with_the_last_reading_and_puts_no_reading_off(
+    daemon: Daemon, host: Host, tmp_path: Path
+) -> None:
+    host.worker(poll_s=40)
+    daemon.report(lambda report: True, "a first report")
+    go = tmp_path / "go"
+    job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done; exit 4"))
+    daemon.want([lease(job.lease_id, GPU)], [job])
+    running = daemon.job(RunState.RUNNING)
+    go.touch()
+    exited = daemon.job(RunState.EXITED)
+    (read,) = {report.read_s for _, report in daemon.reports if report.jobs}
+    assert (running.repeated, exited.repeated) == (True, True)
+    assert (exited.read_s, exited.ticket, exited.gpus) == (read, running.ticket, running.gpus)
+    assert exited.hold_s < running.hold_s < 40, "the next reading is due when it was due before"
+    daemon.want()
+    daemon.report(lambda report: not report.jobs and not report.repeated, "an answer is followed by a reading")
+
+
 def test_a_job_outlives_its_worker_and_the_next_finds_it(daemon: Daemon, host: Host, tmp_path: Path) -> None:
     note = tmp_path / "starts"
     job = order("j", spec("sh", "-c", f"echo $$ >> {note}; sleep 60; exit 1"))

@@ -49,8 +49,9 @@ The life of a job
    process hangs, and the supervisor still reacts to a stop. Until a process has executed its program it has no marker,
    so the kernel ends it with the supervisor; the same holds for the launcher.
 3. Running. `start.json` is written again with the launcher in it, and once more when the first rank has started. The
-   supervisor gives the worker news of that (`jobs.record_news`), which reports `running`. torchrun, accelerate, deepspeed and horovodrun start ranks, which have their
-   rank in their environment. What any other launcher starts is rank 0 itself.
+   supervisor gives the worker news of that (`jobs.record_news`), which reports `running` at once with its last reading.
+   torchrun, accelerate, deepspeed and horovodrun start ranks, which have their rank in their environment. What any
+   other launcher starts is rank 0 itself.
 4. Ending. The launcher exits by itself, or gets SIGTERM alone, because torchrun ends its ranks in its own order; after
    the grace period every process of the job gets SIGKILL.
 5. Swept. Every process that is left, inside the job's session or not, gets SIGTERM and then SIGKILL: every descendant

@@ -12,6 +12,7 @@ import logging
 import socket
 import time
 import uuid
+from dataclasses import replace
 from importlib import metadata
 from urllib.parse import quote
 
@@ -66,7 +67,13 @@ class WorkerLoop:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._changed = asyncio.Event()
-        """Set when a job or an owner has changed since the last report."""
+        """Set when a job, an owner or the probe has changed since the last report."""
+        self._probe_changed = False
+        """True when it was the probe: it has ended, or a late reading has arrived."""
+        self._unanswered: NodeReport | None = None
+        """The last report, where a change has replaced it before the daemon answered."""
+        self._hold_until_s = 0.0
+        """How long the daemon may hold its answer to that, by the monotonic clock."""
         # Without the proxies of the environment: the daemon is reached directly.
         found = candidates(settings.url)
         destination = Destination(
@@ -135,13 +142,14 @@ class WorkerLoop:
 
     async def _turn(self) -> bool:
         """One reading and its report. False when no daemon answered as expected."""
-        report = await self._report()
+        report = self._repeated_report() or await self._report()
         sent_at_ticks, sent_at_s = procfs.ticks_now(), _since_boot_s()
         # Whatever changes in a job or owner from here on is missing in this report.
         sending = asyncio.create_task(self._send(report))
         try:
             await self._wait_for_answer_or_change(sending)
             if not sending.done():
+                self._unanswered = report
                 return True
             desired = await sending
         except GpuleaseError as error:
@@ -175,6 +183,21 @@ class WorkerLoop:
         finally:
             await cancel_and_wait(change)
 
+    def _repeated_report(self) -> NodeReport | None:
+        """The report that a change of a job or an owner has replaced, with that change: it needs no other reading, and
+        none is put off by it. None when a reading is due."""
+        report, left_s = self._unanswered, self._hold_until_s - time.monotonic()
+        self._unanswered = None
+        if report is None or report.problem is not None or self._probe_changed or left_s <= 0:
+            return None
+        self._changed.clear()
+        jobs, owners = self._jobs.reports(), self._owners.reports()
+        return replace(report, repeated=True, jobs=jobs, owners=owners, hold_s=left_s)
+
+    def _on_probe_changed(self) -> None:
+        self._probe_changed = True
+        self._changed.set()
+
     async def _report(self) -> NodeReport:
         desired = self._desired
         ticket = desired.ticket if desired else None
@@ -184,6 +207,8 @@ class WorkerLoop:
             self._complete_ticket = taken.ticket
         # Jobs and owners are reported as of now; any later change sets the event again.
         self._changed.clear()
+        hold_s, self._probe_changed = self._hold_s(), False
+        self._hold_until_s = time.monotonic() + hold_s
         self._ports_in_use = listening_ports.in_use(self._ports_in_use)
         simulated = self._settings.simulate is not None
         gpus, others = (reading.gpus, ()) if simulated else self._claims.claim(reading.gpus)
@@ -208,7 +233,7 @@ class WorkerLoop:
             jobs=self._jobs.reports(),
             realm=realm(),
             owners=self._owners.reports(),
-            hold_s=self._hold_s(),
+            hold_s=hold_s,
         )
 
     async def _read(self, desired: DesiredState | None) -> TimedReading:
@@ -244,11 +269,11 @@ class WorkerLoop:
                 health_s=settings.health_s,
                 call_deadline_s=settings.call_deadline_s,
             ),
-            self._changed.set,
+            self._on_probe_changed,
             settings.start_deadline_s,
             settings.idle_memory_bytes,
         )
-        return ProbeReader(probe, settings.probe_deadline_s, self._changed.set)
+        return ProbeReader(probe, settings.probe_deadline_s, self._on_probe_changed)
 
     def _hold_s(self) -> float:
         return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s

@@ -120,6 +120,13 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         newest_begun_at_s=observation.newest_begun_at_s if begun_at_s is None else begun_at_s,
         answers_request=observed_at_s is not None and observed_at_s > turn.requested_readings.get(name, float("inf")),
     )
+    if (
+        report.repeated
+        and before is not None
+        and begun_at_s == before.newest_begun_at_s
+        and readings == before.readings
+    ):
+        return observation  # what a reading shows is learnt once, not again with each report that repeats it
     return replace(observation, gpus=observe_gpus(turn, observation))
 
 

@@ -131,7 +131,8 @@ async def exchange(
             may_take_over=caller.role is not Role.WORKER,  # its token is for its node, and UUIDs are no secret
         )
     )
-    daemon.recorder.record(name, report, daemon.ledger, daemon.now())
+    if not report.repeated:
+        daemon.recorder.record(name, report, daemon.ledger, daemon.now())
     daemon.writer.metrics.count_report(name, report, daemon.now())
     seen = report.ticket if report.seen is None else report.seen
     started_s = daemon.now().mono_s
