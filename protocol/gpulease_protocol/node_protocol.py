@@ -14,6 +14,10 @@ read again all the same (`reread`: those that drain) are as recent as `reading_t
 
 News of a job or an owner is reported at once, without another reading: the report repeats the last one (`repeated`),
 with its tickets, so it makes nothing younger than it is.
+
+When leases end, the worker reads their GPUs at once and alone, and reports them in a `partial` report, ahead of the
+whole reading that it takes meanwhile. A partial report says nothing of what it does not show. A daemon that takes it
+says so (`takes_partial`); any other gets whole ones only.
 """
 
 from __future__ import annotations
@@ -152,6 +156,9 @@ class NodeReport(Noun):
     repeated: bool = False
     """True when the reading is the one of the report before, which the daemon has not answered: only jobs and owners
     are news."""
+    partial: bool = False
+    """True when it shows the GPUs in `reread` and nothing else: all other GPUs, jobs, owners and ports are as in the
+    report before. The daemon answers at once, whatever `hold_s` is."""
     problem: str | None = None
     """Why there is no reading; the node's GPUs are unknown then, and `gpus` says nothing."""
     read_s: float | None = None
@@ -250,6 +257,8 @@ class DesiredState(Noun):
     """To be named in the report of the next reading."""
     complete: bool = True
     """True when the next reading must be complete; false when the answer only came because its time ran out."""
+    takes_partial: bool = False
+    """True when the daemon takes partial reports."""
     leases: tuple[NodeLease, ...] = ()
     """Every lease with GPUs here that are held or draining."""
     paused: bool = False

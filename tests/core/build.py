@@ -148,18 +148,22 @@ class World:
         worker: str = "w",
         reread: tuple[int, ...] = (),
         begun_s: float | None = None,
+        partial: bool = False,
         **what: Any,
     ) -> Answer:
         """A millisecond on, the node sends its full view, of a reading begun `age_s` ago; or of one begun `begun_s` ago
-        that read only these GPUs again, the rest being `age_s` old."""
+        that read only these GPUs again, the rest being `age_s` old. `partial`: it sends nothing but those."""
         self.at_s += 0.001
         report = NodeReport(
             worker_id=worker,
             host=self.host or name,
             problem=problem,
             reread=tuple(uuid(index, name) for index in reread),
+            partial=partial,
             **what,
-            gpus=() if problem else tuple(self.nodes[name]),
+            gpus=()
+            if problem
+            else tuple(one for index, one in enumerate(self.nodes[name]) if not partial or index in reread),
             claimed_elsewhere=() if problem else self.claimed.get(name, ()),
             jobs=tuple(self.jobs.get(name, ())),
             ports_in_use=self.ports_in_use,

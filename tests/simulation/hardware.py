@@ -95,7 +95,7 @@ def in_newer_words(report: dict[str, Any]) -> dict[str, Any]:
     return report | {"of_tomorrow": {"gpus": []}}
 
 
-NEW_FIELDS = {"claimed_elsewhere", "ports_reserved"}
+NEW_FIELDS = {"claimed_elsewhere", "ports_reserved", "partial"}
 """Fields of a report that the version before does not have. It sends the others even at their defaults."""
 
 
@@ -164,6 +164,7 @@ class PlayedNode:
         ticket: int | None = None
         owners: tuple[LeaseOwner, ...] = ()
         paused, problem = False, JUST_STARTED
+        drained: set[str] = set()
         while not self.down and not self._restarted.is_set():
             begun_s, shown, others, known = self.world.now_s, (), (), ticket
             if problem is None:
@@ -189,10 +190,37 @@ class PlayedNode:
             if status == 200:
                 ticket, paused = desired["ticket"], desired.get("paused", False)
                 owners = tuple(LeaseOwner(**owner) for owner in desired.get("owners", ()))
+                drains = {uuid for lease in desired["leases"] if lease["state"] == "ended" for uuid in lease["gpus"]}
+                if said_by_version is not in_older_words and not paused and problem is None and drains - drained:
+                    ticket = await self._report_some(worker, drains - drained, ticket, said_by_version)
+                drained = drains
             else:
                 await asyncio.sleep(self.world.chance.uniform(0.05, 0.3))
             if ticket is not None:
                 problem = PAUSED if paused else "the probe hangs" if self.hung else None
+
+    async def _report_some(
+        self, worker: str, uuids: set[str], ticket: int, said: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> int:
+        """Report these GPUs alone, read after this ticket; the ticket of the answer."""
+        gpus, _ = await self._read(self.world.now_s)
+        gpus = tuple(gpu for gpu in gpus if gpu.uuid in uuids)
+        report = NodeReport(
+            worker_id=worker,
+            host=self.name,
+            seen=ticket,
+            reading_ticket=ticket,
+            reread=tuple(gpu.uuid for gpu in gpus),
+            partial=True,
+            gpus=gpus,
+        )
+        try:
+            path = f"/v1/nodes/{self.name}/exchange"
+            status, desired = await self.world.network.call(worker, "POST", path, said(to_json(report)))
+        except NoAnswer:
+            return ticket
+        answered: int = desired["ticket"] if status == 200 else ticket
+        return answered
 
     def _sight(self, owner: LeaseOwner) -> OwnerReport:
         return OwnerReport(owner=owner, state=OwnerState.ALIVE if owner.pid in self.owners else OwnerState.GONE)

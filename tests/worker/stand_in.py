@@ -178,8 +178,14 @@ class ProbeProcess:
 
     def read(self, leases: Sequence[NodeLease] = (), complete: bool = True) -> Reading:
         """Request a reading."""
+        return self._ask({"leases": [codec.to_json(one) for one in leases], "complete": complete})
+
+    def read_some(self, *uuids: str, leases: Sequence[NodeLease] = ()) -> Reading:
+        """Request a reading of these GPUs alone."""
+        return self._ask({"leases": [codec.to_json(one) for one in leases], "only": uuids})
+
+    def _ask(self, request: dict[str, Any]) -> Reading:
         assert self.process.stdin is not None
-        request = {"leases": [codec.to_json(one) for one in leases], "complete": complete}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         return codec.from_json(Reading, self._line())

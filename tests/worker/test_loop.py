@@ -305,6 +305,46 @@ def test_while_a_gpu_drains_only_that_gpu_is_read_again(daemon: Daemon, host: Ho
     daemon.report(lambda report: (report.reading_ticket or 0) > (parts.reading_ticket or 0) + 1, "again and again")
 
 
+@pytest.fixture
+def waits_for_scans(tmp_path: Path) -> dict[str, str]:
+    """Variables under which the first reading waits for the scan of open files, however busy this machine is."""
+    code = "from gpulease_worker.probe import open_file_scanner; open_file_scanner.SHORT_WAIT_S = 60.0"
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text(code)
+    return {**os.environ, "PYTHONPATH": str(tmp_path / "start")}
+
+
+def test_a_gpu_is_reported_alone_as_soon_as_its_lease_has_ended(
+    daemon: Daemon, host: Host, tmp_path: Path, waits_for_scans: dict[str, str]
+) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3))
+    daemon.desired = replace(daemon.desired, takes_partial=True)
+    host.worker(code=ON_NVML, env=waits_for_scans | library.environment)
+    before = daemon.report(lambda report: len(report.gpus) == 3, "readings")
+    daemon.want([lease("ended", THIRD.uuid, state=LeaseState.ENDED)])
+    whole = daemon.report(lambda report: (report.ticket or 0) > (before.ticket or 0), "a whole one")
+    with daemon.turn:
+        (partial,) = [report for _, report in daemon.reports if report.partial]
+    (shown,) = partial.gpus
+    assert replace(shown, unreadable_processes=None, unreadable_process=None) == replace(THIRD, opened_by=())
+    assert partial.reread == (THIRD.uuid,)
+    assert (partial.ticket, partial.reading_ticket, partial.seen) == (None, whole.ticket, whole.ticket)
+    assert len(whole.gpus) == 3, "it follows at once, and was begun before the answer to the partial one"
+    assert (whole.seen or 0) > (whole.ticket or 0)
+
+
+def test_a_daemon_that_takes_no_partial_reports_gets_none(
+    daemon: Daemon, host: Host, waits_for_scans: dict[str, str]
+) -> None:
+    host.worker(env=waits_for_scans)
+    before = daemon.report(lambda report: len(report.gpus) == 2, "a reading")
+    daemon.want([lease("ended", GPU, state=LeaseState.ENDED)])
+    daemon.report(lambda report: (report.ticket or 0) > (before.ticket or 0) + 1, "it drains, and is read again")
+    with daemon.turn:
+        assert all(len(report.gpus) == 2 for _, report in daemon.reports if report.problem is None)
+
+
 def test_a_worker_reports_over_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "s"
     for daemon in serving(UnixServer(str(path), Answer), Daemon()):

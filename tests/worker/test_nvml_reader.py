@@ -67,6 +67,18 @@ def test_a_current_driver_is_read_exactly_in_pci_order_and_what_it_cannot_tell_i
     assert Driver(tmp_path).read() == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version="580.95.05")
 
 
+def test_some_gpus_are_read_alone_with_their_places_among_all(tmp_path: Path) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3))
+    with library.probe() as probe:
+        assert probe.read().gpus == (POOR, WHOLE, THIRD)
+        library.says(("count", EVERY, 3), ("gone", 0, 1), ("nvmlDeviceGetMemoryInfo_v2", 1, GPU_IS_LOST))
+        assert probe.read_some(THIRD.uuid) == Reading(gpus=(THIRD,), whole=False, reread=(THIRD.uuid,))
+        assert probe.read_some(WHOLE.uuid).gpus[0].processes == ()
+        assert probe.read_some("GPU-00000000-0000-0000-0000-00000000dead").gpus == ()
+        assert len(probe.read().gpus) == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "used_bytes"),
     [

@@ -91,6 +91,8 @@ class HeldProbe:
         await self.go.wait()
         return self.reading
 
+    read_some = read
+
 
 @pytest.mark.parametrize("problem", [None, "the driver is gone"])
 def test_a_late_reading_counts_with_the_ticket_with_which_it_began(problem: str | None) -> None:
@@ -107,5 +109,34 @@ def test_a_late_reading_counts_with_the_ticket_with_which_it_began(problem: str 
         assert (taken.reading, taken.ticket, probe.begun) == (probe.reading, 1, 1)
         assert (taken.took_s is None) is (problem is not None)
         assert (await reader.read(3, (), True)).ticket == 3
+
+    asyncio.run(story())
+
+
+def test_a_late_reading_of_some_gpus_is_taken_for_no_reading_of_all() -> None:
+    async def story() -> None:
+        probe = HeldProbe(Reading(driver_version="some"))
+        reader = ProbeReader(cast("ProbeClient", probe), 0.05, lambda: None)
+        assert await reader.read_some({"GPU-1"}, ()) is None
+        assert "did not answer within" in ((await reader.read(1, (), True)).reading.problem or "")
+        assert await reader.read_some({"GPU-1"}, ()) is None, "the probe is busy"
+        probe.go.set()
+        await asyncio.sleep(0)
+        probe.reading = Reading(driver_version="all")
+        taken = await reader.read(2, (), True)
+        assert (taken.reading.driver_version, taken.ticket, probe.begun) == ("all", 2, 2)
+        assert await reader.read_some({"GPU-1"}, ()) is probe.reading
+
+    asyncio.run(story())
+
+
+def test_the_reading_of_all_may_begin_before_it_is_waited_for() -> None:
+    async def story() -> None:
+        probe = HeldProbe(Reading())
+        reader = ProbeReader(cast("ProbeClient", probe), 60.0, lambda: None)
+        reader.begin(1, (), True)
+        probe.go.set()
+        taken = await reader.read(2, (), True)
+        assert (taken.reading, taken.ticket, probe.begun) == (probe.reading, 1, 1)
 
     asyncio.run(story())

@@ -257,6 +257,27 @@ def test_a_request_waits_for_a_short_look_only(device: Path, monkeypatch: pytest
     until(lambda: scanner.results({following}, wait=False), "the look ends, and a later reading has its result")
 
 
+def test_a_reading_of_some_gpus_forgets_no_process_of_the_others() -> None:
+    """An exiting process on another GPU is remembered as its lease's, and that GPU is as it was."""
+    known: opener_classifier.KnownProcesses = {}
+    scanner = open_file_scanner.OpenFileScanner()
+    with under("mine") as ours:
+        until(lambda: lease_claims.claim_of(ours.pid, {"mine": None}), "it has begun")
+        held = seen("mine")
+        ended = CachedLease(id="over", state=LeaseState.ENDED, gpus=(GPUS[1],))
+        drained = GpuReading(uuid=GPUS[1], node="n", index=1)
+        first = reading(ours.pid)
+        whole = process_attribution.attribute(replace(first, gpus=(*first.gpus, drained)), [held, ended], known)
+        some = Reading(gpus=(replace(drained, memory_used_bytes=5),), simulated=True, whole=False)
+        shown, merged = process_attribution.attribute_some(some, whole, [held, ended], known, scanner)
+        assert [gpu.uuid for gpu in shown.gpus] == [GPUS[1]]
+        assert shown.gpus[0].memory_used_bytes == 5
+        assert merged.gpus[0] == whole.gpus[0]
+        ours.kill()
+        ours.wait()
+        assert leases_of(process_attribution.attribute(reading(ours.pid), [held], known)) == {ours.pid: "mine"}
+
+
 def test_a_look_that_failed_does_not_mean_that_no_process_has_the_device_open(
     device: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import ComputeModeChange, Pace, Reading
 from gpulease_worker.probe.probe_reader import ProbeReader, TimedReading
 from gpulease_worker.processes import procfs
-from gpulease_worker.processes.lease_cache import LeaseCache
+from gpulease_worker.processes.lease_cache import CachedLease, LeaseCache
 from gpulease_worker.processes.leftover_cleanup import LeftoverCleanup
 from gpulease_worker.processes.owner_descendants import DescendantWatcher
 from gpulease_worker.processes.owner_watch import OwnerWatcher
@@ -44,8 +44,8 @@ from gpulease_worker.settings import WorkerSettings
 from gpulease_worker.task_cancellation import cancel_and_wait
 
 DRAIN_HOLD_S = (0.02, 1.0)
-"""Shortest and longest time between two readings while a lease drains; it doubles from one to the next. A clean GPU is
-free after the first of them."""
+"""Second and longest pause between two readings while a lease drains; it doubles from one to the next, and the first is
+none. A clean GPU is free after the first reading, or the second where the scan of open files takes long."""
 BACKOFF_S, FAILOVER_BACKOFF_S = (0.1, 2.0), (0.1, 0.4)
 """First and longest pause while the daemon does not answer; the latter where another daemon may take over."""
 ANSWER_TIMEOUT_S = 10.0
@@ -113,7 +113,9 @@ class WorkerLoop:
         """The last ticket received before the last complete reading was begun."""
         self._draining: set[str] = set()
         """Leases that have ended and whose GPUs are draining."""
-        self._drain_hold_s = DRAIN_HOLD_S[0]
+        self._released: frozenset[str] = frozenset()
+        """UUIDs of the GPUs whose leases have ended since the answer before, and that are to be read at once."""
+        self._drain_hold_s = 0.0
         self._logged_error = ""
 
     async def run(self) -> None:
@@ -142,14 +144,14 @@ class WorkerLoop:
 
     async def _turn(self) -> bool:
         """One reading and its report. False when no daemon answered as expected."""
-        report = self._repeated_report() or await self._report()
+        report = self._repeated_report() or await self._partial_report() or await self._report()
         sent_at_ticks, sent_at_s = procfs.ticks_now(), _since_boot_s()
         # Whatever changes in a job or owner from here on is missing in this report.
         sending = asyncio.create_task(self._send(report))
         try:
             await self._wait_for_answer_or_change(sending)
             if not sending.done():
-                self._unanswered = report
+                self._unanswered = None if report.partial else report
                 return True
             desired = await sending
         except GpuleaseError as error:
@@ -163,14 +165,16 @@ class WorkerLoop:
             log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
             return True
         self._desired = desired
-        self._pace_draining(self._desired)
-        self._owners.watch(self._desired.owners)
-        self._jobs.reconcile(self._desired.jobs)
-        leases = self._leases.update(self._desired.leases, sent_at_ticks)
-        self._descendants.look()
-        self._leftovers.clean_up(leases, report.gpus)
-        if not self._desired.paused:
-            await self._modes.reconcile(leases, report.gpus)
+        released = self._pace_draining(desired)
+        self._owners.watch(desired.owners)
+        self._jobs.reconcile(desired.jobs)
+        leases = self._leases.update(desired.leases, sent_at_ticks)
+        if not report.partial:
+            self._descendants.look()
+            self._leftovers.clean_up(leases, report.gpus)
+            if not desired.paused:
+                await self._modes.reconcile(leases, report.gpus)
+        self._released = released if desired.takes_partial and not desired.paused else frozenset()
         return True
 
     async def _wait_for_answer_or_change(self, sending: asyncio.Task[DesiredState]) -> None:
@@ -197,6 +201,32 @@ class WorkerLoop:
     def _on_probe_changed(self) -> None:
         self._probe_changed = True
         self._changed.set()
+
+    async def _partial_report(self) -> NodeReport | None:
+        """A report of the GPUs whose leases have just ended, which are read at once and alone; None where there is
+        nothing to tell of them. The reading of all GPUs begins as soon as theirs has ended."""
+        desired, released = self._desired, self._released
+        self._released = frozenset()
+        if desired is None or not released:
+            return None
+        leases, draining = self._node_leases(desired)
+        reading = await self._readings.read_some(released & draining, leases)
+        self._readings.begin(desired.ticket, leases, desired.complete, draining)
+        gpus = () if reading is None else tuple(gpu for gpu in reading.gpus if gpu.opened_by is not None)
+        if self._settings.simulate is None:
+            gpus, _ = self._claims.claim(gpus)
+        if not gpus:
+            return None  # the scan of open files takes longer: they drain until it has ended
+        return NodeReport(
+            worker_id=self._worker_id,
+            host=socket.gethostname(),
+            seen=desired.ticket,
+            reading_ticket=desired.ticket,
+            reread=tuple(gpu.uuid for gpu in gpus),
+            partial=True,
+            gpus=gpus,
+            hold_s=0.0,
+        )
 
     async def _report(self) -> NodeReport:
         desired = self._desired
@@ -250,9 +280,13 @@ class WorkerLoop:
                 self._readings = self._new_probe()
             problem = PAUSED if closed else f"{PAUSED}, but a probe that was killed has not ended yet"
             return TimedReading(Reading(problem=problem, simulated=self._settings.simulate is not None))
-        leases = self._leases.update(desired.leases)
-        draining = {uuid for lease in leases if lease.state is LeaseState.ENDED for uuid in lease.gpus}
+        leases, draining = self._node_leases(desired)
         return await self._readings.read(desired.ticket, leases, desired.complete, draining)
+
+    def _node_leases(self, desired: DesiredState) -> tuple[tuple[CachedLease, ...], frozenset[str]]:
+        """The leases with GPUs on this node, and the UUIDs of the GPUs that drain."""
+        leases = self._leases.update(desired.leases)
+        return leases, frozenset(uuid for lease in leases if lease.state is LeaseState.ENDED for uuid in lease.gpus)
 
     async def _change_compute_mode(self, change: ComputeModeChange) -> ComputeMode | None:
         """Change it through the current probe, which a pause replaces."""
@@ -290,14 +324,17 @@ class WorkerLoop:
         )
         return await self._transport.run(self._failover.send(call))
 
-    def _pace_draining(self, desired: DesiredState) -> None:
-        """Choose the pause before the next reading while something drains: short at first, then longer."""
-        draining = {lease.id for lease in desired.leases if lease.state is LeaseState.ENDED}
-        if draining - self._draining:
-            self._drain_hold_s = DRAIN_HOLD_S[0]
+    def _pace_draining(self, desired: DesiredState) -> frozenset[str]:
+        """Choose the pause before the next reading while something drains: none at first, then ever longer. Returns
+        the UUIDs of the GPUs whose leases have ended since the answer before."""
+        draining = {lease.id: lease.gpus for lease in desired.leases if lease.state is LeaseState.ENDED}
+        ended = draining.keys() - self._draining
+        if ended:
+            self._drain_hold_s = 0.0
         else:
-            self._drain_hold_s = min(self._drain_hold_s * 2, DRAIN_HOLD_S[1])
-        self._draining = draining
+            self._drain_hold_s = min(max(self._drain_hold_s * 2, DRAIN_HOLD_S[0]), DRAIN_HOLD_S[1])
+        self._draining = set(draining)
+        return frozenset(uuid for lease_id in ended for uuid in draining[lease_id])
 
     def _log_error(self, error: str) -> None:
         """Log an error of the daemon once, and once that it has ended ("")."""

@@ -6,6 +6,7 @@ daemon that restarts reports again what still holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median_low
 
@@ -23,19 +24,27 @@ BASELINE_READINGS = 9
 
 def observe_gpus(turn: Turn, observation: NodeObservation) -> dict[str, GpuObservation]:
     """The node's watches after this reading, by UUID; with an event for everything that has changed."""
-    watches = {}
-    for uuid, reading in observation.readings.items():
-        gpu = turn.ledger.gpus.get(uuid)
-        if gpu is not None and gpu.device.node == observation.node:
-            known = observation.gpus.get(uuid, GpuObservation())
-            shown = replace(known, missing_since_s=None)
-            watches[uuid] = _observe_gpu(turn, gpu, reading, shown, observed_at(observation, uuid))
+    watches = observe_shown_gpus(turn, observation, observation.readings)
     for uuid in turn.ledger.fleet.gpus_of_node.get(observation.node, ()):
         if uuid not in observation.readings:
             known = observation.gpus.get(uuid, GpuObservation())
             since_s = known.missing_since_s if known.missing_since_s is not None else observation.observed_at_s
             claimed = uuid in observation.claimed_elsewhere  # by another worker of its host: it is there
             watches[uuid] = replace(known, missing_since_s=None if claimed else since_s)
+    return watches
+
+
+def observe_shown_gpus(
+    turn: Turn, observation: NodeObservation, readings: Mapping[str, GpuReading]
+) -> dict[str, GpuObservation]:
+    """The watches of the GPUs that these readings of an observation show, by UUID; with an event for each change."""
+    watches = {}
+    for uuid, reading in readings.items():
+        gpu = turn.ledger.gpus.get(uuid)
+        if gpu is not None and gpu.device.node == observation.node:
+            known = observation.gpus.get(uuid, GpuObservation())
+            shown = replace(known, missing_since_s=None)
+            watches[uuid] = _observe_gpu(turn, gpu, reading, shown, observed_at(observation, uuid))
     return watches
 
 

@@ -17,7 +17,7 @@ from gpulease_protocol.node_protocol import (
 )
 from gpulease_server.core.draining import free_clean_gpus
 from gpulease_server.core.gpu import is_silent, is_unheard, mark_bystanders, node_mode, node_problem
-from gpulease_server.core.gpu_observation import observe_gpus, remove_missing_gpus
+from gpulease_server.core.gpu_observation import observe_gpus, observe_shown_gpus, remove_missing_gpus
 from gpulease_server.core.happenings import NodeReported
 from gpulease_server.core.job import on_job_reports
 from gpulease_server.core.ledger import Ledger
@@ -51,6 +51,11 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     if _is_overtaken(before, report, reported):
         turn.answer(reported.cause, None)  # the next report says everything again
         return
+    if report.partial:
+        if before is not None and not is_unheard(turn.ledger, name, turn.now, turn.policy):
+            _take_partial(turn, reported, report, before)
+        turn.answer(reported.cause, None)
+        return
     if is_unheard(turn.ledger, name, turn.now, turn.policy):
         on_silence_over(turn, name)
     problem_before = node_problem(turn.ledger, name, turn.now, turn.policy)
@@ -67,6 +72,32 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     remove_missing_gpus(turn, observation)
     _note_answered_request(turn, observation)
     turn.answer(reported.cause, None)
+
+
+def _take_partial(turn: Turn, reported: NodeReported, report: NodeReport, before: NodeObservation) -> None:
+    """Take in some GPUs alone, read at once after their leases have ended. It proves nothing of any other GPU, and does
+    not answer the request for a reading: the next report does. Where it adds to no whole reading, nothing is taken in.
+    """
+    begun_at_s = reported.begun_at_s
+    readable = report.problem is None and before.problem is None and before.observed_at_s is not None
+    if begun_at_s is None or not readable or before.worker_id != report.worker_id:
+        return
+    shown = {
+        one.uuid: replace(mark_bystanders(one, turn.policy), node=reported.node)
+        for one in report.gpus
+        if one.uuid in report.reread and one.uuid in before.readings
+    }
+    observation = replace(
+        before,
+        reported_at_s=turn.now.mono_s,
+        reread_at_s=before.reread_at_s | dict.fromkeys(shown, begun_at_s),
+        readings=before.readings | shown,
+        newest_begun_at_s=begun_at_s,
+        answers_request=False,
+    )
+    observation = replace(observation, gpus=before.gpus | observe_shown_gpus(turn, observation, shown))
+    turn.put(observation)
+    free_clean_gpus(turn, observation)
 
 
 def _begun_at_s(reported: NodeReported) -> float | None:
@@ -219,7 +250,7 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
     )
     paused = node_mode(ledger, node) is NodeMode.PAUSED
     owners = tuple(ledger.watched_owners.get(node, ()))
-    return DesiredState(ticket=ticket, leases=leases, jobs=jobs, paused=paused, owners=owners)
+    return DesiredState(ticket=ticket, takes_partial=True, leases=leases, jobs=jobs, paused=paused, owners=owners)
 
 
 def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRecord]) -> NodeLease:

@@ -83,12 +83,15 @@ class Writer:
         self.problem: str | None = "the ledger is being read"
         """Why nothing can be recorded now; None while commits succeed."""
         self.reading_requests: dict[str, float] = {}
-        """Nodes that are asked for a new reading, and since when."""
+        """Nodes that are asked for a new reading, and since when. A node is asked once the reason is committed, lest
+        its worker has to read again when it learns which GPU drains."""
         self.metrics = DaemonMetrics()
         self._file_guard = FileGuard(store.engine)
         self.disk_reserve = DiskReserve(store.engine)
         self._ledger = Ledger()
         self._pending = PendingRequests()
+        self._requested_readings: dict[str, float] = {}
+        """As `reading_requests`, as the last turn has decided."""
         self._futures: dict[str, asyncio.Future[Answer]] = {}
         self._unanswered: dict[asyncio.Future[Answer], None] = {}
         """Oldest first."""
@@ -242,16 +245,22 @@ class Writer:
         return True
 
     def _decide(self, submissions: list[Submission]) -> Turn:
-        requests_before = dict(self.reading_requests)
-        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self.reading_requests)
+        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self._requested_readings)
         for submission in submissions:
             if submission.future is not None:
                 self._futures[submission.happening.cause] = submission.future
             decide(turn, submission.happening)
         settle(turn)
-        if self.reading_requests != requests_before:
-            self.wakeups.wake(f"node:{node}" for node in self.reading_requests)
+        if not self._requested_readings.keys() <= self.reading_requests.keys():
+            changed = _wakeup_keys(turn.changes)
+            self._request_readings(node for node in self._requested_readings if f"node:{node}" not in changed)
         return turn
+
+    def _request_readings(self, nodes: Iterable[str]) -> None:
+        """Ask these nodes for the readings that the last turn wants."""
+        new = {node: self._requested_readings[node] for node in nodes if node not in self.reading_requests}
+        self.reading_requests |= new
+        self.wakeups.wake(f"node:{node}" for node in new)
 
     def _commit(self, changes: list[Change], ledger: Ledger) -> None:
         """Write, and check that it went where a restart will read it. Blocks. Raises `StoreFailed`."""
@@ -286,6 +295,9 @@ class Writer:
         for future, answer in replies:
             _answer(future, answer)
         self.wakeups.wake(keys)
+        self._request_readings(self._requested_readings)
+        if self.reading_requests != self._requested_readings:  # some are answered
+            self.reading_requests = dict(self._requested_readings)
         self.metrics.count_turn(turn.changes, self.committed, turn.now)
         # After the callers have gone on: they were answered before.
         asyncio.get_running_loop().call_soon(event_log.log_turn, turn.changes, turn.answers)
@@ -339,6 +351,7 @@ class Writer:
         self._pending.clear()
         self._futures.clear()
         self.reading_requests.clear()
+        self._requested_readings.clear()
         self.problem, self._outage = outage.reason, outage
         load_s, failed = 0.0, outage.try_writing
         while True:

@@ -2,7 +2,8 @@
 
 `python -m gpulease_worker.probe.main SETUP NODE [SIMULATE]`, with a `ProbeSetup` as JSON. It speaks JSON lines: at
 the start `{"ready": true}`; then per request `{"leases": [CachedLease, ...], "complete": BOOL, "reread": [UUID, ...]}`
-on stdin one `Reading` on stdout, and for each `{"compute_mode": ComputeModeChange}` one `ComputeModeResult`.
+on stdin one `Reading` on stdout, of the GPUs in `"only": [UUID, ...]` alone where the request has that, and for each
+`{"compute_mode": ComputeModeChange}` one `ComputeModeResult`.
 
 Once ready, a thread watches each driver call. A call that takes long is named in a line of its own before the answer,
 `{"under_way": CALL}`. A call that exceeds its deadline is named in the answer, and the process ends. The worker has a
@@ -82,9 +83,13 @@ def serve(reader: GpuReader, requests: TextIO, answers: TextIO, call_deadline_s:
         complete = request.get("complete", True)
         process_attribution.start_scan(last, leases, scanner)
         try:
-            reading = reader.read(leases, complete, request.get("reread", ()))
-            # A request that waits for a grant does not also wait for a long scan of open files.
-            reading = last = process_attribution.attribute(reading, leases, known, scanner, wait=not complete)
+            if "only" in request:
+                reading = reader.read_some(request["only"], leases)
+                reading, last = process_attribution.attribute_some(reading, last, leases, known, scanner)
+            else:
+                reading = reader.read(leases, complete, request.get("reread", ()))
+                # A request that waits for a grant does not also wait for a long scan of open files.
+                reading = last = process_attribution.attribute(reading, leases, known, scanner, wait=not complete)
         except ReadingFailed as failed:
             scanner.discard()  # it would be outdated by the time of the next reading
             reading = Reading(problem=str(failed), over=failed.over)
@@ -143,6 +148,10 @@ class FailedReader:
         self.under_way: tuple[str, float] | None = None
 
     def read(self, leases: Sequence[NodeLease], complete: bool = True, reread: Collection[str] = ()) -> Reading:
+        """Always raises ReadingFailed."""
+        raise self._failed
+
+    def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading:
         """Always raises ReadingFailed."""
         raise self._failed
 

@@ -122,6 +122,8 @@ class NvmlReader:
         self._complete_at_s = self._condition_at_s = -float("inf")
         self._reread: set[str] = set()
         """UUIDs of the GPUs whose processes and health were read in the current reading."""
+        self._indices: dict[str, int] = {}
+        """By UUID: the places of the GPUs in the last reading of all."""
 
     @property
     def under_way(self) -> tuple[str, float] | None:
@@ -159,6 +161,7 @@ class NvmlReader:
         if not gpus:
             raise ReadingFailed(f"The NVIDIA driver shows no usable GPU. {NO_DRIVER_REMEDY}")
         gpus.sort(key=lambda gpu: gpu.pci_bus_id or "")
+        self._indices = {gpu.uuid: index for index, gpu in enumerate(gpus)}
         return Reading(
             gpus=tuple(replace(gpu, index=index) for index, gpu in enumerate(gpus)),
             links=self._links,
@@ -166,6 +169,19 @@ class NvmlReader:
             whole=complete,
             reread=() if complete else tuple(sorted(self._reread)),
         )
+
+    def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading:
+        """These GPUs as they are now, in PCI order. Raises ReadingFailed if NVML itself does not answer."""
+        self._reread = set()
+        try:
+            positions = [position for position, one in self._gpus.items() if one.device.uuid in uuids and self._open]
+            readings = self._mark_unlisted([self._read_at(position, True, False) for position in positions])
+        except LibraryFailed as failed:
+            self._stop()
+            raise self._explained(failed) from failed
+        gpus = [replace(gpu, index=self._indices[gpu.uuid]) for gpu in readings if gpu and gpu.uuid in self._reread]
+        gpus.sort(key=lambda gpu: gpu.index or 0)
+        return Reading(gpus=tuple(gpus), whole=False, reread=tuple(sorted(gpu.uuid for gpu in gpus)))
 
     def change_compute_mode(self, change: ComputeModeChange) -> ComputeMode | None:
         """Change a GPU's mode if it is as expected. Returns the mode before.

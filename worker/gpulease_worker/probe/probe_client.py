@@ -108,11 +108,27 @@ class ProbeClient:
         If `complete`, everything is read after the call; otherwise only what is due, and the GPUs that `reread` names
         by UUID (see `Reading.whole`).
         """
+        reading = await self._read(leases, {"complete": complete, "reread": sorted(reread)})
+        if reading.problem is None:
+            xids = {gpu.uuid: xid for gpu in reading.gpus if (xid := xid_of(gpu.health)) is not None}
+            # Simulated GPUs are never lost, and thousands of them would not fit on a command line.
+            known = () if self._simulated else tuple(identity_of(gpu) for gpu in reading.gpus)
+            least = {} if self._simulated else _least(self._setup.least_bytes, reading)
+            self._setup = replace(self._setup, xids=xids, gpus=known, least_bytes=least)
+        return reading
+
+    async def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading:
+        """A reading of these GPUs alone, which may leave some out; its `problem` says why if there is none. Takes at
+        most the deadline."""
+        return await self._read(leases, {"only": sorted(uuids)})
+
+    async def _read(self, leases: Sequence[NodeLease], what: dict[str, Any]) -> Reading:
         if not await self._ready():
             return self._failed(self._problem)
         try:
             async with asyncio.timeout(self._deadline_s):
-                reading = await self._request_reading(leases, complete, reread)
+                request = {"leases": [codec.to_json(lease) for lease in leases], **what}
+                reading = codec.from_json(Reading, await self._request(request))
         except TimeoutError:
             return await self._replace(
                 f"The probe did not answer within {self._deadline_s:g} s, so it was killed; the GPU driver may hang."
@@ -121,12 +137,6 @@ class ProbeClient:
             return await self._replace(f"The probe ended in the middle of a reading ({self._ending(error)}).")
         if reading.over:
             return await self._replace(reading.problem or "The probe ended itself.")
-        if reading.problem is None:
-            xids = {gpu.uuid: xid for gpu in reading.gpus if (xid := xid_of(gpu.health)) is not None}
-            # Simulated GPUs are never lost, and thousands of them would not fit on a command line.
-            known = () if self._simulated else tuple(identity_of(gpu) for gpu in reading.gpus)
-            least = {} if self._simulated else _least(self._setup.least_bytes, reading)
-            self._setup = replace(self._setup, xids=xids, gpus=known, least_bytes=least)
         return reading
 
     async def change_compute_mode(self, change: ComputeModeChange) -> ComputeMode | None:
@@ -224,10 +234,6 @@ class ProbeClient:
         del self._ends[process]
         if process is self._process:
             self._ended()
-
-    async def _request_reading(self, leases: Sequence[NodeLease], complete: bool, reread: Collection[str]) -> Reading:
-        request = {"leases": [codec.to_json(lease) for lease in leases], "complete": complete, "reread": sorted(reread)}
-        return codec.from_json(Reading, await self._request(request))
 
     async def _request(self, request: dict[str, Any]) -> Any:
         process = self._process

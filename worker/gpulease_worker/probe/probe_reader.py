@@ -55,6 +55,8 @@ class ProbeReader:
         self._arrived = arrived
         self._task: asyncio.Task[Reading] | None = None
         self._mode_change: asyncio.Task[ComputeMode | None] | None = None
+        self._some: asyncio.Task[Reading] | None = None
+        """A reading of some GPUs that is late. Its result is dropped."""
         self._ticket: int | None = None
         self._begun_s = 0.0
         self._late = False
@@ -71,12 +73,10 @@ class ProbeReader:
             complete: Whether everything must be read now.
             reread: UUIDs of the GPUs whose processes and health must be read now in any case.
         """
-        if not await self._mode_change_finished():
+        if not await self._others_finished():
             return self._late_reading()
-        if self._task is None:
-            self._ticket, self._begun_s = ticket, time.monotonic()
-            self._task = asyncio.create_task(self._probe.read(leases, complete, reread))
-            self._task.add_done_callback(lambda _: self._notify_if_late())
+        self.begin(ticket, leases, complete, reread)
+        assert self._task is not None
         await asyncio.wait(
             {self._task}, timeout=min(LATE_READING_WAIT_S, self._limit_s) if self._late else self._limit_s
         )
@@ -86,12 +86,33 @@ class ProbeReader:
         reading, took_s = await task, time.monotonic() - self._begun_s
         return TimedReading(reading, self._ticket, took_s if reading.problem is None else None)
 
+    def begin(
+        self, ticket: int | None, leases: Sequence[NodeLease], complete: bool, reread: Collection[str] = ()
+    ) -> None:
+        """Begin a reading for the next call of `read`, unless one is under way. The arguments are those of `read`."""
+        if self._task is None:
+            self._ticket, self._begun_s = ticket, time.monotonic()
+            self._task = asyncio.create_task(self._probe.read(leases, complete, reread))
+            self._task.add_done_callback(lambda _: self._notify_if_late())
+
+    async def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading | None:
+        """A reading of these GPUs alone; None where the probe is busy, or there is none within the limit."""
+        if self._task is not None or self._mode_change is not None or self._some is not None:
+            return None
+        self._some = asyncio.create_task(self._probe.read_some(uuids, leases))
+        await asyncio.wait({self._some}, timeout=self._limit_s)
+        if not self._some.done():
+            return None
+        task, self._some = self._some, None
+        reading = await task
+        return reading if reading.problem is None else None
+
     async def change_compute_mode(self, change: ComputeModeChange) -> ComputeMode | None:
         """Change a GPU's mode; see `ProbeClient.change_compute_mode`.
 
         Raises ComputeModeNotSet, also if it is late: then it continues, and a repeated request finds the mode changed.
         """
-        if self._task is not None or self._mode_change is not None:
+        if self._task is not None or self._mode_change is not None or self._some is not None:
             raise ComputeModeNotSet("the driver is busy; this is retried when it is not")
         self._mode_change = asyncio.create_task(self._probe.change_compute_mode(change))
         self._mode_change.add_done_callback(lambda _: self._notify_if_late())
@@ -113,18 +134,21 @@ class ProbeReader:
         await self._probe.close()
 
     async def _cancel(self) -> None:
-        for task in (self._task, self._mode_change):
+        for task in (self._task, self._mode_change, self._some):
             if task is not None:
                 await cancel_and_wait(task)
-        self._task, self._mode_change, self._late = None, None, False
+        self._task, self._mode_change, self._some, self._late = None, None, None, False
 
-    async def _mode_change_finished(self) -> bool:
-        if self._mode_change is not None:
-            await asyncio.wait({self._mode_change}, timeout=self._limit_s)
-            if not self._mode_change.done():
-                return False
-            self._mode_change.exception()  # the caller has been told that it was late
-            self._mode_change, self._late = None, False
+    async def _others_finished(self) -> bool:
+        """True if no change of mode and no reading of some GPUs is under way that was late."""
+        for task in (self._mode_change, self._some):
+            if task is not None:
+                await asyncio.wait({task}, timeout=self._limit_s)
+                if not task.done():
+                    return False
+                task.exception()  # the caller has been told that it was late
+                self._late = False
+        self._mode_change = self._some = None
         return True
 
     def _late_reading(self) -> TimedReading:

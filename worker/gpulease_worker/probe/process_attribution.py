@@ -49,10 +49,36 @@ def attribute(
         wait: Whether to wait for a scan as long as the scanner may, or only briefly because a request waits.
     """
     scanner = scanner or OpenFileScanner(wait_s=None)
-    lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
     before = dict(known or {})
-    descendants = remembered_owners(leases)
     budget = lease_claims.Budget()
+    gpus = _with_leases(reading, leases, known, budget)
+    gpus = _with_draining(gpus, leases, known, before, scanner, wait, budget)
+    return replace(reading, gpus=tuple(gpus))
+
+
+def attribute_some(
+    reading: Reading, last: Reading, leases: Sequence[CachedLease], known: KnownProcesses, scanner: OpenFileScanner
+) -> tuple[Reading, Reading]:
+    """As `attribute`, for a reading of some GPUs: that reading, and the last one of all GPUs with those in it.
+
+    The openers of a GPU are classified by the processes on all others, which are as the last reading shows them.
+    """
+    before, of_these = dict(known), dict(known)
+    budget = lease_claims.Budget()
+    shown = {gpu.uuid: gpu for gpu in _with_leases(reading, leases, of_these, budget)}
+    known |= of_these
+    gpus = [shown.get(gpu.uuid, gpu) for gpu in last.gpus]
+    merged = _with_draining(gpus, leases, known, before, scanner, False, budget)
+    some = tuple(gpu for gpu in merged if gpu.uuid in shown)
+    return replace(reading, gpus=some), replace(last, gpus=tuple(merged))
+
+
+def _with_leases(
+    reading: Reading, leases: Sequence[CachedLease], known: KnownProcesses | None, budget: lease_claims.Budget
+) -> list[GpuReading]:
+    """The GPUs of a reading, with every process attributed. Replaces the contents of `known`."""
+    lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
+    descendants = remembered_owners(leases)
     listed = {process.pid for gpu in reading.gpus for process in gpu.processes if process.lease_id is None}
     claims = lease_claims.nearest_claims(listed, lease_claims.uids_of(leases), budget)
     gpus = [_with_lease_ids(gpu, lease_by_gpu.get(gpu.uuid), descendants, claims) for gpu in reading.gpus]
@@ -60,6 +86,20 @@ def attribute(
         gpus = _with_remembered_leases(gpus, known)
     if reading.simulated:
         gpus = [replace(gpu, minor_number=gpu.index) for gpu in gpus]
+    return gpus
+
+
+def _with_draining(
+    gpus: list[GpuReading],
+    leases: Sequence[CachedLease],
+    known: KnownProcesses | None,
+    before: KnownProcesses,
+    scanner: OpenFileScanner,
+    wait: bool,
+    budget: lease_claims.Budget,
+) -> list[GpuReading]:
+    """The GPUs, with the openers of each draining one once they are known. Adds to `known`."""
+    lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
     draining = {
         gpu.uuid: lease
         for gpu in gpus
@@ -67,11 +107,11 @@ def attribute(
     }
     if not draining:
         scanner.discard()
-        return replace(reading, gpus=tuple(gpus))
-    gpus, lease_processes = _with_openers(gpus, leases, draining, before, scanner, wait, budget)
+        return gpus
+    shown, lease_processes = _with_openers(gpus, leases, draining, before, scanner, wait, budget)
     if known is not None:
         known.update(_unlisted(before, known, {lease.id for lease in draining.values()}) | lease_processes)
-    return replace(reading, gpus=tuple(gpus))
+    return shown
 
 
 def _scan_targets(gpus: Sequence[GpuReading], draining: Mapping[str, CachedLease]) -> dict[str, ScanTarget]:

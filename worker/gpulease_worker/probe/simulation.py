@@ -156,6 +156,13 @@ class SimulatedReader:
             simulated=True,
         )
 
+    def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading:
+        """These GPUs as currently described. Raises ReadingFailed if the file cannot be used."""
+        # A walk through all processes looks for those of these GPUs' leases alone.
+        reading = self.read([lease for lease in leases if not set(uuids).isdisjoint(lease.gpus)])
+        gpus = tuple(gpu for gpu in reading.gpus if gpu.uuid in uuids)
+        return replace(reading, gpus=gpus, whole=False, reread=tuple(sorted(gpu.uuid for gpu in gpus)))
+
     def _hang(self, seconds: float) -> None:
         """Hang for this long, or until the file says otherwise; then continue as if nothing had happened."""
         begun_s = time.monotonic()

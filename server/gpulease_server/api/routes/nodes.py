@@ -131,12 +131,13 @@ async def exchange(
             may_take_over=caller.role is not Role.WORKER,  # its token is for its node, and UUIDs are no secret
         )
     )
-    if not report.repeated:
+    if not (report.partial or report.repeated):
         daemon.recorder.record(name, report, daemon.ledger, daemon.now())
-    daemon.writer.metrics.count_report(name, report, daemon.now())
+    if not report.partial:
+        daemon.writer.metrics.count_report(name, report, daemon.now())
     seen = report.ticket if report.seen is None else report.seen
     started_s = daemon.now().mono_s
-    until_s = started_s + min(max(report.hold_s, 0.0), MAX_HOLD_S)
+    until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
     slice_s = OWNERS_DELAY_S if name == daemon.node_here() else MAX_HOLD_S
     while True:
         require_still_valid(caller, daemon)
