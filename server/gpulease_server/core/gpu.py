@@ -51,7 +51,9 @@ def claimed_elsewhere(ledger: Ledger, gpu: GpuRecord) -> str | None:
 
 def mark_bystanders(reading: GpuReading, policy: Policy) -> GpuReading:
     """The reading with every bystander marked: a desktop's processes, an MPS server, and monitors that only have the
-    device open."""
+    device open. One without processes is returned as it is: most are, and copies are what a report costs."""
+    if not reading.processes and not reading.opened_by:
+        return reading
     processes = tuple(
         replace(
             process,

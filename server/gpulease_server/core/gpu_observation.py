@@ -43,8 +43,9 @@ def observe_shown_gpus(
         gpu = turn.ledger.gpus.get(uuid)
         if gpu is not None and gpu.device.node == observation.node:
             known = observation.gpus.get(uuid, GpuObservation())
-            shown = replace(known, missing_since_s=None)
-            watches[uuid] = _observe_gpu(turn, gpu, reading, shown, observed_at(observation, uuid))
+            if known.missing_since_s is not None:
+                known = replace(known, missing_since_s=None)
+            watches[uuid] = _observe_gpu(turn, gpu, reading, known, observed_at(observation, uuid))
     return watches
 
 
@@ -91,9 +92,10 @@ def _observe_gpu(
 
 def _observe_health(turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuObservation) -> GpuObservation:
     unhealthy = reading.health != "ok"
-    if unhealthy != known.unhealthy:
-        kind, reason = ("gpu.unhealthy", reading.health) if unhealthy else ("gpu.recovered", None)
-        _emit(turn, gpu, kind, reason)
+    if unhealthy == known.unhealthy:
+        return known
+    kind, reason = ("gpu.unhealthy", reading.health) if unhealthy else ("gpu.recovered", None)
+    _emit(turn, gpu, kind, reason)
     return replace(known, unhealthy=unhealthy)
 
 
@@ -118,7 +120,8 @@ def _observe_unheld(
             return known
         known = replace(known, memory_awaited=False, quiet_since_s=None, lowest_bytes=None)
         known = known if back else replace(known, free_bytes=())
-    return known if used is None else replace(known, free_bytes=(*known.free_bytes, used)[-BASELINE_READINGS:])
+    free_bytes = known.free_bytes if used is None else (*known.free_bytes, used)[-BASELINE_READINGS:]
+    return known if free_bytes == known.free_bytes else replace(known, free_bytes=free_bytes)
 
 
 def _memory_is_back(gpu: GpuRecord, known: GpuObservation, used: int | None, turn: Turn) -> bool:
@@ -136,7 +139,7 @@ def _observe_conflict(turn: Turn, gpu: GpuRecord, reading: GpuReading, known: Gp
         _emit(turn, gpu, "gpu.conflict", f"used by {describe_processes(found, turn.policy)}, outside its lease")
     elif known.strangers and not pids:
         _emit(turn, gpu, "gpu.conflict_over", None)
-    return replace(known, strangers=pids, leftovers=())
+    return replace(known, strangers=pids, leftovers=()) if pids or known.strangers or known.leftovers else known
 
 
 def baseline_of(observation: NodeObservation | None, gpu: GpuRecord) -> int | None:

@@ -8,7 +8,7 @@ from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
 
 def occupants(reading: GpuReading) -> tuple[Process, ...]:
     """Processes that keep a GPU from others: all but the bystanders."""
-    return tuple(process for process in reading.processes if not process.bystander)
+    return tuple([process for process in reading.processes if not process.bystander]) if reading.processes else ()
 
 
 def state_by_report(gpu: GpuRecord, observation: NodeObservation | None, node: NodeRecord | None) -> GpuState:

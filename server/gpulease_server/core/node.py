@@ -83,9 +83,9 @@ def _take_partial(turn: Turn, reported: NodeReported, report: NodeReport, before
     if begun_at_s is None or not readable or before.worker_id != report.worker_id:
         return
     shown = {
-        one.uuid: replace(mark_bystanders(one, turn.policy), node=reported.node)
-        for one in report.gpus
-        if one.uuid in report.reread and one.uuid in before.readings
+        uuid: one
+        for uuid, one in _readings(turn, reported.node, report).items()
+        if uuid in report.reread and uuid in before.readings
     }
     observation = replace(
         before,
@@ -129,7 +129,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         problem=report.problem,
         claimed_elsewhere={one.device.uuid: one.reason for one in report.claimed_elsewhere},
         ports_in_use=frozenset(report.ports_in_use),
-        ports_reserved=frozenset(report.ports_reserved) & frozenset(LEASE_PORTS),
+        ports_reserved=frozenset(port for port in report.ports_reserved if port in LEASE_PORTS),
         newest_begun_at_s=before.newest_begun_at_s if before is not None else float("-inf"),
         read_s=report.read_s,
         reading_limit_s=limit_s,
@@ -140,7 +140,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
     )
     if report.problem is not None:
         return observation
-    readings = {one.uuid: replace(mark_bystanders(one, turn.policy), node=name) for one in report.gpus}
+    readings = _readings(turn, name, report)
     _put_gpus(turn, name, readings, report.claimed_elsewhere, reported.may_take_over)
     observation = replace(
         observation,
@@ -159,6 +159,12 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
     ):
         return observation  # what a reading shows is learnt once, not again with each report that repeats it
     return replace(observation, gpus=observe_gpus(turn, observation))
+
+
+def _readings(turn: Turn, node: str, report: NodeReport) -> dict[str, GpuReading]:
+    """By UUID: what a report shows of each GPU."""
+    readings = {one.uuid: mark_bystanders(one, turn.policy) for one in report.gpus}
+    return {uuid: one if one.node == node else replace(one, node=node) for uuid, one in readings.items()}
 
 
 def _note_answered_request(turn: Turn, observation: NodeObservation) -> None:
