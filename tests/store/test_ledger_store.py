@@ -10,7 +10,7 @@ from sqlalchemy.exc import DataError
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import to_json
-from gpulease_protocol.model import EndReason, JobState, LeaseState, Mask, NodeMode
+from gpulease_protocol.model import EndReason, Event, JobState, LeaseState, Mask, NodeMode
 from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
@@ -151,6 +151,23 @@ def test_a_turn_that_cannot_be_committed_leaves_nothing(store: Store) -> None:
     with pytest.raises(StoreFailed, match="full"):
         save(store, world)
     assert lasting(store.load()) == before
+
+
+def test_numbers_of_a_turn_that_was_not_committed_are_stored_with_the_next_one(store: Store) -> None:
+    store.write([], Ledger(next_number=5, next_token=6, next_seq=7))
+    with store.engine.begin() as connection:
+        for statement in REFUSE[store.engine.dialect.name]:
+            connection.execute(text(statement))
+    ahead = Ledger(next_number=15, next_token=16, next_seq=17)
+    event = Event(seq=16, at=clock.now().at, kind="lease.granted", cause="request-1")
+    with pytest.raises(StoreFailed, match="full"):
+        store.write([event], ahead)
+    other = Store(store.engine.url.render_as_string(hide_password=False))
+    for ledger in (ahead, Ledger(next_number=15, next_token=16, next_seq=18), ahead):
+        store.write([], ledger)
+        found = other.load()
+        assert (found.next_number, found.next_token, found.next_seq) == (15, 16, ledger.next_seq)
+    other.close()
 
 
 def test_a_commit_is_on_the_disk(store: Store) -> None:

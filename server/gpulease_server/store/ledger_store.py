@@ -49,6 +49,8 @@ class Store:
         self.engine = connect(url)
         self.statements = Statements(self.engine)
         self.fence = WriterFence(self.engine, on_superseded)
+        self._counters: dict[str, int] = {}
+        """The next number, token and seq, as this store last committed them since it last loaded the ledger."""
 
     def close(self) -> None:
         """Close every connection."""
@@ -57,6 +59,7 @@ class Store:
     def load(self) -> Ledger:
         """The ledger as last committed, without what exists only in memory (see the package docstring)."""
         self.fence.resolve_in_doubt()
+        self._counters = {}
         ledger = Ledger()
         with snapshot(self.engine) as connection:
             for row in connection.execute(select(tables.node)):
@@ -126,13 +129,16 @@ class Store:
                 removed.setdefault(table, []).append(key)
             else:
                 written.setdefault(table, []).append(rows.to_row(last)[1])
-        written[tables.counter] = [{"name": name, "value": getattr(ledger, f"next_{name}")} for name in COUNTERS]
+        counters = {name: getattr(ledger, f"next_{name}") for name in COUNTERS}
+        new = counters.items() - self._counters.items()
+        written[tables.counter] = [{"name": name, "value": value} for name, value in new]
         with self.writing() as connection:
             for table, keys in removed.items():
                 self.statements.delete(connection, table, keys)
             for table, changed in written.items():
                 self.statements.upsert(connection, table, changed)
             self.statements.insert(connection, tables.event, events)
+        self._counters = counters
 
     def leases(
         self,
