@@ -146,7 +146,7 @@ class DemandClasses:
             heapq.heappop(self.pauses)
 
     def divide(self, queued: Iterable[LeaseRecord], by_user: bool, put: Callable[[LeaseRecord], None]) -> None:
-        """Group the requests anew, with users told apart or not; `put` adds one of them."""
+        """Group the requests again, with users told apart or not; `put` adds one of them."""
         self.by_user = by_user
         self.classes.clear()
         self.class_of.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -82,11 +82,37 @@ def job_view(record: JobRecord) -> Job:
     )
 
 
+class GpuList:
+    """Every GPU, by node and index, at one moment: what the ledger becomes later does not show. What is held is found
+    out once for all of them."""
+
+    def __init__(self, ledger: Ledger, now: Instant, policy: Policy) -> None:
+        self.now, self.policy = now, policy
+        self.reserved_for = current_reservations(ledger, now, policy).by_uuid
+        self.nodes = {node: list(gpus.values()) for node, gpus in ledger.fleet.gpus_of_node.items()}
+        self.ledger = Ledger(
+            leases=ledger.leases.copy(),
+            jobs=ledger.jobs.copy(),
+            gpus=ledger.gpus.copy(),
+            nodes=ledger.nodes.copy(),
+            node_observations=ledger.node_observations.copy(),
+            draining_since=ledger.draining_since.copy(),
+        )
+
+    def records(self) -> Iterator[GpuRecord]:
+        """The GPUs in their order."""
+        for node in sorted(self.nodes):
+            yield from sorted(self.nodes[node], key=lambda gpu: gpu.device.index)
+
+    def view(self, gpu: GpuRecord) -> Gpu:
+        """One of them as it is shown."""
+        return gpu_view(self.ledger, gpu, self.now, self.policy, self.reserved_for)
+
+
 def gpu_views(ledger: Ledger, now: Instant, policy: Policy) -> list[Gpu]:
-    """Every GPU, by node and index. What is held is found out once for all of them."""
-    kept = current_reservations(ledger, now, policy).by_uuid
-    records = sorted(ledger.gpus.values(), key=lambda gpu: (gpu.device.node, gpu.device.index))
-    return [gpu_view(ledger, gpu, now, policy, kept) for gpu in records]
+    """Every GPU, by node and index."""
+    gpus = GpuList(ledger, now, policy)
+    return [gpus.view(gpu) for gpu in gpus.records()]
 
 
 def gpu_view(
@@ -124,8 +150,20 @@ def gpu_view(
     )
 
 
+def node_list(ledger: Ledger, now: Instant, policy: Policy) -> tuple[list[NodeRecord], Callable[[NodeRecord], Node]]:
+    """All nodes by name, and how each is shown: as it is at this moment, whatever the ledger becomes later."""
+    records = sorted(ledger.nodes.values(), key=lambda node: node.name)
+    gpu_counts = {node: len(gpus) for node, gpus in ledger.fleet.gpus_of_node.items()}
+    moment = Ledger(nodes=ledger.nodes.copy(), node_observations=ledger.node_observations.copy())
+    return records, lambda node: _node_view(moment, node, now, policy, gpu_counts.get(node.name, 0))
+
+
 def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) -> Node:
     """A node, and whether its readings can be trusted at this moment."""
+    return _node_view(ledger, node, now, policy, len(ledger.fleet.gpus_of_node.get(node.name, ())))
+
+
+def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, gpu_count: int) -> Node:
     problem = node_problem(ledger, node.name, now, policy)
     observation = ledger.node_observations.get(node.name)
     observed_at_s = observation.observed_at_s if observation else None
@@ -137,7 +175,7 @@ def node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy) ->
         mode_by=node.mode_by,
         reason=problem,
         host=node.host,
-        gpu_count=len(ledger.fleet.gpus_of_node.get(node.name, ())),
+        gpu_count=gpu_count,
         driver_version=node.driver_version,
         worker_version=observation.worker_version if observation else None,
         simulated=node.simulated,

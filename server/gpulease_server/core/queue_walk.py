@@ -89,7 +89,7 @@ class QueueWalk:
     """The classes that are skipped, and may have to be looked at again."""
     _new_of_class: dict[DemandClass, list[Place]] = field(default_factory=dict)
     _were_new: frozenset[str] = frozenset()
-    """Ids of those that were new when the first class was skipped. Whoever looks at them says what becomes of them."""
+    """Ids of those that were new when the first class was skipped. They are not skipped."""
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         self._begin()
@@ -150,7 +150,7 @@ class QueueWalk:
         heapq.heapify(self._heap)
 
     def _must_look_at(self, record: LeaseRecord, members: DemandClass | None) -> bool:
-        """True for a request that the caller must look at. Others are skipped, with all that are like them."""
+        """True for a request that must be looked at. Others are skipped, with all that are like them."""
         if members is None or record.lease.id in self.new:
             return is_eligible(self.ledger, record, self.reservations.now)
         skipped = self._skipped.get(members)

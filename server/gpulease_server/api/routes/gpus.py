@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+
+from fastapi import Response
+from pydantic import TypeAdapter
 
 from gpulease_protocol.errors import NotFound
 from gpulease_protocol.gpu_uuid import canonical_uuid
@@ -12,31 +16,45 @@ from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.redaction import redact_gpu
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.problems import error_responses
 from gpulease_server.core.happenings import CordonRequested
-from gpulease_server.core.presentation import gpu_view, gpu_views, wall_clock
+from gpulease_server.core.presentation import GpuList, gpu_view, wall_clock
+from gpulease_server.core.records import GpuRecord
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/gpus", "gpus")
+GPU_JSON: TypeAdapter[object] = TypeAdapter(Gpu)
 
 
 def with_last_use(daemon: DaemonState, gpus: list[Gpu]) -> list[Gpu]:
     """The GPUs, the leased ones with the last time at which they were busy, which the ledger does not know."""
+    add = last_use(daemon)
+    return [add(gpu) for gpu in gpus]
+
+
+def last_use(daemon: DaemonState) -> Callable[[Gpu], Gpu]:
+    """What completes a GPU as `with_last_use` does, by what is known at this moment."""
     now = daemon.now()
     idle_s = daemon.writer.metrics.usage.idle_s(now.mono_s)
-    return [
-        replace(gpu, last_busy_at=wall_clock(now, now.mono_s - idle_s[gpu.uuid]))
-        if gpu.state is GpuState.LEASED and gpu.uuid in idle_s
-        else gpu
-        for gpu in gpus
-    ]
+
+    def add(gpu: Gpu) -> Gpu:
+        if gpu.state is not GpuState.LEASED or gpu.uuid not in idle_s:
+            return gpu
+        return replace(gpu, last_busy_at=wall_clock(now, now.mono_s - idle_s[gpu.uuid]))
+
+    return add
 
 
-@router.get("", operation_id="listGpus")
-async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Page[Gpu]:
+@router.get("", operation_id="listGpus", response_model=Page[Gpu])
+async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Response:
     """All GPUs: the last reading, the state, and who holds each or which request it is reserved for."""
-    views = with_last_use(daemon, gpu_views(daemon.ledger, daemon.now(), daemon.policy))
-    return Page(items=tuple(redact_gpu(caller, gpu, daemon.access) for gpu in views))
+    gpus, add_last_use = GpuList(daemon.ledger, daemon.now(), daemon.policy), last_use(daemon)
+
+    def view(gpu: GpuRecord) -> Gpu:
+        return redact_gpu(caller, add_last_use(gpus.view(gpu)), daemon.access)
+
+    return await list_response(gpus.records(), view, GPU_JSON)
 
 
 @router.get("/{uuid}", operation_id="getGpu", responses=error_responses("not_found"))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import Depends
+from fastapi import Depends, Response
+from pydantic import TypeAdapter
 
 from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, NotFound
@@ -18,15 +19,17 @@ from gpulease_server.api.auth.access_rules import CallerDep, PeerDep, other_node
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller, is_privileged, require_still_valid
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.report_body import ReportBody, with_trusted_logs
 from gpulease_server.api.request_body import JsonBody
 from gpulease_server.core.happenings import NodeForgetRequested, NodeModeRequested, NodeReported
 from gpulease_server.core.node import desired_state
-from gpulease_server.core.presentation import node_view
+from gpulease_server.core.presentation import node_list, node_view
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/nodes", "nodes")
+NODE_JSON: TypeAdapter[object] = TypeAdapter(Node)
 REPORT_BODY = ReportBody()
 DRAIN_BODY = JsonBody(DrainRequest, empty=DrainRequest())
 PAUSE_BODY = JsonBody(PauseRequest, empty=PauseRequest())
@@ -36,12 +39,11 @@ OWNERS_DELAY_S = 0.25
 complete reading."""
 
 
-@router.get("", operation_id="listNodes")
-async def list_nodes(daemon: DaemonDep) -> Page[Node]:
+@router.get("", operation_id="listNodes", response_model=Page[Node])
+async def list_nodes(daemon: DaemonDep) -> Response:
     """All nodes, and whether their readings can be trusted."""
-    now = daemon.now()
-    records = sorted(daemon.ledger.nodes.values(), key=lambda node: node.name)
-    return Page(items=tuple(node_view(daemon.ledger, node, now, daemon.policy) for node in records))
+    records, view = node_list(daemon.ledger, daemon.now(), daemon.policy)
+    return await list_response(records, view, NODE_JSON)
 
 
 @router.get("/{name}", operation_id="getNode", responses=error_responses("not_found"))

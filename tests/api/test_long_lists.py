@@ -1,0 +1,95 @@
+"""Lists without pages: the bytes of a page, made in slices, of one moment."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+from pydantic import TypeAdapter
+
+from gpulease_protocol.model import Gpu, GpuState, Node, Page
+from gpulease_server.api import long_lists
+from gpulease_server.api.long_lists import list_response
+from gpulease_server.api.middleware import etag
+from gpulease_server.core.presentation import GpuList, gpu_views, node_list, node_view
+from tests.core.build import World
+
+GPU: TypeAdapter[object] = TypeAdapter(Gpu)
+NODE: TypeAdapter[object] = TypeAdapter(Node)
+
+
+@pytest.fixture
+def world() -> World:
+    """Two nodes, a lease and a request that waits."""
+    world = World().node("b", gpus=3).node("a", gpus=2)
+    world.lease(2, node="b")
+    world.lease(3)
+    return world
+
+
+def test_a_list_of_gpus_is_what_a_page_of_them_would_be(world: World) -> None:
+    gpus = GpuList(world.ledger, world.now, world.policy)
+    answer = asyncio.run(list_response(gpus.records(), gpus.view, GPU))
+    page = Page(items=tuple(gpu_views(world.ledger, world.now, world.policy)))
+    assert answer.body == TypeAdapter(Page[Gpu]).dump_json(page)
+    assert answer.headers["content-type"] == "application/json"
+    assert [(gpu.node, gpu.index) for gpu in page.items] == [("a", 0), ("a", 1), ("b", 0), ("b", 1), ("b", 2)]
+
+
+def test_a_list_of_nodes_is_what_a_page_of_them_would_be(world: World) -> None:
+    answer = asyncio.run(list_response(*node_list(world.ledger, world.now, world.policy), NODE))
+    nodes = (node_view(world.ledger, world.ledger.nodes[name], world.now, world.policy) for name in "ab")
+    assert answer.body == TypeAdapter(Page[Node]).dump_json(Page(items=tuple(nodes)))
+
+
+def test_an_empty_list_is_an_empty_page() -> None:
+    empty = World()
+    answer = asyncio.run(list_response(*node_list(empty.ledger, empty.now, empty.policy), NODE))
+    assert answer.body == b'{"items":[],"next":null}'
+
+
+def test_others_run_while_a_long_list_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock on which each item takes 1 ms."""
+    ticks = itertools.count()
+    monkeypatch.setattr(long_lists.time, "perf_counter", lambda: next(ticks) / 1000)
+    (gpu, *_), at = gpu_views(world.ledger, world.now, world.policy), list[int]()
+    done = asyncio.Event()
+
+    async def make() -> None:
+        def view(number: int) -> Gpu:
+            at.append(number)
+            return gpu
+
+        await list_response(range(100), view, GPU)
+        done.set()
+
+    async def look() -> list[int]:
+        making, seen = asyncio.create_task(make()), []
+        while not done.is_set():
+            seen.append(len(at))
+            await asyncio.sleep(0)
+        await making
+        return seen
+
+    seen = asyncio.run(look())
+    assert max(later - earlier for earlier, later in itertools.pairwise([*seen, 100])) <= 4
+
+
+def test_a_list_shows_the_moment_at_which_it_was_asked_for(world: World) -> None:
+    gpus = GpuList(world.ledger, world.now, world.policy)
+    records, show = node_list(world.ledger, world.now, world.policy)
+    before = [gpus.view(gpu) for gpu in gpus.records()], [show(node) for node in records]
+    world.lease(1, node="b")
+    world.at_s += 100.0
+    world.node("a", gpus=1)
+    world.cordon(1, "b")
+    assert ([gpus.view(gpu) for gpu in gpus.records()], [show(node) for node in records]) == before
+    assert GpuState.LEASED in {gpu.state for gpu in before[0]}
+
+
+def test_the_tag_of_an_answer_is_the_same_in_one_piece_and_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = asyncio.run(etag._digest(b"abcdefg"))
+    monkeypatch.setattr(etag, "PIECE_BYTES", 2)
+    assert asyncio.run(etag._digest(b"abcdefg")) == whole
+    assert asyncio.run(etag._digest(b"")) != whole
