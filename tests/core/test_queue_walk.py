@@ -1,4 +1,5 @@
-"""A walk through the queue looks at one request of each kind, and decides as one that looks at every request."""
+"""A walk through the queue looks at one request of each kind and ranks the nodes once, and decides as one that looks at
+everything for every request."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from gpulease_server.core import queue, reservation_view
 from gpulease_server.core.eligibility import is_eligible
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, SubmittedJob
+from gpulease_server.core.node_ranking import NodeRankings
+from gpulease_server.core.placement import RankedNode, Search
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_views
 from gpulease_server.core.queue_walk import QueueWalk
@@ -196,6 +199,7 @@ def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatc
     shown, changes, answers = tell(seed, 40, World.check)
     for module in (queue, reservation_view):
         monkeypatch.setattr(module, "QueueWalk", EveryRequest)
+    monkeypatch.setattr(NodeRankings, "of", lambda *_: None)
     all_shown, all_changes, all_answers = tell(seed, 40, lambda _: None)
     assert answers == all_answers
     assert changes == all_changes
@@ -287,3 +291,33 @@ def test_who_is_kept_out_since_a_grant_in_the_same_turn_is_not_bypassed_after_it
         skipped.id: 2,
     }
     assert world.now_of(kept_out).state is LeaseState.QUEUED
+
+
+def test_many_requests_of_one_turn_that_ask_for_the_same_rank_the_nodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [chr(ord("b") + number) for number in range(20)]
+    world = World()
+    for name in names:
+        world.node(name, gpus=2)
+    looks: list[str] = []
+    on_node = Search.on_node
+
+    def counted(search: Search, node: str, uuids: tuple[str, ...]) -> RankedNode | None:
+        looks.append(node)
+        return on_node(search, node, uuids)
+
+    monkeypatch.setattr(Search, "on_node", counted)
+    requests: list[Happening] = [
+        LeaseRequested(
+            cause=f"ask-{number}",
+            lease_id=f"lease-{number}",
+            demand=Demand(gpu_model="H100"),
+            holder=Holder(),
+            ttl_s=60.0,
+            queue=True,
+        )
+        for number in range(30)
+    ]
+    world.turn(*requests)
+    assert len(world.ledger.active_leases) == 1
+    assert world.ledger.active_gpus.total() == 30
+    assert len(looks) <= 2 * 20 + 3 * 30, "all nodes twice, and what each grant has changed"

@@ -1,8 +1,8 @@
 """Lists that have no pages and may be long: they are made in slices, between which the event loop runs.
 
 `GET /v1/gpus` of 10,000 GPUs takes 0.2 s of computing. In one piece, no renewal and no report would be answered in that
-time. Whoever makes a list takes the records that it shows first (`core.presentation.GpuList`), so that it shows one
-moment although the ledger goes on meanwhile.
+time. The records that a list shows are copied first (`core.presentation.GpuList`), so that it shows one moment
+although the ledger goes on meanwhile.
 """
 
 from __future__ import annotations

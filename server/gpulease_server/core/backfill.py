@@ -65,8 +65,12 @@ class Reservations:
     """Nodes that were asked for a reading too long ago; nothing is granted there."""
     by_uuid: dict[str, str] = field(default_factory=dict)
     """The lease that each GPU is reserved for."""
+    taken: list[str] = field(default_factory=list)
+    """The node of each GPU that was reserved or granted in this turn, see `core.node_ranking`."""
     _left: str | None = ""
     """A free GPU that is not reserved; None when there is none, and at first no GPU."""
+    _nodes: list[str] | None = None
+    """Nodes that may have such a GPU; None at first."""
     _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
     _reserved_nodes: dict[str, int] = field(default_factory=dict)
 
@@ -74,15 +78,24 @@ class Reservations:
     def is_any_left(self) -> bool:
         """True while a free GPU is not reserved. It never becomes true again."""
         if self._left is not None and not self._is_left(self._left):
-            self._left = next(filter(self._is_left, self._free()), None)
+            self._left = self._find_left()
         return self._left is not None
 
     def _is_left(self, uuid: str) -> bool:
         gpu = self.ledger.gpus.get(uuid)
         return gpu is not None and gpu.lease_id is None and uuid not in self.by_uuid
 
-    def _free(self) -> Iterator[str]:
-        return (uuid for node, uuids in self.ledger.fleet.free.items() if self._is_heard(node) for uuid in uuids)
+    def _find_left(self) -> str | None:
+        """A free GPU that is not reserved. Nodes that had none have none later in the turn."""
+        if self._nodes is None:
+            self._nodes = list(self.ledger.fleet.free)
+        while self._nodes:
+            node = self._nodes[-1]
+            left = filter(self._is_left, self.ledger.fleet.free.get(node, ()))
+            if self._is_heard(node) and (uuid := next(left, None)) is not None:
+                return uuid
+            self._nodes.pop()
+        return None
 
     def _is_heard(self, node: str) -> bool:
         return node_problem(self.ledger, node, self.now, self.policy) is None
@@ -91,6 +104,7 @@ class Reservations:
         """Reserve GPUs for a request."""
         for gpu in gpus:
             self.by_uuid.setdefault(gpu.device.uuid, record.lease.id)
+            self.taken.append(gpu.device.node)
 
     def reserve_if_due(self, record: LeaseRecord) -> None:
         """Reserve GPUs for a waiting request if it has been bypassed as often or as long as it may be."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from gpulease_protocol.model import Demand, Device, GpuState, Selection
 from gpulease_server.core.fleet import Candidates
@@ -103,6 +104,20 @@ def min_gpus(ledger: Ledger, demand: Demand) -> int:
     return min(map(len, by_node.values()), default=demand.count)
 
 
+class Ranking(Protocol):
+    """The nodes in the order in which a demand takes them, see `core.node_ranking`."""
+
+    def place(self, search: Search) -> Placed | NeedsReading | Blocked:
+        """What `place` returns."""
+
+
+class Rankings(Protocol):
+    """Those of the demands that several requests of a walk have."""
+
+    def of(self, search: Search) -> Ranking | None:
+        """That of a request; None if it is the first of its kind."""
+
+
 def place(
     ledger: Ledger,
     demand: Demand,
@@ -114,6 +129,7 @@ def place(
     most_gpus: int | None = None,
     requested_at_s: float = float("-inf"),
     allow_reread: bool = False,
+    rankings: Rankings | None = None,
 ) -> Placed | NeedsReading | Blocked:
     """Find GPUs for one demand. Nodes with a recent reading come first, then those that are left with the fewest free
     GPUs; on a node, GPUs are taken in PCI order, and listed ones come in the order of the list: rank 0 is on the first.
@@ -121,19 +137,33 @@ def place(
     `reserved`: UUIDs that are kept for older requests. `late_nodes`: nodes that were asked for a reading too long ago.
     `most_gpus`: what the user's limit leaves: a node where the demand takes more is passed over, and `auto` takes no
     more. `requested_at_s`: when the request was made. With `allow_reread`, GPUs that only an old reading rules out are
-    read again before the answer is no.
+    read again before the answer is no. `rankings`: of the walk through the queue that this is a part of.
     """
-    search = _Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread)
-    within_limit = most_gpus is None or demand.count <= most_gpus
-    if within_limit and demand == Demand(count=demand.count):
+    search = Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread)
+    if rankings is not None and (ranking := rankings.of(search)) is not None:
+        return ranking.place(search)
+    if search.is_within_limit and demand == Demand(count=demand.count):
         found = search.by_count()
         if found is not None or not (allow_reread and ledger.fleet.unheld):
             return found or Blocked(find_candidates(ledger, demand).uuids)
     return search.on_each_node()
 
 
+class RankedNode(NamedTuple):
+    """What a node has for a demand; the lowest rank is the best."""
+
+    rank: tuple[bool, int, str]
+    """Whether it needs a reading, what is left of it, and its name."""
+    gpus: tuple[GpuRecord, ...]
+
+    @property
+    def placed(self) -> Placed | NeedsReading:
+        """The GPUs, to be granted or read."""
+        return NeedsReading(self.rank[2], self.gpus) if self.rank[0] else Placed(self.gpus)
+
+
 @dataclass(frozen=True, slots=True)
-class _Search:
+class Search:
     """The arguments of `place`."""
 
     ledger: Ledger
@@ -145,6 +175,11 @@ class _Search:
     most_gpus: int | None
     requested_at_s: float
     allow_reread: bool
+
+    @property
+    def is_within_limit(self) -> bool:
+        """True when the user's limit leaves as many GPUs as are asked for."""
+        return self.most_gpus is None or self.demand.count <= self.most_gpus
 
     def by_count(self) -> Placed | NeedsReading | None:
         """Any so many GPUs; None where no node has so many. Looks at the nodes that are left with the fewest first, and
@@ -181,33 +216,46 @@ class _Search:
     def on_each_node(self) -> Placed | NeedsReading | Blocked:
         """Looks at each node that could serve the demand and has GPUs that no lease holds."""
         found = find_candidates(self.ledger, self.demand)
-        best: tuple[tuple[bool, int, str], list[GpuRecord]] | None = None
+        best: RankedNode | None = None
         after_reading: NeedsReading | None = None
         for node in found.nodes_in(self.ledger.fleet.unheld):
-            uuids = found.by_node[node]
-            needed = gpus_needed(self.demand, uuids)
-            too_many = self.most_gpus is not None and needed > self.most_gpus
-            if too_many or node in self.late_nodes or len(self.ledger.fleet.unheld.get(node, ())) < needed:
-                continue
-            gpus = [self.ledger.gpus[uuid] for uuid in uuids]
-            usable = [gpu for gpu in gpus if self._is_usable(gpu)]
-            if len(usable) < needed:
-                if self.allow_reread and after_reading is None and not self._all_recent(node, gpus):
-                    after_reading = self._maybe_after_reading(node, gpus, needed)
-                continue
-            chosen = self._choose(usable, needed)
-            left = -len(usable) if self.demand.selection is Selection.AUTO else len(usable) - needed
-            rank = (not self._all_recent(node, chosen), left, node)
-            if best is None or rank < best[0]:
-                best = rank, chosen
-        if best is None:
-            return after_reading or Blocked(self._within_limit(found))
-        (stale, _, node), chosen = best
-        return NeedsReading(node, tuple(chosen)) if stale else Placed(tuple(chosen))
+            ranked = self.on_node(node, found.by_node[node])
+            if ranked is not None:
+                best = ranked if best is None or ranked.rank < best.rank else best
+            elif self.allow_reread and after_reading is None:
+                after_reading = self.after_reading(node, found.by_node[node])
+        return best.placed if best is not None else after_reading or self.blocked(found)
 
-    def _is_usable(self, gpu: GpuRecord) -> bool:
-        is_free = state_of(self.ledger, gpu, self.now, self.policy) is GpuState.FREE
-        return is_free and gpu.device.uuid not in self.reserved and not lacks_memory(self.ledger, self.demand, gpu)
+    def on_node(self, node: str, uuids: tuple[str, ...]) -> RankedNode | None:
+        """The GPUs of a node for the demand; None if it has too few. `uuids`: those that could serve it ever."""
+        ledger, needed = self.ledger, gpus_needed(self.demand, uuids)
+        free = ledger.fleet.free.get(node, ())
+        if len(free) < needed or not self._may_serve(node, needed):
+            return None
+        if node_problem(ledger, node, self.now, self.policy) is not None:
+            return None
+        gpus = (ledger.gpus[uuid] for uuid in uuids if uuid in free and uuid not in self.reserved)
+        usable = [gpu for gpu in gpus if not lacks_memory(ledger, self.demand, gpu)]
+        if len(usable) < needed:
+            return None
+        chosen = self._choose(usable, needed)
+        left = -len(usable) if self.demand.selection is Selection.AUTO else len(usable) - needed
+        return RankedNode((not self._all_recent(node, chosen), left, node), tuple(chosen))
+
+    def after_reading(self, node: str, uuids: tuple[str, ...]) -> NeedsReading | None:
+        """The GPUs of a node for the demand, if only an old reading rules them out."""
+        needed = gpus_needed(self.demand, uuids)
+        if len(self.ledger.fleet.unheld.get(node, ())) < needed or not self._may_serve(node, needed):
+            return None
+        gpus = [self.ledger.gpus[uuid] for uuid in uuids]
+        return None if self._all_recent(node, gpus) else self._maybe_after_reading(node, gpus, needed)
+
+    def blocked(self, found: Candidates) -> Blocked:
+        """That no node can serve the demand now."""
+        return Blocked(self._within_limit(found))
+
+    def _may_serve(self, node: str, needed: int) -> bool:
+        return node not in self.late_nodes and (self.most_gpus is None or needed <= self.most_gpus)
 
     def _all_recent(self, node: str, gpus: Iterable[GpuRecord]) -> bool:
         observation = self.ledger.node_observations.get(node)

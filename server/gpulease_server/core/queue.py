@@ -13,6 +13,7 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
+from gpulease_server.core.node_ranking import NodeRankings
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
 from gpulease_server.core.presentation import lease_view
@@ -50,6 +51,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
     blocked, order = BlockedRequests(reservations), UserOrder(reservations)
+    rankings = NodeRankings(reservations.taken)
     walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)
     for record in walk:
         pending = turn.pending.get(record.lease.id)
@@ -67,8 +69,9 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
             continue
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
         allow_reread = pending is not None and pending.since_s >= latest_s
-        match _place(turn, record, reservations, allow_reread):
+        match _place(turn, record, reservations, rankings, allow_reread):
             case Placed(gpus):
+                reservations.taken += (gpu.device.node for gpu in gpus)
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
                 walk.count_bypass(turn, record, gpus)
             case NeedsReading(node, gpus):
@@ -84,7 +87,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
 
 
 def _place(
-    turn: Turn, record: LeaseRecord, reservations: Reservations, allow_reread: bool
+    turn: Turn, record: LeaseRecord, reservations: Reservations, rankings: NodeRankings, allow_reread: bool
 ) -> Placed | NeedsReading | Blocked:
     """GPUs for a request, no more than its user may have."""
     return place(
@@ -97,6 +100,7 @@ def _place(
         most_gpus=reservations.users.gpus_left(record.lease),
         requested_at_s=record.requested_at_s,
         allow_reread=allow_reread,
+        rankings=rankings,
     )
 
 

@@ -1,0 +1,76 @@
+"""Nodes in the order in which a demand takes them, for the many requests of one turn that ask for the same.
+
+Within a walk through the queue GPUs are only taken: granted, or reserved. So the nodes are ranked once for each demand,
+and after that only those again from which something was taken (`Reservations.taken`). The result is that of
+`placement.place` without a ranking.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from gpulease_protocol.model import Selection
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, Search, find_candidates
+
+
+@dataclass(slots=True)
+class NodeRanking:
+    """The nodes that have enough free GPUs for one demand."""
+
+    taken: list[str]
+    """Names of nodes, as something is taken from them."""
+    _ranks: dict[str, tuple[bool, int, str]] = field(default_factory=dict)
+    _heap: list[tuple[bool, int, str]] = field(default_factory=list)
+    """The ranks, and former ones."""
+    _seen: int | None = None
+    """How many of `taken` have been looked at; None before the nodes were ranked."""
+    _ruled_out: int = 0
+    """How many nodes, in the order of the candidates, no reading would help."""
+
+    def place(self, search: Search) -> Placed | NeedsReading | Blocked:
+        """GPUs for a request with this demand."""
+        found = find_candidates(search.ledger, search.demand)
+        first = self._seen is None
+        names = found.nodes_in(search.ledger.fleet.free) if first else dict.fromkeys(self.taken[self._seen :])
+        self._seen = len(self.taken)
+        for node in names:
+            ranked = search.on_node(node, found.by_node[node]) if node in found.by_node else None
+            if ranked is None:
+                self._ranks.pop(node, None)
+            elif self._ranks.get(node) != ranked.rank:
+                self._ranks[node] = ranked.rank
+                heapq.heappush(self._heap, ranked.rank)
+        while self._heap:
+            rank = self._heap[0]
+            ranked = search.on_node(rank[2], found.by_node[rank[2]]) if self._ranks.get(rank[2]) == rank else None
+            if ranked is not None:
+                return ranked.placed
+            heapq.heappop(self._heap)
+        nodes = list(found.by_node) if search.allow_reread else []
+        for node in nodes[self._ruled_out :]:
+            needs_reading = search.after_reading(node, found.by_node[node])
+            if needs_reading is not None:
+                return needs_reading
+            self._ruled_out += 1
+        return search.blocked(found)
+
+
+@dataclass(slots=True)
+class NodeRankings:
+    """The rankings of one walk."""
+
+    taken: list[str]
+    """See `NodeRanking`."""
+    _asked: Counter[Hashable] = field(default_factory=Counter)
+    _rankings: dict[Hashable, NodeRanking] = field(default_factory=dict)
+
+    def of(self, search: Search) -> NodeRanking | None:
+        """The ranking for a request; None for the first one of its kind, for which to rank all nodes would not pay."""
+        demand, most_gpus = search.demand, search.most_gpus
+        limit = most_gpus if demand.selection in (Selection.ALL, Selection.AUTO) else search.is_within_limit
+        key = (demand, limit, search.requested_at_s)
+        self._asked[key] += 1
+        return None if self._asked[key] == 1 else self._rankings.setdefault(key, NodeRanking(self.taken))
