@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -35,6 +36,8 @@ KEEP_JOBS = 1000
 """Directories of forgotten jobs that are kept for their logs; the oldest are removed first."""
 REMOVED_AT_ONCE = 20
 """How many are removed at a time: after `--keep-jobs` was lowered there may be a million too many."""
+FILLED_AT_ONCE = 16
+"""How many directories of new jobs are filled side by side."""
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 log = logging.getLogger(__name__)
@@ -99,6 +102,7 @@ class JobReconciler:
         for job in self._jobs.values():
             job.read_unkillable()
         ordered = {_attempt(order) for order in orders}
+        self._prepare(orders)
         for order in orders:
             try:
                 self._follow(order)
@@ -125,9 +129,9 @@ class JobReconciler:
             self._supervisors.take_news(job)
 
     def _follow(self, order: JobOrder) -> None:
-        if _attempt(order) in self._refused:
-            return
-        job = self._jobs.get(_attempt(order)) or self._reload(order) or self._prepare(order)
+        job = self._jobs.get(_attempt(order))
+        if job is None:
+            return  # it is refused
         if job.lease_id is None:
             job.lease_id = order.lease_id
         if job.is_unclaimed and self._supervisors.claim(job):
@@ -138,52 +142,81 @@ class JobReconciler:
         if order.stop:
             self._stop(job, order.grace_s)
 
-    def _reload(self, order: JobOrder) -> LocalJob | None:
-        """The job of an existing directory: it was forgotten, and is ordered again. None if there is no directory."""
+    def _reload(self, order: JobOrder) -> bool:
+        """Load the job of an existing directory: it was forgotten, and is ordered again. False if there is none."""
         if not JOB_ID.fullmatch(order.job_id):
             raise ValueError(f"its id {order.job_id!r} is not a plain name")
         directory = self._root / _attempt(order)
         self._forgotten.pop(directory.name, None)
         if not directory.is_dir():
-            return None
+            return False
         (directory / job_records.FORGOTTEN).unlink(missing_ok=True)
         if not _holds_job(directory):
             raise ValueError(f"{directory} is in the way: it has no {job_records.ORDER}; remove it")
         self._load(directory)
-        return self._jobs.get(_attempt(order))
+        return True
 
-    def _prepare(self, order: JobOrder) -> LocalJob:
-        """Make the job's directory, complete or not at all. If the job cannot start, record its end there at once."""
+    def _prepare(self, orders: Sequence[JobOrder]) -> None:
+        """Make the directories of the jobs that are new. What each needs on disk is synced side by side, and the names
+        of all of them together."""
+        new = []
+        for order in orders:
+            if _attempt(order) in self._jobs or _attempt(order) in self._refused:
+                continue
+            try:
+                if not self._reload(order):
+                    new.append((order, self._plan(order)))
+            except (OSError, ValueError) as error:
+                self._refuse(order, f"The worker cannot run it: {error}.")
+        if not new:
+            return
+        with ThreadPoolExecutor(min(len(new), FILLED_AT_ONCE)) as pool:
+            filled = [(order, plan, pool.submit(self._make, order, plan)) for order, plan in new]
+        try:
+            job_records.sync(self._root)
+        except OSError as error:
+            for order, _ in new:
+                self._refuse(order, f"The worker cannot run it: {error}.")
+            return
+        for order, plan, made in filled:
+            if (failure := made.exception()) is None:
+                self._add(order, plan)
+            else:
+                self._refuse(order, f"The worker cannot run it: {failure}.")
+
+    def _plan(self, order: JobOrder) -> launch_plan.LaunchPlan:
+        """How a new job is run. Raises ValueError."""
         if isinstance(order, UnreadableOrder):
             raise ValueError(order.problem)
-        directory = self._root / _attempt(order)
-        logs, work = directory / job_records.LOGS, directory / job_records.WORK
-        own = user_accounts.own_uid()
-        refusal = user_accounts.reason_to_refuse(order.uid, own)
-        account = None if order.uid in (None, own) else user_accounts.account_of(order.uid, order.gid)
-        plan = launch_plan.plan_launch(
+        directory, own = self._root / _attempt(order), user_accounts.own_uid()
+        return launch_plan.plan_launch(
             order,
             own=os.environ,
             url=self._url,
             python=sys.executable,
-            work=work,
-            logs=logs,
-            account=account,
+            work=directory / job_records.WORK,
+            logs=directory / job_records.LOGS,
+            account=None if order.uid in (None, own) else user_accounts.account_of(order.uid, order.gid),
             settings=self._settings,
         )
-        job = LocalJob(directory=directory, lease_id=plan.lease_id, uid=plan.uid)
+
+    def _make(self, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
+        """Make a job's directory, complete or not at all. Raises OSError. It may run beside others in a thread."""
         made = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
         try:
             self._fill(made, order, plan)
-            made.rename(directory)
-            job_records.sync(self._root)
+            made.rename(self._root / _attempt(order))
         except OSError:
             shutil.rmtree(made, ignore_errors=True)
             raise
+
+    def _add(self, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
+        """Take a new job in. If it cannot start, record its end at once."""
+        job = LocalJob(directory=self._root / _attempt(order), lease_id=plan.lease_id, uid=plan.uid)
         self._jobs[_attempt(order)] = job
+        refusal = user_accounts.reason_to_refuse(order.uid, user_accounts.own_uid())
         if refusal is not None and self._supervisors.claim(job):
             self._supervisors.record_end(job, refusal)
-        return job
 
     def _fill(self, made: Path, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
         """Fill a new directory. The job's user owns what the job writes; the worker owns the directory itself, so that
