@@ -150,12 +150,23 @@ class Stat(NamedTuple):
 
 def stat(pid: int, proc: Path = Path("/proc")) -> Stat | None:
     """The current status of a process from /proc; None if there is no such process, or it is unreadable."""
+    content = _read_stat(pid, proc)
+    return None if content is None else Stat.parse(content.decode(errors="replace"))
+
+
+def started_since(pid: int, start_ticks: int) -> bool:
+    """True for a process that was started at this time, in clock ticks since boot, or later. Faster than `stat`."""
+    content = _read_stat(pid, "/proc")
+    return content is not None and int(content[content.rindex(b")") + 2 :].split(None, 20)[19]) >= start_ticks
+
+
+def _read_stat(pid: int, proc: Path | str) -> bytes | None:
     try:
         descriptor = os.open(f"{proc}/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        return Stat.parse(os.read(descriptor, STAT_BYTES).decode(errors="replace"))
+        return os.read(descriptor, STAT_BYTES)
     except OSError:
         return None
     finally:

@@ -1,4 +1,4 @@
-"""Shows another command line for a process than it was started with: in `ps`, and to whoever looks for supervisors.
+"""Shows another command line for a process than it was started with: supervisors are found by theirs.
 
 The kernel reads a command line from the memory of its process. So the process writes other words there, if they fit.
 """

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gpulease_protocol.host import process_tree
-from gpulease_protocol.host.process_id import ProcessId, Stat, stat
+from gpulease_protocol.host.process_id import ProcessId, Stat, started_since, stat
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.processes import bounded_read, cgroup_directory, procfs
 
@@ -113,7 +113,8 @@ def claimants(uids: Uids, budget: Budget | None = None, since_ticks: int = 0) ->
     if not uids:
         return {}
     pids = list(process_tree.all_pids())
-    found = dict(_read(pids, uids, budget, since_ticks).values())
+    young = [pid for pid in pids if started_since(pid, since_ticks)] if since_ticks else pids
+    found = dict(_read(young, uids, budget).values())
     for pid in filter(bounded_read.is_hung, pids):  # its environment is unreadable; its cgroup is not
         for lease_id in cgroup_directory.leases_of(pid, uids):
             if (process := ProcessId.of(pid)) is not None:
@@ -138,21 +139,19 @@ def kill_claimants(
     )
 
 
-def _read(
-    pids: Iterable[int], uids: Uids, budget: Budget | None, since_ticks: int = 0
-) -> dict[int, tuple[ProcessId, str]]:
-    read: Callable[[int], tuple[ProcessId, str] | None] = lambda pid: _claim(pid, uids, budget, since_ticks)  # noqa: E731
+def _read(pids: Iterable[int], uids: Uids, budget: Budget | None) -> dict[int, tuple[ProcessId, str]]:
+    read: Callable[[int], tuple[ProcessId, str] | None] = lambda pid: _claim(pid, uids, budget)  # noqa: E731
     return {pid: claim for pid, claim in bounded_read.read_each(read, pids).items() if claim is not None}
 
 
-def _claim(pid: int, uids: Uids, budget: Budget | None, since_ticks: int) -> tuple[ProcessId, str] | None:
+def _claim(pid: int, uids: Uids, budget: Budget | None) -> tuple[ProcessId, str] | None:
     """The process and the lease that it claims, if that counts.
 
     The identity is looked at before and after user and marker: if the process ended in between and its pid was reused,
     they are not those of the new process. What costs most comes last: most processes are of others, and name no lease.
     """
     status = stat(pid)
-    if status is None or status.dead or status.is_kernel_thread or status.start_ticks < since_ticks:
+    if status is None or status.dead or status.is_kernel_thread:
         return None
     lease_id = _marker(pid, status, uids, budget)
     if lease_id is None or lease_id not in uids:
