@@ -14,9 +14,9 @@ import time
 import uuid
 from dataclasses import replace
 from importlib import metadata
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from gpulease.sansio.async_transport import AsyncTransport
 from gpulease.sansio.failover import Destination, Failover
 from gpulease_protocol import codec
 from gpulease_protocol.endpoints import ApiCall
@@ -31,6 +31,7 @@ from gpulease_worker.gpu_claims import GpuClaims
 from gpulease_worker.jobs import listening_ports
 from gpulease_worker.jobs.port_reservation import PortReservation
 from gpulease_worker.jobs.reconciler import JobReconciler
+from gpulease_worker.local_transport import LocalTransport, is_enough_for
 from gpulease_worker.probe.compute_modes import ComputeModes
 from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import ComputeModeChange, Pace, Reading
@@ -57,6 +58,9 @@ and the daemon may have given up what it ordered."""
 MIN_IN_FLIGHT_S = 0.02
 """How long a request is left in flight before a change in a job or owner replaces it, so that a stream of changes
 cannot starve the answers."""
+
+if TYPE_CHECKING:
+    from gpulease.sansio.async_transport import AsyncTransport
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +92,7 @@ class WorkerLoop:
         )
         self._destination = destination
         self._failover = Failover(destination)
-        self._transport = AsyncTransport(destination)
+        self._transport = _transport(destination)
         self._readings = self._new_probe()
         self._jobs = JobReconciler(
             settings.data_dir.absolute(),
@@ -343,6 +347,14 @@ class WorkerLoop:
         elif self._logged_error and not error:
             log.info("the daemon answers again")
         self._logged_error = error
+
+
+def _transport(destination: Destination) -> AsyncTransport | LocalTransport:
+    if is_enough_for(destination):
+        return LocalTransport(destination)
+    from gpulease.sansio.async_transport import AsyncTransport  # noqa: PLC0415 - 80 ms and 16 MiB
+
+    return AsyncTransport(destination)
 
 
 def _since_boot_s() -> float:
