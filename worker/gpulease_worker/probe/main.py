@@ -44,7 +44,7 @@ HUNG_EXIT_CODE = 3
 LONG_CALL_S = 0.5
 """A call that takes longer is named before it returns."""
 WATCH_INTERVAL_S = 0.02
-"""How often the thread checks how long a call has taken."""
+"""How often the thread checks how long a call has taken, while there is a request."""
 
 _write_lock = threading.Lock()
 """Serializes output to the worker: lines of two threads must not mix."""
@@ -70,14 +70,17 @@ def open_reader(node: str, simulate: str | None, setup: ProbeSetup) -> GpuReader
 def serve(reader: GpuReader, requests: TextIO, answers: TextIO, call_deadline_s: float = 30.0) -> None:
     """Answer requests until stdin ends or the reader can never read again."""
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    threading.Thread(target=_watch_driver_calls, args=(reader, answers, call_deadline_s), daemon=True).start()
+    busy = threading.Event()
+    threading.Thread(target=_watch_driver_calls, args=(reader, answers, call_deadline_s, busy), daemon=True).start()
     known: opener_classifier.KnownProcesses = {}
     scanner = open_file_scanner.OpenFileScanner()
     last = Reading()
     for line in requests:
         request = json.loads(line)
+        busy.set()
         if "compute_mode" in request:
             send(answers, change_compute_mode(reader, codec.from_json(ComputeModeChange, request["compute_mode"])))
+            busy.clear()
             continue
         leases = [codec.from_json(CachedLease, lease) for lease in request["leases"]]
         complete = request.get("complete", True)
@@ -94,6 +97,7 @@ def serve(reader: GpuReader, requests: TextIO, answers: TextIO, call_deadline_s:
             scanner.discard()  # it would be outdated by the time of the next reading
             reading = Reading(problem=str(failed), over=failed.over)
         send(answers, reading)
+        busy.clear()
         if reading.over:
             return
 
@@ -109,10 +113,12 @@ def _write_line(answers: TextIO, message: object) -> None:
         answers.flush()
 
 
-def _watch_driver_calls(reader: GpuReader, answers: TextIO, call_deadline_s: float) -> None:
-    """Name each call that takes long; end the process if one exceeds its deadline. Never returns."""
+def _watch_driver_calls(reader: GpuReader, answers: TextIO, call_deadline_s: float, busy: threading.Event) -> None:
+    """Name each call that takes long; end the process if one exceeds its deadline. Never returns. Between two requests
+    (`busy` is clear) no call is made, and the thread sleeps."""
     named: tuple[str, float] | None = None
     while True:
+        busy.wait()
         time.sleep(WATCH_INTERVAL_S)
         call = reader.under_way
         if call is None or time.monotonic() - call[1] <= min(LONG_CALL_S, call_deadline_s):
