@@ -55,7 +55,7 @@ check: $(STAMP) ## lint, format, types, import rule, migration drift
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 0 tests/store -k drift
 
-bench: $(STAMP) packages ## measure; results and what they are compared with are in bench/README.md
+bench: $(STAMP) packages ## how fast it is, beside limits and peers; needs a quiet machine, see bench/README.md
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
 soak: $(STAMP) packages promtool tools ## the long rounds that try to break the promises

@@ -101,7 +101,9 @@ def storm(port: int, watched: bool) -> float:
             for process in processes:
                 stack.callback(process.kill)
             owners = [
-                identity.owner_fields() for process in processes if (identity := ProcessId.of(process.pid)) is not None
+                identity.owner_fields(local=True)
+                for process in processes
+                if (identity := ProcessId.of(process.pid)) is not None
             ]
         threads = [threading.Thread(target=many, args=(port, *one)) for one in zip(each, owners, strict=True)]
         begun = time.perf_counter()

@@ -14,54 +14,59 @@ import time
 from pathlib import Path
 from queue import Queue
 
+from bench.daemon import installed
 from bench.grants import Connection
-from tests.daemon import DaemonProcess
+from bench.table.rows import Row, Target
 
 GPUS = 8
 WAITING = 60
 """As many as there are rounds."""
+RENEWAL, RELEASE, GRANT = "renewal", "release", "grant"
 
 
-def main() -> None:
-    """Print the table of bench/README.md."""
-    with tempfile.TemporaryDirectory() as place:
-        running = DaemonProcess(Path(place) / "d", "--simulate", str(GPUS)).start()
-        try:
-            measure(running.port)
-        finally:
-            running.stop()
+def handover(quick: bool) -> list[Row]:
+    """The rows of the table."""
+    with tempfile.TemporaryDirectory() as place, installed(Path(place), "--simulate", str(GPUS)) as running:
+        found = measure(running.port, 10 if quick else WAITING)
+    limit, figure = (statistics.median(found[what]) * 1e3 for what in (RENEWAL, GRANT))
+    p90 = statistics.quantiles(found[GRANT], n=10)[-1] * 1e3
+    answered = statistics.median(found[RELEASE]) * 1e3
+    beside = f"90th percentile {p90:.1f} ms; a renewal {limit:.2f} ms; the release {answered:.1f} ms"
+    what = "release, until a waiting client has its grant"
+    return [
+        Row(question=what, formerly="79 ms", target=Target(bound=10.0), figure=figure, unit="ms", beside=beside),
+        Row(
+            question=f"{what}: of one durable request",
+            formerly="13.6 x",
+            target=Target(bound=3.0),
+            figure=figure / limit,
+            beside=beside,
+        ),
+    ]
 
 
-def measure(port: int) -> None:
-    """Release GPUs one at a time, and print how long it took until the next one had it."""
+def measure(port: int, waiting: int) -> dict[str, list[float]]:
+    """Seconds of renewals, of releases, and of handing a GPU over, one at a time."""
     one = Connection(port)
     held = [one.call("POST", "/v1/leases?wait_s=30", lease(600)) for _ in range(GPUS)]
     granted: Queue[tuple[float, dict[str, object]]] = Queue()
-    for _ in range(WAITING):
+    for _ in range(waiting):
         threading.Thread(target=wait_for_grant, args=(port, granted), daemon=True).start()
-    while len(queued(one)) != WAITING:
+    while len(queued(one)) != waiting:
         time.sleep(0.05)
-    answered, handed_over, renewals = [], [], []
-    for _ in range(WAITING):
+    found: dict[str, list[float]] = {RENEWAL: [], RELEASE: [], GRANT: []}
+    for _ in range(waiting):
         begun = time.perf_counter()
         one.call("POST", f"/v1/leases/{held[-1]['id']}/renew", {"token": held[-1]["token"]})
-        renewals.append(time.perf_counter() - begun)
+        found[RENEWAL].append(time.perf_counter() - begun)
         given = held.pop(0)
         begun = time.perf_counter()
         one.call("POST", f"/v1/leases/{given['id']}/release", {"token": given["token"]})
-        answered.append(time.perf_counter() - begun)
+        found[RELEASE].append(time.perf_counter() - begun)
         at, following = granted.get(timeout=30)
-        handed_over.append(at - begun)
+        found[GRANT].append(at - begun)
         held.append(following)
-    limit = statistics.median(renewals)
-    print(f"\n| {GPUS} GPUs, {WAITING} clients waiting | median ms | p90 ms | of a renewal |\n|---|---|---|---|")
-    for what, seconds in (
-        ("renewal, one durable request (limit)", renewals),
-        ("release, answered", answered),
-        ("release, until the next client has its grant", handed_over),
-    ):
-        median, p90 = statistics.median(seconds), statistics.quantiles(seconds, n=10)[-1]
-        print(f"| {what} | {median * 1e3:.1f} | {p90 * 1e3:.1f} | {median / limit:.1f} x |")
+    return found
 
 
 def queued(connection: Connection) -> list[object]:
@@ -81,7 +86,3 @@ def wait_for_grant(port: int, granted: Queue[tuple[float, dict[str, object]]]) -
     while found["state"] == "queued":
         found = connection.call("GET", f"/v1/leases/{found['id']}?wait_s=60&wait_while=queued")
     granted.put((time.perf_counter(), found))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,60 +6,56 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from pathlib import Path
 
-from gpulease_protocol.host import process_tree
-from tests.daemon import DaemonProcess
+from bench.daemon import InstalledDaemon, installed
+from bench.table.load import cpu_s, pss_bytes
+from bench.table.rows import Row, Target
 
 GPUS = 8
-SETTLE_S, MEASURED_S = 5.0, 30.0
+SETTLE_S, MEASURED_S = 5.0, 60.0
+QUICK_S = 10.0
 
 
-def main() -> None:
-    """Print the table of bench/README.md."""
-    with tempfile.TemporaryDirectory() as place:
-        running = DaemonProcess(Path(place) / "d", "--simulate", str(GPUS)).start()
-        try:
-            assert running.process is not None
-            time.sleep(SETTLE_S)
-            measure(running.process.pid)
-        finally:
-            running.stop()
+def idle(quick: bool) -> list[Row]:
+    """The rows of the table."""
+    with tempfile.TemporaryDirectory() as place, installed(Path(place), "--simulate", str(GPUS)) as running:
+        time.sleep(SETTLE_S)
+        percent, mib = measure(running, QUICK_S if quick else MEASURED_S)
+    what = f"idle, {GPUS} GPUs read at 1 Hz: daemon, worker and probe"
+    return [
+        Row(
+            question=f"{what}, of a core",
+            formerly="2.3 %",
+            target=Target(bound=0.7),
+            figure=sum(percent.values()),
+            unit="%",
+            beside=parts(percent, "%"),
+        ),
+        Row(
+            question=f"{what}, memory (PSS)",
+            formerly="120 MiB",
+            target=Target(bound=80.0),
+            figure=sum(mib.values()),
+            unit="MiB",
+            beside=parts(mib, "MiB"),
+        ),
+    ]
 
 
-def measure(daemon: int) -> None:
-    """Watch the daemon and its descendants for a while."""
-    pids = [daemon, *sorted(one.pid for one in process_tree.descendants(daemon))]
-    before = {pid: cpu_seconds(pid) for pid in pids}
-    begun = time.monotonic()
-    time.sleep(MEASURED_S)
-    took_s = time.monotonic() - begun
-    print(f"\n| {GPUS} GPUs, {MEASURED_S:g} s | % of a core | MiB (PSS) |\n|---|---|---|")
-    rows = [(name_of(pid, daemon), (cpu_seconds(pid) - before[pid]) / took_s * 100, pss_mib(pid)) for pid in pids]
-    rows.append(("together", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    for name, percent, mib in rows:
-        print(f"| {name} | {percent:.2f} | {mib:.1f} |")
+def measure(running: InstalledDaemon, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Percent of a core and MiB of each process, over so many seconds."""
+    pids = running.parts()
+    before = {name: cpu_s(pid) for name, pid in pids.items()}
+    begun_s = time.monotonic()
+    time.sleep(seconds)
+    took_s = time.monotonic() - begun_s
+    percent = {name: (cpu_s(pid) - before[name]) / took_s * 100 for name, pid in pids.items()}
+    return percent, {name: pss_bytes(pid) / 2**20 for name, pid in pids.items()}
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    status = Path(f"/proc/{pid}/stat").read_text()
-    user, system = status[status.rindex(")") + 2 :].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def pss_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
-
-
-def name_of(pid: int, daemon: int) -> str:
-    command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return "daemon" if pid == daemon else "probe" if "probe" in command else "worker"
-
-
-if __name__ == "__main__":
-    main()
+def parts(figures: dict[str, float], unit: str) -> str:
+    """What each process takes."""
+    return ", ".join(f"{name} {figure:.2f} {unit}" for name, figure in figures.items())

@@ -24,6 +24,7 @@ from gpulease_server.api.routes.job_metrics import JSON, csv, job_metrics
 from gpulease_server.core.decide import decide
 from gpulease_server.core.happenings import JobSubmitted, NodeReported, SubmittedJob
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import Instant
@@ -91,7 +92,7 @@ class Node:
         return NodeReport(worker_id="w", host="a", gpus=tuple(gpus))
 
     def turn(self, happening: JobSubmitted | NodeReported) -> None:
-        turn = Turn(self.ledger, self.now, self.policy, {}, {})
+        turn = Turn(self.ledger, self.now, self.policy, PendingRequests(), {})
         decide(turn, happening)
         settle(turn)
         self.changes += turn.changes

@@ -1,4 +1,4 @@
-"""How long does a command take that does nothing: its start, and what it imports?
+"""How soon is a daemon ready, and how long does a command take that does nothing?
 
 Fresh processes, in turns, so that a busy machine is busy for all of them. The limits beside it: `python -c pass`, which
 no program in Python can undercut, and `import click`, the library that reads the command line.
@@ -15,8 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.daemon import InstalledDaemon, installed
+from bench.table.rows import Row, Target
 from gpulease import Client, GpuState
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import eventually
 
 ROUNDS = 15
 PROGRAM = (sys.executable, "-m", "gpulease_cli")
@@ -54,20 +56,56 @@ def measured(url: str, rounds: int) -> dict[str, list[float]]:
     return figures
 
 
-def main() -> None:
-    """Print the table of bench/README.md."""
-    with tempfile.TemporaryDirectory() as place:
-        running = DaemonProcess(Path(place) / "d", "--simulate", "4").start()
+def start_s(directory: Path, rounds: int) -> list[float]:
+    """Seconds from the start of `gpulease serve` to its first 200 on /readyz."""
+    found = []
+    for number in range(rounds):
+        running = InstalledDaemon(directory / f"start-{number}", "--simulate", "4")
+        begun = time.perf_counter()
+        with running.output.open("ab") as output:
+            running.process = subprocess.Popen(running.command, stdout=output, stderr=output)
         try:
-            figures = measured(f"unix://{running.socket}", ROUNDS)
+            while not running.answers("/readyz"):
+                assert time.perf_counter() - begun < 60, running.story()
+                time.sleep(0.005)
+            found.append(time.perf_counter() - begun)
         finally:
             running.stop()
-    limit = statistics.median(figures[LIMIT])
-    print(f"{'':<26}{'median ms':>10}{'p90 ms':>8}{'least ms':>10}{'of the limit':>14}")
-    for name, row in figures.items():
-        median, high = statistics.median(row), sorted(row)[int(len(row) * 0.9)]
-        print(f"{name:<26}{median:>10.0f}{high:>8.0f}{min(row):>10.0f}{median / limit:>12.1f} x")
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def startup(quick: bool) -> list[Row]:
+    """The rows of the table."""
+    with tempfile.TemporaryDirectory() as place:
+        with installed(Path(place), "--simulate", "4") as running:
+            figures = measured(f"unix://{running.socket}", 3 if quick else ROUNDS)
+        starts = start_s(Path(place), 2 if quick else 7)
+    limit = f"`{LIMIT}` {statistics.median(figures[LIMIT]) / 1e3:.3f} s"
+    rows = [
+        Row(
+            question="start of `gpulease serve` to 200 on /readyz, with an empty database",
+            formerly="1.74 s",
+            target=Target(bound=0.7),
+            figure=statistics.median(starts),
+            unit="s",
+            beside=f"{min(starts):.2f} to {max(starts):.2f} s; {limit}",
+        )
+    ]
+    for name, bound, formerly in (("gpulease status", 0.10, "0.40 s"), ("gpulease run -- true", 0.15, "0.41 s")):
+        row = [ms / 1e3 for ms in figures[name]]
+        rows.append(
+            Row(
+                question=f"`{name}`",
+                formerly=formerly,
+                target=Target(bound=bound),
+                figure=statistics.median(row),
+                unit="s",
+                beside=f"90th percentile {sorted(row)[int(len(row) * 0.9)]:.3f} s; {limit}",
+            )
+        )
+    rows += [
+        Row(question=f"`{name}`", figure=statistics.median(figures[name]) / 1e3, unit="s", beside=limit)
+        for name in COMMANDS
+        if name != LIMIT and name not in ("gpulease status", "gpulease run -- true")
+    ]
+    return rows

@@ -35,7 +35,8 @@ SETTINGS = {"fsync": "off", "max_connections": "200", "log_statement": "none", "
 class PostgresServer:
     """A server with the user `postgres`. `stop` and `start` restart it on the same port; `close` removes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: str) -> None:
+        self.settings = SETTINGS | settings
         self.directory = Path(tempfile.mkdtemp(prefix="gpulease-pg-"))
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
@@ -57,7 +58,7 @@ class PostgresServer:
 
     def start(self) -> PostgresServer:
         """Start it, and wait until it answers."""
-        options = [word for name, value in SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        options = [word for name, value in self.settings.items() for word in ("-c", f"{name}={value}")]
         place = ["-D", str(self.files), "-k", str(self.directory), "-h", "127.0.0.1", "-p", str(self.port)]
         with (self.directory / "log").open("ab") as log:
             command = [str(self.binaries / "postgres"), *place, *options]

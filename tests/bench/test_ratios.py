@@ -1,0 +1,89 @@
+"""A guard of what the table of `make bench` shows, short and by CPU time, which other programs hardly change.
+
+A bound is about 1.6 times what a quiet machine shows. If you make something faster, lower it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench import decisions, idle, long_polls, node_reports
+from bench.daemon import InstalledDaemon, installed
+from bench.peers.empty_endpoint import empty_endpoint
+from bench.requests import CLIENTS, Contender, Round, in_turns, lease_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+
+RENEWAL_CPU, LEASE_CPU, EXCHANGE_CPU = 16.0, 22.0, 19.0
+"""CPU time of the daemon for a renewal, for one request of a lease (acquire or release), and for an exchange with a
+node when nothing changes, in multiples of a request to an empty FastAPI endpoint."""
+GROWTH = 4.0
+"""What a decision may take with 1,000 GPUs and 1,000 waiting, in multiples of the same with 8 GPUs and 10 waiting."""
+GROWTH_WITH_UNUSABLE_GPU = 110.0
+"""The same for a decision while a GPU is free that no one in the queue can use."""
+UNUSABLE = "renewal, while a GPU is free that no one in the queue can use"
+IDLE_PERCENT, IDLE_MIB = 2.2, 140.0
+"""Of daemon, worker and probe with 8 GPUs, of a core, and PSS."""
+LONG_POLL_KIB, LONG_POLL_PERCENT = 62.0, 3.5
+"""Of each of 500 waiting clients with its lease, and of a core for all of them."""
+POLLS, POLLS_S, IDLE_S = 500, 12.0, 15.0
+NODES, NODES_S = 100, 8.0
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[InstalledDaemon]:
+    """An executed daemon with 128 simulated GPUs."""
+    with installed(tmp_path, "--simulate", "128") as found:
+        yield found
+
+
+def cpu_us(rounds: list[Round]) -> float:
+    return statistics.median(one.cpu_us for one in rounds)
+
+
+@pytest.mark.parametrize(("pattern", "bound"), [("renewals", RENEWAL_CPU), ("leases", LEASE_CPU)])
+def test_a_durable_request_costs_a_few_empty_ones(
+    running: InstalledDaemon, tmp_path: Path, pattern: str, bound: float
+) -> None:
+    with empty_endpoint(lease_of(running), tmp_path) as (port, pid):
+        contenders = {"ours": Contender(pattern, running.port, running.pid), "empty": Contender(pattern, port, pid)}
+        found = in_turns(contenders, CLIENTS, quick=True)
+    times = cpu_us(found["ours"]) / cpu_us(found["empty"])
+    assert times < bound, f"{cpu_us(found['ours']):.0f} us of CPU are {times:.1f} empty requests"
+
+
+def test_an_exchange_with_a_node_costs_a_few_empty_requests(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        running = stack.enter_context(installed(tmp_path, "--no-worker"))
+        port, pid = stack.enter_context(empty_endpoint(b'{"id": "one", "token": 1, "state": "active"}', tmp_path))
+        empty = in_turns({"empty": Contender("renewals", port, pid)}, CLIENTS, quick=True)["empty"]
+        found = node_reports.measure(running.port, running.pid, NODES, NODES_S)
+    times = found.cpu_s * 1e6 / cpu_us(empty)
+    assert times < EXCHANGE_CPU, f"{found.cpu_s * 1e6:.0f} us of CPU are {times:.1f} empty requests"
+
+
+def test_a_decision_takes_as_long_however_many_gpus_and_requests_there_are() -> None:
+    least, most = decisions.measure(1, 10), decisions.measure(125, 1_000)
+    growth = {what: most[what] / least[what] for what in least}
+    assert growth.pop(UNUSABLE) < GROWTH_WITH_UNUSABLE_GPU
+    assert {what: times for what, times in growth.items() if times >= GROWTH} == {}
+
+
+def test_an_idle_host_pays_next_to_nothing(tmp_path: Path) -> None:
+    with installed(tmp_path, "--simulate", str(idle.GPUS)) as running:
+        percent, mib = idle.measure(running, IDLE_S)
+    assert set(percent) == {"daemon", "worker", "probe"}
+    assert sum(percent.values()) < IDLE_PERCENT, percent
+    assert sum(mib.values()) < IDLE_MIB, mib
+
+
+def test_a_client_that_waits_costs_little(tmp_path: Path) -> None:
+    with installed(tmp_path, "--simulate", str(long_polls.GPUS)) as running:
+        found = long_polls.measure(running, POLLS, POLLS_S)
+    assert found.bytes_each / 1024 < LONG_POLL_KIB, found
+    assert found.percent < LONG_POLL_PERCENT, found
