@@ -72,6 +72,7 @@ class Side:
     clock: Clock
     has_hot_path: bool
     replies: list[tuple[str, Reply]] = field(default_factory=list)
+    """In the order in which they were asked for."""
     hot: Counter[str] = field(default_factory=Counter)
     """How many requests took the hot path, by method and route."""
     lines: list[dict[str, Any]] = field(default_factory=list)
@@ -138,13 +139,16 @@ class Side:
         async def send(message: Message) -> None:
             sent.append(message)
 
+        asked = f"{method} {target[:100]} {raw[:100]!r} {list(fields)} {peer.uid}"
+        place = len(self.replies)
+        self.replies.append((asked, Reply(None, (), b"")))
         ask: Callable[..., Awaitable[None]] = self.app if self.has_hot_path else self._without_hot_path
         async with asyncio.timeout(30):
             await asyncio.create_task(ask(scope, receive, send))  # type: ignore[arg-type]
         start = next((one for one in sent if one["type"] == "http.response.start"), None)
         content = b"".join(one.get("body", b"") for one in sent if one["type"] == "http.response.body")
         found = Reply(start["status"], tuple(map(tuple, start["headers"])), content) if start else Reply(None, (), b"")
-        self.replies.append((f"{method} {target[:100]} {raw[:100]!r} {list(fields)} {peer.uid}", found))
+        self.replies[place] = asked, found
         return found
 
     async def _without_hot_path(self, *arguments: Any) -> None:

@@ -7,6 +7,7 @@ attributes of uvicorn's `RequestResponseCycle` that are not documented: uvicorn'
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 from starlette.types import Scope
@@ -18,16 +19,23 @@ EXTENSION = "gpulease.direct"
 class DirectConnection:
     """One request and its answer."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_weak_cycle",)
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
+        self._weak_cycle = weakref.ref(cycle)  # its scope has this object: only the garbage collector would free both
+
+    @property
+    def _cycle(self) -> RequestResponseCycle:
+        cycle = self._weak_cycle()
+        assert cycle is not None, "it runs the request"
+        return cycle
 
     @property
     def is_disconnected(self) -> bool:
         """True if the client has gone. To be asked once the body was taken."""
-        self._cycle.flow.resume_reading()
-        return self._cycle.disconnected
+        cycle = self._cycle
+        cycle.flow.resume_reading()
+        return cycle.disconnected
 
     def take_body(self) -> bytes | None:
         """The whole body; None if it has not arrived, or the client has gone. Then `receive` has it, or says so."""
