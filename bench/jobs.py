@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.daemon import installed
-from bench.peers import NotInstalled
+from bench.peers import NotInstalled, ray_tasks
 from bench.peers.gnu_parallel import parallel_s, subprocesses_s
 from bench.peers.slurm import TUNED, slurm
 from bench.table.rows import Row, Target
@@ -26,6 +26,7 @@ from tests.daemon import DaemonProcess
 
 JOBS = 100
 AT_ONCE = 8
+RAY = {"Ray, a process for each task": False, "Ray, which reuses processes": True}
 TORCHRUNS = 3
 
 
@@ -91,6 +92,11 @@ def jobs(quick: bool) -> list[Row]:
     if "tuned Slurm" in found:
         with tempfile.TemporaryDirectory() as place, slurm(Path(place)) as untuned:
             found["Slurm as it comes"] = [count / untuned.array_s(count)]
+    for name, reuse in RAY.items():
+        try:
+            found[name] = [ray_tasks.rate(count if reuse else 2 * AT_ONCE, reuse=reuse)]
+        except NotInstalled as why:
+            missing[name] = str(why)
     return rates(count, found, missing, parts)
 
 
@@ -114,6 +120,7 @@ def rates(
     for name, target, formerly in (
         ("tuned Slurm", Target(bound=2.0, at_least=True), "0.49 x"),
         ("Slurm as it comes", None, "1.5 x"),
+        *((name, None, "") for name in RAY),
         ("GNU parallel", None, "0.04 x"),
         ("plain subprocesses", None, "0.008 x"),
     ):
