@@ -10,14 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from bench import decisions, first_call, grants, jobs, metrics, probe, restart
 from bench.table import machine, run
 from bench.table.load import PATIENCE_S, ForeignLoad, become_subreaper, foreign_cores_now, wait_for_quiet
-from bench.table.questions import QUESTIONS
+from bench.table.questions import QUESTIONS, print_details
 from bench.table.rows import HEADINGS, markdown
 
-DETAILS = (first_call, grants, decisions, jobs, probe, metrics, restart)
-"""Questions without a target, which print tables of their own."""
 UNMEASURED, REFUSED = 1, 2
 
 
@@ -29,8 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
         run.answer(options.question[0], Path(options.question[1]), options.quick)
         return 0
     if options.details:
-        for module in DETAILS:
-            module.main()
+        print_details()
         return 0
     become_subreaper()
     return table(options)
@@ -58,6 +54,9 @@ def table(options: argparse.Namespace) -> int:
     except ForeignLoad as refused:
         print(refused, file=sys.stderr)
         return REFUSED
+    if found and not options.json:
+        most = max(one.foreign_cores for one in found)
+        print(f"\nWhile they were asked, other programs used {most:.2f} of a core at most.")
     if options.json:
         questions = {
             one.name: {"foreign_cores": one.foreign_cores, "rows": [asdict(row) for row in one.rows]} for one in found

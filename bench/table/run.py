@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.table.load import MAX_FOREIGN_CORES, ForeignLoad, Usage, refusal, wait_for_quiet
 from bench.table.machine import ROOT
-from bench.table.questions import QUESTIONS
+from bench.table.questions import question
 from bench.table.rows import Row, Target
 
 ATTEMPTS = 2
@@ -73,7 +73,7 @@ def await_end(process: subprocess.Popen[bytes]) -> int:
 
 def answer(name: str, file: Path, quick: bool) -> None:
     """In the process of a question: measure, and write its rows."""
-    file.write_text(json.dumps([asdict(row) for row in QUESTIONS[name](quick)]))
+    file.write_text(json.dumps([asdict(row) for row in question(name)(quick)]))
 
 
 def row_of(fields: dict[str, object]) -> Row:
