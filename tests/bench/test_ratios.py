@@ -24,9 +24,6 @@ RENEWAL_CPU, LEASE_CPU, EXCHANGE_CPU = 16.0, 22.0, 19.0
 node when nothing changes, in multiples of a request to an empty FastAPI endpoint."""
 GROWTH = 4.0
 """What a decision may take with 1,000 GPUs and 1,000 waiting, in multiples of the same with 8 GPUs and 10 waiting."""
-GROWTH_WITH_UNUSABLE_GPU = 110.0
-"""The same for a decision while a GPU is free that no one in the queue can use."""
-UNUSABLE = "renewal, while a GPU is free that no one in the queue can use"
 IDLE_PERCENT, IDLE_MIB = 2.2, 140.0
 """Of daemon, worker and probe with 8 GPUs, of a core, and PSS."""
 LONG_POLL_KIB, LONG_POLL_PERCENT = 62.0, 3.5
@@ -69,8 +66,7 @@ def test_an_exchange_with_a_node_costs_a_few_empty_requests(tmp_path: Path) -> N
 
 def test_a_decision_takes_as_long_however_many_gpus_and_requests_there_are() -> None:
     least, most = decisions.measure(1, 10), decisions.measure(125, 1_000)
-    growth = {what: most[what] / least[what] for what in least}
-    assert growth.pop(UNUSABLE) < GROWTH_WITH_UNUSABLE_GPU
+    growth = decisions.growth_of_decisions(least, most)
     assert {what: times for what, times in growth.items() if times >= GROWTH} == {}
 
 
