@@ -143,7 +143,7 @@ def with_unusable_gpu(nodes: int, waiting: int) -> dict[str, list[float]]:
 
 def in_one_turn(nodes: int, waiting: int, kinds: list[dict[str, Any]]) -> list[float]:
     """A turn of 500 new requests for one GPU each, half of the nodes being free and the others held; with a queue for
-    more GPUs than a node has free."""
+    a node that is held."""
     fleet = Fleet(nodes)
     world = fleet.world
     for name in fleet.names[nodes // 2 :]:
