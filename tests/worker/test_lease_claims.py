@@ -264,16 +264,19 @@ def test_a_job_ends_whatever_claims_to_be_its(own: bool, dead: bool, monkeypatch
         return  # only root starts processes of other users
     job = order("j", spec("sh", "-c", "sleep 600; :"))
 
-    with (
-        passable() as place,
-        running_as(os.getuid() if own else STRANGER, "sh", "-c", RESPAWN, LEASE=job.lease_id) as eve,
-    ):
+    with passable() as place, ExitStack() as outside:
+        found: list[subprocess.Popen[str]] = []
 
         async def story(worker: Worker) -> None:
             await worker.until([job], RunState.RUNNING)
             start = job_records.read(place / "jobs" / "j", job_records.START, job_records.StartRecord)
             assert start is not None
             assert start.launcher is not None
+            user = os.getuid() if own else STRANGER
+            eve = outside.enter_context(running_as(user, "sh", "-c", RESPAWN, LEASE=job.lease_id))
+            found.append(eve)
+            claimed = lambda: [one for one in lease_claims.claimants({job.lease_id: None}) if descends(one, eve)]  # noqa: E731
+            until(claimed, "it has started some")
             if dead:
                 kill(start.supervisor.pid)
             report = await worker.end_of(replace(job, stop=True, grace_s=1000.0))
@@ -283,6 +286,7 @@ def test_a_job_ends_whatever_claims_to_be_its(own: bool, dead: bool, monkeypatch
             assert not [one for one in lease_claims.claimants({job.lease_id: os.getuid()}) if not descends(one, eve)]
 
         play(place, story)
+        (eve,) = found
         os.killpg(eve.pid, 9)
         assert eve.stdout is not None
         assert ("ended" in eve.stdout.read()) is own

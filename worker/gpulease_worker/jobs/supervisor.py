@@ -1,11 +1,11 @@
-"""A job's supervisor: `python -m gpulease_worker.jobs.supervisor JOB_DIR`. One per job, detached from worker and
-daemon.
+"""A job's supervisor, detached from worker and daemon: `python -m gpulease_worker.jobs.supervisor JOB_DIR`.
 
 Only the supervisor launches the job, and at most once: it holds the directory's lock and writes `start.json` before it
 launches, and a directory that has a `start.json` is never launched again. It is the child subreaper of everything that
 the job leaves behind, so it sees every process end. It writes `exit.json` only when no process of the job is alive:
 neither a descendant nor a member of its cgroup. A process of the job's user anywhere else that carries the lease's
-marker only claims to be the job's: it is ended too, but what keeps coming holds the job's end for CLAIM_S at most.
+marker only claims to be the job's: it is ended too (if it is younger, where the job has a cgroup), but what keeps
+coming holds the job's end for CLAIM_S at most.
 
 SIGTERM to it means: stop the job as `stop.json` says, or with the default grace period where there is none, because a
 worker with a full disk cannot write one. A record that cannot be written or read does not end the supervision: it is
@@ -368,7 +368,7 @@ class Supervisor:
         if self._cgroup is not None:
             own |= self._cgroup.members() - this
             since_ticks = self._start.supervisor.start_ticks  # no process of the job is older, or can have left it
-        return own, set(lease_claims.claimants(self._uids, since_ticks=since_ticks)) - own - this
+        return own, lease_claims.claimants(self._uids, since_ticks=since_ticks).keys() - own - this
 
     def _reap(self) -> bool:
         """Reap every child that has ended, the adopted ones too. False if there is no other child."""
