@@ -13,11 +13,9 @@ read again all the same (`reread`: those that drain) are as recent as `reading_t
 (`fresh` in JSON) that the next reading must cover everything that a grant rests on.
 
 News of a job or an owner is reported at once, without another reading: the report repeats the last one (`repeated`),
-with its tickets, so it makes nothing younger than it is.
-
-When leases end, the worker reads their GPUs at once and alone, and reports them in a `partial` report, ahead of the
-whole reading that it takes meanwhile. A partial report says nothing of what it does not show. A daemon that takes it
-says so (`takes_partial`); any other gets whole ones only.
+with its tickets, so it makes nothing younger than it is. When leases end, the worker reads their GPUs at once and
+alone, and reports them in a `partial` report, ahead of the whole reading that it takes meanwhile. A partial report says
+nothing of what it does not show. A daemon that takes both says so (`takes_partial`); any other gets none of them.
 """
 
 from __future__ import annotations
@@ -258,7 +256,7 @@ class DesiredState(Noun):
     complete: bool = True
     """True when the next reading must be complete; false when the answer only came because its time ran out."""
     takes_partial: bool = False
-    """True when the daemon takes partial reports."""
+    """True when the daemon takes partial reports, and knows those that repeat a reading."""
     leases: tuple[NodeLease, ...] = ()
     """Every lease with GPUs here that are held or draining."""
     paused: bool = False

@@ -399,6 +399,7 @@ def test_the_end_of_a_job_replaces_a_request_in_flight(daemon: Daemon, host: Hos
 def test_news_of_a_job_comes_with_the_last_reading_and_puts_no_reading_off(
     daemon: Daemon, host: Host, tmp_path: Path
 ) -> None:
+    daemon.desired = replace(daemon.desired, takes_partial=True)
     host.worker(poll_s=40)
     daemon.report(lambda report: True, "a first report")
     go = tmp_path / "go"

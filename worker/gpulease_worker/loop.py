@@ -198,6 +198,8 @@ class WorkerLoop:
         self._unanswered = None
         if report is None or report.problem is not None or self._probe_changed or left_s <= 0:
             return None
+        if self._desired is None or not self._desired.takes_partial:
+            return None
         self._changed.clear()
         jobs, owners = self._jobs.reports(), self._owners.reports()
         return replace(report, repeated=True, jobs=jobs, owners=owners, hold_s=left_s)
