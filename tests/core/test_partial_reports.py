@@ -115,3 +115,15 @@ def test_a_job_that_a_partial_report_does_not_name_goes_on() -> None:
     world.report(partial=True, reread=(1,), begun_s=0.005)
     assert world.ledger.is_live(job)
     assert world.state(1) is GpuState.FREE
+
+
+def test_a_reading_that_is_repeated_after_a_gpu_was_removed_is_taken_in() -> None:
+    world = World().node(gpus=2)
+    world.at_s += 1
+    world.nodes["a"].pop()
+    world.report()
+    world.at_s += 700
+    world.report(age_s=0.0)
+    assert list(world.ledger.gpus) == [uuid(0)]
+    world.report(age_s=0.001, repeated=True)
+    assert world.state() is GpuState.FREE

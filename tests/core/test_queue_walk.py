@@ -260,6 +260,21 @@ def test_a_turn_costs_no_look_at_each_that_was_bypassed_or_for_which_nothing_mor
     assert explain(world.ledger, world.ledger.leases[waiting[0].id], world.now, world.policy).held
 
 
+def test_a_turn_costs_no_look_at_each_for_which_nothing_more_of_its_users_limit_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(policy=Policy(max_bypass=2, limits=UserLimits(gpus=4))).node(gpus=8)
+    held = world.lease(3)
+    waiting = [world.lease(4) for _ in range(200)]
+    for _ in range(2):
+        world.release(world.lease(1))
+        world.report()
+    assert len(world.ledger.user_bypasses) == len(waiting)
+    looks = Looks(monkeypatch)
+    world.renew(held)
+    assert 0 < looks.count <= 6
+
+
 def test_a_turn_costs_no_look_at_each_job_of_an_array_that_is_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World().node(gpus=4)
     held = world.lease(1)

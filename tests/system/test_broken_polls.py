@@ -15,15 +15,15 @@ NOTICED_S = 3.0
 """Less than the time after which a long poll looks by itself."""
 
 
-def ask_and_wait(running: DaemonProcess, over: str) -> socket.socket:
-    """A connection whose request waits in the queue."""
+def ask_and_wait(running: DaemonProcess, over: str, behind: bytes = b"") -> socket.socket:
+    """A connection whose request waits in the queue, with another one `behind` it."""
     if over == "socket":
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(running.socket))
     else:
         connection = socket.create_connection(("127.0.0.1", running.port))
     head = f"POST /v1/leases?wait_s=600 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(BODY)}\r\n"
-    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + BODY)
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + BODY + behind)
     return connection
 
 
@@ -38,12 +38,15 @@ def left_s(running: DaemonProcess) -> float:
     return (datetime.fromisoformat(lease["expires_at"]) - datetime.now(UTC)).total_seconds()
 
 
+@pytest.mark.parametrize(
+    "behind", [b"", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["alone", "pipelined"]
+)
 @pytest.mark.parametrize("over", ["tcp", "socket"])
 def test_a_request_whose_client_goes_away_lasts_a_minute_from_then_and_not_its_ttl(
-    running: DaemonProcess, over: str
+    running: DaemonProcess, over: str, behind: bytes
 ) -> None:
     held = running.request_lease(4, wait_s=30)
-    with ask_and_wait(running, over):
+    with ask_and_wait(running, over, behind):
         eventually(lambda: len(waiting(running)) == 1, 30)
         assert left_s(running) > 7000
     eventually(lambda: left_s(running) <= 60, NOTICED_S)

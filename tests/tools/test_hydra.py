@@ -48,7 +48,8 @@ def test_the_page_runs(sweep: Sweep) -> None:
     script, command, *_ = blocks(ROOT / "docs" / "tools" / "hydra.md")
     (sweep.place / "train.py").write_text(script.text)
     printed = sweep.run_command(["bash", "-ec", command.text], PYTHONPATH=str(PLUGIN))
-    assert len(re.findall(r"^lr 0\.\d+ on GPU-[0-9a-f-]{36}$", printed, re.MULTILINE)) == 6, printed
+    # Jobs that print at the same time may share a line.
+    assert len(re.findall(r"lr 0\.\d+ on GPU-[0-9a-f-]{36}", printed)) == 6, printed
     assert 1 < most_at_once(sweep.events()) <= 4
 
 

@@ -140,3 +140,45 @@ def test_the_reading_of_all_may_begin_before_it_is_waited_for() -> None:
         assert (taken.reading, taken.ticket, probe.begun) == (probe.reading, 1, 1)
 
     asyncio.run(story())
+
+
+def test_a_reading_that_waits_to_be_asked_for_did_not_take_until_then() -> None:
+    """Else what it shows would seem to be younger than it is."""
+
+    async def story() -> None:
+        probe = HeldProbe(Reading())
+        probe.go.set()
+        reader = ProbeReader(cast("ProbeClient", probe), 60.0, lambda: None)
+        reader.begin(1, (), True)
+        await asyncio.sleep(0.2)  # an answer of the daemon is slow
+        assert ((await reader.read(2, (), True)).took_s or 1.0) < 0.1
+
+    asyncio.run(story())
+
+
+def test_a_reading_took_the_time_of_the_one_before_it_under_the_same_ticket_too() -> None:
+    async def story() -> None:
+        probe = HeldProbe(Reading())
+        probe.go.set()
+        reader = ProbeReader(cast("ProbeClient", probe), 60.0, lambda: None)
+        reader.begin(1, (), True, since_s=time.monotonic() - 5.0)
+        assert ((await reader.read(2, (), True)).took_s or 0.0) >= 5.0
+
+    asyncio.run(story())
+
+
+def test_while_a_reading_of_some_gpus_is_late_no_other_begins_and_its_end_is_told() -> None:
+    """A probe answers one request after another; two at once would end the worker."""
+
+    async def story() -> None:
+        probe, arrived = HeldProbe(Reading()), asyncio.Event()
+        reader = ProbeReader(cast("ProbeClient", probe), 0.05, arrived.set)
+        assert await reader.read_some({"GPU-1"}, ()) is None
+        reader.begin(1, (), True)
+        assert probe.begun == 1
+        probe.go.set()
+        await asyncio.wait_for(arrived.wait(), 60)
+        assert (await reader.read(2, (), True)).ticket == 2
+        assert probe.begun == 2
+
+    asyncio.run(story())

@@ -1,4 +1,4 @@
-"""Jobs while their worker fails: it dies half-way, its disk is full, it has no file descriptor left."""
+"""Jobs while their worker fails: it dies half-way, its disk is full, it has no file descriptor or thread left."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SLOW = """
 real = job_records.write
 
 
-def write(directory, name, record):
+def write(directory, name, record, **options):
     if name == job_records.START and not record.launcher:
         (directory / "about-to-start").touch()
         end = time.monotonic() + 60
         while not (directory / "go").exists() and time.monotonic() < end:
             time.sleep(0.01)
-    real(directory, name, record)
+    real(directory, name, record, **options)
 job_records.write = write
 """
 """A supervisor that holds the lock and has not yet written its record: a slow disk, a loaded machine."""
@@ -408,3 +408,23 @@ def test_a_worker_ends_without_waiting_for_unkillable_processes(
     left = lease_claims.kill_claimants(job.lease_id, os.getuid(), 30)
     assert not left
     assert time.monotonic() - told < 30
+
+
+def test_without_a_thread_left_jobs_are_started_one_by_one_and_others_are_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def story(worker: Worker) -> None:
+        running = noting(tmp_path / "starts")
+        await worker.until([running], RunState.RUNNING)
+        new = [order(name, spec("sleep", "60")) for name in ("k", "l")]
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            worker.jobs.reconcile([stopped(running), *new])
+            worker.jobs.reconcile([stopped(running), *new])
+        assert {report.job_id for report in worker.jobs.reports()} == {"j", "k", "l"}
+        await worker.end_of(stopped(running))
+
+    play(tmp_path, story)

@@ -112,6 +112,10 @@ class GpuClaims:
             abstract_socket.answer(listener)
         return tuple(claimed), tuple(others)
 
+    def has(self, uuid: str) -> bool:
+        """True if this process has claimed a GPU."""
+        return uuid in self._claims
+
     def close(self) -> None:
         """Free all claims."""
         for listener in self._claims.values():

@@ -147,7 +147,7 @@ class LocalTransport:
 async def _read_response(reader: asyncio.StreamReader) -> tuple[Response, bool]:
     """The response, and whether the connection is open for another one. Raises OSError, EOFError, ValueError."""
     version, number, *_ = (await _line(reader)).split(maxsplit=2)
-    if not version.startswith("HTTP/1."):
+    if not version.startswith("HTTP/1.") or not number.isdecimal() or int(number) < 200:
         raise ValueError("its response is not HTTP")
     fields: dict[str, str] = {}
     size = 0
@@ -164,7 +164,7 @@ async def _read_response(reader: asyncio.StreamReader) -> tuple[Response, bool]:
     elif has_length:
         content = await reader.readexactly(_checked(int(fields["content-length"])))
     else:
-        content = await reader.read(MAX_RESPONSE_BYTES)
+        content = await _read_to_end(reader)
     status = int(number)
     reason = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else ""
     response = Response(
@@ -172,6 +172,14 @@ async def _read_response(reader: asyncio.StreamReader) -> tuple[Response, bool]:
     )
     is_kept = has_length and version == "HTTP/1.1" and fields.get("connection", "").lower() != "close"
     return response, is_kept
+
+
+async def _read_to_end(reader: asyncio.StreamReader) -> bytes:
+    parts, total = [], 0
+    while part := await reader.read(2**16):
+        total = _checked(total + len(part))
+        parts.append(part)
+    return b"".join(parts)
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:

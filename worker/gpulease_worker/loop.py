@@ -117,8 +117,8 @@ class WorkerLoop:
         """The last ticket received before the last complete reading was begun."""
         self._draining: set[str] = set()
         """Leases that have ended and whose GPUs are draining."""
-        self._released: frozenset[str] = frozenset()
-        """UUIDs of the GPUs whose leases have ended since the answer before, and that are to be read at once."""
+        self._has_released = False
+        """True when leases have ended since the answer before: their GPUs are to be read at once."""
         self._drain_hold_s = 0.0
         self._logged_error = ""
 
@@ -169,7 +169,7 @@ class WorkerLoop:
             log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
             return True
         self._desired = desired
-        released = self._pace_draining(desired)
+        has_released = self._pace_draining(desired)
         self._owners.watch(desired.owners)
         self._jobs.reconcile(desired.jobs)
         leases = self._leases.update(desired.leases, sent_at_ticks)
@@ -178,7 +178,7 @@ class WorkerLoop:
             self._leftovers.clean_up(leases, report.gpus)
             if not desired.paused:
                 await self._modes.reconcile(leases, report.gpus)
-        self._released = released if desired.takes_partial and not desired.paused else frozenset()
+        self._has_released = has_released and desired.takes_partial and not desired.paused
         return True
 
     async def _wait_for_answer_or_change(self, sending: asyncio.Task[DesiredState]) -> None:
@@ -209,18 +209,22 @@ class WorkerLoop:
         self._changed.set()
 
     async def _partial_report(self) -> NodeReport | None:
-        """A report of the GPUs whose leases have just ended, which are read at once and alone; None where there is
-        nothing to tell of them. The reading of all GPUs begins as soon as theirs has ended."""
-        desired, released = self._desired, self._released
-        self._released = frozenset()
-        if desired is None or not released:
+        """A report of the GPUs that drain, which are read at once and alone when a lease has ended; None where there is
+        nothing to tell of them. The reading of all GPUs begins as soon as theirs has ended.
+
+        It shows all of them, because the scan of open files is for all: what it found would be lost.
+        """
+        desired, is_due = self._desired, self._has_released
+        self._has_released = False
+        if desired is None or not is_due:
             return None
         leases, draining = self._node_leases(desired)
-        reading = await self._readings.read_some(released & draining, leases)
-        self._readings.begin(desired.ticket, leases, desired.complete, draining)
+        since_s = time.monotonic()
+        reading = await self._readings.read_some(draining, leases)
+        self._readings.begin(desired.ticket, leases, desired.complete, draining, since_s)
         gpus = () if reading is None else tuple(gpu for gpu in reading.gpus if gpu.opened_by is not None)
         if self._settings.simulate is None:
-            gpus, _ = self._claims.claim(gpus)
+            gpus = tuple(gpu for gpu in gpus if self._claims.has(gpu.uuid))
         if not gpus:
             return None  # the scan of open files takes longer: they drain until it has ended
         return NodeReport(
@@ -326,21 +330,22 @@ class WorkerLoop:
             body=codec.to_json(report),
             read=read_desired_state,
             hold_s=report.hold_s,
-            idempotent=True,
+            # A daemon at another address may take it for a whole one: it has not said what it takes.
+            idempotent=not report.partial,
         )
         return await self._transport.run(self._failover.send(call))
 
-    def _pace_draining(self, desired: DesiredState) -> frozenset[str]:
+    def _pace_draining(self, desired: DesiredState) -> bool:
         """Choose the pause before the next reading while something drains: none at first, then ever longer. Returns
-        the UUIDs of the GPUs whose leases have ended since the answer before."""
-        draining = {lease.id: lease.gpus for lease in desired.leases if lease.state is LeaseState.ENDED}
-        ended = draining.keys() - self._draining
-        if ended:
+        whether leases have ended since the answer before."""
+        draining = {lease.id for lease in desired.leases if lease.state is LeaseState.ENDED}
+        has_released = bool(draining - self._draining)
+        if has_released:
             self._drain_hold_s = 0.0
         else:
             self._drain_hold_s = min(max(self._drain_hold_s * 2, DRAIN_HOLD_S[0]), DRAIN_HOLD_S[1])
-        self._draining = set(draining)
-        return frozenset(uuid for lease_id in ended for uuid in draining[lease_id])
+        self._draining = draining
+        return has_released
 
     def _log_error(self, error: str) -> None:
         """Log an error of the daemon once, and once that it has ended ("")."""

@@ -116,6 +116,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._header_count = 0
         self._header_bytes = 0
+        self._running: RequestResponseCycle | None = None
+        """The request that is answered now. uvicorn's `cycle` is the newest, which may wait for its turn behind it."""
         self._unanswered: deque[int] = deque()
         """Bytes that have arrived of each unanswered request, oldest first."""
         self._closing = False
@@ -156,9 +158,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         for timer in (self._timer, self._stall_timer):
             if timer is not None:
                 timer.cancel()
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
-        if self.cycle is not None and self.cycle.disconnected:
-            for callback in list(self.cycle.scope[ON_DISCONNECT]):  # type: ignore[literal-required]
+        if running is not None and running.disconnected:
+            for callback in list(running.scope[ON_DISCONNECT]):  # type: ignore[literal-required]
                 callback()
 
     def data_received(self, data: bytes) -> None:
@@ -214,6 +220,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Let the application answer a request."""
+        self._running = cycle
         cycle.scope["extensions"] = {EXTENSION: DirectConnection(cycle)}  # type: ignore[dict-item]
         super()._start_asgi_task(cycle, app)
 

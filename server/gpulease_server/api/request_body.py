@@ -130,7 +130,7 @@ async def read_body(request: Request) -> bytes:
         return cached
     parts, size = [], 0
     header = request.headers.get("content-length", "0")
-    declared = int(header) if header.isdigit() else 0
+    declared = int(header[-18:]) if header.isdigit() else 0  # more digits are leading zeros, or far over the limit
     refuse_early = declared > MAX_DISCARDED_BYTES or "expect" in request.headers
     if declared <= limit or not refuse_early:
         async with fair_share.waiting():

@@ -156,6 +156,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         and before is not None
         and begun_at_s == before.newest_begun_at_s
         and readings == before.readings
+        and before.gpus.keys() == set(turn.ledger.fleet.gpus_of_node.get(name, ()))
     ):
         return observation  # what a reading shows is learnt once, not again with each report that repeats it
     return replace(observation, gpus=observe_gpus(turn, observation))

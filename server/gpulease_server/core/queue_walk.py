@@ -231,7 +231,7 @@ class QueueWalk:
         if skipped.why is not Why.LEFT_OUT and users.limits.gpus:
             if is_any_due and self.order.may_claim(members.key.user, members.key.demand):
                 found.append(members.after(place))
-            else:
+            elif self.order.may_keep(members.key.user, members.key.demand):
                 found.append(self._next_due(members.bypassed_by_user, ledger.user_bypasses, place))
         return min((one for one in found if one is not None), default=None)
 

@@ -79,9 +79,13 @@ class UserOrder:
 
     def may_claim(self, user: str | None, demand: Demand) -> bool:
         """True until it has turned out that nothing more can be claimed for requests that were not bypassed."""
-        users, is_only_limited = self.reservations.users, self._only_limited.get((user, demand), True)
+        return self._only_limited.get((user, demand), True) and self.may_keep(user, demand)
+
+    def may_keep(self, user: str | None, demand: Demand) -> bool:
+        """True until it has turned out that nothing more of this user's limit can be kept for such requests."""
+        users = self.reservations.users
         is_full = sum(users.kept.get(user, {}).values()) >= users.limits.gpus
-        return not is_full and is_only_limited and self._can_be_served.get(demand, True)
+        return not is_full and self._can_be_served.get(demand, True)
 
     def claim_if_due(self, record: LeaseRecord) -> None:
         """Claim GPUs of its user's limit for a waiting request that was bypassed as often or as long as it may be."""

@@ -32,3 +32,8 @@ now = _Clocks().now
 def mono_s() -> float:
     """The monotonic clock alone, to measure how long something takes."""
     return time.monotonic()
+
+
+def wall_s() -> float:
+    """The wall clock alone, in seconds since 1970, for what is only shown later."""
+    return time.time()

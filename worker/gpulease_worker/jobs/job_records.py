@@ -100,14 +100,14 @@ class ExitRecord(Noun):
     """When its last process ended."""
 
 
-def write(directory: Path, name: str, record: Any) -> None:
+def write(directory: Path, name: str, record: Any, *, replaces: bool = False) -> None:
     """Write a record into a directory, atomically and synced, in the space reserved for it if any. Raises OSError.
 
     The content is synced before it gets its name, so that no record is there in part. The directory is synced because a
-    record that was read must not be gone after a crash; but not where the name was there: either content is complete.
+    record that was read must not be gone after a crash; but not where it `replaces` one that was: either is complete.
     """
     content = json.dumps(codec.to_json(record)).encode()
-    reserved, existed = _reserved(directory, name), (directory / name).exists()
+    reserved = _reserved(directory, name)
     if reserved.exists():
         # The reserved blocks are reused, so that no new ones are needed on a full disk.
         with reserved.open("r+b") as file:
@@ -123,7 +123,7 @@ def write(directory: Path, name: str, record: Any) -> None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-    if not existed:
+    if not replaces:
         sync(directory)
 
 

@@ -26,6 +26,7 @@ from gpulease_worker.desired_state import UnreadableOrder
 from gpulease_worker.jobs import job_records, launch_plan, launcher_argv, user_accounts
 from gpulease_worker.jobs.directory_removal import DirectoryRemover
 from gpulease_worker.jobs.job_settings import JobSettings
+from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.local_job import LocalJob
 from gpulease_worker.jobs.record_news import NewsListener
 from gpulease_worker.jobs.supervisor_watch import SupervisorWatcher
@@ -170,21 +171,44 @@ class JobReconciler:
                 self._refuse(order, f"The worker cannot run it: {error}.")
         if not new:
             return
-        with ThreadPoolExecutor(min(len(new), FILLED_AT_ONCE)) as pool:
-            filled = [(order, plan, pool.submit(self._make, order, plan)) for order, plan in new]
+        made = self._make_all(new)
         try:
             job_records.sync(self._root)
         except OSError as error:
             for order, _ in new:
                 self._refuse(order, f"The worker cannot run it: {error}.")
             return
-        for order, plan, made in filled:
-            if (failure := made.exception()) is None:
+        for order, plan, failure in made:
+            if failure is None:
                 self._add(order, plan)
             else:
                 self._refuse(order, f"The worker cannot run it: {failure}.")
 
-    def _plan(self, order: JobOrder) -> launch_plan.LaunchPlan:
+    def _make_all(
+        self, new: Sequence[tuple[JobOrder, LaunchPlan]]
+    ) -> list[tuple[JobOrder, LaunchPlan, Exception | None]]:
+        """Make the directories of new jobs, and say of each whether that failed. Where the host has no threads left,
+        this does only some of them, and the next call does the others."""
+        others, made = [], []
+        try:
+            with ThreadPoolExecutor(FILLED_AT_ONCE) as pool:
+                for order, plan in new[1:]:
+                    others.append((order, plan, pool.submit(self._try_to_make, order, plan)))
+                made.append((*new[0], self._try_to_make(*new[0])))
+        except RuntimeError as error:
+            log.warning("jobs are made one by one: %s", error)
+        if not made:
+            made.append((*new[0], self._try_to_make(*new[0])))
+        return made + [(order, plan, future.result()) for order, plan, future in others]
+
+    def _try_to_make(self, order: JobOrder, plan: LaunchPlan) -> Exception | None:
+        try:
+            self._make(order, plan)
+        except Exception as error:
+            return error
+        return None
+
+    def _plan(self, order: JobOrder) -> LaunchPlan:
         """How a new job is run. Raises ValueError."""
         if isinstance(order, UnreadableOrder):
             raise ValueError(order.problem)
@@ -200,7 +224,7 @@ class JobReconciler:
             settings=self._settings,
         )
 
-    def _make(self, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
+    def _make(self, order: JobOrder, plan: LaunchPlan) -> None:
         """Make a job's directory, complete or not at all. Raises OSError. It may run beside others in a thread."""
         made = Path(tempfile.mkdtemp(prefix=".new-", dir=self._root))
         try:
@@ -210,7 +234,7 @@ class JobReconciler:
             shutil.rmtree(made, ignore_errors=True)
             raise
 
-    def _add(self, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
+    def _add(self, order: JobOrder, plan: LaunchPlan) -> None:
         """Take a new job in. If it cannot start, record its end at once."""
         job = LocalJob(directory=self._root / _attempt(order), lease_id=plan.lease_id, uid=plan.uid)
         self._jobs[_attempt(order)] = job
@@ -218,7 +242,7 @@ class JobReconciler:
         if refusal is not None and self._supervisors.claim(job):
             self._supervisors.record_end(job, refusal)
 
-    def _fill(self, made: Path, order: JobOrder, plan: launch_plan.LaunchPlan) -> None:
+    def _fill(self, made: Path, order: JobOrder, plan: LaunchPlan) -> None:
         """Fill a new directory. The job's user owns what the job writes; the worker owns the directory itself, so that
         nothing in it can be replaced."""
         logs, work = made / job_records.LOGS, made / job_records.WORK

@@ -21,6 +21,8 @@ NAME_BYTES = 512
 """Longer than the name of any job's directory."""
 AT_ONCE = 64
 """How many messages are taken before the event loop goes on with something else."""
+TELL_S = 0.2
+"""How long to wait where more messages are under way than the kernel keeps (`net.unix.max_dgram_qlen`)."""
 
 
 class NewsListener:
@@ -61,9 +63,10 @@ class NewsListener:
 
 
 def tell(directory: Path) -> None:
-    """Tell the worker, if one listens, that there is a new record in a job's directory. Does not wait for it."""
+    """Tell the worker, if one listens, that there is a new record in a job's directory. Waits a moment where many tell
+    at once; what is lost is found by polling."""
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.setblocking(False)
+        sender.settimeout(TELL_S)
         with _address(directory.parents[1] / SOCKET) as address:
             sender.sendto(os.fsencode(directory.name), address)
 

@@ -32,7 +32,10 @@ def current(environment: Mapping[str, str]) -> tuple[object, ...]:
 
 def _files() -> Iterator[File]:
     """The files of the packages, the interpreter, and the directories in which packages are installed."""
-    for place in (sys.executable, *sys.path):
+    installed = (
+        sys.path if sys.flags.safe_path else sys.path[1:]
+    )  # supervisors import nothing from a script's directory
+    for place in (sys.executable, *installed):
         with suppress(OSError):
             yield _file(place, os.stat(place))
     waiting = list(PACKAGES)

@@ -243,7 +243,7 @@ class Supervisor:
     def _record_start(self) -> None:
         """Record that the launcher has started; the job runs whether or not that succeeds."""
         try:
-            job_records.write(self._directory, job_records.START, self._start)
+            job_records.write(self._directory, job_records.START, self._start, replaces=True)
             self._start_recorded = True
             record_news.tell(self._directory)
         except OSError as error:

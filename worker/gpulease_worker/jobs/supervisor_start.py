@@ -32,8 +32,8 @@ ANSWER_S = 1.0
 ANSWER_BYTES = 1024
 RETRY_S = 60.0
 """Pause after a fork server that ended before it was ready."""
-REAP_S = 0.05
-"""Pause between two attempts to reap a fork server that has closed its connection."""
+REAP_S, MAX_REAP_S = 0.05, 60.0
+"""First and longest pause between two attempts to reap a fork server that has closed its connection."""
 ROOM_BYTES = 256
 """Room on the command line of the fork server, beside the path of a job's directory: others may have longer ids."""
 
@@ -181,10 +181,11 @@ class _ForkServerConnection:
         self.close()
         self._reap()
 
-    def _reap(self) -> None:
+    def _reap(self, pause_s: float = REAP_S) -> None:
+        """Reap it once it has ended: soon, or when its last supervisor has."""
         with suppress(ChildProcessError):
-            if os.waitpid(self._pid, os.WNOHANG)[0] == 0:  # its descriptors are closed shortly before it has ended
-                self._loop.call_later(REAP_S, self._reap)
+            if os.waitpid(self._pid, os.WNOHANG)[0] == 0:
+                self._loop.call_later(pause_s, self._reap, min(2 * pause_s, MAX_REAP_S))
 
 
 def _start_program(directory: Path, output: int, environment: dict[str, str]) -> StartedSupervisor:

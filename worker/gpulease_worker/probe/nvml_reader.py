@@ -179,7 +179,8 @@ class NvmlReader:
         except LibraryFailed as failed:
             self._stop()
             raise self._explained(failed) from failed
-        gpus = [replace(gpu, index=self._indices[gpu.uuid]) for gpu in readings if gpu and gpu.uuid in self._reread]
+        shown = [gpu for gpu in readings if gpu and gpu.uuid in self._reread and gpu.uuid in self._indices]
+        gpus = [replace(gpu, index=self._indices[gpu.uuid]) for gpu in shown]
         gpus.sort(key=lambda gpu: gpu.index or 0)
         return Reading(gpus=tuple(gpus), whole=False, reread=tuple(sorted(gpu.uuid for gpu in gpus)))
 

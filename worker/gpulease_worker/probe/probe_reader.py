@@ -53,10 +53,11 @@ class ProbeReader:
         self._probe = probe
         self._limit_s = limit_s
         self._arrived = arrived
-        self._task: asyncio.Task[Reading] | None = None
+        self._task: asyncio.Task[tuple[Reading, float]] | None = None
+        """The reading that is under way, or has not been asked for yet, and when it ended."""
         self._mode_change: asyncio.Task[ComputeMode | None] | None = None
         self._some: asyncio.Task[Reading] | None = None
-        """A reading of some GPUs that is late. Its result is dropped."""
+        """A reading of some GPUs; once it is late, its result is dropped."""
         self._ticket: int | None = None
         self._begun_s = 0.0
         self._late = False
@@ -76,32 +77,52 @@ class ProbeReader:
         if not await self._others_finished():
             return self._late_reading()
         self.begin(ticket, leases, complete, reread)
-        assert self._task is not None
+        assert self._task is not None, "nothing else is under way"
         await asyncio.wait(
             {self._task}, timeout=min(LATE_READING_WAIT_S, self._limit_s) if self._late else self._limit_s
         )
         if not self._task.done():
             return self._late_reading()
         task, self._task, self._late = self._task, None, False
-        reading, took_s = await task, time.monotonic() - self._begun_s
-        return TimedReading(reading, self._ticket, took_s if reading.problem is None else None)
+        reading, ended_s = await task
+        # Not until now: a reading that waits to be asked for is older than it would seem.
+        return TimedReading(reading, self._ticket, ended_s - self._begun_s if reading.problem is None else None)
 
     def begin(
-        self, ticket: int | None, leases: Sequence[NodeLease], complete: bool, reread: Collection[str] = ()
+        self,
+        ticket: int | None,
+        leases: Sequence[NodeLease],
+        complete: bool,
+        reread: Collection[str] = (),
+        since_s: float | None = None,
     ) -> None:
-        """Begin a reading for the next call of `read`, unless one is under way. The arguments are those of `read`."""
-        if self._task is None:
-            self._ticket, self._begun_s = ticket, time.monotonic()
-            self._task = asyncio.create_task(self._probe.read(leases, complete, reread))
+        """Begin a reading for the next call of `read`, unless anything is under way, because the probe answers one
+        request after another. The arguments are those of `read`.
+
+        Args:
+            since_s: When a reading of some GPUs was begun under the same ticket, on the monotonic clock. The duration
+                counts from then, as the age of the ticket does.
+        """
+        if self._task is None and self._some is None and self._mode_change is None:
+            self._ticket, self._begun_s = ticket, time.monotonic() if since_s is None else since_s
+            self._task = asyncio.create_task(self._read(leases, complete, reread))
             self._task.add_done_callback(lambda _: self._notify_if_late())
+
+    async def _read(
+        self, leases: Sequence[NodeLease], complete: bool, reread: Collection[str]
+    ) -> tuple[Reading, float]:
+        reading = await self._probe.read(leases, complete, reread)
+        return reading, time.monotonic()
 
     async def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading | None:
         """A reading of these GPUs alone; None where the probe is busy, or there is none within the limit."""
         if self._task is not None or self._mode_change is not None or self._some is not None:
             return None
         self._some = asyncio.create_task(self._probe.read_some(uuids, leases))
+        self._some.add_done_callback(lambda _: self._notify_if_late())
         await asyncio.wait({self._some}, timeout=self._limit_s)
         if not self._some.done():
+            self._late = True
             return None
         task, self._some = self._some, None
         reading = await task
@@ -141,9 +162,9 @@ class ProbeReader:
 
     async def _others_finished(self) -> bool:
         """True if no change of mode and no reading of some GPUs is under way that was late."""
-        for task in (self._mode_change, self._some):
+        for task, wait_s in ((self._mode_change, self._limit_s), (self._some, LATE_READING_WAIT_S)):
             if task is not None:
-                await asyncio.wait({task}, timeout=self._limit_s)
+                await asyncio.wait({task}, timeout=min(wait_s, self._limit_s))
                 if not task.done():
                     return False
                 task.exception()  # the caller has been told that it was late

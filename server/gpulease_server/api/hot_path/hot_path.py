@@ -113,6 +113,7 @@ class HotPath:
                 expected = expected_error(error)
                 fault = fault_response(scope, request_id, error) if expected is None else problem_response(expected)
                 answer = _of(fault)
+                expected = None  # its traceback has this frame: only the garbage collector would free both
             if call is not None:
                 received_s = call.received_s
             answer = await self._current(answer, scope)

@@ -20,6 +20,8 @@ WAIT = re.compile(rb"(?:wait_s=(?P<wait_s>[0-9]{1,4}(?:\.[0-9]{1,9})?))?")
 TOKEN = re.compile(rb"(?:token=(?P<token>[0-9]{1,18}))?")
 UNUSUAL_FIELDS = frozenset({b"origin", b"if-none-match", b"transfer-encoding", b"expect", b"upgrade"})
 """Fields of a head that need what the hot path does not have."""
+MAX_DIGITS = 18
+"""Of an ordinary Content-Length. One with leading zeros may have thousands, which `int` refuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def recognize(scope: Scope) -> HotRequest | None:
     headers = dict(fields)
     if len(headers) != len(fields) or not UNUSUAL_FIELDS.isdisjoint(headers):
         return None
-    if int(headers.get(b"content-length", 0)) > route.max_body_bytes:
+    length = headers.get(b"content-length", b"0")
+    if len(length) > MAX_DIGITS or int(length) > route.max_body_bytes:
         return None
     return HotRequest(route, name, query, headers)
 
