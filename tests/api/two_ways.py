@@ -197,7 +197,7 @@ async def _converse(
     moment = Clock()
     patch.setattr(clock, "now", moment)
     patch.setattr(clock, "mono_s", lambda: moment().mono_s)
-    patch.setattr(clock, "wall_s", lambda: datetime.timestamp(moment().at))
+    patch.setattr(clock, "wall", lambda: moment().at)
     url = f"sqlite:///{file}"
     upgrade(url)
     async with asyncio.timeout(120), writing(url) as (writer, store):

@@ -16,11 +16,11 @@ from tests.worker.build import furnished, living, number_in, order, spec, superv
 
 FULL_FOR = """
 real, failures = job_records.write, []
-def write(directory, name, record):
+def write(directory, name, record, **options):
     if name == {name!r} and (name != job_records.START or record.launcher) and len(failures) < {times}:
         failures.append(name)
         raise OSError(errno.ENOSPC, "No space left on device")
-    real(directory, name, record)
+    real(directory, name, record, **options)
 job_records.write = write
 """
 """The disk is full when a record is written, so many times. Of the two of the start it is the one after the launch."""

@@ -34,6 +34,6 @@ def mono_s() -> float:
     return time.monotonic()
 
 
-def wall_s() -> float:
-    """The wall clock alone, in seconds since 1970, for what is only shown later."""
-    return time.time()
+def wall() -> datetime:
+    """The wall clock alone, for what is only shown."""
+    return datetime.now(UTC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import Enum, auto
 
 from gpulease_server.runtime import clock
@@ -49,7 +49,8 @@ class LeadershipStatus:
         """Set on a standby."""
         self.superseded = False
         """Set, from any thread, when another daemon has taken over."""
-        self._confirmed_at_s = clock.wall_s()
+        self.confirmed_at = clock.wall()
+        """When it was last known to be the writer."""
 
     def state(self) -> Leadership:
         """Whether what was read from memory up to now may be stale."""
@@ -57,13 +58,8 @@ class LeadershipStatus:
             return Leadership.SUPERSEDED
         if self._lock is not None and not self._lock.is_confirmed():
             return Leadership.UNCONFIRMED
-        self._confirmed_at_s = clock.wall_s()
+        self.confirmed_at = clock.wall()
         return Leadership.CONFIRMED
-
-    @property
-    def confirmed_at(self) -> datetime:
-        """When it was last known to be the writer."""
-        return datetime.fromtimestamp(self._confirmed_at_s, UTC)
 
     async def wait_for_state(self) -> Leadership:
         """The state, after waiting at most `CONFIRM_TIMEOUT_S` for it to be known."""
