@@ -50,4 +50,6 @@ def test_a_request_whose_client_goes_away_lasts_a_minute_from_then_and_not_its_t
         eventually(lambda: len(waiting(running)) == 1, 30)
         assert left_s(running) > 7000
     eventually(lambda: left_s(running) <= 60, NOTICED_S)
+    (given_up,) = waiting(running)
+    assert running.call("DELETE", f"/v1/leases/{given_up['id']}").status == 200, "else it would get the GPUs"
     running.release(held)
