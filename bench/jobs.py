@@ -55,7 +55,7 @@ def torchrun() -> float:
 
 def stages(running: DaemonProcess, job: dict[str, Any]) -> tuple[float, float, float]:
     """Seconds from grant to start, from start to end, and from end to clean GPU."""
-    lease = running.call("GET", f"/v1/leases/{job['lease_id']}").json
+    lease = running.call("GET", f"/v1/leases/{job['lease_id']}?wait_s=60").json  # it ends after the job
     granted, started, ended, released = (
         datetime.fromisoformat(at)
         for at in (lease["granted_at"], job["started_at"], job["ended_at"], lease["ended_at"])
