@@ -74,6 +74,9 @@ def test_the_same_bytes_are_on_the_wire(api: DaemonProcess, lease: dict[str, obj
         "of HTTP/1.0 that stays": (head(f"GET {path}", None, "Connection: keep-alive", version="1.0"),),
         "that wants to be told to go on": (head(f"POST {path}/renew", len(proof), "Expect: 100-continue"), proof),
         "with a body that is too long": (head(f"POST {path}/renew", 20_000) + b" " * 20_000,),
+        "with a length that is too long for a number": (
+            head(f"POST {path}/renew", None, f"Content-Length: {len(proof):05000}") + proof,
+        ),
         "of what there is not": (head("DELETE /v1/leases/none"),),
     }
     for name, parts in conversations.items():
