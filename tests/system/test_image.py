@@ -121,7 +121,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
         made.build(IMAGE, pip_volumes(directory))
         yield made
     finally:
-        subprocess.run(["rm", "-rf", str(directory)], timeout=100, check=False)  # a gigabyte, which pytest would keep
+        subprocess.run(["rm", "-rf", str(directory)], timeout=600, check=False)  # a gigabyte, which pytest would keep
 
 
 @contextmanager
