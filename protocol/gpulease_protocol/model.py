@@ -381,6 +381,11 @@ class Node(Noun):
     """NVIDIA driver version."""
     worker_version: str | None = None
     """Version of gpulease that its worker is of; null if it has not reported, or is older than this field."""
+    address: str | None = None
+    """IP address under which other nodes reach this one; a loopback address on the daemon's own host while the daemon
+    listens on loopback alone. Null if its worker has not reported one."""
+    interface: str | None = None
+    """Network interface that has this address; null where it is not known."""
     simulated: bool = False
     """True when the readings come from a simulation."""
     observed_at: datetime | None = None

@@ -173,6 +173,10 @@ class NodeReport(Noun):
     """NVIDIA driver version."""
     worker_version: str | None = None
     """Version of gpulease that the worker is of."""
+    address: str | None = None
+    """IP address under which other nodes reach this one; null while the worker does not know it."""
+    interface: str | None = None
+    """Network interface that has this address; null where none of the node's has it."""
     simulated: bool = False
     """True when the readings come from a simulation."""
     ports_in_use: tuple[int, ...] = ()
@@ -257,6 +261,9 @@ class DesiredState(Noun):
     """True when the next reading must be complete; false when the answer only came because its time ran out."""
     takes_partial: bool = False
     """True when the daemon takes partial reports, and knows those that repeat a reading."""
+    daemon_address: str | None = None
+    """IP address at which other hosts reach the daemon, for a worker that reaches it without one; null where it
+    listens on loopback alone."""
     leases: tuple[NodeLease, ...] = ()
     """Every lease with GPUs here that are held or draining."""
     paused: bool = False

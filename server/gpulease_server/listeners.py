@@ -33,6 +33,8 @@ BACKLOG = 2048
 """Connections that wait to be accepted."""
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket on Linux (unix(7))."""
+WILDCARDS = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - read, not bound
+"""By address that means all of a host: one that is nowhere (RFC 5737, RFC 3849), to ask for the default route."""
 NO_IPV6 = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -80,6 +82,19 @@ class Listeners:
     tcp: list[socket.socket]
     missing: list[TcpAddress] = field(default_factory=list)
     """Taken by other users."""
+
+    def outward_address(self) -> str | None:
+        """The IP address at which other hosts reach the daemon; None if it listens on loopback alone. For a socket on
+        all addresses it is the one of the default route, None without a route."""
+        for listener in self.tcp:
+            host = str(listener.getsockname()[0])
+            if host in WILDCARDS:
+                with contextlib.suppress(OSError), socket.socket(listener.family, socket.SOCK_DGRAM) as probe:
+                    probe.connect((WILDCARDS[host], 9))  # nothing is sent
+                    return str(probe.getsockname()[0])
+            elif not is_loopback(host):
+                return host
+        return None
 
     def urls(self, scheme: str) -> list[str]:
         """Where the daemon listens, for people."""

@@ -235,6 +235,7 @@ class _Serving:
         server = SocketsServer(_config(app, settings.tls), self.daemon, listeners)
         LimitedHttpProtocol.max_connections = raise_connection_limit()
         self.server, self.addresses = server, (f"unix://{listeners.path}", *settings.peer_urls)
+        self.daemon.address = listeners.outward_address()
         fence.on_superseded = self._step_down
         fence.check()  # the callback was not set before
         for number in (signal.SIGTERM, signal.SIGINT):

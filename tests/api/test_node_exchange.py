@@ -77,6 +77,20 @@ def test_a_grant_waits_for_a_reading_that_began_after_it_was_requested(running: 
     assert [answer.status for answer in answers] == [201]
 
 
+def test_a_node_shows_the_address_that_its_worker_reports_and_none_that_is_not_one(running: DaemonProcess) -> None:
+    worker = Worker(running)
+    assert (running.get("/v1/nodes/n").status, worker.report(ticket=None)["ticket"] > 0) == (404, True)
+    assert [running.get("/v1/nodes/n").json[key] for key in ("address", "interface")] == [None, None]
+    worker.report(ticket=None, address="10.0.0.7", interface="eth0")
+    assert [running.get("/v1/nodes").json["items"][0][key] for key in ("address", "interface")] == ["10.0.0.7", "eth0"]
+    for field, values in {"address": ("gpubox", "10.0.0.7\n"), "interface": ("eth0,eth1", "a b", "x" * 16, "")}.items():
+        for value in values:
+            body = {"worker_id": "w", "host": "h", field: value}
+            refused = running.call("POST", "/v1/nodes/n/exchange", body)
+            assert refused.problem() == (422, "invalid_request"), value
+            assert refused.json["detail"].startswith(f"{field}: must be"), value
+
+
 NOT_NAMES = ("", " ", "..", "GPU-a/b", "GPU-a,GPU-b", "GPU-a b", "gpu-aa", "GPU-AA", "GPU-\n", "GPU-" + "a" * 93)
 
 

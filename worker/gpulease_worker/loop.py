@@ -32,6 +32,7 @@ from gpulease_worker.jobs import listening_ports
 from gpulease_worker.jobs.port_reservation import PortReservation
 from gpulease_worker.jobs.reconciler import JobReconciler
 from gpulease_worker.local_transport import LocalTransport, is_enough_for
+from gpulease_worker.node_address import NodeAddress
 from gpulease_worker.probe.compute_modes import ComputeModes
 from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import ComputeModeChange, Pace, Reading
@@ -111,6 +112,7 @@ class WorkerLoop:
         self._ports = PortReservation(data_dir)
         self._worker_id = uuid.uuid4().hex
         self._version = metadata.version("gpulease")
+        self._address = NodeAddress(settings.address)
         self._desired: DesiredState | None = None
         self._ports_in_use: tuple[int, ...] = ()
         self._complete_ticket: int | None = None
@@ -165,6 +167,7 @@ class WorkerLoop:
         finally:
             await cancel_and_wait(sending)
         self._log_error("")
+        self._address.refresh(self._failover.address, desired.daemon_address)
         if _since_boot_s() - sent_at_s > STALE_ANSWER_S:
             log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
             return True
@@ -267,6 +270,8 @@ class WorkerLoop:
             links=reading.links,
             driver_version=reading.driver_version,
             worker_version=self._version,
+            address=self._address.address,
+            interface=self._address.interface,
             simulated=reading.simulated,
             ports_in_use=self._ports_in_use,
             ports_reserved=self._ports.reserve(len(gpus), self._ports_in_use),

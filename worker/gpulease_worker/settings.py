@@ -33,6 +33,16 @@ def default_worker_dir() -> Path:
     return default_data_dir() / "worker"
 
 
+def valid_address(text: str) -> str:
+    """An IP address in its usual form. Raises ValueError for what other hosts cannot connect to."""
+    import ipaddress  # noqa: PLC0415 - where one is named
+
+    found = ipaddress.ip_address(text.strip())
+    if found.is_unspecified or found.is_multicast:
+        raise ValueError(f"{text!r} is not the address of one host")
+    return str(found)
+
+
 def _interval(default_s: float, help: str, maximum_s: float, variable: str) -> Any:
     """A setting in seconds, over 0."""
     return setting(
@@ -60,6 +70,15 @@ class WorkerSettings:
         group=DAEMON,
     )
     node: str = shared(host_node_name, NODE)
+    address: str | None = setting(
+        None,
+        "IP address under which other nodes reach this one.",
+        variable="GPULEASE_ADDRESS",
+        metavar="ADDRESS",
+        default_text="the one from which the daemon is reached",
+        check=valid_address,
+        group=DAEMON,
+    )
     data_dir: Path = setting(
         default_worker_dir,
         "Directory for records and logs of jobs.",

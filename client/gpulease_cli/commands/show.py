@@ -172,6 +172,7 @@ def _node_facts(node: Node) -> Facts:
     yield "mode", node.mode.value
     yield "why", node.reason
     yield "host", node.host
+    yield "address", node.address and (f"{node.address} ({node.interface})" if node.interface else node.address)
     yield "GPUs", str(node.gpu_count)
     yield "driver", node.driver_version
     yield "simulated", "yes: its GPUs are not real" if node.simulated else None

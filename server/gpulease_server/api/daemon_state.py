@@ -42,6 +42,8 @@ class DaemonState:
     """Name of this host."""
     local_node: str | None = None
     """Node of the worker that the daemon supervises; `/readyz` waits for its first report."""
+    address: str | None = None
+    """IP address at which other hosts reach this daemon; None where it listens on loopback alone."""
     leadership: LeadershipStatus = field(default_factory=LeadershipStatus)
     """Whether this daemon is the writer of its database, and whether that is confirmed."""
     access: AccessSettings = field(default_factory=AccessSettings)

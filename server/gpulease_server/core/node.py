@@ -137,6 +137,8 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         gpus=before.gpus if before is not None else {},
         realm=report.realm,
         worker_version=report.worker_version,
+        address=report.address,
+        interface=report.interface,
     )
     if report.problem is not None:
         return observation

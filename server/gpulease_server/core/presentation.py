@@ -178,6 +178,8 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
         gpu_count=gpu_count,
         driver_version=node.driver_version,
         worker_version=observation.worker_version if observation else None,
+        address=observation.address if observation else None,
+        interface=observation.interface if observation else None,
         simulated=node.simulated,
         observed_at=None if observed_at_s is None else wall_clock(now, observed_at_s),
         links=observation.links if observation else (),

@@ -184,6 +184,10 @@ class NodeObservation:
     realm: str | None = None
     """Boot and pid namespace in which its worker sees processes; None where that is not known."""
     worker_version: str | None = None
+    address: str | None = None
+    """IP address under which other nodes reach this one."""
+    interface: str | None = None
+    """Network interface that has this address."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import replace
 from typing import Annotated
 
@@ -33,6 +35,8 @@ NODE_JSON: TypeAdapter[object] = TypeAdapter(Node)
 REPORT_BODY = ReportBody()
 DRAIN_BODY = JsonBody(DrainRequest, empty=DrainRequest())
 PAUSE_BODY = JsonBody(PauseRequest, empty=PauseRequest())
+INTERFACE = re.compile(r"[A-Za-z0-9._@-]{1,15}")
+"""The name of a network interface on Linux, of the characters that mean nothing in the variables of NCCL and gloo."""
 MAX_HOLD_S = 30.0
 OWNERS_DELAY_S = 0.25
 """A worker learns within this time which processes to watch. Many short leases share one answer, which asks for no
@@ -144,6 +148,8 @@ async def exchange(
     while True:
         require_still_valid(caller, daemon)
         desired = desired_state(daemon.ledger, name, 0)
+        if daemon.address is not None:
+            desired = replace(desired, daemon_address=daemon.address)
         sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
         has_news = _has_news(daemon, name, seen, replace(desired, owners=sent_owners))
         owners_due = desired.owners != sent_owners and now_s - started_s >= OWNERS_DELAY_S
@@ -187,6 +193,13 @@ def _require_storable(node: str, report: NodeReport) -> None:
     for field, (text, max_length) in texts.items():
         if text is not None and len(text) > max_length:
             raise InvalidRequest(f"{field}: must be at most {max_length} characters.")
+    if report.address is not None:
+        try:
+            ipaddress.ip_address(report.address)
+        except ValueError:
+            raise InvalidRequest("address: must be an IP address.") from None
+    if report.interface is not None and not INTERFACE.fullmatch(report.interface):
+        raise InvalidRequest("interface: must be the name of a network interface.")
     devices = {"gpus": report.gpus, "claimed_elsewhere": [one.device for one in report.claimed_elsewhere]}
     for name, number, device in ((name, *each) for name, some in devices.items() for each in enumerate(some)):
         if not is_valid_uuid(device.uuid):
