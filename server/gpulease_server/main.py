@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -49,6 +50,8 @@ from gpulease_server.store.retention import RetentionLimits
 log = logging.getLogger("gpulease.serve")
 TAKE_PORT_S = 5.0
 """Time between two attempts to take a port that another user has."""
+DATE_S = 1.0
+"""Time between two updates of the header `Date`."""
 SWITCH_S = 0.0005
 """How long a thread that computes keeps the interpreter from the event loop, and the event loop from a thread."""
 
@@ -340,13 +343,33 @@ class SocketsServer(uvicorn.Server):
         self.worker: asyncio.Task[None] | None = None
         self.taking: list[asyncio.Task[None]] = []
         self.failure: GpuleaseError | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending = asyncio.Event()
+        """Set when `should_exit` is."""
 
     def end(self, failure: GpuleaseError) -> None:
         """End because of a failure. Thread-safe."""
         self.failure, self.should_exit = failure, True
+        self._wake()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End because of a signal."""
+        super().handle_exit(sig, frame)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
+
+    async def main_loop(self) -> None:
+        """Serve until the end. uvicorn's own loop looks for it ten times a second."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), DATE_S)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on all, and take a port that is missing when it is free."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         loop: Any = asyncio.get_running_loop()
         listeners = self.listeners

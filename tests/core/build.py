@@ -54,6 +54,7 @@ from gpulease_server.core.happenings import (
     Ticked,
 )
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.next_tick import next_tick_s
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
@@ -125,9 +126,15 @@ class World:
     def turn(self, *happenings: Happening) -> list[Answer]:
         """One turn; the answers to these happenings, `None` where there is none yet."""
         turn = Turn(self.ledger, self.now, self.policy, self.pending, self.wanted)
+        is_tick = all(isinstance(happening, Ticked) and not happening.stalled_s for happening in happenings)
+        is_due = not is_tick or next_tick_s(self.ledger, self.pending, self.policy) <= self.at_s
+        before = (dict(self.ledger.silent_s), list(self.ledger.keys_known_since.items()))
         for happening in happenings:
             decide(turn, happening)
         settle(turn)
+        if not is_due:
+            assert not turn.changes, "a tick that was not due has changed something"
+            assert before == (self.ledger.silent_s, list(self.ledger.keys_known_since.items()))
         self.changes += turn.changes
         self.answers |= dict(turn.answers)
         return [self.answers.get(happening.cause) for happening in happenings]

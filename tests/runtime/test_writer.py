@@ -18,7 +18,8 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Deadline, Instant
 from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, event_log, ids
-from gpulease_server.runtime.writer import Writer, _count_from_answer
+from gpulease_server.runtime.recent_events import EVENTS_KEY
+from gpulease_server.runtime.writer import Submission, Writer, _count_from_answer
 from tests.core.build import gpu
 from tests.runtime.faults import Fate, FaultyStore, recovered, writing
 
@@ -156,6 +157,25 @@ def test_a_lease_expires_by_itself(database_url: str) -> None:
         assert 0.5 <= took_s < 1.5, "early, or more than a second late"
 
     run(database_url, body)
+
+
+def test_a_writer_takes_no_turn_before_something_may_be_due(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+    taking = Writer._take_turn
+
+    async def noted(self: Writer, submissions: list[Submission]) -> bool:
+        taken.append(clock.now().mono_s)
+        return await taking(self, submissions)
+
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer)
+        reported_s = writer.committed.node_observations["a"].reported_at_s
+        monkeypatch.setattr(Writer, "_take_turn", noted)
+        while not writer.committed.node_observations["a"].problem:  # nothing wakes it but time
+            await writer.wakeups.wait(EVENTS_KEY, 10)
+        assert taken[0] >= reported_s + writer.policy.silence_s
+
+    run(sqlite_url, body)
 
 
 def test_a_slow_commit_gives_no_deadline_back_to_a_lease_that_ended_in_the_same_turn() -> None:

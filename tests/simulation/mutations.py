@@ -26,6 +26,7 @@ from gpulease_server.core.placement import Placed, place
 from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, writer
+from gpulease_server.runtime.wakeups import wakeup_keys
 from gpulease_server.store.ledger_store import Store, is_stored
 
 CORE, RUNTIME = "gpulease_server.core", "gpulease_server.runtime"
@@ -53,7 +54,7 @@ def reply_before_commit() -> Patches:
             await loop.run_in_executor(self._thread, self.store.write, stored, self._ledger)
         for change in turn.changes:
             self.committed.apply(change)
-        self.wakeups.wake(writer._wakeup_keys(turn.changes))
+        self.wakeups.wake(wakeup_keys(turn.changes))
         self.wakeups.wake(f"node:{node}" for node in self.reading_requests)
         return True
 

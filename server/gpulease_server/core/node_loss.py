@@ -56,14 +56,18 @@ SLACK_S = 1.0
 def lose_silent_nodes(turn: Turn, elapsed_s: float) -> None:
     """Count the silence of each node on by `elapsed_s`, and lose those that reach the bound.
 
-    A lease that its holder has renewed since is looked at again each time that the bound has passed once more.
+    It begins with the tick that finds a node silent. A lease that its holder has renewed since is looked at again each
+    time that the bound has passed once more.
     """
     silent, bound_s = turn.ledger.silent_s, turn.policy.node_lost_after_s
     unheard = unheard_nodes(turn.ledger, turn.now, turn.policy)
     for node in silent.keys() - set(unheard):
         del silent[node]
     for node in unheard:
-        before_s = silent.get(node, 0.0)
+        if node not in silent:
+            silent[node] = 0.0
+            continue
+        before_s = silent[node]
         silent[node] = before_s + elapsed_s
         if bound_s > 0 and silent[node] // bound_s > before_s // bound_s:
             reason = f"node {node} has been silent for over {bound_s:g} s"

@@ -62,4 +62,7 @@ What each failure does
 
 An older copy is refused because tokens would repeat; restarting the daemon accepts it. A tick is decided after
 everything that had arrived when it was due, so that a renewal in the backlog is decided before its lease expires.
+
+The writer sleeps until something arrives or a tick is due (`core.next_tick`). While a lease has a deadline or a node is
+silent it wakes more often than `stall_s`, because only so it can tell that it was stopped.
 """

@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from gpulease_protocol.model import Event
+from gpulease_server.core.records import Change, GpuRecord, JobRecord, LeaseRecord, NodeRecord
+from gpulease_server.runtime.recent_events import EVENTS_KEY
+
 
 class Wakeups:
     """Futures by key: `lease:ID`, `job:ID`, `node:NAME`, `events`. Longest waiting first.
@@ -57,3 +61,26 @@ class Wakeups:
 def _end(future: asyncio.Future[bool], *, woken: bool) -> None:
     if not future.done():
         future.set_result(woken)
+
+
+def wakeup_keys(changes: list[Change]) -> set[str]:
+    """What these changes wake. The worker of a node is told of leases with GPUs there, and of those whose holder it
+    watches: these may wait, or have their GPUs elsewhere."""
+    keys: set[str] = set()
+    for change in changes:
+        match change:
+            case LeaseRecord(lease=lease, watched_owner=watched):
+                keys.add(f"lease:{lease.id}")
+                keys.update(f"node:{device.node}" for device in lease.gpus)
+                if watched is not None:
+                    keys.add(f"node:{watched.node}")
+            case JobRecord(job=job):
+                keys.add(f"job:{job.id}")
+                keys.update(f"node:{device.node}" for device in job.gpus)
+            case GpuRecord(device=device):
+                keys.add(f"node:{device.node}")
+            case NodeRecord(name=name):
+                keys.add(f"node:{name}")
+            case Event():
+                keys.add(EVENTS_KEY)
+    return keys

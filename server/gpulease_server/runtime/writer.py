@@ -15,10 +15,11 @@ from gpulease_protocol.model import Event
 from gpulease_server.core.decide import decide
 from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, RenewalRequested, Ticked
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.next_tick import next_tick_s
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
-from gpulease_server.core.records import Change, Deadline, GpuRecord, JobRecord, LeaseRecord, NodeRecord
+from gpulease_server.core.records import Change, Deadline
 from gpulease_server.core.turn import Answer, Turn
 from gpulease_server.runtime import clock, event_log
 from gpulease_server.runtime.daemon_metrics import DaemonMetrics
@@ -30,8 +31,8 @@ from gpulease_server.runtime.outage import (
     refuse_older_copy,
     reset_deadlines,
 )
-from gpulease_server.runtime.recent_events import EVENTS_KEY, RecentEvents
-from gpulease_server.runtime.wakeups import Wakeups
+from gpulease_server.runtime.recent_events import RecentEvents
+from gpulease_server.runtime.wakeups import Wakeups, wakeup_keys
 from gpulease_server.store.disk_reserve import DiskReserve
 from gpulease_server.store.file_guard import FileGuard
 from gpulease_server.store.ledger_store import Store, StoreFailed, is_stored
@@ -45,7 +46,9 @@ MAX_TURN = 1000
 MAX_QUEUED = 20_000
 """Happenings that may be queued; beyond that callers get 503."""
 TICK_S = 0.25
-"""Time between two ticks."""
+"""Time between two ticks, at least. There is none before something may be due, see `core.next_tick`."""
+SLEEP_S = 60.0
+"""How long the writer sleeps, at most."""
 RESERVE_CHECK_S = 1.0
 """Time between two checks of the ledger's reserve of disk."""
 SHUTTING_DOWN = "the daemon is shutting down"
@@ -163,7 +166,7 @@ class Writer:
             await self._recover(Outage("the ledger is being read", try_writing=False))
             while not self._stopping:
                 submissions = await self._gather()
-                if await self._take_turn(submissions) or len(submissions) == 1:
+                if not submissions or await self._take_turn(submissions) or len(submissions) == 1:
                     continue
                 for submission in submissions:
                     # One that was refused meanwhile has been told that nothing was done.
@@ -184,26 +187,37 @@ class Writer:
         self._thread.shutdown(wait=True)
 
     async def _gather(self) -> list[Submission]:
-        """Everything that has arrived, and a tick if one is due."""
+        """Everything that has arrived, and a tick if one is due. Nothing where no more than some time has passed."""
         self._note_running()
         submissions: list[Submission] = []
-        due_s = self._last_tick_s + TICK_S - clock.now().mono_s
-        if due_s > 0:
+        due_s = self._tick_s()
+        # While time runs for a holder or a node, the event loop shows often that it runs. Any other sleep is no stall.
+        is_watched = bool(self._ledger.deadlines or self._ledger.silent_s)
+        wait_s = min(due_s - self._ran_at_s, self.policy.stall_s / 4 if is_watched else SLEEP_S)
+        if wait_s > 0:
             with contextlib.suppress(TimeoutError):
-                submissions.append(await asyncio.wait_for(self._queue.get(), due_s))
+                submissions.append(await asyncio.wait_for(self._queue.get(), wait_s))
+            if not is_watched:
+                self._ran_at_s = clock.now().mono_s
         while len(submissions) < MAX_TURN and not self._queue.empty():
             submissions.append(self._queue.get_nowait())
         self._note_running()
-        since_s = clock.now().mono_s - self._last_tick_s
-        if since_s < TICK_S:
+        now_s = clock.now().mono_s
+        if now_s < due_s:
             return submissions
         # A renewal that has arrived is decided before its lease can expire.
         self._backlog = self._queue.qsize() if self._backlog is None else self._backlog - len(submissions)
         if self._backlog <= 0:
+            since_s = now_s - self._last_tick_s
             ticked = Ticked(cause="tick", since_last_s=since_s, stalled_s=self._stalled_s)
             submissions.append(Submission(ticked, None))
-            self._last_tick_s, self._backlog, self._stalled_s = self._last_tick_s + since_s, None, 0.0
+            self._last_tick_s, self._backlog, self._stalled_s = now_s, None, 0.0
         return submissions
+
+    def _tick_s(self) -> float:
+        """When the next tick is due, if nothing happens before."""
+        soonest_s = self._last_tick_s + TICK_S
+        return soonest_s if self._stalled_s else max(soonest_s, next_tick_s(self._ledger, self._pending, self.policy))
 
     def _note_running(self) -> None:
         """The event loop runs at this moment. If it did not for long, no holder could be heard for so long."""
@@ -252,7 +266,7 @@ class Writer:
             decide(turn, submission.happening)
         settle(turn)
         if not self._requested_readings.keys() <= self.reading_requests.keys():
-            changed = _wakeup_keys(turn.changes)
+            changed = wakeup_keys(turn.changes)
             self._request_readings(node for node in self._requested_readings if f"node:{node}" not in changed)
         return turn
 
@@ -287,7 +301,7 @@ class Writer:
                 self.committed.apply(change)
                 if isinstance(change, Event):
                     self.recent_events.add(change)
-            keys = _wakeup_keys(turn.changes)
+            keys = wakeup_keys(turn.changes)
         except Exception:
             log.exception("a turn was recorded but cannot be published; the ledger is loaded again")
             keys = set()
@@ -419,22 +433,3 @@ def _raise_if_error(answer: Answer) -> Answer:
     if isinstance(answer, GpuleaseError):
         raise answer.with_traceback(None)  # the same one may refuse thousands
     return answer
-
-
-def _wakeup_keys(changes: list[Change]) -> set[str]:
-    keys: set[str] = set()
-    for change in changes:
-        match change:
-            case LeaseRecord(lease=lease):
-                keys.add(f"lease:{lease.id}")
-                keys.update(f"node:{device.node}" for device in lease.gpus)
-            case JobRecord(job=job):
-                keys.add(f"job:{job.id}")
-                keys.update(f"node:{device.node}" for device in job.gpus)
-            case GpuRecord(device=device):
-                keys.add(f"node:{device.node}")
-            case NodeRecord(name=name):
-                keys.add(f"node:{name}")
-            case Event():
-                keys.add(EVENTS_KEY)
-    return keys

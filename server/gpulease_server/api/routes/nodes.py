@@ -144,7 +144,6 @@ async def exchange(
     seen = report.ticket if report.seen is None else report.seen
     started_s = daemon.now().mono_s
     until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
-    slice_s = OWNERS_DELAY_S if name == daemon.node_here() else MAX_HOLD_S
     while True:
         require_still_valid(caller, daemon)
         desired = desired_state(daemon.ledger, name, 0)
@@ -152,10 +151,11 @@ async def exchange(
             desired = replace(desired, daemon_address=daemon.address)
         sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
         has_news = _has_news(daemon, name, seen, replace(desired, owners=sent_owners))
-        owners_due = desired.owners != sent_owners and now_s - started_s >= OWNERS_DELAY_S
-        if now_s >= until_s or has_news or owners_due:
+        owners_s = until_s if desired.owners == sent_owners else started_s + OWNERS_DELAY_S
+        left_s = min(until_s, owners_s) - now_s
+        if has_news or left_s <= 0:
             break
-        await daemon.wait_for(f"node:{name}", min(until_s - now_s, slice_s))
+        await daemon.wait_for(f"node:{name}", left_s)
     return daemon.tickets.issue(name, replace(desired, complete=has_news))
 
 

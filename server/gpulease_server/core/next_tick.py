@@ -1,0 +1,48 @@
+"""When the next tick can change anything. Until then the daemon sleeps, unless something happens.
+
+What may become due with time alone, and from when on it is due:
+
+| what | from when on |
+|---|---|
+| a request waits: its pause ends, its token has a new day, its verdict has waited long enough | at once |
+| a lease of a token while there are budgets: a day ends, and the wall clock may jump | at once |
+| a deadline of a lease | its time |
+| a pause of a request that has left the queue | its end |
+| a node is silent, or has not reported since the start: its silence is counted | at once |
+| a node was silent: its count is dropped | at once |
+| any other node | `silence_s` after the oldest last report |
+| an Idempotency-Key | `key_lifetime_s` after it became known |
+| a key of which the time has to be set, or one too many | at once |
+
+"At once" is with the next tick, `runtime.writer.TICK_S` after the last one. The times are bounds from below: a tick may
+find that nothing was due, but a tick before them changes nothing. The tests check that of every tick of a test, see
+`tests/core/build.py`. Each look costs the same, however much the ledger has.
+"""
+
+from __future__ import annotations
+
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.pending import PendingRequests
+from gpulease_server.core.policy import Policy
+
+AT_ONCE, NEVER = float("-inf"), float("inf")
+
+
+def next_tick_s(ledger: Ledger, pending: PendingRequests, policy: Policy) -> float:
+    """The monotonic time before which no tick changes anything, if nothing else happens; `AT_ONCE` or `NEVER`."""
+    if pending or ledger.queue or ledger.unreported or ledger.silent_s:
+        return AT_ONCE
+    if ledger.budgets and ledger.leases_of_tokens:
+        return AT_ONCE
+    deadline_s = ledger.due.heap[0][0] if ledger.due.heap else NEVER
+    pause_s = ledger.demand_classes.pauses[0][0] if ledger.demand_classes.pauses else NEVER
+    reported = next(iter(ledger.node_observations.values()), None)
+    silent_s = NEVER if reported is None else reported.reported_at_s + policy.silence_s
+    return min(deadline_s, pause_s, silent_s, _forget_key_s(ledger, policy))
+
+
+def _forget_key_s(ledger: Ledger, policy: Policy) -> float:
+    if len(ledger.keys_known_since) < len(ledger.keys) or len(ledger.keys) > policy.max_keys:
+        return AT_ONCE
+    since_s = next(iter(ledger.keys_known_since.values()), NEVER)
+    return since_s + policy.key_lifetime_s
