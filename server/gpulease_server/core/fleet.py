@@ -6,6 +6,7 @@ import bisect
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 from gpulease_protocol.model import Demand, GpuState
@@ -13,6 +14,8 @@ from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
 
 Member = TypeVar("Member")
+_PCI_ORDER = attrgetter("index", "uuid")
+"""What a node's devices are sorted by."""
 MAX_KNOWN_UUIDS = 100_000
 """How many UUIDs may be kept of the demands that were looked for: those that they name, and those that could serve
 them. About 10 MB."""
@@ -62,7 +65,8 @@ class Fleet:
     """How many UUIDs are in `candidates`."""
 
     def put_gpu(self, before: GpuRecord | None, record: GpuRecord) -> None:
-        """Add or change a GPU. `find_free` is to be called for its node, and for the one on which it was."""
+        """Add or change a GPU. `find_free` is to be called for its node and for the one on which it was, or, where its
+        device has not changed, `find_whether_free` for it."""
         device = record.device
         if before is not None:
             self._count_holder(before, -1)
@@ -93,7 +97,27 @@ class Fleet:
         """Bring what is free on a node up to date."""
         unheld = self.unheld.get(name, {}).values()
         free = [gpu.device for gpu in unheld if state_by_report(gpu, observation, node) is GpuState.FREE]
-        uuids = tuple(device.uuid for device in sorted(free, key=lambda device: device.index))
+        self._put_free(name, tuple(device.uuid for device in sorted(free, key=_PCI_ORDER)))
+
+    def find_whether_free(
+        self, record: GpuRecord, node: NodeRecord | None, observation: NodeObservation | None
+    ) -> None:
+        """The same for one of its GPUs, which is the only one that has changed."""
+        name, device = record.device.node, record.device
+        before = self.free.get(name, ())
+        is_free = record.lease_id is None and state_by_report(record, observation, node) is GpuState.FREE
+        if is_free is (device.uuid in before):
+            return
+        if is_free:
+            gpus = self.gpus_of_node[name]
+            at = bisect.bisect_left(before, _PCI_ORDER(device), key=lambda uuid: _PCI_ORDER(gpus[uuid].device))
+            self._put_free(name, (*before[:at], device.uuid, *before[at:]))
+        else:
+            at = before.index(device.uuid)
+            self._put_free(name, before[:at] + before[at + 1 :])
+
+    def _put_free(self, name: str, uuids: tuple[str, ...]) -> None:
+        """Note which GPUs of a node are free."""
         before = self.free.pop(name, ())
         if len(before) != len(uuids):
             if before:

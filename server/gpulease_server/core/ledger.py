@@ -7,13 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gpulease_protocol.model import (
-    Event,
-    JobState,
-    Lease,
-    LeaseState,
-    NodeMode,
-)
+from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.due_leases import DueLeases
@@ -212,9 +206,12 @@ class Ledger:
         before = self.gpus.get(record.device.uuid)
         self.gpus[record.device.uuid] = record
         self.fleet.put_gpu(before, record)
-        if before is not None and before.device.node != record.device.node:
-            self._find_free(before.device.node)
-        self._find_free(record.device.node)
+        node = record.device.node
+        if before is not None and before.device is record.device:
+            self.fleet.find_whether_free(record, self.nodes.get(node), self.node_observations.get(node))
+        else:
+            for name in {node: None, (before or record).device.node: None}:
+                self._find_free(name)
         if before is None or before.fencing_token != record.fencing_token:
             self._count_token(record.fencing_token, 1)
             if before is not None:
@@ -261,6 +258,10 @@ class Ledger:
 
     def _put_lease(self, record: LeaseRecord) -> None:
         lease, before = record.lease, self.leases.get(record.lease.id)
+        if before is not None and record.is_renewal_of(before):
+            self.leases[lease.id] = record
+            self.unclaimed.discard(lease.id)
+            return
         if before is not None and before.lease.state is LeaseState.ACTIVE:
             self._count_active(before.lease, -1)
         if lease.state is LeaseState.ACTIVE:
@@ -371,8 +372,7 @@ class Ledger:
             for name in list(self.unmet[record.job.id]):
                 self._meet_dependency(DependencyMet(record.job.id, name))
         self.next_number = max(self.next_number, record.number + 1)
-        waits = record.job.state is JobState.QUEUED
-        if waits is not (record.job.id in self.queued_bytes):
+        if (waits := record.job.state is JobState.QUEUED) is not (record.job.id in self.queued_bytes):
             self._count_bytes(record.job.id, record.job.user, job_bytes(record.spec, record.job) if waits else 0)
         if not record.job.state.final:
             self.live_jobs[record.job.id] = record

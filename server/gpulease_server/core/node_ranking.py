@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Selection
-from gpulease_server.core.placement import Blocked, NeedsReading, Placed, Search, find_candidates
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, RankedNode, Search, find_candidates
 
 
 @dataclass(slots=True)
@@ -36,16 +36,20 @@ class NodeRanking:
         first = self._seen is None
         names = found.nodes_in(search.ledger.fleet.free) if first else dict.fromkeys(self.taken[self._seen :])
         self._seen = len(self.taken)
+        looked_at: dict[str, RankedNode] = {}
         for node in names:
-            ranked = search.on_node(node, found.by_node[node]) if node in found.by_node else None
+            ranked = search.on_node(node, found) if node in found.by_node else None
             if ranked is None:
                 self._ranks.pop(node, None)
             elif self._ranks.get(node) != ranked.rank:
                 self._ranks[node] = ranked.rank
                 heapq.heappush(self._heap, ranked.rank)
+            if ranked is not None:
+                looked_at[node] = ranked
         while self._heap:
             rank = self._heap[0]
-            ranked = search.on_node(rank[2], found.by_node[rank[2]]) if self._ranks.get(rank[2]) == rank else None
+            is_current = self._ranks.get(rank[2]) == rank
+            ranked = (looked_at.get(rank[2]) or search.on_node(rank[2], found)) if is_current else None
             if ranked is not None:
                 return ranked.placed
             heapq.heappop(self._heap)

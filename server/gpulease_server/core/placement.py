@@ -219,23 +219,24 @@ class Search:
         best: RankedNode | None = None
         after_reading: NeedsReading | None = None
         for node in found.nodes_in(self.ledger.fleet.unheld):
-            ranked = self.on_node(node, found.by_node[node])
+            ranked = self.on_node(node, found)
             if ranked is not None:
                 best = ranked if best is None or ranked.rank < best.rank else best
             elif self.allow_reread and after_reading is None:
                 after_reading = self.after_reading(node, found.by_node[node])
         return best.placed if best is not None else after_reading or self.blocked(found)
 
-    def on_node(self, node: str, uuids: tuple[str, ...]) -> RankedNode | None:
-        """The GPUs of a node for the demand; None if it has too few. `uuids`: those that could serve it ever."""
-        ledger, needed = self.ledger, gpus_needed(self.demand, uuids)
+    def on_node(self, node: str, found: Candidates) -> RankedNode | None:
+        """The GPUs of a node for the demand; None if it has too few. `found`: those that could serve it ever."""
+        ledger, needed = self.ledger, gpus_needed(self.demand, found.by_node[node])
         free = ledger.fleet.free.get(node, ())
         if len(free) < needed or not self._may_serve(node, needed):
             return None
         if node_problem(ledger, node, self.now, self.policy) is not None:
             return None
-        gpus = (ledger.gpus[uuid] for uuid in uuids if uuid in free and uuid not in self.reserved)
-        usable = [gpu for gpu in gpus if not lacks_memory(ledger, self.demand, gpu)]
+        usable = [uuid for uuid in free if uuid in found.uuids and uuid not in self.reserved]
+        if self.demand.min_free_memory_bytes is not None:
+            usable = [uuid for uuid in usable if not lacks_memory(ledger, self.demand, ledger.gpus[uuid])]
         if len(usable) < needed:
             return None
         chosen = self._choose(usable, needed)
@@ -261,16 +262,16 @@ class Search:
         observation = self.ledger.node_observations.get(node)
         return all(is_recent(observation, gpu.device.uuid, self.now, self.policy, self.requested_at_s) for gpu in gpus)
 
-    def _choose(self, usable: list[GpuRecord], needed: int) -> list[GpuRecord]:
+    def _choose(self, usable: list[str], needed: int) -> list[GpuRecord]:
         """The GPUs to be granted, in their order."""
-        if self.demand.selection is Selection.AUTO:
-            return usable[: self.most_gpus]
+        most = self.most_gpus if self.demand.selection is Selection.AUTO else needed
+        chosen = [self.ledger.gpus[uuid] for uuid in usable[:most]]
         if self.demand.selection is not Selection.LISTED:
-            return usable[:needed]
+            return chosen
         # As they were listed; those listed by UUID come after those listed by index.
         names: tuple[int | str, ...] = (*self.demand.indices, *self.demand.uuids)
         places = {name: place for place, name in enumerate(names)}
-        return sorted(usable[:needed], key=lambda gpu: places.get(gpu.device.index, places.get(gpu.device.uuid, 0)))
+        return sorted(chosen, key=lambda gpu: places.get(gpu.device.index, places.get(gpu.device.uuid, 0)))
 
     def _maybe_after_reading(self, node: str, gpus: list[GpuRecord], needed: int) -> NeedsReading | None:
         """Enough GPUs that are free, or that only the last reading of the hardware ruled out."""

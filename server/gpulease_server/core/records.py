@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Device, Event, GpuLink, GpuReading, Job, JobSpec, Lease, NodeMode
+from gpulease_protocol.model import Device, Event, GpuLink, GpuReading, Job, JobSpec, Lease, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import LeaseOwner
 
 
@@ -61,6 +61,11 @@ class LeaseRecord:
     """When it was asked for, on the monotonic clock; before everything for one of an earlier daemon process."""
     granted_at_s: float | None = field(default=None, compare=False)
     """When it was granted, on the monotonic clock."""
+
+    def is_renewal_of(self, before: LeaseRecord) -> bool:
+        """True where only the last sign of life of an active lease has changed, as in most changes of a busy ledger."""
+        same = self.lease is before.lease and self.watched_owner is before.watched_owner
+        return same and self.lease.state is LeaseState.ACTIVE and self.renewed_at is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
