@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +142,20 @@ class SimulatedReader:
 
     def read(self, leases: Sequence[NodeLease], complete: bool = True, reread: Collection[str] = ()) -> Reading:
         """The GPUs as currently described, always completely. Raises ReadingFailed if the file cannot be used."""
+        return self._read(leases)
+
+    def _read(self, leases: Sequence[NodeLease], only: Collection[str] | None = None) -> Reading:
+        """The GPUs, or these alone."""
         if self._count is not None:
+            counted = (gpu for gpu in idle_gpus(self._count, self._node) if only is None or gpu.uuid in only)
             return Reading(
-                gpus=self._with_processes(idle_gpus(self._count, self._node), leases),
-                driver_version=DRIVER_VERSION,
-                simulated=True,
+                gpus=self._with_processes(tuple(counted), leases), driver_version=DRIVER_VERSION, simulated=True
             )
         machine = read_file(self._path)
         self._hang(machine.get("hang_s") or 0)
+        described = (gpu for gpu in gpus_from(machine["gpus"]) if only is None or gpu.uuid in only)
         return Reading(
-            gpus=self._with_processes(gpus_from(machine["gpus"]), leases),
+            gpus=self._with_processes(tuple(described), leases),
             links=links_from(machine),
             driver_version=machine.get("driver_version", DRIVER_VERSION),
             simulated=True,
@@ -159,9 +164,9 @@ class SimulatedReader:
     def read_some(self, uuids: Collection[str], leases: Sequence[NodeLease]) -> Reading:
         """These GPUs as currently described. Raises ReadingFailed if the file cannot be used."""
         # A walk through all processes looks for those of these GPUs' leases alone.
-        reading = self.read([lease for lease in leases if not set(uuids).isdisjoint(lease.gpus)])
-        gpus = tuple(gpu for gpu in reading.gpus if gpu.uuid in uuids)
-        return replace(reading, gpus=gpus, whole=False, reread=tuple(sorted(gpu.uuid for gpu in gpus)))
+        some = frozenset(uuids)
+        reading = self._read([lease for lease in leases if not some.isdisjoint(lease.gpus)], some)
+        return replace(reading, whole=False, reread=tuple(sorted(gpu.uuid for gpu in reading.gpus)))
 
     def _hang(self, seconds: float) -> None:
         """Hang for this long, or until the file says otherwise; then continue as if nothing had happened."""
@@ -219,11 +224,13 @@ class SimulatedReader:
                 if gpu.memory_total_bytes is None
                 else min(used, max(gpu.memory_total_bytes, gpu.memory_used_bytes or 0))
             )
-        busy = self._count is not None and bool(working)
+        busy, mode = self._count is not None and bool(working), self._mode(gpu)
+        if not (listed or working or gpu.processes) and mode is gpu.compute_mode and gpu.node == self._node:
+            return gpu
         return replace(
             gpu,
             node=self._node,
-            compute_mode=self._mode(gpu),
+            compute_mode=mode,
             processes=(*listed, *sorted(working, key=lambda process: process.pid)),
             memory_used_bytes=used,
             utilization_ratio=BUSY_RATIO if busy else gpu.utilization_ratio,
@@ -239,10 +246,11 @@ def _file_version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def idle_gpus(count: int, node: str) -> list[GpuReading]:
+@cache
+def idle_gpus(count: int, node: str) -> tuple[GpuReading, ...]:
     """`count` idle GPUs. Their UUIDs derive from the node's name, so that two simulated nodes differ."""
     entries = [{"uuid": f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{node}.gpulease')}"} for index in range(count)]
-    return gpus_from(entries)
+    return tuple(replace(gpu, node=node) for gpu in gpus_from(entries))
 
 
 def gpus_from(entries: Sequence[Mapping[str, Any]]) -> list[GpuReading]:
