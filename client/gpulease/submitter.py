@@ -8,8 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpulease.agent_fields import agent_fields
+from gpulease_protocol.host.variables import CA_FILE, TOKEN, TOKEN_FILE, URL
 from gpulease_protocol.launchers import strip_launcher_variables
 from gpulease_protocol.requests import RESOURCE_LIMITS
+
+NOT_FOR_JOBS = (URL, TOKEN, TOKEN_FILE, CA_FILE, "_")
+"""Variables of the submitting process that mean nothing to its job, or are secret."""
 
 
 def job_fields(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -27,12 +31,13 @@ def job_fields(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's variables, without those of other launches and without the bearer token.
+    """This process's variables, without those of other launches and those that lead this process to the daemon: a job
+    may run on another host, and gets those of its worker.
 
     A value that is not UTF-8 cannot be sent and is left out.
     """
-    variables = strip_launcher_variables(os.environ)
-    kept = {name: value for name, value in variables.items() if name and name not in ("GPULEASE_TOKEN", "_")}
+    found = strip_launcher_variables(os.environ)
+    kept = {name: value for name, value in found.items() if name and name not in NOT_FOR_JOBS}
     return {name: value for name, value in kept.items() if (name + value).isascii() or _is_text(name + value)}
 
 

@@ -117,6 +117,13 @@ def test_accelerate_gets_its_own_configuration_in_place_of_the_users() -> None:
     assert (config["distributed_type"], config["num_processes"], config["gpu_ids"]) == ("MULTI_GPU", 2, "all")
 
 
+@pytest.mark.parametrize(("asked", "expected"), [({}, "/srv/ca.pem"), ({"GPULEASE_CACERT": "/own.pem"}, "/own.pem")])
+def test_a_job_trusts_what_its_worker_trusts(asked: dict[str, str], expected: str) -> None:
+    task = order("j", spec("p", environment=asked))
+    found = launch_plan.environment(task, {}, "https://gpubox:8750", ca_file="/srv/ca.pem")
+    assert (found["GPULEASE_URL"], found["GPULEASE_CACERT"]) == ("https://gpubox:8750", expected)
+
+
 @pytest.mark.parametrize(
     ("job", "complaint"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import time
 import uuid
@@ -101,6 +102,7 @@ class WorkerLoop:
             self._changed.set,
             settings.of_jobs,
             settings.keep_jobs,
+            destination.ca_file and os.path.abspath(destination.ca_file),
         )
         self._leases = LeaseCache(settings.data_dir.absolute())
         self._owners = OwnerWatcher(self._changed.set)

@@ -69,6 +69,13 @@ class WorkerSettings:
         flag="--plain-http/--no-plain-http",
         group=DAEMON,
     )
+    token_file: Path | None = setting(
+        None,
+        "File with the bearer token for the daemon, which no other user may read. Else the token is in GPULEASE_TOKEN.",
+        variable="GPULEASE_TOKEN_FILE",
+        metavar="FILE",
+        group=DAEMON,
+    )
     node: str = shared(host_node_name, NODE)
     address: str | None = setting(
         None,

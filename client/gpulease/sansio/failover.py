@@ -34,7 +34,7 @@ from gpulease_protocol.errors import (
     error_from_problem,
     respelled,
 )
-from gpulease_protocol.host import addresses, certificates, config_file, systemd
+from gpulease_protocol.host import addresses, certificates, config_file, systemd, token_file
 from gpulease_protocol.host.addresses import Address
 from gpulease_protocol.host.variables import unknown_variables
 
@@ -83,7 +83,8 @@ class Destination:
 
     @classmethod
     def of(cls, url: str | Sequence[str] | None, bearer_token: str | None, timeout_s: float) -> Self:
-        """From the arguments, else GPULEASE_URL, GPULEASE_TOKEN and GPULEASE_CACERT, else a configuration file.
+        """From the arguments, else GPULEASE_URL, GPULEASE_TOKEN or GPULEASE_TOKEN_FILE, and GPULEASE_CACERT, else a
+        configuration file.
 
         The file's token is never sent to an address from elsewhere. Raises InvalidRequest.
         """
@@ -91,7 +92,7 @@ class Destination:
         is_explicit = bool(url or os.environ.get("GPULEASE_URL"))
         configured = {} if is_explicit else config_file.client()
         if bearer_token is None:
-            bearer_token = os.environ.get("GPULEASE_TOKEN") or configured.get("token")
+            bearer_token = token_file.from_environment() or configured.get("token")
         url = url or configured.get("url")
         found = addresses.candidates(url)
         trusted = certificates.ca_file(found)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import click
+from click.core import ParameterSource
+
 from gpulease_cli.help_format import command
 from gpulease_cli.installed_commands import needs_extra
 from gpulease_cli.parameters import option
 from gpulease_cli.setting_options import takes_settings
+from gpulease_protocol.host import token_file, variables
 from gpulease_worker.settings import WorkerSettings
 
 
@@ -19,6 +23,14 @@ def worker(settings: WorkerSettings, with_parent: bool) -> int:
     """Run the worker of this host: it watches the GPUs and launches jobs."""
     with needs_extra("worker"):
         from gpulease_worker.main import run  # noqa: PLC0415 - an extra
-    settings = replace(settings, token=os.environ.get("GPULEASE_TOKEN") or None, with_parent=with_parent)
+    settings = replace(settings, token=_token(settings), with_parent=with_parent)
     _ = settings.urls  # raises for an address that is none, before anything has been done
     return run(settings)
+
+
+def _token(settings: WorkerSettings) -> str | None:
+    """The bearer token: of the file in the option, else GPULEASE_TOKEN, else of the file that is named elsewhere."""
+    source = click.get_current_context().get_parameter_source("token_file")
+    if settings.token_file is None or (source is not ParameterSource.COMMANDLINE and os.environ.get(variables.TOKEN)):
+        return os.environ.get(variables.TOKEN) or None
+    return token_file.read(str(settings.token_file), "--token-file")

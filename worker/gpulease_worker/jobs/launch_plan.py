@@ -82,6 +82,7 @@ def plan_launch(
     logs: Path,
     account: UserAccount | None = None,
     settings: JobSettings | None = None,
+    ca_file: str | None = None,
 ) -> LaunchPlan:
     """How a job is run.
 
@@ -94,6 +95,7 @@ def plan_launch(
         logs: Directory of its log files, absolute.
         account: The user it runs as, where that is not the worker's own.
         settings: What the worker's settings say; the defaults where None.
+        ca_file: Certificates to trust for https to the daemon; the system's where None.
 
     Raises:
         ValueError: the lease lacks something that the launcher needs.
@@ -107,7 +109,7 @@ def plan_launch(
         job_id=order.job_id,
         lease_id=order.lease_id,
         argv=launcher_argv.argv(order, interpreter, logs),
-        environment=environment(order, own, url, account),
+        environment=environment(order, own, url, account, ca_file),
         working_directory=spec.working_directory or str(work),
         timeout_s=spec.timeout_s,
         starts_ranks=traits.starts_ranks,
@@ -137,7 +139,11 @@ def interpreter_of(order: JobOrder, python: str) -> str:
 
 
 def environment(
-    order: JobOrder, own: Mapping[str, str], url: str, account: UserAccount | None = None
+    order: JobOrder,
+    own: Mapping[str, str],
+    url: str,
+    account: UserAccount | None = None,
+    ca_file: str | None = None,
 ) -> dict[str, str]:
     """A few of the worker's variables, overridden by the job's, overridden by the lease's.
 
@@ -154,6 +160,7 @@ def environment(
         | inherited
         | login
         | {"GPULEASE_URL": url, "PYTHONUNBUFFERED": "1"}
+        | ({} if ca_file is None else {"GPULEASE_CACERT": ca_file})
         | strip_reserved_variables(order.spec.environment)
         | order.env
         | _simulated_mask(order)

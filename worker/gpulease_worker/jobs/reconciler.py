@@ -53,6 +53,7 @@ class JobReconciler:
         changed: Called from the event loop when a job has changed by itself.
         settings: What the worker's settings say about jobs; the defaults where None.
         keep: How many directories of forgotten jobs are kept.
+        ca_file: Certificates to trust for https to the daemon, for the jobs' environment; the system's where None.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class JobReconciler:
         changed: Callable[[], None],
         settings: JobSettings | None = None,
         keep: int = KEEP_JOBS,
+        ca_file: str | None = None,
     ) -> None:
         self._root = data_dir / "jobs"
         self._news: NewsListener | None = None
         self._url = url
+        self._ca_file = ca_file
         self._settings = settings
         self._keep = keep
         self._supervisors = SupervisorWatcher(changed)
@@ -222,6 +225,7 @@ class JobReconciler:
             logs=directory / job_records.LOGS,
             account=None if order.uid in (None, own) else user_accounts.account_of(order.uid, order.gid),
             settings=self._settings,
+            ca_file=self._ca_file,
         )
 
     def _make(self, order: JobOrder, plan: LaunchPlan) -> None:
