@@ -135,8 +135,8 @@ def check_exposure(settings: ServeSettings, host: str) -> None:
     if not (is_loopback(host) or host == "localhost" or settings.tls is not None or settings.behind_proxy):
         raise CannotStart(
             f"{host} is not a loopback address. Without TLS, anyone on the network can read the tokens.",
-            remedy="Give --tls-cert and --tls-key, or --behind-proxy where a proxy speaks TLS, or use --host 127.0.0.1"
-            " and ssh -L.",
+            remedy="Give --tls-auto, or --tls-cert and --tls-key, or --behind-proxy where a proxy speaks TLS, or use"
+            " --host 127.0.0.1 and ssh -L.",
         )
 
 

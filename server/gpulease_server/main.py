@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -47,7 +47,12 @@ from gpulease_server.store.database import database_file, redacted, unusable_err
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
 
+if TYPE_CHECKING:
+    from gpulease_server.tls_authority import TlsAuthority
+
 log = logging.getLogger("gpulease.serve")
+RENEW_S = 3600.0
+"""Time between two looks at the daemon's own certificate."""
 TAKE_PORT_S = 5.0
 """Time between two attempts to take a port that another user has."""
 DATE_S = 1.0
@@ -68,7 +73,8 @@ def serve(settings: ServeSettings) -> int:
 def _serve(settings: ServeSettings) -> int:
     check_simulation(settings.simulate)
     check_exposure(settings, settings.host)
-    check_tls(settings)
+    if not settings.tls_auto:
+        check_tls(settings)
     check_peers(settings)
     data_dir = settings.data_dir.absolute()
     try:
@@ -80,6 +86,7 @@ def _serve(settings: ServeSettings) -> int:
     url = settings.database_url or default_database_url(data_dir)
     with contextlib.ExitStack() as stack:
         stack.enter_context(FileLock(data_dir / "daemon.lock", str(data_dir), "--data-dir"))
+        authority = own_authority(settings) if settings.tls_auto else None
         lock = stack.enter_context(contextlib.closing(writer_lock(url)))
         holder = None
         if settings.standby:
@@ -95,7 +102,8 @@ def _serve(settings: ServeSettings) -> int:
         if holder is None:
             lock.keep_alive(store.fence.check)
             take_over(store, url)
-        return _Serving(settings, data_dir, url, store, lock).run(holder, listeners)
+        serving = _Serving(settings, data_dir, url, store, lock, authority)
+        return serving.run(holder, listeners)
 
 
 def _stand_by(lock: WriterLock, url: str) -> str | None:
@@ -149,6 +157,18 @@ def check_tls(settings: ServeSettings) -> None:
             raise CannotStart(detail, remedy="Give a certificate and its key, in PEM, without a password.") from None
 
 
+def own_authority(settings: ServeSettings) -> TlsAuthority:
+    """The daemon's own certificate authority, with a certificate that is valid. Raises `CannotStart`."""
+    try:
+        from gpulease_server.tls_authority import TlsAuthority  # noqa: PLC0415 - cryptography takes 100 ms and 10 MiB
+    except ModuleNotFoundError as error:
+        detail = f"--tls-auto needs the package {error.name}, which is not installed."
+        raise CannotStart(detail, remedy="pip install 'gpulease[server]'") from None
+    authority = TlsAuthority(settings.tls_directory, (settings.host, *settings.tls_names))
+    authority.renew()
+    return authority
+
+
 def check_peers(settings: ServeSettings) -> None:
     """Raise `CannotStart` if the worker that this daemon starts would refuse to report to a peer."""
     peers = candidates(settings.peers) if settings.peers else ()
@@ -176,8 +196,17 @@ def _no_password() -> str:
 class _Serving:
     """A running daemon: its parts, from start to end."""
 
-    def __init__(self, settings: ServeSettings, data_dir: Path, url: str, store: Store, lock: WriterLock) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        data_dir: Path,
+        url: str,
+        store: Store,
+        lock: WriterLock,
+        authority: TlsAuthority | None = None,
+    ) -> None:
         self.settings = settings
+        self.authority = authority
         self.data_dir = data_dir
         self.url = url
         self.node = settings.node
@@ -261,6 +290,8 @@ class _Serving:
             systemd_notify.watchdog(),
         )
         tasks = [asyncio.create_task(part) for part in parts]
+        if self.authority is not None:
+            tasks.append(asyncio.create_task(self._keep_certificate(self.authority)))
         if settings.worker:
             place = self.data_dir / "worker"
             logs = ("--log-format", settings.log_format, "--log-level", settings.log_level)
@@ -276,6 +307,17 @@ class _Serving:
         await self.recorder.save(self.daemon.now().mono_s, everything=True)
         await self.bearer_tokens.save_uses()
         self.writer.close()
+
+    async def _keep_certificate(self, authority: TlsAuthority) -> None:
+        """Renew the daemon's certificate in time, until cancelled; new connections get the new one."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                if await asyncio.to_thread(authority.renew) and self.server.config.ssl is not None:
+                    file = self.settings.tls_directory / "server.pem"
+                    self.server.config.ssl.load_cert_chain(file)
+            except (CannotStart, OSError) as error:
+                log.error("the certificate cannot be renewed: %s", error)
 
     async def _write(self) -> None:
         """Run the writer; as a standby first if there is another writer."""

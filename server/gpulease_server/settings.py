@@ -138,6 +138,23 @@ class ServeSettings:
     tls_key: Path | None = setting(
         None, "The private key of that certificate (PEM).", variable="GPULEASE_TLS_KEY", metavar="FILE", group=NETWORK
     )
+    tls_auto: bool = setting(
+        False,
+        "Serve TLS on TCP with a certificate of the daemon's own authority, which it makes in `tls/` of the data "
+        "directory and renews in time.",
+        variable="GPULEASE_TLS_AUTO",
+        flag="--tls-auto/--no-tls-auto",
+        group=NETWORK,
+    )
+    tls_names: tuple[str, ...] = setting(
+        (),
+        "With --tls-auto: a name or address of this host that the certificate is for, beside those that it knows. "
+        "Repeatable.",
+        variable="GPULEASE_TLS_NAMES",
+        flag="--tls-name",
+        metavar="NAME",
+        group=NETWORK,
+    )
     behind_proxy: bool = setting(
         False,
         "A proxy terminates TLS: callers over TCP are identified by token alone.",
@@ -330,11 +347,21 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if (self.tls_cert is None) is not (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key are given together or not at all")
+        if self.tls_auto and self.tls_cert is not None:
+            raise ValueError("--tls-auto makes a certificate, and --tls-cert names one: give one of them")
 
     @property
     def tls(self) -> Tls | None:
         """The files for TLS on TCP; None without TLS."""
+        if self.tls_auto:
+            own = self.tls_directory / "server.pem"
+            return Tls(own, own)
         return None if self.tls_cert is None or self.tls_key is None else Tls(self.tls_cert, self.tls_key)
+
+    @property
+    def tls_directory(self) -> Path:
+        """Where the daemon's own authority is, with `tls_auto`."""
+        return self.data_dir.absolute() / "tls"
 
     @property
     def peer_urls(self) -> tuple[str, ...]:

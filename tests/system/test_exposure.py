@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from gpulease import Client, DaemonUnavailable
 from gpulease_server.listeners import CannotStart
 from gpulease_server.main import check_tls
 from gpulease_server.settings import ServeSettings
@@ -72,6 +73,26 @@ def test_tls_and_a_token_open_the_door_and_nothing_else_does(exposed: DaemonProc
     refused.value.close()
     with pytest.raises(OSError):  # not TLS
         call(exposed.port, "GET", "/healthz")
+
+
+def test_a_daemon_with_an_authority_of_its_own_is_trusted_by_who_knows_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = OverSocket(tmp_path / "d", "--no-worker", "--tls-auto", "--host", "0.0.0.0")
+    url = f"https://127.0.0.1:{running.port}"
+    try:
+        running.start(ready=False)
+        bearer = call(running.socket, "POST", "/v1/tokens", {"user": "ann"}).json["bearer"]
+        with Client(url, bearer, retry_s=0.0) as client, pytest.raises(DaemonUnavailable, match="not trusted"):
+            client.gpus()
+        monkeypatch.setenv("GPULEASE_CACERT", str(running.data_dir / "tls" / "ca.pem"))
+        with Client(url, bearer) as client:
+            assert client.gpus() == ()
+            running.stop()
+            running.start(ready=False)
+            assert client.gpus() == (), "after a restart it is the same authority"
+    finally:
+        running.stop()
 
 
 def test_the_command_line_sends_the_token(exposed: DaemonProcess, files: tuple[Path, Path]) -> None:
