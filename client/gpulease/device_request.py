@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from gpulease.cuda.libcuda import CudaTimeout
 from gpulease.cuda.ordinals import MASK, VisibleDevices, check_mask_changeable, visible_gpus
 from gpulease.device_reuse import LEASE_VARIABLE, REGISTRY, DeviceRequirements, check_no_blocks
 from gpulease.lease import HeldLease, LeaseClient, own_lease_ids
+from gpulease.own_node import own_node
 from gpulease_protocol.durations import LONGEST_S, parse_duration
 from gpulease_protocol.errors import (
     DaemonUnavailable,
@@ -206,9 +206,7 @@ def _length(seconds: float) -> str:
 
 def local_node(client: DeviceClient, names: set[str]) -> Node | None:
     """The node of this host, of those with these names; None if there is none."""
-    host = socket.gethostname()
-    local = {node.name: node for node in client.nodes() if node.host == host and node.name in names}
-    return local[host if host in local else min(local)] if local else None
+    return own_node(node for node in client.nodes() if node.name in names)
 
 
 def _check_count(num_devices: int, visible: VisibleDevices) -> None:

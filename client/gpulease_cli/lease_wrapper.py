@@ -208,6 +208,7 @@ def _be_holder(descriptor: int, writer: int, nothing: int, asked: dict[str, Any]
     import shlex  # noqa: PLC0415 - for this mode only
 
     from gpulease.client import Client  # noqa: PLC0415
+    from gpulease.own_node import node_to_ask_for  # noqa: PLC0415
     from gpulease_cli import caller_mask, wait_progress  # noqa: PLC0415
     from gpulease_cli.surrounding_lease import surrounding_lease  # noqa: PLC0415
     from gpulease_protocol.launchers import lease_variables  # noqa: PLC0415
@@ -216,9 +217,11 @@ def _be_holder(descriptor: int, writer: int, nothing: int, asked: dict[str, Any]
         around = surrounding_lease(client)
         if around is not None:
             raise InUse(f"This shell has {around.id} already.", remedy="Give it back first, or run what needs it here.")
+        node = node_to_ask_for(client, None, must_be_here=True)
         with client.lease(
             devices=asked["devices"],
-            among=caller_mask.among(client, 1, asked["devices"], None, quiet=False),
+            node=node,
+            among=caller_mask.among(client, 1, asked["devices"], node, quiet=False),
             wait_s=asked["wait"],
             ttl_s=asked["ttl"],
             label=asked["label"],

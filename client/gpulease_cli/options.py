@@ -74,7 +74,17 @@ MODEL = option(
     help="Only GPUs with TEXT in their name.",
 )
 NODE = option(
-    "--node", type=Field(click.STRING, _lease_request, "node"), metavar="NAME", help="Only GPUs of this node."
+    "--node",
+    type=Field(click.STRING, _lease_request, "node"),
+    metavar="NAME",
+    help="Only GPUs of this node; any: of whichever node, the default.",
+)
+OWN_NODE = option(
+    "--node",
+    type=Field(click.STRING, _lease_request, "node"),
+    metavar="NAME",
+    show_default="that of this host",
+    help="Only GPUs of this node; any: of whichever node.",
 )
 MASK = option(
     "--mask",

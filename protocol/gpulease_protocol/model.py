@@ -392,6 +392,10 @@ class Node(Noun):
     """When the last reading was taken, at the earliest."""
     links: tuple[GpuLink, ...] = ()
     """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
+    realm: str | None = None
+    """Which boot of which machine it is, and in which pid namespace its worker sees processes: `BOOT/NAMESPACE`, the
+    content of /proc/sys/kernel/random/boot_id and the target of /proc/self/ns/pid. Who finds the same boot is on its
+    host. Null where the worker cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import math
 import pickle
-import socket
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -34,6 +33,7 @@ from gpulease.client import Client
 from gpulease.executor.task_child import NotPicklable
 from gpulease.executor.task_loop import Task, TaskLoop
 from gpulease.executor.task_process import GRACE_S, ProcessDied, TaskTraceback
+from gpulease.own_node import none_here, own_node
 from gpulease_protocol.errors import InvalidRequest
 
 __all__ = ["GPUExecutor", "NotPicklable", "ProcessDied", "TaskTraceback"]
@@ -216,12 +216,16 @@ def _check(max_workers: int | None, gpus_per_task: int, mp_context: str | BaseCo
 
 
 def local_node(client: Client) -> tuple[str | None, int]:
-    """Name of this host's node and its number of GPUs; None and 0 if the daemon has no such node."""
-    host = socket.gethostname()
+    """Name of this host's node and its number of GPUs; None and 0 if the daemon knows no node yet.
+
+    Raises NeverFits if it has nodes of other hosts only.
+    """
     gpus = client.gpus()
-    names = sorted({gpu.node for gpu in gpus} & {node.name for node in client.nodes() if node.host == host})
-    name = host if host in names else names[0] if names else None
-    return name, sum(gpu.node == name for gpu in gpus)
+    nodes = [node for node in client.nodes() if node.name in {gpu.node for gpu in gpus}]
+    own = own_node(nodes)
+    if own is None and nodes:
+        raise none_here(nodes)
+    return (None, 0) if own is None else (own.name, sum(gpu.node == own.name for gpu in gpus))
 
 
 def _pickling_error(name: str, error: Exception) -> NotPicklable:

@@ -13,12 +13,13 @@ import click
 from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
 from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
+from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, id_completion, names, output, wait_progress
 from gpulease_cli.calling_shell import CallingShell, calling_shell
 from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DeviceForm, Field, Number
-from gpulease_cli.options import DEVICES, FENCING_TOKEN, JSON, LABEL, MODEL, NODE, WAIT, checked, ttl
+from gpulease_cli.options import DEVICES, FENCING_TOKEN, JSON, LABEL, MODEL, OWN_NODE, WAIT, checked, ttl
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
@@ -62,7 +63,7 @@ LEASES = argument(
 @WAIT
 @LABEL
 @MODEL
-@NODE
+@OWN_NODE
 @option("--new", is_flag=True, help="Lease other GPUs, even if this shell has a lease, which it keeps.")
 @JSON
 def acquire(
@@ -88,6 +89,7 @@ def acquire(
         if not new:
             _check_unbound(client)
         owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}
+        node = node_to_ask_for(client, node, must_be_here=False)
         among = caller_mask.among(client, gpus or 1, devices, node, quiet=False)
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
         asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}

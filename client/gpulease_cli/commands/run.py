@@ -21,10 +21,11 @@ from typing import Any
 
 from gpulease.client import Client
 from gpulease.lease import HeldLease
+from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
 from gpulease_cli.option_types import Field, Number
-from gpulease_cli.options import DEVICES, LABEL, MASK, MODEL, NODE, WAIT, ttl
+from gpulease_cli.options import DEVICES, LABEL, MASK, MODEL, OWN_NODE, WAIT, ttl
 from gpulease_cli.parameters import argument, option
 from gpulease_cli.surrounding_lease import BorrowedLease, chosen_gpus, surrounding_lease
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotNow, UnknownOrdinals
@@ -61,7 +62,7 @@ TTL = ttl("60s", "How soon the GPUs are free again if this program dies.")
 
 def lease_options(function: Callable[..., int]) -> Callable[..., int]:
     """Give a command the options of what runs under a lease, in this order."""
-    for add_option in reversed((COUNT, DEVICES, WAIT, LABEL, TTL, MODEL, NODE, MASK, NEW, QUIET)):
+    for add_option in reversed((COUNT, DEVICES, WAIT, LABEL, TTL, MODEL, OWN_NODE, MASK, NEW, QUIET)):
         function = add_option(function)
     return function
 
@@ -165,8 +166,8 @@ def _leased(
         with BorrowedLease(client, surrounding, chosen, process.terminate) as borrowed:
             yield borrowed
         return
-    devices = options["devices"]
-    among = caller_mask.among(client, gpus or 1, devices, options["node"], quiet=options["quiet"])
+    devices, node = options["devices"], node_to_ask_for(client, options["node"], must_be_here=True)
+    among = caller_mask.among(client, gpus or 1, devices, node, quiet=options["quiet"])
     with (
         wait_progress.QueueProgress(client) as progress,
         client.lease(
@@ -177,7 +178,7 @@ def _leased(
             ttl_s=options["ttl"],
             label=options["label"],
             gpu_model=options["model"],
-            node=options["node"],
+            node=node,
             on_lost=process.terminate,
             on_queued=progress.start,
         ) as lease,

@@ -11,6 +11,7 @@ import click
 
 from gpulease import submitter
 from gpulease.client import Client
+from gpulease.own_node import ANY_NODE
 from gpulease_cli import id_completion, names, output, submitted_command, wait_progress
 from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
@@ -157,7 +158,7 @@ def submit(
             retries=retries,
             max_restarts=max_restarts,
             gpu_model=model,
-            node=node,
+            node=None if node == ANY_NODE else node,
             interpreter=python,
             mask=None if mask is None else mask.value,
             array=None if array is None else _array(array),

@@ -191,6 +191,7 @@ def _put_node(turn: Turn, reported: NodeReported) -> None:
         driver_version=report.driver_version,
         simulated=report.simulated,
         seen_at=seen_at,
+        realm=report.realm,
     )
     if known != node:
         turn.put(node)

@@ -183,6 +183,7 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
         simulated=node.simulated,
         observed_at=None if observed_at_s is None else wall_clock(now, observed_at_s),
         links=observation.links if observation else (),
+        realm=node.realm,
     )
 
 

@@ -121,6 +121,8 @@ class NodeRecord:
     """Login name of the administrator."""
     seen_at: datetime | None = None
     """When it last reported, to the day; None where that is not known."""
+    realm: str | None = None
+    """Boot and pid namespace of its worker, as it last reported them; None where that is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,6 +142,7 @@ node = Table(
     Column("mode_reason", String(255)),
     Column("mode_by", String(255)),
     Column("seen_at", UtcDateTime),
+    Column("realm", String(128)),
 )
 
 event = Table(
