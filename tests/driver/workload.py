@@ -16,10 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.daemon import DaemonProcess, events, eventually
 from tests.driver.daemon_view import monotonic_s, states
@@ -212,6 +213,13 @@ class Faults:
         self.machine.restore(6)
         self.windows.append(FaultWindow("a lost GPU", 6, self.lost_at_s, time.monotonic() + RECOVERY_S))
 
+    def lost(self, gpus: Collection[int], at_s: float) -> bool:
+        """Whether one of these GPUs was lost then."""
+        return any(
+            window.what == "a lost GPU" and window.gpu in gpus and window.since_s <= at_s <= window.until_s
+            for window in self.windows
+        )
+
     def delay(self, lease_id: str, gpu: int, granted_s: float, gone_s: float, clean_s: float) -> Delay:
         """How long a GPU drained, and how much of that no fault explains."""
         possible_s, fault = gone_s, ""
@@ -275,17 +283,19 @@ def run_workload(
     figures = Figures(seconds=time.monotonic() - begun_s, violations=machine.violations())
     figures.failed += [line for line in users.stderr.splitlines() if line.startswith("Use(")]
     for path in directory.glob("*.jsonl"):
-        count_answers(figures, [json.loads(line) for line in path.read_text().splitlines()])
+        count_answers(figures, [json.loads(line) for line in path.read_text().splitlines()], faults)
     measure_delays(figures, running, machine, faults)
     return figures
 
 
-def count_answers(figures: Figures, lines: list[dict[str, str]]) -> None:
-    """Count the answers that one user logged."""
+def count_answers(figures: Figures, lines: list[dict[str, Any]], faults: Faults) -> None:
+    """Count the answers that one user logged. A training fails rightly if its GPU is lost just before it starts."""
+    gpus: list[int] = []
     for line in lines:
         figures.leases += "got" in line
         figures.jobs += "submitted" in line
-        if line.get("trains", "ready").startswith("failed"):
+        gpus = [UUIDS.index(uuid) for uuid in line["gpus"]] if "got" in line else gpus
+        if line.get("trains", "ready").startswith("failed") and not faults.lost(gpus, line["at_s"]):
             figures.failed.append(f"a training under a lease: {line['trains']}")
         if line.get("ended") == "failed":
             figures.failed.append(f"job {line['job']}: {line['reason']}")
