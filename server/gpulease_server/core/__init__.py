@@ -61,6 +61,7 @@ worker in a container ends leases of the host.
 | the machine restarts, a container does | another realm, so by heartbeat: `expired` at `ttl_s` |
 | a request's owner dies before its verdict | refused, nothing is recorded |
 | no one waits for a queued request any more, though its owner lives | `holder_died` after `ttl_s` |
+| it is granted while its holder waits | recorded as told with the grant, see `runtime.grant_waiters` |
 | it is granted in that time | unclaimed: `expired` after `ttl_s`, unless its holder asks about it or renews |
 | the client goes away while it waits, or before it is told of a grant at once | the same, after a minute at most |
 | the daemon restarts in that time | the same: it is recorded whether the holder has asked |

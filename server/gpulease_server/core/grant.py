@@ -22,7 +22,8 @@ def grant(
 ) -> None:
     """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant.
 
-    `unclaimed`: it was granted out of the queue, and its holder must ask about it before its owner's life keeps it.
+    `unclaimed`: it was granted out of the queue while its holder did not wait, who must ask about it before its owner's
+    life keeps it.
     """
     ledger, lease = turn.ledger, record.lease
     token, node = ledger.next_token, gpus[0].device.node

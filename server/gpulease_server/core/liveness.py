@@ -2,9 +2,9 @@
 
 A process lives on when its user gives up a request: Ctrl-C in a notebook, a shell that runs curl. So the life of the
 owner keeps only what its holder is known to have. In the queue, waiting keeps a request. A lease that was granted out
-of the queue is *unclaimed* until its holder asks about it, and lasts `ttl_s` until then; so is one whose client had
-gone before it was told. A client that goes away before it is answered leaves its request, or the grant, for a minute at
-most (`ANSWER_LOST_S`), unless it comes back.
+of the queue while its holder did not wait is *unclaimed* until its holder asks about it, and lasts `ttl_s` until then;
+so is one whose client had gone before it was told. A client that goes away before it is answered leaves its request, or
+the grant, for a minute at most (`ANSWER_LOST_S`), unless it comes back.
 
 The failure table is in the package's essay (`gpulease_server.core`).
 """

@@ -124,7 +124,10 @@ def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending
         _record_pending(turn, pending)
     adopted = pending is not None and pending.adoption is not None
     reason = f"adopted process {record.lease.holder.owner_pid}" if adopted else None
-    grant(turn, record, gpus, unclaimed=pending is None and record.lease.job_id is None, reason=reason)
+    is_told = pending is not None or record.lease.id in turn.waiting_holders
+    grant(turn, record, gpus, unclaimed=not is_told and record.lease.job_id is None, reason=reason)
+    if is_told and pending is None:
+        turn.told.append(record.lease.id)
     job = turn.ledger.jobs.get(record.lease.job_id or "")
     if job is not None:
         lease = turn.ledger.leases[record.lease.id].lease

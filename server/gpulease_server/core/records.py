@@ -54,7 +54,7 @@ class LeaseRecord:
     """`MASTER_PORT`, leased with the GPUs."""
     renewed_at: datetime | None = None
     """Last sign of life; what a worker sees of an owner is not recorded. None from a grant of which no one was told, as
-    one out of the queue, until its holder asks about it: the lease is unclaimed."""
+    one out of the queue for which no one waited, until its holder asks about it: the lease is unclaimed."""
     watched_owner: WatchedOwner | None = None
     """Its owner, where that is known beyond a pid. It is watched while the lease's liveness is `process`."""
     requested_at_s: float = field(default=float("-inf"), compare=False)

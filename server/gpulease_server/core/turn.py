@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,10 @@ class Turn:
     """Undecided requests; outlives the turn, unlike the rest."""
     requested_readings: dict[str, float] = field(default_factory=dict)
     """Nodes asked for a fresh reading, and since when; outlives the turn."""
+    waiting_holders: Container[str] = frozenset()
+    """Ids of leases whose holders wait for them at this moment: they are told of a grant once it is committed."""
+    told: list[str] = field(default_factory=list)
+    """Ids of those that were granted."""
     cause: str = ""
     """Id of the happening now being decided."""
     changes: list[Change] = field(default_factory=list)

@@ -23,6 +23,7 @@ from gpulease_server.core.records import Change, Deadline
 from gpulease_server.core.turn import Answer, Turn
 from gpulease_server.runtime import clock, event_log
 from gpulease_server.runtime.daemon_metrics import DaemonMetrics
+from gpulease_server.runtime.grant_waiters import GrantWaiters
 from gpulease_server.runtime.outage import (
     FIRST_PAUSE_S,
     MAX_PAUSE_S,
@@ -88,6 +89,7 @@ class Writer:
         self.reading_requests: dict[str, float] = {}
         """Nodes that are asked for a new reading, and since when. A node is asked once the reason is committed, lest
         its worker has to read again when it learns which GPU drains."""
+        self.grant_waiters = GrantWaiters()
         self.metrics = DaemonMetrics()
         self._file_guard = FileGuard(store.engine)
         self.disk_reserve = DiskReserve(store.engine)
@@ -259,12 +261,14 @@ class Writer:
         return True
 
     def _decide(self, submissions: list[Submission]) -> Turn:
-        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self._requested_readings)
+        waiters = self.grant_waiters
+        turn = Turn(self._ledger, clock.now(), self.policy, self._pending, self._requested_readings, waiters)
         for submission in submissions:
             if submission.future is not None:
                 self._futures[submission.happening.cause] = submission.future
             decide(turn, submission.happening)
         settle(turn)
+        waiters.begin_commit(turn.told)
         if not self._requested_readings.keys() <= self.reading_requests.keys():
             changed = wakeup_keys(turn.changes)
             self._request_readings(node for node in self._requested_readings if f"node:{node}" not in changed)
@@ -309,6 +313,7 @@ class Writer:
         for future, answer in replies:
             _answer(future, answer)
         self.wakeups.wake(keys)
+        self._note_untold()
         self._request_readings(self._requested_readings)
         if self.reading_requests != self._requested_readings:  # some are answered
             self.reading_requests = dict(self._requested_readings)
@@ -407,6 +412,11 @@ class Writer:
         self._last_tick_s = self._ran_at_s = moment.mono_s
         self._stalled_s = 0.0
         self.wakeups.wake_all()
+        self._note_untold()
+
+    def _note_untold(self) -> None:
+        for lost in self.grant_waiters.end_commit():
+            self.enqueue(lost)
 
     def _refuse(self, futures: Iterable[asyncio.Future[Answer]], error: GpuleaseError) -> None:
         for future in list(futures):

@@ -49,6 +49,7 @@ from gpulease_server.core.lease import MadeLongAgo, answer_for_old_lease, ended_
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, LeaseRecord, WatchedOwner
 from gpulease_server.runtime import ids
+from gpulease_server.runtime.grant_waiters import COMMIT_S
 
 router = new_router("/v1/leases", "leases")
 REQUEST_BODY = JsonBody(LeaseRequest)
@@ -363,9 +364,23 @@ async def _wait_while(
             daemon.writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id=lease_id))
 
     keep_alive_s = record.lease.ttl_s / 3 if record.lease.ttl_s > 0 else LONG_SLICE_S
-    await wait_until(daemon, request, caller, f"lease:{lease_id}", wait_s, has_changed, keep_alive, keep_alive_s)
-    if state is LeaseState.QUEUED and caller.owns(record.lease.holder) and await request.is_disconnected():
-        daemon.writer.enqueue(AnswerLost(cause=ids.new_id("poll"), lease_id=lease_id))
+    topic, waiters = f"lease:{lease_id}", daemon.writer.grant_waiters
+    if state is not LeaseState.QUEUED or not caller.owns(record.lease.holder):
+        await wait_until(daemon, request, caller, topic, wait_s, has_changed, keep_alive, keep_alive_s)
+        return
+    is_lost = False
+    try:
+        with waiters.waiting(lease_id):
+            await wait_until(daemon, request, caller, topic, wait_s, has_changed, keep_alive, keep_alive_s)
+            if waiters.is_told(lease_id) and not has_changed():
+                await daemon.wait_for(topic, COMMIT_S)
+        is_lost = await request.is_disconnected()
+    except BaseException:
+        is_lost = has_changed()  # its holder is not told of it
+        raise
+    finally:
+        if is_lost:
+            daemon.writer.enqueue(waiters.lost_answer(lease_id))
 
 
 async def _claim(daemon: DaemonState, request: Request, caller: Caller, lease_id: str) -> None:
@@ -374,7 +389,8 @@ async def _claim(daemon: DaemonState, request: Request, caller: Caller, lease_id
     A database that cannot be written raises `Unavailable`: the holder asks again, and is told then.
     """
     record = daemon.ledger.leases.get(lease_id)
-    if record is None or lease_id not in daemon.ledger.unclaimed or not caller.owns(record.lease.holder):
+    is_told = lease_id not in daemon.ledger.unclaimed and not daemon.writer.grant_waiters.may_be_lost(lease_id)
+    if record is None or record.lease.state is not LeaseState.ACTIVE or is_told or not caller.owns(record.lease.holder):
         return
     if not await request.is_disconnected():
         await _renew(daemon, record)
@@ -395,6 +411,7 @@ async def _note_told(
 
 
 async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
+    daemon.writer.grant_waiters.note_renewed(record.lease.id)
     renewal = RenewalRequested(
         cause=ids.new_id("request"), lease_id=record.lease.id, fencing_token=record.lease.fencing_token
     )
