@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sqlalchemy import text, update
+from sqlalchemy import event, text, update
 from sqlalchemy.exc import DataError
 
 from gpulease_protocol.budgets import Budget
@@ -116,6 +116,43 @@ def test_turn_after_turn_is_read_back(store: Store) -> None:
     assert lasting(store.load()) == lasting(world.ledger)
 
 
+def test_of_a_lease_that_is_only_renewed_nothing_else_is_written(store: Store) -> None:
+    world = World().node(gpus=2)
+    lease, other = world.lease(1), world.lease(1, ttl_s=1000)
+    save(store, world)
+    texts: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *given: texts.append(given[2]))
+    for _ in range(3):
+        world.pass_time(1)
+        world.renew(lease)
+        world.renew(other)
+        save(store, world)
+        assert lasting(store.load()) == lasting(world.ledger)
+        world.renew(lease)
+        save(store, world)  # the first one after a restart writes all of it
+        texts.clear()
+        world.pass_time(1)
+        world.renew(lease)
+        save(store, world)
+        assert not [text for text in texts if text.startswith("INSERT INTO lease ")]
+        assert lasting(store.load()) == lasting(world.ledger)
+    world.renew(lease)
+    world.release(lease)
+    save(store, world)
+    assert lasting(store.load()) == lasting(world.ledger)
+
+
+def test_a_renewal_of_a_lease_that_the_database_lacks_fails(store: Store) -> None:
+    world = World().node(gpus=2)
+    lease = world.lease(1)
+    save(store, world)
+    with store.engine.begin() as connection:
+        connection.execute(text("DELETE FROM lease"))
+    world.renew(lease)
+    with pytest.raises(StoreFailed, match="not in the database"):
+        save(store, world)
+
+
 def test_after_a_restart_every_holder_has_a_full_ttl_and_draining_goes_on(store: Store) -> None:
     world = busy_world()
     save(store, world)
@@ -159,9 +196,9 @@ def test_numbers_of_a_turn_that_was_not_committed_are_stored_with_the_next_one(s
         for statement in REFUSE[store.engine.dialect.name]:
             connection.execute(text(statement))
     ahead = Ledger(next_number=15, next_token=16, next_seq=17)
-    event = Event(seq=16, at=clock.now().at, kind="lease.granted", cause="request-1")
+    happened = Event(seq=16, at=clock.now().at, kind="lease.granted", cause="request-1")
     with pytest.raises(StoreFailed, match="full"):
-        store.write([event], ahead)
+        store.write([happened], ahead)
     other = Store(store.engine.url.render_as_string(hide_password=False))
     for ledger in (ahead, Ledger(next_number=15, next_token=16, next_seq=18), ahead):
         store.write([], ledger)

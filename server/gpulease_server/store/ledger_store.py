@@ -51,6 +51,8 @@ class Store:
         self.fence = WriterFence(self.engine, on_superseded)
         self._counters: dict[str, int] = {}
         """The next number, token and seq, as this store last committed them since it last loaded the ledger."""
+        self._active: dict[str, LeaseRecord] = {}
+        """The active leases that it has committed since then: of one that is only renewed, only that is written."""
 
     def close(self) -> None:
         """Close every connection."""
@@ -60,6 +62,7 @@ class Store:
         """The ledger as last committed, without what exists only in memory (see the package docstring)."""
         self.fence.resolve_in_doubt()
         self._counters = {}
+        self._active = {}
         ledger = Ledger()
         with snapshot(self.engine) as connection:
             for row in connection.execute(select(tables.node)):
@@ -115,19 +118,17 @@ class Store:
 
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
         """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError."""
-        events: list[dict[str, Any]] = []
-        latest: dict[tuple[Table, str], rows.Stored] = {}
-        for change in changes:
-            if isinstance(change, Event):
-                events.append(rows.to_row(change)[1])
-            elif isinstance(change, rows.Stored):
-                latest[rows.place(change)] = change
+        decided = list(changes)
+        events = [rows.to_row(change)[1] for change in decided if isinstance(change, Event)]
+        latest = {rows.place(change): change for change in decided if isinstance(change, rows.Stored)}
+        leases = {key: last for (_, key), last in latest.items() if isinstance(last, LeaseRecord)}
+        renewed = {key: last.renewed_at for key, last in leases.items() if self._is_only_renewed(last)}
         removed: dict[Table, list[str]] = {}
         written: dict[Table, list[dict[str, Any]]] = {}
         for (table, key), last in latest.items():
             if isinstance(last, rows.Removal):
                 removed.setdefault(table, []).append(key)
-            else:
+            elif table is not tables.lease or key not in renewed:
                 written.setdefault(table, []).append(rows.to_row(last)[1])
         counters = {name: getattr(ledger, f"next_{name}") for name in COUNTERS}
         new = counters.items() - self._counters.items()
@@ -137,8 +138,17 @@ class Store:
                 self.statements.delete(connection, table, keys)
             for table, changed in written.items():
                 self.statements.upsert(connection, table, changed)
+            if self.statements.update(connection, tables.lease.c.renewed_at, renewed) != len(renewed):
+                raise StoreFailed("A lease that was renewed is not in the database.", remedy="Ask again.")
             self.statements.insert(connection, tables.event, events)
         self._counters = counters
+        self._active |= leases
+        for key in [key for key, record in leases.items() if record.lease.state is not LeaseState.ACTIVE]:
+            del self._active[key]
+
+    def _is_only_renewed(self, record: LeaseRecord) -> bool:
+        before = self._active.get(record.lease.id)
+        return before is not None and record.is_renewal_of(before)
 
     def leases(
         self,

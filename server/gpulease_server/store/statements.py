@@ -7,11 +7,11 @@ statement. That took more time than all that the database does for a small turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import JSON, ClauseElement, Column, Connection, Engine, Table, bindparam, delete, insert
+from sqlalchemy import JSON, ClauseElement, Column, Connection, Engine, Table, bindparam, delete, insert, update
 from sqlalchemy.dialects import sqlite
 
 from gpulease_server.store import tables
@@ -42,6 +42,7 @@ class Statements:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._of_table: dict[Table, _TableStatements] = {}
+        self._of_column: dict[Column[Any], tuple[str, Converter | None]] = {}
 
     def insert(self, connection: Connection, table: Table, rows: Iterable[Row]) -> None:
         """Add new rows."""
@@ -52,6 +53,17 @@ class Statements:
         """Write rows, over those with the same keys."""
         statements = self._statements(table)
         _execute(connection, statements.upsert, [_converted(row, statements.converters) for row in rows])
+
+    def update(self, connection: Connection, column: Column[Any], values: Mapping[str, Any]) -> int:
+        """Change one column of rows, by their keys. Returns how many there are."""
+        if column not in self._of_column:
+            (key,) = column.table.primary_key
+            changed = update(column.table).where(key == bindparam("key"))
+            changed = changed.values({column: bindparam("value", type_=column.type)})
+            self._of_column[column] = statement_text(self._engine, changed), self._converter(column)
+        text, converter = self._of_column[column]
+        rows = [{"key": key, "value": converter(one) if converter else one} for key, one in values.items()]
+        return connection.exec_driver_sql(text, rows).rowcount if rows else 0
 
     def delete(self, connection: Connection, table: Table, keys: Iterable[str]) -> None:
         """Delete the rows with these keys."""
