@@ -127,14 +127,18 @@ class Ledger:
     next_seq: int = 1
 
     def apply(self, change: Change) -> None:  # noqa: C901, PLR0912 - one case for each
-        """Make one change."""
+        """Make one change. The most frequent ones come first."""
         match change:
             case LeaseRecord():
                 self._put_lease(change)
-            case JobRecord():
-                self._put_job(change)
             case GpuRecord():
                 self._put_gpu(change)
+            case Deadline():
+                self._put_deadline(change)
+            case Event():
+                self.next_seq = change.seq + 1
+            case JobRecord():
+                self._put_job(change)
             case NodeRecord():
                 self._put_node(change)
             case NodeObservation():
@@ -149,8 +153,6 @@ class Ledger:
                 self.out_of_use.pop(change.name, None)
                 self._find_free(change.name)
                 self.silent_s.pop(change.name, None)
-            case Deadline():
-                self._put_deadline(change)
             case NotBefore():
                 self._put_pause(change)
             case DependencyMet():
@@ -166,8 +168,6 @@ class Ledger:
             case KeyRemoved():
                 self.keys.pop(change.key, None)
                 self.keys_known_since.pop(change.key, None)
-            case Event():
-                self.next_seq = change.seq + 1
 
     def _find_free(self, node: str) -> None:
         """Bring what is free on a node up to date."""
