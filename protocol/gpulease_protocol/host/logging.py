@@ -35,6 +35,8 @@ from typing import Any
 
 MAX_WAITING = 10_000
 """Lines that may wait to be written, at most."""
+MAX_AT_ONCE = 100
+"""Lines that are written at once, at most."""
 FLUSH_S = 2.0
 """How long the end of a program waits for its last lines to be written."""
 MAX_TEXT = 4000
@@ -115,43 +117,45 @@ class Lines(logging.Handler):
     def __init__(self, form: logging.Formatter) -> None:
         super().__init__()
         self.setFormatter(form)
-        self._waiting: queue.Queue[logging.LogRecord | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._left_out = 0
         self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Leave a record to the thread; never blocks."""
-        try:
-            self._waiting.put_nowait(record)
-        except queue.Full:
+        if self._waiting.qsize() < MAX_WAITING:
+            self._waiting.put(record)
+        else:
             self._left_out += 1
 
     def close(self) -> None:
         """Write what waits, for at most FLUSH_S."""
         until_s = time.monotonic() + FLUSH_S
-        with suppress(queue.Full):
-            self._waiting.put(None, timeout=FLUSH_S)
+        self._waiting.put(None)
         self._thread.join(max(0.0, until_s - time.monotonic()))
         super().close()
 
     def _write_all(self) -> None:
-        while True:
-            record = self._waiting.get()
-            if record is not None:
-                self._write(record)
-            if self._left_out and (record is None or self._waiting.empty()):
+        ended = False
+        while not ended:
+            records = [self._waiting.get()]
+            while len(records) < MAX_AT_ONCE and not self._waiting.empty():
+                records.append(self._waiting.get())
+            ended = None in records
+            if self._left_out and (ended or self._waiting.empty()):
                 text, self._left_out = f"{self._left_out} lines were dropped: stderr was not read", 0
-                self._write(logging.LogRecord("gpulease.log", logging.WARNING, __file__, 0, text, (), None))
-            if record is None:
-                return
+                records.append(logging.LogRecord("gpulease.log", logging.WARNING, __file__, 0, text, (), None))
+            self._write(b"".join(self._line(record) for record in records if record is not None))
 
-    def _write(self, record: logging.LogRecord) -> None:
+    def _line(self, record: logging.LogRecord) -> bytes:
         try:
             line = self.format(record)
         except Exception as error:  # a line that cannot be made is a fault; it must not end all others
             line = f"a line of the log at {record.pathname}:{record.lineno} cannot be made: {error!r}"
-        left = line.encode(errors="backslashreplace") + b"\n"
+        return line.encode(errors="backslashreplace") + b"\n"
+
+    def _write(self, left: bytes) -> None:
         # Not through sys.stderr: a thread that is stuck in there makes Python abort at its end.
         with suppress(OSError):  # it is not read any more
             while left:
@@ -221,7 +225,9 @@ def _clean(text: str, limit: int = MAX_TEXT) -> str:
     """The text without passwords of URLs and bearer tokens, cut to a bounded length."""
     if "://" in text:
         text = re.sub(r"(://[^\s/@:]*:)[^\s/@]*@", r"\1...@", text)
-    text = re.sub(r"(?i)\b(bearer\s+|(?:ssl)?password=)[^\s&'\"]+", r"\1...", text)
+    folded = text.casefold()  # as the regular expression ignores case
+    if "bearer" in folded or "password=" in folded:
+        text = re.sub(r"(?i)\b(bearer\s+|(?:ssl)?password=)[^\s&'\"]+", r"\1...", text)
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

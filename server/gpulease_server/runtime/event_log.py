@@ -38,9 +38,9 @@ def log_turn(changes: Sequence[Change], answers: Iterable[tuple[str, Answer]]) -
     lost_jobs = {job.id for job in jobs if job.state is JobState.LOST}
     for change in changes:
         if isinstance(change, Event):
-            log.log(
-                _level(change, lost_jobs), change.kind, extra=_log_fields(change, holders.get(change.lease_id or ""))
-            )
+            level, shown = _level(change, lost_jobs), _log_fields(change, holders.get(change.lease_id or ""))
+            if log.isEnabledFor(level):  # as `log.log`, without a search for who calls it
+                log.handle(log.makeRecord(log.name, level, __file__, 0, change.kind, (), None, extra=shown))
     if log.isEnabledFor(logging.INFO):
         for cause, answer in answers:
             if isinstance(answer, GpuleaseError):
