@@ -66,6 +66,7 @@ class RequestBody:
         "extra": "forbid",
         "allow_inf_nan": False,
         "alias_generator": wire_name,
+        "defer_build": True,
     }
 
 
