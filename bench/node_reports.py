@@ -1,19 +1,21 @@
 """What does the daemon pay for its nodes, each of which reports once a second?
 
-Every node speaks the node protocol as a worker does when nothing changes: it sends a whole reading of eight simulated
-GPUs, and the daemon holds its answer for a second. The nodes share one process, and nothing is leased.
+Every node speaks the node protocol as a worker does when nothing changes but the power of its GPUs:
+it sends a whole reading of eight simulated GPUs, and the daemon holds its answer for a second. The nodes share one
+process, and nothing is leased.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ HOLD_S = 1.0
 JOINED_AT_ONCE = 8
 TICKET = 987_654_321_987
 """Stands in a prepared report where the ticket of the last answer goes."""
+POWERS_W = (71.25, 70.5)
+"""Of each GPU, in turns: what a report shows is never what the last one showed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +80,10 @@ def measure(port: int, daemon: int, nodes: int, seconds: float) -> Figures:
     return Figures(**json.loads(ran.stdout))
 
 
-def report(node: str, *, reading: bool) -> bytes:
+def report(node: str, *, reading: bool, power_w: float = POWERS_W[0]) -> bytes:
     """A report as a worker sends it: its first one, which has no reading, or one after that, without its ticket."""
     found = SimulatedReader(str(GPUS), node).read(())
+    gpus = tuple(replace(gpu, power_w=power_w + gpu.index) for gpu in found.gpus)
     whole = NodeReport(
         worker_id=f"worker-of-{node}",
         host=node,
@@ -87,7 +92,7 @@ def report(node: str, *, reading: bool) -> bytes:
         reading_ticket=TICKET if reading else None,
         problem=None if reading else JUST_STARTED,
         read_s=0.004 if reading else None,
-        gpus=found.gpus if reading else (),
+        gpus=gpus if reading else (),
         driver_version=found.driver_version,
         simulated=True,
         ports_reserved=tuple(range(21000, 21000 + GPUS)) if reading else (),
@@ -101,7 +106,7 @@ class Node(asyncio.Protocol):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.template = report(name, reading=True)
+        self.templates = itertools.cycle([report(name, reading=True, power_w=power_w) for power_w in POWERS_W])
         self.received = b""
         self.sent_s = 0.0
         self.answered = 0
@@ -131,7 +136,7 @@ class Node(asyncio.Protocol):
         self.late_s.append(time.monotonic() - self.sent_s - HOLD_S)
         if self.answered == 2 and not self.joined.done():
             self.joined.set_result(None)
-        self.send(self.template.replace(str(TICKET).encode(), str(json.loads(body)["ticket"]).encode()))
+        self.send(next(self.templates).replace(str(TICKET).encode(), str(json.loads(body)["ticket"]).encode()))
 
     def connection_lost(self, exc: Exception | None) -> None:
         sys.exit(f"{self.name}: the daemon closed the connection: {exc}")

@@ -5,10 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gpulease_protocol.host.process_id import realm
+from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.records import NodeObservation, NodeRecord
 from tests.daemon import Answer, DaemonProcess
 
 UUID = "GPU-00000000-0000-0000-0000-0000000000aa"
@@ -120,3 +125,22 @@ def test_a_log_that_lies_elsewhere_is_not_opened_and_the_answer_says_where_it_is
         refused = running.get(f"/v1/jobs/{job_id}/logs{query}")
         assert refused.problem() == (404, "not_found")
         assert refused.json["detail"].endswith("is on another host, and this daemon cannot read it: n:/etc.")
+
+
+@pytest.mark.parametrize(("supervised", "expected"), [(None, "later"), ("elsewhere", "elsewhere")])
+def test_one_node_is_here_however_many_report_and_it_is_the_one_that_watches(
+    supervised: str | None, expected: str
+) -> None:
+    ledger = Ledger()
+    for at_s, (name, place) in enumerate(
+        [("elsewhere", "x/1"), ("earlier", realm()), ("later", realm()), ("old", None)]
+    ):
+        ledger.apply(NodeRecord(name=name, host=name))
+        ledger.apply(NodeObservation(node=name, worker_id=name, reported_at_s=at_s, observed_at_s=None, realm=place))
+    unused: Any = None
+    writer: Any = SimpleNamespace(committed=ledger)
+    daemon = DaemonState(
+        writer=writer, store=unused, tickets=unused, recorder=unused, host="here", local_node=supervised
+    )
+    assert daemon.node_here() == expected
+    assert [name for name in (*ledger.nodes, "unheard") if daemon.is_here(name)] == [expected]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from gpulease_protocol.codec import to_json
-from gpulease_protocol.model import ComputeMode, GpuReading, Process, ProcessType
+from gpulease_protocol.model import ComputeMode, Device, GpuReading, Process, ProcessType
 from gpulease_protocol.node_protocol import (
+    ClaimedGpu,
     JobReport,
     LeaseOwner,
     NodeReport,
@@ -19,7 +21,8 @@ from gpulease_protocol.node_protocol import (
     OwnerState,
     RunState,
 )
-from gpulease_server.api.report_body import COMPUTE_MODE_UNKNOWN, ReportBody, with_trusted_logs
+from gpulease_server.api.report_body import COMPUTE_MODE_UNKNOWN, DECODER, ReportBody, with_trusted_logs
+from gpulease_server.api.request_body import JsonBody
 
 USED = GpuReading(uuid="GPU-0", node="n", index=0, compute_mode=ComputeMode.DEFAULT, processes=(Process(pid=7),))
 OWNER = OwnerReport(owner=LeaseOwner(pid=7, start_ticks=8), state=OwnerState.ALIVE)
@@ -130,3 +133,64 @@ def test_no_path_that_a_worker_sends_is_opened_unless_it_is_its_jobs_own(
     assert logs(job, on_this_host=True) == (directory if trusted else f"n1:{directory}")
     assert logs(job, on_this_host=False) == f"n1:{directory}"
     assert logs(replace(job, log_directory=None), on_this_host=False) is None
+
+
+ODD_VALUES = (
+    *("null", "true", "0", "1", "-1", "1.0", "1e3", "1e400", "NaN", "-0", "9223372036854775808", "1" + "0" * 30),
+    *('""', '"x"', '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', "[]", "{}", "[1]", '["a"]', "[null]", "[1.0]"),
+    *('"2026-01-01T00:00:00Z"', '"2026-01-01T00:00Z"', '"2026-01-01"', '"2026-02-30T00:00:00Z"', "1767225600"),
+    *('"running"', '"default"', '"compute"', '"alive"', '"frozen"'),
+)
+"""JSON that stands where something else is expected."""
+
+
+def places(part: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The place of every value in a document."""
+    inner = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
+    return [place] * bool(place) + [found for key, value in inner for found in places(value, (*place, key))]
+
+
+def with_odd_value(place: tuple[str | int, ...], value: str) -> bytes:
+    """A whole report with this JSON at one place."""
+    process = Process(pid=9, user="ann", command="python")
+    gpu = replace(USED, opened_by=(process,), unreadable_process=process, throttle_reasons=("sw_power_cap",))
+    elsewhere = ClaimedGpu(device=Device(uuid="GPU-1", node="n", index=1), reason="of another")
+    job = JobReport(job_id="job-1", state=RunState.RUNNING, unkillable=(7,))
+    whole = replace(REPORT, gpus=(gpu,), claimed_elsewhere=(elsewhere,), jobs=(job,), ports_in_use=(21000,))
+    document: Any = to_json(whole)
+    if place:
+        part = document
+        for key in place[:-1]:
+            part = part[key]
+        part[place[-1]] = "HERE"
+    return json.dumps(document).replace('"HERE"', value).encode()
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_whatever_is_read_the_fast_way_is_what_the_strict_way_reads(value: str) -> None:
+    strict, read_so = JsonBody(NodeReport), []
+    for place in places(json.loads(with_odd_value((), ""))):
+        raw = with_odd_value(place, value)
+        with suppress(ValueError):
+            found = DECODER.decode(raw)
+            read_so.append((place, found))
+    for place, found in read_so:
+        assert found == strict.parse(with_odd_value(place, value)), (place, value)
+
+
+@pytest.mark.parametrize("end", [', "host": "twice"}', ', "host": 5}', ",}", "", '} {"host": 1}', ', "ticket": 01}'])
+def test_a_body_that_is_no_plain_object_is_read_as_the_strict_way_reads_it(end: str) -> None:
+    raw, strict = with_odd_value((), "")[:-1] + end.encode(), JsonBody(NodeReport)
+    try:
+        expected = strict.parse(raw)
+    except ValidationError:
+        with pytest.raises(ValidationError):
+            ReportBody().parse(raw)
+    else:
+        assert ReportBody().parse(raw) == expected
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    raw = with_odd_value(("worker_id",), '"x"').replace(b'"x"', b'"\xff"')
+    with pytest.raises(ValidationError):
+        ReportBody().parse(raw)

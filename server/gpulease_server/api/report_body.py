@@ -27,12 +27,15 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+import msgspec
 from pydantic import ValidationError
 
 from gpulease_protocol.node_protocol import JobReport, NodeReport, attempt_name
 from gpulease_server.api.request_body import JsonBody
 
 COMPUTE_MODE_UNKNOWN = "compute_mode_unknown"
+DECODER = msgspec.json.Decoder(NodeReport)
+"""Refuses whatever `JsonBody` refuses, but for what no field of a report takes in."""
 MAX_WORDS = 100
 """Words that are logged, once each; they are those of one newer version."""
 
@@ -48,6 +51,10 @@ class ReportBody(JsonBody[NodeReport]):
 
     def parse(self, raw: bytes) -> NodeReport:
         """The report. Raises ValidationError."""
+        try:
+            return DECODER.decode(raw)  # takes a third of the time
+        except (ValueError, RecursionError):
+            pass  # pydantic says what is wrong, and reads some spellings of a time that this does not
         try:
             return super().parse(raw)
         except ValidationError as error:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
 
-from gpulease_protocol.model import Demand, GpuState
-from gpulease_server.core.gpu_state import state_by_report
+from gpulease_protocol.model import Demand
+from gpulease_server.core.gpu_state import is_cordoned
 from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
 
 Member = TypeVar("Member")
@@ -95,8 +95,8 @@ class Fleet:
 
     def find_free(self, name: str, node: NodeRecord | None, observation: NodeObservation | None) -> None:
         """Bring what is free on a node up to date."""
-        unheld = self.unheld.get(name, {}).values()
-        free = [gpu.device for gpu in unheld if state_by_report(gpu, observation, node) is GpuState.FREE]
+        unheld, clear = self.unheld.get(name, {}), frozenset() if observation is None else observation.clear
+        free = [gpu.device for uuid, gpu in unheld.items() if uuid in clear and not is_cordoned(gpu, node)]
         self._put_free(name, tuple(device.uuid for device in sorted(free, key=_PCI_ORDER)))
 
     def find_whether_free(
@@ -105,7 +105,8 @@ class Fleet:
         """The same for one of its GPUs, which is the only one that has changed."""
         name, device = record.device.node, record.device
         before = self.free.get(name, ())
-        is_free = record.lease_id is None and state_by_report(record, observation, node) is GpuState.FREE
+        is_clear = observation is not None and device.uuid in observation.clear
+        is_free = record.lease_id is None and is_clear and not is_cordoned(record, node)
         if is_free is (device.uuid in before):
             return
         if is_free:

@@ -125,7 +125,8 @@ def observed_at(observation: NodeObservation | None, uuid: str) -> float | None:
     """When a GPU's processes and health were read, at the earliest; None where the daemon cannot vouch for any age."""
     if observation is None or observation.observed_at_s is None:
         return None
-    return max(observation.observed_at_s, observation.reread_at_s.get(uuid, float("-inf")))
+    reread_at_s = observation.reread_at_s.get(uuid) if observation.reread_at_s else None
+    return observation.observed_at_s if reread_at_s is None else max(observation.observed_at_s, reread_at_s)
 
 
 def is_recent(

@@ -18,6 +18,7 @@ from gpulease_server.core.records import GpuObservation, GpuRecord, GpuRemoved, 
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.wording import describe_processes
 
+UNOBSERVED = GpuObservation()
 BASELINE_READINGS = 9
 """Readings of a free GPU that its baseline is learnt from."""
 
@@ -27,7 +28,7 @@ def observe_gpus(turn: Turn, observation: NodeObservation) -> dict[str, GpuObser
     watches = observe_shown_gpus(turn, observation, observation.readings)
     for uuid in turn.ledger.fleet.gpus_of_node.get(observation.node, ()):
         if uuid not in observation.readings:
-            known = observation.gpus.get(uuid, GpuObservation())
+            known = observation.gpus.get(uuid, UNOBSERVED)
             since_s = known.missing_since_s if known.missing_since_s is not None else observation.observed_at_s
             claimed = uuid in observation.claimed_elsewhere  # by another worker of its host: it is there
             watches[uuid] = replace(known, missing_since_s=None if claimed else since_s)
@@ -38,11 +39,11 @@ def observe_shown_gpus(
     turn: Turn, observation: NodeObservation, readings: Mapping[str, GpuReading]
 ) -> dict[str, GpuObservation]:
     """The watches of the GPUs that these readings of an observation show, by UUID; with an event for each change."""
-    watches = {}
+    watches, gpus = {}, turn.ledger.fleet.gpus_of_node.get(observation.node, {})
     for uuid, reading in readings.items():
-        gpu = turn.ledger.gpus.get(uuid)
-        if gpu is not None and gpu.device.node == observation.node:
-            known = observation.gpus.get(uuid, GpuObservation())
+        gpu = gpus.get(uuid)
+        if gpu is not None:
+            known = observation.gpus.get(uuid, UNOBSERVED)
             if known.missing_since_s is not None:
                 known = replace(known, missing_since_s=None)
             watches[uuid] = _observe_gpu(turn, gpu, reading, known, observed_at(observation, uuid))

@@ -104,8 +104,7 @@ class Ledger:
     watched_owners: dict[str, dict[LeaseOwner, dict[str, None]]] = field(default_factory=dict)
     """By node, the owners to watch there, and the leases of each that have not ended."""
     silent_s: dict[str, float] = field(default_factory=dict)
-    """By node, the seconds for which it has been silent while the daemon ran. In memory only: after a restart they are
-    counted from 0."""
+    """By node: its seconds of silence while the daemon ran. In memory only: a restart counts them from 0."""
     budgets: dict[str, BudgetRecord] = field(default_factory=dict)
     """By id of a bearer token."""
     leases_of_tokens: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -179,7 +178,8 @@ class Ledger:
             del self.node_observations[observation.node]  # it becomes the last one
         self.node_observations[observation.node] = observation
         self.unreported.pop(observation.node, None)
-        self._find_free(observation.node)
+        if before is None or before.clear != observation.clear:
+            self._find_free(observation.node)
 
     def _put_node(self, record: NodeRecord) -> None:
         before = self.nodes.get(record.name)

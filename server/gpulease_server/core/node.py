@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
+from typing import Any
 
 from gpulease_protocol.errors import NotAllowed
 from gpulease_protocol.model import Device, GpuReading, NodeMode
@@ -30,6 +32,8 @@ from gpulease_server.core.turn import Turn
 
 MAX_READING_S = 120.0
 """No worker may take longer for a reading, or hold its peace for longer because of one."""
+DEVICE_FIELDS = tuple(one.name for one in fields(Device))
+DEVICE_VALUES = attrgetter(*DEVICE_FIELDS)
 REPORT_MARGIN_S = 0.5
 """What a report may be late, beside its hold and its reading, before the node counts as silent."""
 
@@ -121,16 +125,27 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
     """The node's observation after this report; brings the ledger's list of GPUs up to date first."""
     name, begun_at_s, observed_at_s = reported.node, _begun_at_s(reported), reported.observed_at_s
     limit_s = min(max(report.reading_limit_s, 0.0), MAX_READING_S)
+    newest_begun_at_s = before.newest_begun_at_s if before is not None else float("-inf")
+    readings: dict[str, GpuReading] = {}
+    if readable := report.problem is None:
+        readings = _readings(turn, name, report)
+        _put_gpus(turn, name, readings, report.claimed_elsewhere, reported.may_take_over)
     observation = NodeObservation(
         node=name,
         worker_id=report.worker_id,
         reported_at_s=turn.now.mono_s,
-        observed_at_s=None,
+        observed_at_s=observed_at_s if readable else None,
+        reread_at_s=dict.fromkeys(report.reread, begun_at_s) if readable and begun_at_s is not None else {},
+        newest_begun_at_s=begun_at_s if readable and begun_at_s is not None else newest_begun_at_s,
+        answers_request=readable
+        and observed_at_s is not None
+        and observed_at_s > turn.requested_readings.get(name, float("inf")),
         problem=report.problem,
+        readings=readings,
+        links=report.links if readable else (),
         claimed_elsewhere={one.device.uuid: one.reason for one in report.claimed_elsewhere},
         ports_in_use=frozenset(report.ports_in_use),
-        ports_reserved=frozenset(port for port in report.ports_reserved if port in LEASE_PORTS),
-        newest_begun_at_s=before.newest_begun_at_s if before is not None else float("-inf"),
+        ports_reserved=frozenset([port for port in report.ports_reserved if port in LEASE_PORTS]),
         read_s=report.read_s,
         reading_limit_s=limit_s,
         silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + REPORT_MARGIN_S,
@@ -140,20 +155,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         address=report.address,
         interface=report.interface,
     )
-    if report.problem is not None:
-        return observation
-    readings = _readings(turn, name, report)
-    _put_gpus(turn, name, readings, report.claimed_elsewhere, reported.may_take_over)
-    observation = replace(
-        observation,
-        observed_at_s=observed_at_s,
-        reread_at_s={} if begun_at_s is None else dict.fromkeys(report.reread, begun_at_s),
-        readings=readings,
-        links=report.links,
-        newest_begun_at_s=observation.newest_begun_at_s if begun_at_s is None else begun_at_s,
-        answers_request=observed_at_s is not None and observed_at_s > turn.requested_readings.get(name, float("inf")),
-    )
-    if (
+    if not readable or (
         report.repeated
         and before is not None
         and begun_at_s == before.newest_begun_at_s
@@ -161,7 +163,8 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         and before.gpus.keys() == set(turn.ledger.fleet.gpus_of_node.get(name, ()))
     ):
         return observation  # what a reading shows is learnt once, not again with each report that repeats it
-    return replace(observation, gpus=observe_gpus(turn, observation))
+    watches = observe_gpus(turn, observation)
+    return observation if watches == observation.gpus else replace(observation, gpus=watches)
 
 
 def _readings(turn: Turn, node: str, report: NodeReport) -> dict[str, GpuReading]:
@@ -185,16 +188,17 @@ def _put_node(turn: Turn, reported: NodeReported) -> None:
     seen_at = None if known is None else known.seen_at
     if seen_at is None or abs((turn.now.at - seen_at).total_seconds()) > SEEN_INTERVAL_S:
         seen_at = turn.now.at
-    node = replace(
-        known or NodeRecord(name=reported.node, host=report.host),
-        host=report.host,
-        driver_version=report.driver_version,
-        simulated=report.simulated,
-        seen_at=seen_at,
-        realm=report.realm,
-    )
-    if known != node:
-        turn.put(node)
+    found: dict[str, Any] = {
+        "host": report.host,
+        "driver_version": report.driver_version,
+        "simulated": report.simulated,
+        "seen_at": seen_at,
+        "realm": report.realm,
+    }
+    if known is None:
+        turn.put(NodeRecord(name=reported.node, **found))
+    elif any(getattr(known, field) != value for field, value in found.items()):
+        turn.put(replace(known, **found))
 
 
 def _put_gpus(
@@ -204,18 +208,13 @@ def _put_gpus(
     `remove_missing_gpus`. `claimed`: those of another daemon's ledger. `may_take_over`: also abandoned ones of other
     nodes."""
     for reading in readings.values():
-        device = Device(
-            uuid=reading.uuid,
-            node=node,
-            index=reading.index,
-            pci_bus_id=reading.pci_bus_id,
-            name=reading.name,
-            memory_total_bytes=reading.memory_total_bytes,
-        )
         known = turn.ledger.gpus.get(reading.uuid)
+        if known is not None and DEVICE_VALUES(known.device) == DEVICE_VALUES(reading):
+            continue  # as nearly always
+        device = Device(**{name: getattr(reading, name) for name in DEVICE_FIELDS})
         if known is None:
             turn.put(GpuRecord(device=device))
-        elif known.device != device and (known.device.node == node or (may_take_over and _is_abandoned(turn, known))):
+        elif known.device.node == node or (may_take_over and _is_abandoned(turn, known)):
             turn.put(replace(known, device=device))
     for device in (replace(one.device, node=node) for one in claimed):
         known = turn.ledger.gpus.get(device.uuid)

@@ -6,7 +6,18 @@ from dataclasses import dataclass, field
 from datetime import date, datetime
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Device, Event, GpuLink, GpuReading, Job, JobSpec, Lease, LeaseState, NodeMode
+from gpulease_protocol.model import (
+    ComputeMode,
+    Device,
+    Event,
+    GpuLink,
+    GpuReading,
+    Job,
+    JobSpec,
+    Lease,
+    LeaseState,
+    NodeMode,
+)
 from gpulease_protocol.node_protocol import LeaseOwner
 
 
@@ -195,6 +206,25 @@ class NodeObservation:
     """IP address under which other nodes reach this one."""
     interface: str | None = None
     """Network interface that has this address."""
+    clear: frozenset[str] = field(init=False, compare=False)
+    """UUIDs of the GPUs that are free by this report where no lease holds them and no one has taken them out of use:
+    an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""
+
+    def __post_init__(self) -> None:
+        found = [] if self.problem is not None else [uuid for uuid, one in self.readings.items() if is_unused(one)]
+        awaits = self.gpus
+        clear = frozenset([uuid for uuid in found if (watch := awaits.get(uuid)) is None or not watch.memory_awaited])
+        object.__setattr__(self, "clear", clear)
+
+
+def is_unused(reading: GpuReading) -> bool:
+    """True when a reading shows a GPU that works and that nothing uses but bystanders."""
+    return (
+        reading.health == "ok"
+        and reading.compute_mode is not ComputeMode.PROHIBITED
+        and not reading.hidden_use
+        and (not reading.processes or all(process.bystander for process in reading.processes))
+    )
 
 
 @dataclass(frozen=True, slots=True)

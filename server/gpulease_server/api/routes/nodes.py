@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Container
 from dataclasses import replace
 from typing import Annotated
 
@@ -124,9 +125,10 @@ async def exchange(
 
     The answer is held until the desired state changes, at most `hold_s` seconds.
     """
-    _require_storable(name, report)
+    _require_storable(name, report, daemon.ledger.gpus)
     await _bind_token(daemon, caller, name)
-    report = with_trusted_logs(name, report, is_privileged(peer))
+    if report.jobs:
+        report = with_trusted_logs(name, report, is_privileged(peer))
     await daemon.submit(
         NodeReported(
             cause=ids.new_id("report"),
@@ -137,12 +139,13 @@ async def exchange(
             may_take_over=caller.role is not Role.WORKER,  # its token is for its node, and UUIDs are no secret
         )
     )
+    now = daemon.now()
     if not (report.partial or report.repeated):
-        daemon.recorder.record(name, report, daemon.ledger, daemon.now())
+        daemon.recorder.record(name, report, daemon.ledger, now)
     if not report.partial:
-        daemon.writer.metrics.count_report(name, report, daemon.now())
+        daemon.writer.metrics.count_report(name, report, now)
     seen = report.ticket if report.seen is None else report.seen
-    started_s = daemon.now().mono_s
+    started_s = now.mono_s
     until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
     while True:
         require_still_valid(caller, daemon)
@@ -178,9 +181,9 @@ async def _bind_token(daemon: DaemonState, caller: Caller, name: str) -> None:
         raise other_node("that it reported for first")
 
 
-def _require_storable(node: str, report: NodeReport) -> None:
+def _require_storable(node: str, report: NodeReport, known: Container[str]) -> None:
     """Raise `InvalidRequest` for values that do not fit their database column, because one such report would fail the
-    whole turn, and for a GPU that cannot be named in a URL."""
+    whole turn, and for a GPU that cannot be named in a URL. `known`: UUIDs of GPUs that were found in order."""
     texts = {
         "name of the node": (node, MAX_NAME),
         "host": (report.host, MAX_NAME),
@@ -200,13 +203,16 @@ def _require_storable(node: str, report: NodeReport) -> None:
             raise InvalidRequest("address: must be an IP address.") from None
     if report.interface is not None and not INTERFACE.fullmatch(report.interface):
         raise InvalidRequest("interface: must be the name of a network interface.")
-    devices = {"gpus": report.gpus, "claimed_elsewhere": [one.device for one in report.claimed_elsewhere]}
-    for name, number, device in ((name, *each) for name, some in devices.items() for each in enumerate(some)):
-        if not is_valid_uuid(device.uuid):
-            field = f"{name}.{number}.uuid"
-            raise InvalidRequest(
-                f"{field}: must be spelled as CUDA spells it (`GPU-`, lower-case hex), 1 to 96 characters."
-            )
+    for name, devices in (
+        ("gpus", report.gpus),
+        ("claimed_elsewhere", [one.device for one in report.claimed_elsewhere]),
+    ):
+        for number, device in enumerate(devices):
+            if device.uuid not in known and not is_valid_uuid(device.uuid):
+                raise InvalidRequest(
+                    f"{name}.{number}.uuid: must be spelled as CUDA spells it (`GPU-`, lower-case hex), 1 to 96"
+                    " characters."
+                )
     if any(job.exit_code is not None and not -(2**31) <= job.exit_code < 2**31 for job in report.jobs):
         raise InvalidRequest("jobs: exit_code must be a 32-bit integer.")
 
