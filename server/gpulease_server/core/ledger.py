@@ -220,8 +220,7 @@ class Ledger:
             self.draining_since.pop(record.device.uuid, None)
 
     def _count_token(self, token: int, gpus: int) -> None:
-        """Note that so many GPUs more, or fewer, were last granted with a token. Its lease may leave memory after the
-        last one."""
+        """So many GPUs more, or fewer, were last granted with a token. Its lease may leave memory with the last one."""
         self.gpus_of_token[token] += gpus
         if not self.gpus_of_token[token]:
             del self.gpus_of_token[token]
@@ -275,7 +274,8 @@ class Ledger:
             self._count_bytes(lease.id, lease.holder.user, lease_bytes(lease))
         elif lease.state is not LeaseState.QUEUED and waits:
             self._waits_no_more(lease)
-        self._place_in_queue(record)
+        if waits or lease.state is LeaseState.QUEUED:
+            self._place_in_queue(record)
         put_watch(self.watched_owners, record)
         count_for_token(self.leases_of_tokens, lease)
         is_unclaimed = lease.state is LeaseState.ACTIVE and record.renewed_at is None

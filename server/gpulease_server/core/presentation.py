@@ -17,6 +17,7 @@ from gpulease_server.core.gpu import (
     reading_of,
     state_of,
 )
+from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
@@ -58,13 +59,21 @@ def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -
     if lease.state is not LeaseState.ACTIVE:
         return ()
     found: list[str] = []
+    unknown: dict[str, bool] = {}  # by node: looked at once, because every renewal is answered with this
     for gpu in ledger.held_by(lease):
-        name, state = f"GPU {gpu.device.index} of {gpu.device.node}", state_of(ledger, gpu, now, policy)
+        node = gpu.device.node
+        if node not in unknown:
+            unknown[node] = node_problem(ledger, node, now, policy) is not None
+        observation, reading = ledger.node_observations.get(node), reading_of(ledger, gpu)
+        state = GpuState.UNKNOWN if unknown[node] else state_by_report(gpu, observation, ledger.nodes.get(node))
+        if state is GpuState.LEASED and reading is not None and not (reading.processes or reading.warnings):
+            continue  # as nearly always
+        name = f"GPU {gpu.device.index} of {node}"
         if state is not GpuState.LEASED:
             found.append(f"{name} is {why_not_free(ledger, gpu, state, now, policy)}.")
         elif others := conflicting_processes(ledger, gpu):
             found.append(f"{name} is also used by {describe_processes(others[:4], policy)}, outside this lease.")
-        elif len(lease.gpus) > 1 and (reading := reading_of(ledger, gpu)) is not None:
+        elif len(lease.gpus) > 1 and reading is not None:
             warned = (PEER_WARNINGS[word] for word in reading.warnings if word in PEER_WARNINGS)
             found += [f"{name} is best used alone: {why}." for why in warned]
     return tuple(found)
