@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 
 from gpulease_protocol.node_protocol import DesiredState, LeaseOwner
 from gpulease_server.runtime import clock, ids
 
+WHAT_IS_NEWS = attrgetter(
+    *(one.name for one in fields(DesiredState) if one.name not in ("ticket", "complete", "owners"))
+)
+"""Of a desired state: what a worker is to be told at once."""
 MAX_TICKETS = 64
 """Tickets remembered per node: a report may name one of several answers ago, see `NodeReport.ticket`."""
 
@@ -19,14 +24,14 @@ class DesiredStateTickets:
         self._issued: dict[str, dict[int, float]] = {}
         self._sent: dict[str, DesiredState] = {}
 
-    def issue(self, node: str, desired: DesiredState) -> DesiredState:
-        """The desired state with a new ticket, to be sent now."""
+    def issue(self, node: str, desired: DesiredState, *, complete: bool) -> DesiredState:
+        """The desired state with a new ticket, to be sent now. `complete`: whether it asks for a complete reading."""
         self._last += 1
         issued = self._issued.setdefault(node, {})
         issued[self._last] = clock.now().mono_s
         while len(issued) > MAX_TICKETS:
             del issued[next(iter(issued))]
-        self._sent[node] = replace(desired, ticket=self._last)
+        self._sent[node] = replace(desired, ticket=self._last, complete=complete)
         return self._sent[node]
 
     def issued_at_s(self, node: str, ticket: int | None) -> float | None:
@@ -39,8 +44,7 @@ class DesiredStateTickets:
         return () if sent is None else sent.owners
 
     def is_up_to_date(self, node: str, ticket: int | None, desired: DesiredState) -> bool:
-        """True if the node's worker has received the last answer, and that answer was `desired`."""
+        """True if the node's worker has received the last answer, and that answer was `desired`, whatever its owners:
+        for new ones the next answer is early enough."""
         sent = self._sent.get(node)
-        if sent is None or ticket != sent.ticket:
-            return False
-        return replace(desired, ticket=sent.ticket, complete=sent.complete) == sent
+        return sent is not None and ticket == sent.ticket and WHAT_IS_NEWS(desired) == WHAT_IS_NEWS(sent)

@@ -153,13 +153,13 @@ async def exchange(
         if daemon.address is not None:
             desired = replace(desired, daemon_address=daemon.address)
         sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
-        has_news = _has_news(daemon, name, seen, replace(desired, owners=sent_owners))
+        has_news = _has_news(daemon, name, seen, desired)
         owners_s = until_s if desired.owners == sent_owners else started_s + OWNERS_DELAY_S
         left_s = min(until_s, owners_s) - now_s
         if has_news or left_s <= 0:
             break
         await daemon.wait_for(f"node:{name}", left_s)
-    return daemon.tickets.issue(name, replace(desired, complete=has_news))
+    return daemon.tickets.issue(name, desired, complete=has_news)
 
 
 async def _set_mode(
