@@ -20,7 +20,7 @@ nothing of what it does not show. A daemon that takes both says so (`takes_parti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
 
@@ -189,6 +189,8 @@ class NodeReport(Noun):
     """Boot and pid namespace in which this worker sees processes; null where it cannot tell."""
     owners: tuple[OwnerReport, ...] = ()
     """What it sees of each owner that it was told to watch."""
+    sends_logs: bool = False
+    """True when this worker does what `DesiredState.log_requests` asks for."""
     hold_s: float = 1.0
     """How long the daemon may hold its answer while nothing has changed, at most 30."""
 
@@ -252,6 +254,60 @@ class JobOrder(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogRequest(Noun):
+    """A log that the daemon asks a node for, while someone waits for it. The worker sends `LogPiece`s."""
+
+    id: str = ""
+    """Names this request; random."""
+    job_id: str
+    """The job."""
+    attempt: int = 1
+    """Which of its attempts."""
+    name: str | None = None
+    """Name of the file; null: those of all ranks, merged by lines."""
+    offsets: dict[str, int] = field(default_factory=dict)
+    """Where to begin in each file, by its rank or `launcher`."""
+    tail: int | None = None
+    """Begin with this number of last lines of each file."""
+    follow: bool = True
+    """Wait for more; false once the job has ended: send what is there, also lines that are not ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogPiece(Noun):
+    """Body of `POST /v1/nodes/{name}/logs`: the next bytes of a log. The answer is a `LogProgress`."""
+
+    request_id: str
+    """The request."""
+    number: int
+    """Counts the pieces of the request, from 0. The first one has no content: it says where the log begins."""
+    offset: str
+    """Where the log goes on after it: a number of bytes, or one for each file that is merged."""
+    content: str = ""
+    """The bytes, in base64."""
+    total_bytes: int = 0
+    """How long the log is now."""
+    kept_bytes: int = 0
+    """How much of that has not been dropped."""
+    end: bool = False
+    """True for the last one."""
+    problem: str | None = None
+    """Why there is no more of it; follows "the log of job-1 on n1: "."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogProgress(Noun):
+    """What the daemon has of a log. Answered when the piece was taken, or after a while where it could not be."""
+
+    next_number: int
+    """The piece that it waits for: the same again, the next one, or for a new worker a later one."""
+    is_wanted: bool
+    """False when no one waits for more."""
+    offsets: dict[str, int] = field(default_factory=dict)
+    """Where that piece begins in each file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DesiredState(Noun):
     """Everything that should be true on a node."""
 
@@ -274,6 +330,8 @@ class DesiredState(Noun):
     owners: tuple[LeaseOwner, ...] = ()
     """Every process to watch, each once however many leases it owns; those of queued leases too. One that is missing
     here is no longer to be watched."""
+    log_requests: tuple[LogRequest, ...] = ()
+    """Every log to be sent. One that is missing here is no longer wanted."""
 
 
 JUST_STARTED = "the worker has just started"

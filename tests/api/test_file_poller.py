@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from gpulease_server.api.streams.file_poller import POLL_S, FilePoller
+from gpulease_protocol.host.file_poller import POLL_S, FilePoller
 
 WITHIN_S = 30.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_server.api.streams.log_reader import LINE_BYTES, LogReader
+from gpulease_protocol.host.log_reader import LINE_BYTES, LogReader
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gpulease_server.api.streams import log_reader
-from gpulease_server.api.streams.log_reader import LogReader
+from gpulease_protocol.host import log_reader
+from gpulease_protocol.host.log_reader import LogReader
 from gpulease_server.api.streams.log_reader_pool import THREADS, THREADS_PER_USER, LogReaderPool, LogsHang
 from tests.daemon import eventually
 from tests.hanging_filesystem import hanging, in_time

@@ -15,7 +15,6 @@ import time
 import uuid
 from dataclasses import replace
 from importlib import metadata
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from gpulease.sansio.failover import Destination, Failover
@@ -30,9 +29,10 @@ from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, 
 from gpulease_worker.desired_state import read_desired_state
 from gpulease_worker.gpu_claims import GpuClaims
 from gpulease_worker.jobs import listening_ports
+from gpulease_worker.jobs.log_sender import LogSenders
 from gpulease_worker.jobs.port_reservation import PortReservation
 from gpulease_worker.jobs.reconciler import JobReconciler
-from gpulease_worker.local_transport import LocalTransport, is_enough_for
+from gpulease_worker.log_connection import LogConnection, new_transport
 from gpulease_worker.node_address import NodeAddress
 from gpulease_worker.probe.compute_modes import ComputeModes
 from gpulease_worker.probe.probe_client import ProbeClient
@@ -60,9 +60,6 @@ and the daemon may have given up what it ordered."""
 MIN_IN_FLIGHT_S = 0.02
 """How long a request is left in flight before a change in a job or owner replaces it, so that a stream of changes
 cannot starve the answers."""
-
-if TYPE_CHECKING:
-    from gpulease.sansio.async_transport import AsyncTransport
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +91,7 @@ class WorkerLoop:
         )
         self._destination = destination
         self._failover = Failover(destination)
-        self._transport = _transport(destination)
+        self._transport = new_transport(destination)
         self._readings = self._new_probe()
         self._jobs = JobReconciler(
             settings.data_dir.absolute(),
@@ -104,6 +101,8 @@ class WorkerLoop:
             settings.keep_jobs,
             destination.ca_file and os.path.abspath(destination.ca_file),
         )
+        self._log_connection = LogConnection(destination, settings.node)
+        self._logs = LogSenders(settings.data_dir.absolute() / "jobs", self._log_connection.send)
         self._leases = LeaseCache(settings.data_dir.absolute())
         self._owners = OwnerWatcher(self._changed.set)
         self._descendants = DescendantWatcher(self._leases)
@@ -141,6 +140,8 @@ class WorkerLoop:
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(backoff_s * 2, longest_s)
         finally:
+            await self._logs.close()
+            await self._log_connection.close()
             await self._transport.close()
             self._jobs.close()
             self._owners.close()
@@ -177,6 +178,7 @@ class WorkerLoop:
         has_released = self._pace_draining(desired)
         self._owners.watch(desired.owners)
         self._jobs.reconcile(desired.jobs)
+        self._logs.reconcile(desired.log_requests)
         leases = self._leases.update(desired.leases, sent_at_ticks)
         if not report.partial:
             self._descendants.look()
@@ -280,6 +282,7 @@ class WorkerLoop:
             jobs=self._jobs.reports(),
             realm=realm(),
             owners=self._owners.reports(),
+            sends_logs=True,
             hold_s=hold_s,
         )
 
@@ -361,14 +364,6 @@ class WorkerLoop:
         elif self._logged_error and not error:
             log.info("the daemon answers again")
         self._logged_error = error
-
-
-def _transport(destination: Destination) -> AsyncTransport | LocalTransport:
-    if is_enough_for(destination):
-        return LocalTransport(destination)
-    from gpulease.sansio.async_transport import AsyncTransport  # noqa: PLC0415 - 80 ms and 16 MiB
-
-    return AsyncTransport(destination)
 
 
 def _since_boot_s() -> float:

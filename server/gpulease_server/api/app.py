@@ -68,6 +68,7 @@ REQUEST_BODIES = (
     jobs.SUBMIT_BODY,
     jobs.CANCEL_BODY,
     nodes.REPORT_BODY,
+    nodes.PIECE_BODY,
     nodes.DRAIN_BODY,
     nodes.PAUSE_BODY,
     tokens.CREATE_BODY,

@@ -23,6 +23,7 @@ from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.group_members import GroupMembers
 from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
+from gpulease_server.runtime.log_relay import LogRelay
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.ledger_store import Store
@@ -53,6 +54,11 @@ class DaemonState:
     """The valid bearer tokens; None if this daemon has none, as in a test."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the daemon begins to shut down; every long poll ends then."""
+    log_relay: LogRelay = field(init=False)
+    """The logs that other nodes are asked for."""
+
+    def __post_init__(self) -> None:
+        self.log_relay = LogRelay(lambda node: self.writer.wakeups.wake([f"node:{node}"]))
 
     @property
     def ledger(self) -> Ledger:

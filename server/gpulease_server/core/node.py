@@ -154,6 +154,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         worker_version=report.worker_version,
         address=report.address,
         interface=report.interface,
+        sends_logs=report.sends_logs,
     )
     if not readable or (
         report.repeated

@@ -206,6 +206,8 @@ class NodeObservation:
     """IP address under which other nodes reach this one."""
     interface: str | None = None
     """Network interface that has this address."""
+    sends_logs: bool = False
+    """Its worker sends the logs of its jobs to the daemon."""
     clear: frozenset[str] = field(init=False, compare=False)
     """UUIDs of the GPUs that are free by this report where no lease holds them and no one has taken them out of use:
     an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""

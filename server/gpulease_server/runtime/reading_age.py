@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from operator import attrgetter
 
-from gpulease_protocol.node_protocol import DesiredState, LeaseOwner
+from gpulease_protocol.node_protocol import DesiredState, LeaseOwner, LogRequest
 from gpulease_server.runtime import clock, ids
 
-WHAT_IS_NEWS = attrgetter(
-    *(one.name for one in fields(DesiredState) if one.name not in ("ticket", "complete", "owners"))
-)
+NO_NEWS = "ticket", "complete", "owners", "log_requests"
+WHAT_IS_NEWS = attrgetter(*(one.name for one in fields(DesiredState) if one.name not in NO_NEWS))
 """Of a desired state: what a worker is to be told at once."""
 MAX_TICKETS = 64
 """Tickets remembered per node: a report may name one of several answers ago, see `NodeReport.ticket`."""
@@ -43,8 +42,13 @@ class DesiredStateTickets:
         sent = self._sent.get(node)
         return () if sent is None else sent.owners
 
+    def sent_log_requests(self, node: str) -> tuple[LogRequest, ...]:
+        """The logs that the last answer asked the node's worker for."""
+        sent = self._sent.get(node)
+        return () if sent is None else sent.log_requests
+
     def is_up_to_date(self, node: str, ticket: int | None, desired: DesiredState) -> bool:
-        """True if the node's worker has received the last answer, and that answer was `desired`, whatever its owners:
-        for new ones the next answer is early enough."""
+        """True if the node's worker has received the last answer, and that answer was `desired`, whatever its
+        owners, for which the next answer is early enough, and the logs that it asks for, which need no reading."""
         sent = self._sent.get(node)
         return sent is not None and ticket == sent.ticket and WHAT_IS_NEWS(desired) == WHAT_IS_NEWS(sent)

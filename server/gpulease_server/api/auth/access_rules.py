@@ -76,6 +76,7 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "POST /v1/nodes/{name}/pause": AccessRule.ADMIN,
     "POST /v1/nodes/{name}/forget": AccessRule.ADMIN,
     "POST /v1/nodes/{name}/exchange": AccessRule.WORKER,
+    "POST /v1/nodes/{name}/logs": AccessRule.WORKER,
     "POST /v1/leases": AccessRule.USER,
     "POST /v1/leases/explain": AccessRule.USER,
     "GET /v1/leases": AccessRule.VIEWER,

@@ -49,7 +49,7 @@ class FairTurnsMiddleware:
 def turn_of(share: FairShare, peer: PeerCredentials, scope: Scope) -> Turn | None:
     """The turn that this request has to wait for; None if it has no limit."""
     user = _user_of(peer, scope)
-    if not scope["path"].endswith("/exchange"):  # a worker asks all the time
+    if not (scope["method"] == "POST" and scope["path"].endswith(("/exchange", "/logs"))):  # a worker asks all the time
         share.note_request(user)
     if is_privileged(peer):
         return None

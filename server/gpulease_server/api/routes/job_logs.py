@@ -20,8 +20,10 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
+from gpulease_protocol.host.file_poller import POLL_S
+from gpulease_protocol.host.log_reader import LAUNCHER, LogReader, key_of
 from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
-from gpulease_protocol.node_protocol import parse_attempt_name
+from gpulease_protocol.node_protocol import LogRequest
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.access_rules import CallerDep, holder_of
 from gpulease_server.api.auth.authenticated_router import new_router
@@ -31,9 +33,8 @@ from gpulease_server.api.headers import LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.routes.jobs import find_job
-from gpulease_server.api.streams.file_poller import POLL_S
-from gpulease_server.api.streams.log_reader import LAUNCHER, LogReader, key_of
-from gpulease_server.api.streams.log_reader_pool import LogReaderPool, LogsHang
+from gpulease_server.api.streams.log_reader_pool import LogReaderPool
+from gpulease_server.api.streams.log_source import LocalLog, LogSource, ask_node, attempt_of
 from gpulease_server.core.records import JobRecord
 
 router = new_router("/v1/jobs", "jobs")
@@ -87,11 +88,11 @@ class LogQuery:
         parts = dict(part.split(":") for part in match["several"].split(","))
         return cls(name, attempt, {key: int(number) for key, number in parts.items()}, tail, follow)
 
-    def reader(self, directory: str, first: bool) -> LogReader:
-        """A reader of an attempt's directory; `first` is False if an earlier attempt was read before."""
-        same_attempt = first and self.attempt in (None, parse_attempt_name(Path(directory).parent.name)[1])
-        offsets = self.offsets if same_attempt else {}
-        return LogReader(Path(directory), self.name, offsets, self.tail if first else None)
+    def begin(self, directory: str, first: bool) -> tuple[dict[str, int], int | None]:
+        """Where to begin in an attempt's files, and with how many last lines; `first` is False if an earlier attempt
+        was read before."""
+        same_attempt = first and self.attempt in (None, attempt_of(directory))
+        return self.offsets if same_attempt else {}, self.tail if first else None
 
 
 class LogTail:
@@ -108,10 +109,8 @@ class LogTail:
         self._query = query
         self._owner: str | None = None
         """The user of the job; None until it is open."""
-        self._reader: LogReader | None = None
-        self._attempt = query.attempt or 1
+        self._source: LogSource | None = None
         self._changed = asyncio.Event()
-        self._follower = pool.poller.follow(self._changed)
         self._interrupted = False
         """True if more may be written than this answer has sent."""
         pool.follower_count += query.follow  # until it is closed
@@ -122,20 +121,16 @@ class LogTail:
         record = await self._record()
         _, holder = await holder_of(self._daemon, None, self._job_id)
         self._owner = None if holder is None else holder.user
-        if _is_elsewhere(record.log_directory):
-            raise NotFound(
-                f"The log of job {self._job_id} is on another host, and this daemon cannot read it:"
-                f" {record.log_directory}.",
-                remedy="Read it there.",
-            )
         await self._open_directory(record.log_directory)
-        length, kept = await self._pool.run(self._owner, self._reader.sizes) if self._reader else (0, 0)
+        length, kept = await self._source.sizes() if self._source else (0, 0)
         return {LOG_OFFSET: self.offset, LOG_BYTES: str(length), LOG_KEPT_BYTES: str(kept)}
 
     @property
     def offset(self) -> str:
         """Where to continue reading: the attempt, and the offset in its files."""
-        return f"{self._attempt}@{self._reader.offset if self._reader else '0'}"
+        if self._source is None:
+            return f"{self._query.attempt or 1}@0"
+        return f"{attempt_of(self._source.directory)}@{self._source.offset}"
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The log in frames."""
@@ -158,7 +153,7 @@ class LogTail:
                 if last:
                     return
                 await self._wait()
-        except LogsHang as error:
+        except (NotFound, Unavailable) as error:
             self._interrupted = True
             yield f"\n[... {error.detail}]\n".encode()
 
@@ -167,51 +162,63 @@ class LogTail:
         self._pool.follower_count -= self._query.follow
         self._pool.followers_by_user[self._caller.user] -= self._query.follow
         self._pool.followers_by_user += Counter()  # drops users without followers
-        self._follower.close()
-        self._close_reader()
+        self._close_source()
 
     async def _available(self, last: bool) -> AsyncIterator[bytes]:
         """All that can be read now; with `last`, also lines that are not ended."""
         self._changed.clear()
         directory = (await self._record()).log_directory
-        if _is_elsewhere(directory):
-            return
-        if directory is not None and (self._reader is None or str(self._reader.logs) != directory):
-            is_retry = self._reader is not None
-            if self._reader is not None:  # first the rest of the attempt before
-                while piece := await self._pool.run(self._owner, self._reader.take, True):
+        if directory is not None and (self._source is None or self._source.directory != directory):
+            is_retry = self._source is not None
+            if self._source is not None:  # first the rest of the attempt before
+                while piece := await self._source.take(True):
                     yield piece
-                self._follower.close()
-            await self._open_directory(directory)
+            try:
+                await self._open_directory(directory)
+            except Unavailable:
+                if last:
+                    raise
+                return  # its node may answer the next time
             if is_retry:
-                yield f"[... attempt {self._attempt} begins]\n".encode()
-        if self._reader is None:
+                yield f"[... attempt {attempt_of(directory)} begins]\n".encode()
+        if self._source is None:
             return
-        while piece := await self._pool.run(self._owner, self._reader.take, last):
+        while piece := await self._source.take(last and not self._interrupted):
             yield piece
         if not last:
-            self._follower.set_files(self._reader.descriptors)
+            self._source.watch()
 
     async def _open_directory(self, directory: str | None) -> None:
         if directory is None:
             return
-        first = self._reader is None
-        self._close_reader()
-        self._reader = self._query.reader(directory, first)
-        self._attempt = parse_attempt_name(Path(directory).parent.name)[1]
-        await self._pool.run(self._owner, self._reader.open)
+        source = self._source_of(directory, *self._query.begin(directory, self._source is None))
+        try:
+            await source.open()
+        except BaseException:
+            source.close()
+            raise
+        self._close_source()
+        self._source = source
 
-    def _close_reader(self) -> None:
-        if self._reader is not None:
-            self._pool.submit(self._reader.close)
+    def _source_of(self, directory: str, offsets: dict[str, int], tail: int | None) -> LogSource:
+        if not _is_elsewhere(directory):
+            reader = LogReader(Path(directory), self._query.name, offsets, tail)
+            follower = self._pool.poller.follow(self._changed)
+            return LocalLog(self._pool, self._owner, reader, follower, directory)
+        name, follow = self._query.name, self._query.follow
+        request = LogRequest(
+            job_id=self._job_id, attempt=attempt_of(directory), name=name, offsets=offsets, tail=tail, follow=follow
+        )
+        return ask_node(self._daemon, request, directory, self._caller.user, self._changed)
+
+    def _close_source(self) -> None:
+        if self._source is not None:
+            self._source.close()
 
     async def _is_last(self) -> bool:
         """True if nothing more will be written, or if this answer has to end."""
         record = await self._record()
         if not self._query.follow or record.job.state.final:
-            return True
-        if _is_elsewhere(record.log_directory):
-            self._interrupted = True  # who asks again is told where it is
             return True
         self._interrupted = (
             self._daemon.stopping.is_set()
@@ -227,7 +234,7 @@ class LogTail:
 
     async def _wait(self) -> None:
         """Wait until a file or the job has changed, at most `RECHECK_S`."""
-        timeout_s = POLL_S if self._reader is None else RECHECK_S
+        timeout_s = POLL_S if self._source is None else RECHECK_S
         waits = {
             asyncio.ensure_future(self._changed.wait()),
             asyncio.ensure_future(self._daemon.writer.wakeups.wait(f"job:{self._job_id}", timeout_s)),

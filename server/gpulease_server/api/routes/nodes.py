@@ -12,10 +12,10 @@ from fastapi import Depends, Response
 from pydantic import TypeAdapter
 
 from gpulease_protocol.bounds import MAX_NAME
-from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
 from gpulease_protocol.gpu_uuid import is_valid_uuid
 from gpulease_protocol.model import Node, NodeMode, Page
-from gpulease_protocol.node_protocol import DesiredState, NodeReport
+from gpulease_protocol.node_protocol import DesiredState, LogPiece, LogProgress, NodeReport
 from gpulease_protocol.requests import MAX_TEXT, DrainRequest, PauseRequest
 from gpulease_protocol.tokens import Role
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep, other_node
@@ -34,6 +34,7 @@ from gpulease_server.runtime import ids
 router = new_router("/v1/nodes", "nodes")
 NODE_JSON: TypeAdapter[object] = TypeAdapter(Node)
 REPORT_BODY = ReportBody()
+PIECE_BODY = JsonBody(LogPiece)
 DRAIN_BODY = JsonBody(DrainRequest, empty=DrainRequest())
 PAUSE_BODY = JsonBody(PauseRequest, empty=PauseRequest())
 INTERFACE = re.compile(r"[A-Za-z0-9._@-]{1,15}")
@@ -149,17 +150,33 @@ async def exchange(
     until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
     while True:
         require_still_valid(caller, daemon)
-        desired = desired_state(daemon.ledger, name, 0)
-        if daemon.address is not None:
-            desired = replace(desired, daemon_address=daemon.address)
+        desired = replace(
+            desired_state(daemon.ledger, name, 0),
+            daemon_address=daemon.address,
+            log_requests=daemon.log_relay.requests(name),
+        )
         sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
         has_news = _has_news(daemon, name, seen, desired)
         owners_s = until_s if desired.owners == sent_owners else started_s + OWNERS_DELAY_S
         left_s = min(until_s, owners_s) - now_s
-        if has_news or left_s <= 0:
+        if has_news or left_s <= 0 or desired.log_requests != daemon.tickets.sent_log_requests(name):
             break
         await daemon.wait_for(f"node:{name}", left_s)
     return daemon.tickets.issue(name, desired, complete=has_news)
+
+
+@router.post(
+    "/{name}/logs",
+    operation_id="sendLog",
+    openapi_extra=PIECE_BODY.openapi() | {"x-internal": True},
+    responses=error_responses("invalid_request"),
+)
+async def take_log(name: str, piece: Annotated[LogPiece, Depends(PIECE_BODY)], daemon: DaemonDep) -> LogProgress:
+    """For workers: takes a piece of a log that the desired state asks for. The answer is held while the caller who
+    waits for the log takes none."""
+    if daemon.writer.problem is not None:
+        raise Unavailable(f"This daemon asks for no logs: {daemon.writer.problem}.", remedy="Ask the one that serves.")
+    return await daemon.log_relay.deliver(name, piece)
 
 
 async def _set_mode(

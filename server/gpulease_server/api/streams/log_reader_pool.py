@@ -9,18 +9,17 @@ threads are daemon threads, and not those of an executor, which the interpreter 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import ClassVar, TypeVar
 
 from fastapi import Request
 
 from gpulease_protocol.errors import Unavailable
+from gpulease_protocol.host.daemon_thread import call_in_thread
+from gpulease_protocol.host.file_poller import FilePoller, Signatures
 from gpulease_server.api import fair_share
-from gpulease_server.api.streams.file_poller import FilePoller, Signatures
 
 THREADS = 32
 THREADS_PER_USER = 2
@@ -78,7 +77,7 @@ class LogReaderPool:
                 except asyncio.CancelledError:
                     of_user.release()
                     raise
-                work = _in_thread(function, *arguments)
+                work = call_in_thread(function, *arguments)
                 work.add_done_callback(lambda _: self._release(of_user))
                 return await asyncio.wrap_future(work)
         except TimeoutError as error:
@@ -87,27 +86,12 @@ class LogReaderPool:
 
     def submit(self, function: Callable[[], None]) -> None:
         """Run a function that does not hang, without waiting for it."""
-        _in_thread(function)
+        call_in_thread(function)
 
     async def _poll(self, poll: Callable[[Collection[int]], Signatures], descriptors: Collection[int]) -> Signatures:
-        return await asyncio.wrap_future(_in_thread(poll, descriptors))
+        return await asyncio.wrap_future(call_in_thread(poll, descriptors))
 
     def _release(self, of_user: asyncio.Semaphore) -> None:
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._free_threads.release)
             self.loop.call_soon_threadsafe(of_user.release)
-
-
-def _in_thread(function: Callable[..., Result], *arguments: object) -> Future[Result]:
-    """Call a function in a thread of its own."""
-    work = Future[Result]()
-    work.set_running_or_notify_cancel()  # so that no one who stops waiting ends it before its thread does
-
-    def call() -> None:
-        try:
-            work.set_result(function(*arguments))
-        except BaseException as error:
-            work.set_exception(error)
-
-    threading.Thread(target=call, name="log reader", daemon=True).start()
-    return work

@@ -41,8 +41,9 @@ def dropped_note(size_bytes: int) -> bytes:
 class _File:
     """One log file while it is read."""
 
-    def __init__(self, name: str, prefix: bytes | None, offset: int) -> None:
+    def __init__(self, name: str, prefix: bytes | None, offset: int, chunk_bytes: int) -> None:
         self.name = name
+        self._chunk_bytes = chunk_bytes
         self.prefix = prefix
         """Beginning of every line; None passes the bytes on unchanged."""
         self.offset = offset
@@ -104,10 +105,10 @@ class _File:
             ready, self._ready = self._ready, b""
             return ready, True
         start = self.offset + len(self._pending)
-        hole = start + CHUNK_BYTES
+        hole = start + self._chunk_bytes
         with suppress(OSError):
             hole = os.lseek(self.descriptor, start, os.SEEK_HOLE)
-        read = os.pread(self.descriptor, min(CHUNK_BYTES, max(hole - start, 0)), start)
+        read = os.pread(self.descriptor, min(self._chunk_bytes, max(hole - start, 0)), start)
         if not read:
             return b"", False
         if kept_from(self.descriptor, start) != start:
@@ -173,20 +174,30 @@ class LogReader:
         name: The file to read; None merges those of all ranks and what only the launcher has printed.
         offsets: Where to begin in each file, by its key: its rank, or `launcher`. Default: at its start.
         tail: Begin with this number of last lines of each file; None: at its offset.
+        chunk_bytes: How much of a file is read at a time.
     """
 
-    def __init__(self, logs: Path, name: str | None, offsets: dict[str, int], tail: int | None = None) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        name: str | None,
+        offsets: dict[str, int],
+        tail: int | None = None,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self.logs = logs
         self._offsets = offsets
         self._tail = tail
         self._merged = name is None
+        self._chunk_bytes = chunk_bytes
         self._directory: int | None = None
         self._files: dict[str, _File] = {}
         self._turn = 0
         self._lock = threading.Lock()
         self._closed = False
         if name is not None:
-            self._files[name] = _File(name, None, offsets.get(key_of(name), 0))
+            self._files[name] = _File(name, None, offsets.get(key_of(name), 0), chunk_bytes)
 
     def open(self) -> None:
         """Open the files that exist by now."""
@@ -273,7 +284,7 @@ class LogReader:
                 self._files[LAUNCHER].skip_copies = True
 
     def _file(self, name: str, prefix: str) -> _File:
-        return _File(name, prefix.encode(), self._offsets.get(key_of(name), 0))
+        return _File(name, prefix.encode(), self._offsets.get(key_of(name), 0), self._chunk_bytes)
 
     def _launcher_is_a_rank(self) -> bool:
         try:
