@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -62,30 +62,30 @@ class Number(ParamType):
 
 
 class OneOf(ParamType):
-    """A member of an enumeration, by its value."""
+    """A member of an enumeration, or one of some of its members, by its value."""
 
     name = "choice"
 
-    def __init__(self, members: type[Enum]) -> None:
-        self.members = members
+    def __init__(self, members: Iterable[Enum]) -> None:
+        self.members = {member.value: member for member in members}
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """The values, with bars between."""
-        return "|".join(member.value for member in self.members)
+        return "|".join(self.members)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The member. Fails for any other text."""
         try:
-            return self.members(value)
-        except ValueError:
-            self.fail(f"{value!r} is not one of {', '.join(member.value for member in self.members)}", param, ctx)
+            return self.members[value]
+        except KeyError:
+            self.fail(f"{value!r} is not one of {', '.join(self.members)}", param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[click.shell_completion.CompletionItem]:
         """The values that begin with what was typed."""
-        values = [member.value for member in self.members]
-        return [click.shell_completion.CompletionItem(value) for value in values if value.startswith(incomplete)]
+        values = [value for value in self.members if value.startswith(incomplete)]
+        return [click.shell_completion.CompletionItem(value) for value in values]
 
 
 DeviceForm: TypeAlias = "int | str | list[int | str]"

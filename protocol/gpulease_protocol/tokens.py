@@ -26,12 +26,17 @@ NO_EXPIRY = "must be over 0 seconds and at most 100 years"
 
 class Role(StrEnum):
     """What a caller may do. Each of the first three may do what the one before may; `worker` may report for nodes and
-    nothing else."""
+    nothing else; `job` is a job on another host, which may look at itself and its lease. No token is made for it."""
 
     VIEWER = "viewer"
     USER = "user"
     ADMIN = "admin"
     WORKER = "worker"
+    JOB = "job"
+
+
+MADE_ROLES = tuple(role for role in Role if role is not Role.JOB)
+"""The roles that a token can be made for."""
 
 
 class IdentifiedBy(StrEnum):
@@ -135,7 +140,7 @@ class TokenRequest(RequestBody):
     def __post_init__(self) -> None:
         check_bounds(self)
         check_field(self.user.isprintable(), "user", NO_USER)
-        check_field(self.role in tuple(Role), "role", f"must be {', '.join(Role)}")
+        check_field(self.role in MADE_ROLES, "role", f"must be {', '.join(MADE_ROLES)}")
         check_field(self.node is None or self.role is Role.WORKER, "node", "is for tokens of role worker")
         for name in ("max_gpus", "max_lease_s", "gpu_hours_per_day"):
             check_field(getattr(self, name) is None or self.role is Role.USER, name, "is for tokens of role user")

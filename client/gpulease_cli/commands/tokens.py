@@ -14,7 +14,7 @@ from gpulease_cli.options import JSON, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.status_table import align_columns, format_duration, printable
-from gpulease_protocol.tokens import BearerToken, Role, TokenRequest
+from gpulease_protocol.tokens import MADE_ROLES, BearerToken, Role, TokenRequest
 
 
 @command(
@@ -32,7 +32,7 @@ from gpulease_protocol.tokens import BearerToken, Role, TokenRequest
 )
 @option(
     "--role",
-    type=OneOf(Role),
+    type=OneOf(MADE_ROLES),
     default=Role.USER.value,
     help="What the token allows; `worker` allows reporting for a node.",
 )

@@ -43,6 +43,7 @@ from gpulease_protocol.tokens import BearerToken, NewBearerToken, Role, TokenReq
 from gpulease_server.core.happenings import BearerTokenChanged
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.host_accounts import HostAccounts, TokenAccount, find_account
+from gpulease_server.runtime.job_tokens import JobTokens
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store import bearer_tokens
 from gpulease_server.store.bearer_tokens import BearerTokenRecord
@@ -91,6 +92,8 @@ class BearerTokens:
         """True while no other process can have changed the tokens."""
         self._is_writer = False
         """True once this daemon is the writer."""
+        self.of_jobs = JobTokens()
+        """Those of jobs on other hosts, which are not among these."""
         self._accounts = HostAccounts()
         self._used: dict[str, date] = {}
         """Days of use that are not in the database yet, by token id."""
@@ -103,6 +106,7 @@ class BearerTokens:
     def restore(self) -> None:
         """Read the tokens, as the writer, before the first request. Blocks; thread-safe. Raises SQLAlchemyError."""
         records = bearer_tokens.load(self._store.engine)
+        self.of_jobs.restore(self._store)
         with self._change_lock:
             self._changes += 1
             self._records, self._authoritative, self._is_writer = records, True, True
@@ -122,6 +126,11 @@ class BearerTokens:
         if token.last_used_on is None or token.last_used_on < today:
             self._used[token.id] = today
         return TokenIdentity(token.id, token.user, token.uid, record.gid, token.role, token.node, token.budget)
+
+    async def lease_of_job(self, bearer: str) -> str | None:
+        """The lease whose job has this token; None for a token that is of no job. Raises `Unavailable`."""
+        await self._refresh()
+        return self.of_jobs.lease_id(bearer)
 
     def is_valid(self, token_id: str) -> bool:
         """True while a token is neither revoked nor expired, as far as this daemon knows."""
@@ -280,6 +289,7 @@ class BearerTokens:
                     return
                 try:
                     records = await asyncio.to_thread(bearer_tokens.load, self._store.engine)
+                    await asyncio.to_thread(self.of_jobs.load, self._store)
                 except SQLAlchemyError as error:
                     if self._read_s is None and not self._authoritative:
                         detail = f"The tokens cannot be read: {error_message(error)}."

@@ -226,5 +226,7 @@ writer = Table(
     Column("first_term", BigInteger, nullable=False),
     Column("name", String(255), nullable=False),
     Column("since", UtcDateTime, nullable=False),
+    Column("job_token_key", String(64)),
 )
-"""One row, of id 1: the daemon that may write. `first_term` is its term at the takeover. See `store.fencing`."""
+"""One row, of id 1: the daemon that may write. `first_term` is its term at the takeover. See `store.fencing`.
+`job_token_key` is the key of `runtime.job_tokens`; null until a daemon needs one."""

@@ -25,6 +25,7 @@ from gpulease_protocol.errors import NotAllowed, NotAuthenticated
 from gpulease_protocol.model import Holder
 from gpulease_protocol.tokens import Role
 from gpulease_server.api import fair_share
+from gpulease_server.api.auth import job_callers
 from gpulease_server.api.auth.callers import Caller, caller_from_peer, caller_from_token, trusted_peer
 from gpulease_server.api.auth.peer_credentials import PeerCredentials
 from gpulease_server.api.auth.rate_limiter import RateLimiter
@@ -143,7 +144,7 @@ async def authorized_caller(
     if header is None:
         caller = await caller_from_peer(peer, access, daemon.admin_groups)
     else:
-        caller = await caller_from_token(header, daemon.bearer_tokens)
+        caller = await caller_from_token(header, daemon.bearer_tokens, daemon.ledger)
     if rule is AccessRule.ANYONE:
         return caller
     if caller.role is None:
@@ -151,6 +152,10 @@ async def authorized_caller(
     if rule is not AccessRule.WORKER and access.max_rps_per_user > 0:
         bucket = "keep" if operation in LEASE_KEEPING_ROUTES else "other"
         rate_limiter.take(f"{bucket} {caller.user}", access.max_rps_per_user, daemon.now().mono_s)
+    if caller.role is Role.JOB:
+        if not job_callers.is_allowed(caller, operation, parameters, daemon.ledger):
+            raise _of_job(caller)
+        return caller
     if not await _is_allowed(caller, rule, parameters, daemon):
         raise _refusal(caller, rule)
     if rule is AccessRule.WORKER:
@@ -204,6 +209,14 @@ def other_node(node: str | None) -> NotAllowed:
         f"This token reports for node {node} and for no other.",
         remedy=f"Start the worker with --node {node}, or give it a token of its own: gpulease token create --user NAME"
         " --role worker --node NODE.",
+    )
+
+
+def _of_job(caller: Caller) -> NotAllowed:
+    """The refusal of a job that asks for what is not its own."""
+    return NotAllowed(
+        f"You are {caller.job_id}, which may look at itself and at {caller.lease_id}, and renew that.",
+        remedy="For more, give the job a token of its user: submit it with `GPULEASE_TOKEN` in its environment.",
     )
 
 

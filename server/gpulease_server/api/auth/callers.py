@@ -8,12 +8,13 @@ from functools import lru_cache
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotAuthenticated
-from gpulease_protocol.model import Holder
+from gpulease_protocol.model import Holder, LeaseState
 from gpulease_protocol.tokens import Role
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials
 from gpulease_server.api.auth.user_names import refresh_user_name, user_name
 from gpulease_server.api.daemon_state import DaemonState
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.group_members import GroupMembers
 
@@ -42,6 +43,10 @@ class Caller:
     """True if they may report for nodes."""
     node: str | None = None
     """The only node that they may report for; None: any, or of a worker's token the first."""
+    lease_id: str | None = None
+    """The lease of a job that calls with its own token; None for everyone else."""
+    job_id: str | None = None
+    """That job."""
 
     @property
     def is_admin(self) -> bool:
@@ -91,9 +96,11 @@ def is_privileged(peer: PeerCredentials) -> bool:
     return peer.uid in (ROOT, os.geteuid())
 
 
-async def caller_from_token(header: str, bearers: BearerTokens | None) -> Caller:
+async def caller_from_token(header: str, bearers: BearerTokens | None, ledger: Ledger) -> Caller:
     """The caller whom an Authorization header names. Raises `NotAuthenticated` unless it carries a valid token."""
     bearer_token = header[len(SCHEME) :].strip() if header.lower().startswith(SCHEME) else ""
+    if bearers is not None and (lease_id := await bearers.lease_of_job(bearer_token)) is not None:
+        return _caller_of_job(lease_id, ledger)
     token = await bearers.authenticate(bearer_token) if bearers is not None and bearer_token else None
     if token is None:
         raise invalid_token()
@@ -111,8 +118,28 @@ async def caller_from_token(header: str, bearers: BearerTokens | None) -> Caller
     )
 
 
+def _caller_of_job(lease_id: str, ledger: Ledger) -> Caller:
+    record = ledger.leases.get(lease_id)
+    job = None if record is None else ledger.jobs.get(record.lease.job_id or "")
+    if record is None or job is None or not _job_holds(lease_id, ledger):
+        raise invalid_token()
+    user = record.lease.holder.user or str(job.uid)
+    return Caller(user, job.uid, job.gid, Role.JOB, "token", lease_id=lease_id, job_id=job.job.id)
+
+
+def _job_holds(lease_id: str, ledger: Ledger) -> bool:
+    """True while the attempt of a job under a lease has not ended."""
+    record = ledger.leases.get(lease_id)
+    job = None if record is None else ledger.jobs.get(record.lease.job_id or "")
+    if record is None or job is None:
+        return False
+    return record.lease.state is LeaseState.ACTIVE and job.job.lease_id == lease_id
+
+
 def is_still_valid(caller: Caller, daemon: DaemonState) -> bool:
     """False if the caller was identified by a token that has been revoked or has expired since."""
+    if caller.lease_id is not None:
+        return _job_holds(caller.lease_id, daemon.ledger)
     return caller.token_id is None or (
         daemon.bearer_tokens is not None and daemon.bearer_tokens.is_valid(caller.token_id)
     )

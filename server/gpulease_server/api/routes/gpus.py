@@ -14,6 +14,7 @@ from gpulease_protocol.model import Gpu, GpuState, Page
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller
+from gpulease_server.api.auth.job_callers import may_see_node, redact_for_job
 from gpulease_server.api.auth.redaction import redact_gpu
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.long_lists import list_response
@@ -52,9 +53,12 @@ async def list_gpus(daemon: DaemonDep, caller: CallerDep) -> Response:
     gpus, add_last_use = GpuList(daemon.ledger, daemon.now(), daemon.policy), last_use(daemon)
 
     def view(gpu: GpuRecord) -> Gpu:
-        return redact_gpu(caller, add_last_use(gpus.view(gpu)), daemon.access)
+        return redact_for_job(caller, redact_gpu(caller, add_last_use(gpus.view(gpu)), daemon.access))
 
-    return await list_response(gpus.records(), view, GPU_JSON)
+    records = gpus.records()
+    if caller.lease_id is not None:
+        records = (one for one in gpus.records() if may_see_node(caller, one.device.node, daemon.ledger))
+    return await list_response(records, view, GPU_JSON)
 
 
 @router.get("/{uuid}", operation_id="getGpu", responses=error_responses("not_found"))
@@ -64,7 +68,7 @@ async def show_gpu(uuid: str, daemon: DaemonDep, caller: CallerDep) -> Gpu:
     if record is None:
         raise NotFound(f"There is no GPU {uuid}.", remedy="`GET /v1/gpus` lists all GPUs.")
     (view,) = with_last_use(daemon, [gpu_view(daemon.ledger, record, daemon.now(), daemon.policy)])
-    return redact_gpu(caller, view, daemon.access)
+    return redact_for_job(caller, redact_gpu(caller, view, daemon.access))
 
 
 @router.post("/{uuid}/cordon", operation_id="cordonGpu", responses=error_responses("not_found"))

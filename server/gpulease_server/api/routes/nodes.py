@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
 from gpulease_protocol.gpu_uuid import is_valid_uuid
+from gpulease_protocol.host.variables import TOKEN
 from gpulease_protocol.model import Node, NodeMode, Page
 from gpulease_protocol.node_protocol import DesiredState, LogPiece, LogProgress, NodeReport
 from gpulease_protocol.requests import MAX_TEXT, DrainRequest, PauseRequest
@@ -21,6 +22,7 @@ from gpulease_protocol.tokens import Role
 from gpulease_server.api.auth.access_rules import CallerDep, PeerDep, other_node
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller, is_privileged, require_still_valid
+from gpulease_server.api.auth.job_callers import may_see_node
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.problems import error_responses
@@ -46,9 +48,11 @@ complete reading."""
 
 
 @router.get("", operation_id="listNodes", response_model=Page[Node])
-async def list_nodes(daemon: DaemonDep) -> Response:
+async def list_nodes(daemon: DaemonDep, caller: CallerDep) -> Response:
     """All nodes, and whether their readings can be trusted."""
     records, view = node_list(daemon.ledger, daemon.now(), daemon.policy)
+    if caller.lease_id is not None:
+        records = [record for record in records if may_see_node(caller, record.name, daemon.ledger)]
     return await list_response(records, view, NODE_JSON)
 
 
@@ -155,6 +159,8 @@ async def exchange(
             daemon_address=daemon.address,
             log_requests=daemon.log_relay.requests(name),
         )
+        if not is_privileged(peer):
+            desired = _with_job_tokens(daemon, desired)
         sent_owners, now_s = daemon.tickets.sent_owners(name), daemon.now().mono_s
         has_news = _has_news(daemon, name, seen, desired)
         owners_s = until_s if desired.owners == sent_owners else started_s + OWNERS_DELAY_S
@@ -186,6 +192,20 @@ async def _set_mode(
     happening = NodeModeRequested(cause=cause, node=name, mode=mode, force=force, reason=reason, by=caller.user)
     await daemon.submit(happening)
     return await show_node(name, daemon)
+
+
+def _with_job_tokens(daemon: DaemonState, desired: DesiredState) -> DesiredState:
+    """The orders of a node of another host, with what its jobs show to be the holders of their leases."""
+    if daemon.bearer_tokens is None or not desired.jobs:
+        return desired
+    tokens = daemon.bearer_tokens.of_jobs
+    orders = (
+        order
+        if TOKEN in order.spec.environment or (bearer := tokens.bearer(order.lease_id)) is None
+        else replace(order, env=order.env | {TOKEN: bearer})
+        for order in desired.jobs
+    )
+    return replace(desired, jobs=tuple(orders))
 
 
 async def _bind_token(daemon: DaemonState, caller: Caller, name: str) -> None:
