@@ -137,7 +137,7 @@ class Host:
         """Unplug its card at the switch: packets are lost, in both directions."""
         self._switch.inside("link", "set", self._port, "nomaster")
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Plug it in again."""
         self._switch.inside("link", "set", self._port, "master", "br0")
 
