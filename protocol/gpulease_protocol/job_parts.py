@@ -46,3 +46,5 @@ class JobAttempt(Noun):
     """When it ended."""
     log_directory: str | None = None
     """Directory of its log files, on its node."""
+    node_left: bool = False
+    """True when its node left, such as at the end of its allocation; it then does not count as one of `retries`."""

@@ -200,6 +200,9 @@ class Demand(Noun):
     """Only GPUs with this text in their product name; case does not matter."""
     min_free_memory_bytes: int | None = None
     """Only GPUs with at least this much free memory."""
+    time_s: float | None = None
+    """How long it may take, declared beforehand: a job's `timeout_s`. A node that ends before that is passed over. Null
+    where nothing is declared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +399,11 @@ class Node(Noun):
     """Which boot of which machine it is, and in which pid namespace its worker sees processes: `BOOT/NAMESPACE`, the
     content of /proc/sys/kernel/random/boot_id and the target of /proc/self/ns/pid. Who finds the same boot is on its
     host. Null where the worker cannot tell."""
+    available_until: datetime | None = None
+    """When the node goes, such as with the end of its allocation; a job whose `timeout_s` ends later is not placed
+    there. Null where no end is known."""
+    leaving: bool = False
+    """True while it is about to go: nothing is granted there, and its jobs are ended and tried elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

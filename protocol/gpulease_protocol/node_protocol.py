@@ -67,6 +67,9 @@ class JobReport(Noun):
     """A sentence that says why it could not start or how it failed; while some of it is `unkillable`, why that is."""
     timed_out: bool = False
     """True when the worker ended it because of its `timeout_s`."""
+    node_left: bool = False
+    """True when it was ended, or was not started, because its node leaves: it is tried again elsewhere, and this
+    attempt does not count."""
     traceback: str | None = None
     """Traceback of the rank that failed first, where it left one; at most 4 KiB."""
     unkillable: tuple[int, ...] = ()
@@ -193,6 +196,13 @@ class NodeReport(Noun):
     """True when this worker does what `DesiredState.log_requests` asks for."""
     hold_s: float = 1.0
     """How long the daemon may hold its answer while nothing has changed, at most 30."""
+    available_s: float | None = None
+    """For how long from now the node is there, such as until its allocation ends. Nothing is placed there that may take
+    longer. Null: no end is known. A duration, because no clock of a node is trusted."""
+    leaving: bool = False
+    """True when the node is about to go for good: nothing is granted there any more, and its worker ends its jobs."""
+    left: bool = False
+    """True in the last report of a worker that leaves: no process of a job is left there. The node is forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,7 +260,11 @@ class JobRequest(RequestBody):
     def demand(self) -> Demand:
         """The GPUs asked for."""
         return Demand(
-            count=self.gpus, node=self.node, gpu_model=self.gpu_model, min_free_memory_bytes=self.min_free_memory_bytes
+            count=self.gpus,
+            node=self.node,
+            gpu_model=self.gpu_model,
+            min_free_memory_bytes=self.min_free_memory_bytes,
+            time_s=self.timeout_s,
         )
 
     @property

@@ -254,7 +254,7 @@ class World:
                 cause=f"submit-{number}",
                 jobs=(SubmittedJob(job_id=f"job-{number}", lease_id=f"lease-{number}", spec=spec),),
                 name="",
-                demand=Demand(count=gpus),
+                demand=Demand(count=gpus, time_s=spec.timeout_s),
                 holder=Holder(token_id=token),
                 budget=budget,
                 after=waits,

@@ -26,6 +26,7 @@ from gpulease_protocol.host.addresses import candidates
 from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.model import ComputeMode, LeaseState
 from gpulease_protocol.node_protocol import JUST_STARTED, PAUSED, DesiredState, NodeReport
+from gpulease_worker.allocation import MIN_LEAVE_S, allocation_of, grace_within
 from gpulease_worker.desired_state import read_desired_state
 from gpulease_worker.gpu_claims import GpuClaims
 from gpulease_worker.jobs import listening_ports
@@ -44,6 +45,7 @@ from gpulease_worker.processes.leftover_cleanup import LeftoverCleanup
 from gpulease_worker.processes.owner_descendants import DescendantWatcher
 from gpulease_worker.processes.owner_watch import OwnerWatcher
 from gpulease_worker.settings import WorkerSettings
+from gpulease_worker.shown_gpus import ShownGpus
 from gpulease_worker.task_cancellation import cancel_and_wait
 
 DRAIN_HOLD_S = (0.02, 1.0)
@@ -57,6 +59,8 @@ ANSWER_TIMEOUT_S = 10.0
 STALE_ANSWER_S = 60.0
 """An answer that is taken in so long after its report was sent is dropped: the worker or its host was stopped,
 and the daemon may have given up what it ordered."""
+LEAVING_POLL_S = 0.2
+"""Time between two readings of a node that leaves."""
 MIN_IN_FLIGHT_S = 0.02
 """How long a request is left in flight before a change in a job or owner replaces it, so that a stream of changes
 cannot starve the answers."""
@@ -100,6 +104,7 @@ class WorkerLoop:
             settings.of_jobs,
             settings.keep_jobs,
             destination.ca_file and os.path.abspath(destination.ca_file),
+            may_leave=settings.leaves_within_s > 0,
         )
         self._log_connection = LogConnection(destination, settings.node)
         self._logs = LogSenders(settings.data_dir.absolute() / "jobs", self._log_connection.send)
@@ -124,22 +129,52 @@ class WorkerLoop:
         """True when leases have ended since the answer before: their GPUs are to be read at once."""
         self._drain_hold_s = 0.0
         self._logged_error = ""
+        self._shown = ShownGpus(settings.gpus, os.environ if settings.in_slurm else {})
+        self._allocation = allocation_of(settings, self.leave)
+        self._running: asyncio.Task[None] | None = None
+        self._leaves, self._has_left = False, False
+        self._leaving_is_known = False
+        """The daemon has answered a report that says so: it grants nothing here any more."""
+
+    def leave(self, grace_s: float | None = None) -> None:
+        """Begin to leave, see `gpulease_worker.allocation`; `run` returns once the daemon knows that the node has left.
+
+        Args:
+            grace_s: What jobs have between SIGTERM and SIGKILL; None: as much as `leave_s` allows.
+        """
+        if self._leaves:
+            return
+        self._leaves = True
+        within_s = self._settings.leaves_within_s
+        self._jobs.leave(grace_within(within_s) if grace_s is None else grace_s)
+        give_up_s = max(within_s, MIN_LEAVE_S) if grace_s is None else grace_s + MIN_LEAVE_S
+        asyncio.get_running_loop().call_later(give_up_s, self._give_up_leaving)
+        self._changed.set()
+
+    def _give_up_leaving(self) -> None:
+        log.warning("this node leaves, and the daemon may not know it, or not how its jobs have ended")
+        if self._running is not None:
+            self._running.cancel()
 
     async def run(self) -> None:
-        """Run until cancelled. Raises OSError when the data directory cannot be used."""
+        """Run until cancelled, or until this node has left. Raises OSError when the data directory cannot be used."""
+        self._running = asyncio.current_task()
+        watching = None if self._allocation is None else asyncio.create_task(self._allocation.watch())
         self._jobs.recover()
         self._leases.load()
         self._modes.recover()
         first_s, longest_s = BACKOFF_S if self._failover.is_single else FAILOVER_BACKOFF_S
         backoff_s = first_s
         try:
-            while True:
+            while not self._has_left:
                 if await self._turn():
                     backoff_s = first_s
                 else:
                     await asyncio.sleep(backoff_s)
                     backoff_s = min(backoff_s * 2, longest_s)
         finally:
+            if watching is not None:
+                await cancel_and_wait(watching)
             await self._logs.close()
             await self._log_connection.close()
             await self._transport.close()
@@ -153,7 +188,7 @@ class WorkerLoop:
 
     async def _turn(self) -> bool:
         """One reading and its report. False when no daemon answered as expected."""
-        report = self._repeated_report() or await self._partial_report() or await self._report()
+        report = self._last_report() or self._repeated_report() or await self._partial_report() or await self._report()
         sent_at_ticks, sent_at_s = procfs.ticks_now(), _since_boot_s()
         # Whatever changes in a job or owner from here on is missing in this report.
         sending = asyncio.create_task(self._send(report))
@@ -174,6 +209,8 @@ class WorkerLoop:
         if _since_boot_s() - sent_at_s > STALE_ANSWER_S:
             log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
             return True
+        self._has_left = report.left
+        self._leaving_is_known = self._leaving_is_known or report.leaving
         self._desired = desired
         has_released = self._pace_draining(desired)
         self._owners.watch(desired.owners)
@@ -208,8 +245,32 @@ class WorkerLoop:
         if self._desired is None or not self._desired.takes_partial:
             return None
         self._changed.clear()
-        jobs, owners = self._jobs.reports(), self._owners.reports()
-        return replace(report, repeated=True, jobs=jobs, owners=owners, hold_s=left_s)
+        return replace(
+            report,
+            repeated=True,
+            jobs=self._jobs.reports(),
+            owners=self._owners.reports(),
+            hold_s=left_s,
+            available_s=self._available_s(),
+            leaving=self._leaves,
+        )
+
+    def _last_report(self) -> NodeReport | None:
+        """That this node has left; None before all jobs have ended, and the daemon knows how."""
+        if not (self._leaving_is_known and self._jobs.have_ended) or self._desired is None or self._desired.jobs:
+            return None
+        return NodeReport(
+            worker_id=self._worker_id,
+            host=socket.gethostname(),
+            problem="the node has left",
+            jobs=self._jobs.reports(),
+            hold_s=0.0,
+            leaving=True,
+            left=True,
+        )
+
+    def _available_s(self) -> float | None:
+        return None if self._allocation is None else self._allocation.available_s()
 
     def _on_probe_changed(self) -> None:
         self._probe_changed = True
@@ -258,7 +319,8 @@ class WorkerLoop:
         self._hold_until_s = time.monotonic() + hold_s
         self._ports_in_use = listening_ports.in_use(self._ports_in_use)
         simulated = self._settings.simulate is not None
-        gpus, others = (reading.gpus, ()) if simulated else self._claims.claim(reading.gpus)
+        shown = self._shown.of(reading.gpus)
+        gpus, others = (shown, ()) if simulated else self._claims.claim(shown)
         return NodeReport(
             worker_id=self._worker_id,
             host=socket.gethostname(),
@@ -271,7 +333,7 @@ class WorkerLoop:
             reading_limit_s=self._settings.probe_deadline_s,
             gpus=gpus,
             claimed_elsewhere=others,
-            links=reading.links,
+            links=self._shown.links_between(gpus, reading.links),
             driver_version=reading.driver_version,
             worker_version=self._version,
             address=self._address.address,
@@ -284,6 +346,8 @@ class WorkerLoop:
             owners=self._owners.reports(),
             sends_logs=True,
             hold_s=hold_s,
+            available_s=self._available_s(),
+            leaving=self._leaves,
         )
 
     async def _read(self, desired: DesiredState | None) -> TimedReading:
@@ -330,7 +394,8 @@ class WorkerLoop:
         return ProbeReader(probe, settings.probe_deadline_s, self._on_probe_changed)
 
     def _hold_s(self) -> float:
-        return min(self._settings.poll_s, self._drain_hold_s) if self._draining else self._settings.poll_s
+        poll_s = min(self._settings.poll_s, LEAVING_POLL_S) if self._leaves else self._settings.poll_s
+        return min(poll_s, self._drain_hold_s) if self._draining else poll_s
 
     async def _send(self, report: NodeReport) -> DesiredState:
         """Send a report to the daemon that serves. Raises GpuleaseError."""

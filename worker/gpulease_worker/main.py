@@ -1,4 +1,4 @@
-"""Runs a worker, one per data directory, until SIGTERM or SIGINT. Its jobs continue without it."""
+"""Runs a worker, one per data directory, until SIGTERM or SIGINT. Its jobs continue without it, unless it leaves."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ def _run(settings: WorkerSettings) -> int:
 
 
 async def _run_until_signal(settings: WorkerSettings) -> None:
-    loop = asyncio.create_task(WorkerLoop(settings).run())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, loop.cancel)
+    worker = WorkerLoop(settings)
+    loop = asyncio.create_task(worker.run())
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, loop.cancel)
+    stop = worker.leave if settings.leaves_within_s > 0 else loop.cancel
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     await loop
 
 

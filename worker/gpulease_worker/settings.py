@@ -23,9 +23,12 @@ from gpulease_protocol.host.settings import (
 )
 from gpulease_worker.jobs.job_settings import LOG_BYTES, MAX_PROCESSES, JobSettings
 
-DAEMON, READINGS, JOBS = "Daemon", "Readings", "Jobs"
+DAEMON, READINGS, JOBS, ALLOCATION = "Daemon", "Readings", "Jobs", "Allocation"
 """Headings in `gpulease worker --help`."""
 LEAST_SECONDS = 0.05
+SLURM = "slurm"
+ALLOCATION_LEAVE_S = 60.0
+"""How long leaving may take in an allocation, where `leave_s` says nothing."""
 
 
 def default_worker_dir() -> Path:
@@ -118,6 +121,14 @@ class WorkerSettings:
         maximum=2**50,
         group=HARDWARE,
     )
+    gpus: str | None = setting(
+        None,
+        "Show only these GPUs of the host: UUIDs, or indices as `gpulease gpu list` has them, such as 0-3,6. Default: "
+        "all, or those of the allocation.",
+        variable="GPULEASE_GPUS",
+        metavar="GPUS",
+        group=HARDWARE,
+    )
     kill_leftovers: bool = shared(False, KILL_LEFTOVERS)
     manage_compute_mode: bool = shared(False, MANAGE_COMPUTE_MODE)
     log_bytes: int = setting(
@@ -168,6 +179,31 @@ class WorkerSettings:
         flag="--no-new-privs/--new-privs",
         group=JOBS,
     )
+    leave_s: float = setting(
+        0.0,
+        "On SIGTERM, leave within this time: no more grants, jobs end and are tried elsewhere, then the daemon forgets "
+        "the node. 0: jobs go on without the worker. Seconds.",
+        variable="GPULEASE_LEAVE_S",
+        minimum=0.0,
+        maximum=3600.0,
+        group=ALLOCATION,
+    )
+    allocation: str | None = setting(
+        None,
+        "What the worker runs in: `slurm`, for a job of Slurm. It then shows the GPUs of the allocation alone, tells "
+        "the daemon when that ends, and leaves before, or when it is gone.",
+        variable="GPULEASE_ALLOCATION",
+        metavar="KIND",
+        group=ALLOCATION,
+    )
+    allocation_poll_s: float = setting(
+        60.0,
+        "Time between two looks at the allocation. Seconds.",
+        variable="GPULEASE_ALLOCATION_POLL_S",
+        minimum=0.2,
+        maximum=3600.0,
+        group=ALLOCATION,
+    )
     log_format: LogFormat = shared(LogFormat.AUTO, LOG_FORMAT)
     log_level: LogLevel = shared(LogLevel.INFO, LOG_LEVEL)
     token: str | None = field(default=None, repr=False)
@@ -176,6 +212,18 @@ class WorkerSettings:
     """End when the process that started this one ends."""
     leftover_grace_s: float = 5.0
     """Time between SIGTERM and SIGKILL for leftover processes."""
+
+    @property
+    def leaves_within_s(self) -> float:
+        """How long leaving may take; 0 for a worker that does not leave. Seconds."""
+        return self.leave_s or (ALLOCATION_LEAVE_S if self.in_slurm else 0.0)
+
+    @property
+    def in_slurm(self) -> bool:
+        """True for a worker in an allocation of Slurm. Raises `InvalidRequest` for an unknown kind."""
+        if self.allocation not in (None, SLURM):
+            raise InvalidRequest(f"allocation: {self.allocation!r} is not known.", remedy="The only kind is `slurm`.")
+        return self.allocation is not None
 
     @property
     def of_jobs(self) -> JobSettings:

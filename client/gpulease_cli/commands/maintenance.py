@@ -45,7 +45,7 @@ def list_nodes(json: bool) -> None:
     if json:
         output.print_json_list(nodes)
         return
-    heads = ("NODE", "STATE", "MODE", "GPUS", "DRIVER", "REASON")
+    heads = ("NODE", "STATE", "MODE", "GPUS", "DRIVER", "UNTIL", "REASON")
     rows = [
         (
             node.name,
@@ -53,11 +53,16 @@ def list_nodes(json: bool) -> None:
             node.mode.value,
             str(node.gpu_count),
             node.driver_version or "?",
+            "-" if node.available_until is None else f"{node.available_until.astimezone():%Y-%m-%d %H:%M}",
             _out_of_use(node) or "-",
         )
         for node in nodes
     ]
-    output.print_table(align_columns(heads, rows))
+    drop = () if any(node.available_until for node in nodes) else ("UNTIL",)
+    kept = [place for place, head in enumerate(heads) if head not in drop]
+    output.print_table(
+        align_columns([heads[place] for place in kept], [[row[place] for place in kept] for row in rows])
+    )
 
 
 @command(examples=("gpulease node drain gpubox", "gpulease node drain gpubox --reason 'driver update till 15:00'"))
@@ -161,7 +166,7 @@ def uncordon(gpu: str, json: bool) -> None:
 def _out_of_use(node: Node) -> str:
     """Why a node is not used: what its worker says, what an administrator says."""
     said = f"{node.mode_by}: {node.mode_reason}" if node.mode_by and node.mode_reason else node.mode_reason
-    return "; ".join(filter(None, (node.reason, said)))
+    return "; ".join(filter(None, (node.reason, "leaves" if node.leaving else None, said)))
 
 
 def _print_node(node: Node, json: bool) -> None:

@@ -39,7 +39,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Demand, GpuState
-from gpulease_server.core.gpu import is_cordoned, node_problem, state_of
+from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, find_candidates, gpus_needed, lacks_memory
 from gpulease_server.core.policy import Policy
@@ -135,7 +135,8 @@ class Reservations:
         """True where a node has enough GPUs for the demand that are free, or will be when leases end."""
         return any(
             len(self._usable(demand, gpus)) + self._coming(demand, gpus) >= gpus_needed(demand, gpus)
-            for gpus in candidates(self.ledger, demand, most_gpus).values()
+            for node, gpus in candidates(self.ledger, demand, most_gpus).items()
+            if not ends_too_soon(self.ledger, demand, node, self.now)
         )
 
     def _usable(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
@@ -153,6 +154,8 @@ class Reservations:
             gpus = [self.ledger.gpus[uuid] for uuid in serving.by_node[node]]
             needed = gpus_needed(limited.demand, gpus)
             if node in self.late_nodes or (limited.most_gpus is not None and needed > limited.most_gpus):
+                continue
+            if ends_too_soon(self.ledger, limited.demand, node, self.now):
                 continue
             usable = self._usable(limited.demand, gpus)
             own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]

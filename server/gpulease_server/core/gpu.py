@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpulease_protocol.model import Activity, GpuReading, GpuState, NodeMode, Process, ProcessType
+from gpulease_protocol.model import Activity, Demand, GpuReading, GpuState, NodeMode, Process, ProcessType
 from gpulease_protocol.node_protocol import PAUSED
 from gpulease_server.core import gpu_state
 from gpulease_server.core.gpu_state import occupants, state_by_report
@@ -33,8 +33,21 @@ def node_mode(ledger: Ledger, node: str) -> NodeMode:
 
 
 def is_cordoned(ledger: Ledger, gpu: GpuRecord) -> bool:
-    """True when an administrator has taken the GPU, or its whole node, out of use."""
-    return gpu_state.is_cordoned(gpu, ledger.nodes.get(gpu.device.node))
+    """True when an administrator has taken the GPU, or its whole node, out of use, or the node leaves."""
+    return gpu_state.is_cordoned(gpu, ledger.nodes.get(gpu.device.node)) or is_leaving(ledger, gpu.device.node)
+
+
+def is_leaving(ledger: Ledger, node: str) -> bool:
+    """True when the worker of a node has said that the node is about to go."""
+    observation = ledger.node_observations.get(node)
+    return observation is not None and observation.leaving
+
+
+def ends_too_soon(ledger: Ledger, demand: Demand, node: str, now: Instant) -> bool:
+    """True when a node goes before what was asked for must have ended. False where no time was declared."""
+    observation = ledger.node_observations.get(node)
+    until_s = None if observation is None else observation.available_until_s
+    return until_s is not None and demand.time_s is not None and now.mono_s + demand.time_s > until_s
 
 
 def reading_of(ledger: Ledger, gpu: GpuRecord) -> GpuReading | None:

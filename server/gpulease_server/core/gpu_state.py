@@ -23,7 +23,7 @@ def state_by_report(gpu: GpuRecord, observation: NodeObservation | None, node: N
         return GpuState.PROHIBITED
     if gpu.lease_id is not None:
         return GpuState.DRAINING if gpu.draining else GpuState.LEASED
-    if is_cordoned(gpu, node):
+    if is_cordoned(gpu, node) or observation.leaving:
         return GpuState.CORDONED
     used = occupants(reading) or reading.hidden_use or awaits_memory(observation, uuid)
     return GpuState.FOREIGN if used else GpuState.FREE

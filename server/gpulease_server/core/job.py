@@ -187,9 +187,13 @@ def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
             "ended_at": report.ended_at or turn.now.at,
         }
         state, reason = final_state(report, cancelled=record.cancelled_at is not None)
-        if state is JobState.FAILED and started is not None and may_retry(record):
+        left = report.node_left
+        if left and state is JobState.FAILED:
+            reason = f"its node {record.job.gpus[0].node} left"
+        if state is JobState.FAILED and (started is not None or left) and may_retry(record, node_left=left):
             failed = replace(record, job=replace(record.job, started_at=started, exit_code=report.exit_code))
-            retry_job(turn, failed, reason, ended_at=changes["ended_at"])
+            end = EndReason.NODE_LOST if left else EndReason.JOB_FINISHED
+            retry_job(turn, failed, reason, end, ended_at=changes["ended_at"], node_left=left)
         else:
             finish_job(turn, record, state, reason, **changes)
 
@@ -205,9 +209,11 @@ def _mark_stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
     turn.emit("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason)
 
 
-def may_retry(record: JobRecord) -> bool:
-    """True while a job that fails has an attempt left."""
-    return record.job.attempts <= record.spec.retries
+def may_retry(record: JobRecord, *, node_left: bool = False) -> bool:
+    """True while a job that fails has an attempt left. One whose node has left may be tried again in any case, and such
+    attempts do not count; but `MAX_HISTORY` times at most."""
+    uncounted = sum(attempt.node_left for attempt in record.job.attempt_history)
+    return (node_left and uncounted < MAX_HISTORY) or record.job.attempts - uncounted <= record.spec.retries
 
 
 def retry_job(
@@ -217,9 +223,10 @@ def retry_job(
     lease_end: EndReason = EndReason.JOB_FINISHED,
     *,
     ended_at: datetime | None = None,
+    node_left: bool = False,
 ) -> None:
     """End the attempt and queue the next, which starts after a pause. One that could not even start is not tried again:
-    what it lacks, it will lack again."""
+    what it lacks, it will lack again. `node_left`: its node has left, so that it does not count."""
     job, old = record.job, turn.ledger.leases[record.job.lease_id]
     if old.lease.state is not LeaseState.ENDED:
         end_lease(turn, old, lease_end)
@@ -240,10 +247,11 @@ def retry_job(
     turn.put(NotBefore(lease.id, turn.now.mono_s + pause_s))
     number, now = turn.ledger.next_number, turn.now
     turn.put(LeaseRecord(lease=lease, number=number, cause=turn.cause, renewed_at=now.at, requested_at_s=now.mono_s))
-    said = (
-        f"attempt {job.attempts} of {record.spec.retries + 1} failed: {(reason or 'no reason is known').rstrip('.')};"
-        f" the next one joins the queue in {pause_s:g} s"
-    )
+    why = (reason or "no reason is known").rstrip(".")
+    uncounted = sum(attempt.node_left for attempt in job.attempt_history)
+    what = "does not count" if node_left else "failed"
+    of_all = f"attempt {job.attempts}" + ("" if node_left or uncounted else f" of {record.spec.retries + 1}")
+    said = f"{of_all} {what}: {why}; the next one joins the queue in {pause_s:g} s"
     attempt = JobAttempt(
         number=job.attempts,
         lease_id=job.lease_id,
@@ -253,6 +261,7 @@ def retry_job(
         started_at=job.started_at,
         ended_at=ended_at or turn.now.at,
         log_directory=record.log_directory,
+        node_left=node_left,
     )
     again = replace(
         job,

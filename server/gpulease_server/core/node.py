@@ -25,7 +25,7 @@ from gpulease_server.core.job import on_job_reports
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import on_owner_reports, on_silence_over
 from gpulease_server.core.maintenance import discard_if_paused
-from gpulease_server.core.node_loss import SEEN_INTERVAL_S
+from gpulease_server.core.node_loss import SEEN_INTERVAL_S, on_node_left
 from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import GpuRecord, LeaseRecord, NodeObservation, NodeRecord
 from gpulease_server.core.turn import Turn
@@ -36,6 +36,8 @@ DEVICE_FIELDS = tuple(one.name for one in fields(Device))
 DEVICE_VALUES = attrgetter(*DEVICE_FIELDS)
 REPORT_MARGIN_S = 0.5
 """What a report may be late, beside its hold and its reading, before the node counts as silent."""
+AVAILABLE_JITTER_S = 5.0
+"""An end of a node that is so much later is the same end, from a report that was on its way for longer."""
 
 
 def on_node_reported(turn: Turn, reported: NodeReported) -> None:
@@ -58,6 +60,12 @@ def on_node_reported(turn: Turn, reported: NodeReported) -> None:
     if report.partial:
         if before is not None and not is_unheard(turn.ledger, name, turn.now, turn.policy):
             _take_partial(turn, reported, report, before)
+        turn.answer(reported.cause, None)
+        return
+    if report.left:
+        if before is not None and before.worker_id == report.worker_id:
+            on_job_reports(turn, name, report.jobs)
+            on_node_left(turn, name)
         turn.answer(reported.cause, None)
         return
     if is_unheard(turn.ledger, name, turn.now, turn.policy):
@@ -155,6 +163,8 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         address=report.address,
         interface=report.interface,
         sends_logs=report.sends_logs,
+        available_until_s=_available_until_s(turn, report, before),
+        leaving=report.leaving,
     )
     if not readable or (
         report.repeated
@@ -166,6 +176,15 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         return observation  # what a reading shows is learnt once, not again with each report that repeats it
     watches = observe_gpus(turn, observation)
     return observation if watches == observation.gpus else replace(observation, gpus=watches)
+
+
+def _available_until_s(turn: Turn, report: NodeReport, before: NodeObservation | None) -> float | None:
+    """When the node goes; as before where the report says the same but for what it took on its way."""
+    if report.available_s is None:
+        return None
+    until_s = turn.now.mono_s + max(0.0, report.available_s)
+    known = None if before is None else before.available_until_s
+    return known if known is not None and 0.0 <= until_s - known < AVAILABLE_JITTER_S else until_s
 
 
 def _readings(turn: Turn, node: str, report: NodeReport) -> dict[str, GpuReading]:

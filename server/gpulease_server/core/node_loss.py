@@ -22,6 +22,10 @@ tried again elsewhere. An administrator who forgets a node says that its host is
 | a lease elsewhere, or a queued one, if it watches the owner | its holder must renew from then on | the same |
 | a GPU | drains | removed, and its cordon with it |
 
+A node whose worker *leaves* (`gpulease worker --leave-s`) tells so. First it is `leaving`: nothing is granted there,
+and its worker ends its jobs. With its last report it has left, which is as if it was forgotten; but no attempt counts
+that ended because of it, and what an administrator has said of the node or its GPUs stays.
+
 | what happens then | what is decided |
 |---|---|
 | the node comes back, its jobs run on | they are not ordered, so its worker ends them; their GPUs drain until then |
@@ -96,14 +100,29 @@ def on_node_forget_requested(turn: Turn, request: NodeForgetRequested) -> None:
     turn.answer(request.cause, None)
 
 
-def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off: bool) -> None:
-    """End the jobs of a node, and its leases of which nothing was heard since. `is_off`: no process of it is left."""
+def on_node_left(turn: Turn, node: str) -> None:
+    """Take in that a worker has ended everything that it ran, and that its node goes for good, see `NodeReport.left`.
+
+    What is left of it ends as for a node that is forgotten; but its jobs are tried elsewhere even without a retry that
+    is left. A node that an administrator has taken out of use, or a GPU of which, stays known.
+    """
+    record = turn.ledger.nodes[node]
+    _lose(turn, node, f"node {node} has left", unheard_since_s=float("inf"), is_off=True, has_left=True)
+    if record.mode is NodeMode.ACTIVE and not any(gpu.cordoned for gpu in turn.ledger.gpus_on(node)):
+        _forget(turn, node, "its worker has left")
+        return
+    turn.put(replace(turn.ledger.node_observations[node], problem=f"node {node} has left", readings={}, leaving=True))
+
+
+def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off: bool, has_left: bool = False) -> None:
+    """End the jobs of a node, and its leases of which nothing was heard since. `is_off`: no process of it is left;
+    `has_left`: that is nobody's fault."""
     ledger, ended = turn.ledger, 0
     for record in [one for one in ledger.live_jobs.values() if one.job.gpus and one.job.gpus[0].node == node]:
         if is_off and record.cancelled_at is not None:
             finish_job(turn, record, JobState.CANCELLED, f"cancelled; {reason}", EndReason.NODE_LOST)
-        elif is_off and may_retry(record):
-            retry_job(turn, record, reason, EndReason.NODE_LOST)
+        elif is_off and may_retry(record, node_left=has_left):
+            retry_job(turn, record, reason, EndReason.NODE_LOST, node_left=has_left)
         else:
             finish_job(turn, record, JobState.LOST, f"{reason}; how the job ended is not known", EndReason.NODE_LOST)
         ended += 1

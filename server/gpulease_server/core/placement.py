@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from gpulease_protocol.model import Demand, Device, GpuState, Selection
 from gpulease_server.core.fleet import Candidates
-from gpulease_server.core.gpu import is_cordoned, is_recent, node_problem, reading_of, state_of
+from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, node_problem, reading_of, state_of
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant
@@ -142,10 +142,10 @@ def place(
     search = Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread)
     if rankings is not None and (ranking := rankings.of(search)) is not None:
         return ranking.place(search)
-    if search.is_within_limit and demand == Demand(count=demand.count):
+    if search.is_within_limit and demand == Demand(count=demand.count, time_s=demand.time_s):
         found = search.by_count()
         if found is not None or not (allow_reread and ledger.fleet.unheld):
-            return found or Blocked(find_candidates(ledger, demand).uuids)
+            return found or search.blocked(find_candidates(ledger, demand))
     return search.on_each_node()
 
 
@@ -186,7 +186,7 @@ class Search:
         at no more than it must."""
         after_reading: NeedsReading | None = None
         for _, node, uuids in self._by_what_is_left():
-            if node in self.late_nodes or node_problem(self.ledger, node, self.now, self.policy) is not None:
+            if node_problem(self.ledger, node, self.now, self.policy) is not None or not self._may_serve(node, 0):
                 continue
             gpus = [self.ledger.gpus[uuid] for uuid in uuids]
             if self._all_recent(node, gpus):
@@ -256,7 +256,9 @@ class Search:
         return Blocked(self._within_limit(found))
 
     def _may_serve(self, node: str, needed: int) -> bool:
-        return node not in self.late_nodes and (self.most_gpus is None or needed <= self.most_gpus)
+        if node in self.late_nodes or (self.most_gpus is not None and needed > self.most_gpus):
+            return False
+        return not ends_too_soon(self.ledger, self.demand, node, self.now)
 
     def _all_recent(self, node: str, gpus: Iterable[GpuRecord]) -> bool:
         observation = self.ledger.node_observations.get(node)
@@ -287,8 +289,13 @@ class Search:
         return NeedsReading(node, tuple(found[:needed])) if len(found) >= needed > 0 else None
 
     def _within_limit(self, found: Candidates) -> frozenset[str]:
-        """The candidates on the nodes where a grant takes at most `most_gpus`."""
-        if self.most_gpus is None:
+        """The candidates on the nodes where a grant takes at most `most_gpus`, and that do not go too soon."""
+        if self.most_gpus is None and self.demand.time_s is None:
             return found.uuids
-        allowed = (uuids for uuids in found.by_node.values() if gpus_needed(self.demand, uuids) <= self.most_gpus)
+        allowed = (
+            uuids
+            for node, uuids in found.by_node.items()
+            if (self.most_gpus is None or gpus_needed(self.demand, uuids) <= self.most_gpus)
+            and not ends_too_soon(self.ledger, self.demand, node, self.now)
+        )
         return frozenset(uuid for uuids in allowed for uuid in uuids)

@@ -176,6 +176,7 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
     problem = node_problem(ledger, node.name, now, policy)
     observation = ledger.node_observations.get(node.name)
     observed_at_s = observation.observed_at_s if observation else None
+    until_s = observation.available_until_s if observation else None
     return Node(
         name=node.name,
         state=NodeState.READY if problem is None else NodeState.UNKNOWN,
@@ -193,6 +194,8 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
         observed_at=None if observed_at_s is None else wall_clock(now, observed_at_s),
         links=observation.links if observation else (),
         realm=node.realm,
+        available_until=None if until_s is None else wall_clock(now, until_s).replace(microsecond=0),
+        leaving=observation.leaving if observation else False,
     )
 
 

@@ -208,6 +208,10 @@ class NodeObservation:
     """Network interface that has this address."""
     sends_logs: bool = False
     """Its worker sends the logs of its jobs to the daemon."""
+    available_until_s: float | None = None
+    """When the node goes, on the monotonic clock; None where no end is known."""
+    leaving: bool = False
+    """It is about to go, and nothing is granted there."""
     clear: frozenset[str] = field(init=False, compare=False)
     """UUIDs of the GPUs that are free by this report where no lease holds them and no one has taken them out of use:
     an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""

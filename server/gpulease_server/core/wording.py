@@ -40,8 +40,17 @@ def describe_demand(demand: Demand) -> str:
         f"with {demand.min_free_memory_bytes / 2**30:.1f} GiB free" if demand.min_free_memory_bytes else "",
         f"on node {demand.node}" if demand.node is not None else "",
         f"among {len(demand.among)} named ones" if demand.among is not None else "",
+        f"for up to {duration(demand.time_s)}" if demand.time_s is not None else "",
     ]
     return " ".join([what, *filter(None, limits)])
+
+
+def duration(seconds: float) -> str:
+    """A duration in the largest unit in which it is at least 2, such as "90 min"."""
+    for unit, unit_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * unit_s:
+            return f"{round(seconds / unit_s, 1):g} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def some_of(names: Sequence[str]) -> str:

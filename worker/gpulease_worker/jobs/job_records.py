@@ -71,6 +71,8 @@ class StopRecord(Noun):
 
     grace_s: float
     """Seconds between SIGTERM and SIGKILL."""
+    node_left: bool = False
+    """True when no one wanted it to end, but its node leaves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,8 @@ class ExitRecord(Noun):
     """Traceback of the rank that failed first; null where it left none."""
     timed_out: bool = False
     """True when it was ended because of its `timeout_s`."""
+    stopped: bool = False
+    """True when it was told to stop, by its worker or by a SIGTERM of another."""
     ended_at: datetime
     """When its last process ended."""
 

@@ -59,8 +59,15 @@ class LocalJob:
         """True while no process is known to have it: it was not started yet, or its supervisor is yet to be found."""
         return self.exit is None and self.pidfd is None and not self.cleaning
 
+    @property
+    def ended_by_node(self) -> bool:
+        """True when it ended although no one wanted it to: its node leaves, or whoever carries the worker has sent
+        SIGTERM to all its processes."""
+        return self.exit is not None and self.exit.stopped and (self.stop is None or self.stop.node_left)
+
     def read(self) -> None:
         """Load its records. Raises ValueError that names an unreadable one."""
+        self.stop = job_records.read(self.directory, job_records.STOP, job_records.StopRecord)
         self.start = job_records.read(self.directory, job_records.START, job_records.StartRecord)
         self.exit = job_records.read(self.directory, job_records.EXIT, job_records.ExitRecord)
         self.read_unkillable()

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -39,6 +40,7 @@ REMOVED_AT_ONCE = 20
 """How many are removed at a time: after `--keep-jobs` was lowered there may be a million too many."""
 FILLED_AT_ONCE = 16
 """How many directories of new jobs are filled side by side."""
+LEAVES = "Its node leaves."
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class JobReconciler:
         settings: What the worker's settings say about jobs; the defaults where None.
         keep: How many directories of forgotten jobs are kept.
         ca_file: Certificates to trust for https to the daemon, for the jobs' environment; the system's where None.
+        may_leave: Whether the worker can leave with its node: a job that ends because of that is reported so.
     """
 
     def __init__(
@@ -64,6 +67,8 @@ class JobReconciler:
         settings: JobSettings | None = None,
         keep: int = KEEP_JOBS,
         ca_file: str | None = None,
+        *,
+        may_leave: bool = False,
     ) -> None:
         self._root = data_dir / "jobs"
         self._news: NewsListener | None = None
@@ -71,6 +76,8 @@ class JobReconciler:
         self._ca_file = ca_file
         self._settings = settings
         self._keep = keep
+        self._may_leave = may_leave
+        self._leaves = False
         self._supervisors = SupervisorWatcher(changed)
         self._remover = DirectoryRemover()
         self._jobs: dict[str, LocalJob] = {}
@@ -98,7 +105,27 @@ class JobReconciler:
 
     def reports(self) -> tuple[JobReport, ...]:
         """A report of every job that the daemon still orders."""
-        return (*(job.report() for job in self._jobs.values()), *self._refused.values())
+        return (*map(self._report, self._jobs.values()), *self._refused.values())
+
+    def _report(self, job: LocalJob) -> JobReport:
+        report = job.report()
+        return replace(report, node_left=True) if self._may_leave and job.ended_by_node else report
+
+    def leave(self, grace_s: float) -> None:
+        """End all jobs, with this grace period, and start none from now on: the node leaves."""
+        self._leaves = True
+        for job in self._jobs.values():
+            self._end_with_node(job, grace_s)
+
+    def _end_with_node(self, job: LocalJob, grace_s: float) -> None:
+        if job.is_unclaimed and self._supervisors.claim(job):
+            self._supervisors.record_end(job, LEAVES, stopped=True)
+        self._stop(job, grace_s, node_left=job.stop is None or job.stop.node_left)
+
+    @property
+    def have_ended(self) -> bool:
+        """True when no job runs, and the end of each is on disk."""
+        return all(job.exit is not None and job.lock is None for job in self._jobs.values())
 
     def reconcile(self, orders: Sequence[JobOrder]) -> bool:
         """Start the ordered jobs; stop those ordered to stop and those not ordered. True if a report has changed."""
@@ -141,6 +168,8 @@ class JobReconciler:
         if job.is_unclaimed and self._supervisors.claim(job):
             if order.stop:
                 self._supervisors.record_end(job, "It was stopped before it started.")
+            elif self._leaves:
+                self._supervisors.record_end(job, LEAVES, stopped=True)
             else:
                 self._supervisors.start(job)
         if order.stop:
@@ -172,8 +201,13 @@ class JobReconciler:
                     new.append((order, self._plan(order)))
             except (OSError, ValueError) as error:
                 self._refuse(order, f"The worker cannot run it: {error}.")
-        if not new:
-            return
+        if self._leaves:
+            for order, _ in new:
+                self._refuse(order, LEAVES, node_left=True)
+        elif new:
+            self._make_new(new)
+
+    def _make_new(self, new: Sequence[tuple[JobOrder, LaunchPlan]]) -> None:
         made = self._make_all(new)
         try:
             job_records.sync(self._root)
@@ -276,11 +310,11 @@ class JobReconciler:
         if self._supervisors.claim(job):
             job.release_lock()  # started when it is ordered
 
-    def _stop(self, job: LocalJob, grace_s: float) -> None:
+    def _stop(self, job: LocalJob, grace_s: float, *, node_left: bool = False) -> None:
         """Pass an order to stop to the supervisor; again only when the grace period has become shorter."""
         if job.exit is not None or job.cleaning or (job.stop is not None and job.stop.grace_s <= grace_s):
             return
-        stop = job_records.StopRecord(grace_s=grace_s)
+        stop = job_records.StopRecord(grace_s=grace_s, node_left=node_left)
         try:
             job_records.write(job.directory, job_records.STOP, stop)
             job.stop = stop
@@ -323,12 +357,17 @@ class JobReconciler:
             except OSError as error:
                 log.warning("%s cannot be removed and stays: %s", directory, error)
 
-    def _refuse(self, order: JobOrder, reason: str) -> None:
-        log.error("job %s: %s", order.job_id, reason)
+    def _refuse(self, order: JobOrder, reason: str, *, node_left: bool = False) -> None:
+        log.log(logging.INFO if node_left else logging.ERROR, "job %s: %s", order.job_id, reason)
         if _attempt(order) in self._jobs:
             return  # it has its own report, and the order is repeated
         self._refused[_attempt(order)] = JobReport(
-            job_id=order.job_id, attempt=order.attempt, state=RunState.EXITED, ended_at=job_records.now(), reason=reason
+            job_id=order.job_id,
+            attempt=order.attempt,
+            state=RunState.EXITED,
+            ended_at=job_records.now(),
+            reason=reason,
+            node_left=node_left,
         )
 
 

@@ -121,7 +121,7 @@ class Supervisor:
         self._record_start()
         timeout_s = self._plan.timeout_s
         self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
-        stopped = self._stopped
+        stopped = self._stopped or self._stop_requested
         self._sweep()
         self._logs.finish()
         self._record(self._end_of(None if self._status is None else exit_code(self._status), stopped))
@@ -231,7 +231,10 @@ class Supervisor:
     def _record_never_launched(self, reason: str) -> None:
         """Record the end of a job that was never launched."""
         self._sweep()
-        self._record(job_records.ExitRecord(exit_code=None, reason=reason, ended_at=job_records.now()))
+        end = job_records.ExitRecord(
+            exit_code=None, reason=reason, stopped=self._stop_requested, ended_at=job_records.now()
+        )
+        self._record(end)
         if self._cgroup is not None:
             self._cgroup.remove()
         self._notify(cancelled=self._stop_requested)
@@ -391,7 +394,7 @@ class Supervisor:
         if self._timed_out:
             return replace(end, reason=f"It ran longer than its time limit of {self._plan.timeout_s:g} s.")
         if stopped:
-            return replace(end, reason="It was stopped on request.")
+            return replace(end, reason="It was stopped on request.", stopped=True)
         if code in (0, None):
             return end
         failure = failure_cause.first_failure(self._directory / job_records.LOGS, code)

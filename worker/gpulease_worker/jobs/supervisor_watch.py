@@ -88,9 +88,9 @@ class SupervisorWatcher:
         line = fields(event="job.launched", job_id=job.name, lease_id=job.lease_id, supervisor=started.pid)
         log.info("job.launched", extra=line)
 
-    def record_end(self, job: LocalJob, reason: str) -> None:
+    def record_end(self, job: LocalJob, reason: str, *, stopped: bool = False) -> None:
         """Record the end of a job whose lock is held, and release the lock once that is on disk."""
-        job.exit = job_records.ExitRecord(exit_code=None, reason=reason, ended_at=job_records.now())
+        job.exit = job_records.ExitRecord(exit_code=None, reason=reason, stopped=stopped, ended_at=job_records.now())
         self.write_end(job)
 
     def write_end(self, job: LocalJob) -> None:

@@ -55,6 +55,8 @@ def why_not_free(ledger: Ledger, gpu: GpuRecord, state: GpuState, now: Instant, 
 def _out_of_use(ledger: Ledger, name: str) -> str:
     """What an administrator has made of a node, who that is, and why: "which is being drained by ada: new driver"."""
     node = ledger.nodes[name]
+    if node.mode is NodeMode.ACTIVE:
+        return "which leaves"
     by = f" by {node.mode_by}" if node.mode_by else ""
     return f"which {_MODES[node.mode]}{by}{f': {node.mode_reason}' if node.mode_reason else ''}"
 

@@ -8,13 +8,13 @@ from datetime import datetime, timedelta
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
-from gpulease_server.core.gpu import is_cordoned, observed_at, reading_of, state_of
+from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant
-from gpulease_server.core.wording import count_gpus
+from gpulease_server.core.wording import count_gpus, duration
 
 MISMATCHES = {
     "other_node": "is not on the requested node",
@@ -55,6 +55,8 @@ def obstacle(
         until, ends = _end(ledger, lease, now)
         found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{ends}{_cordoned_later(ledger, gpu)}.")
         return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id)
+    if ends_too_soon(ledger, demand, gpu.device.node, now):
+        return _obstacle(gpu, "ends_too_soon", _why_too_soon(ledger, demand, gpu.device.node, now))
     if lacks_memory(ledger, demand, gpu):
         reading = reading_of(ledger, gpu)
         unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
@@ -85,6 +87,15 @@ def limit_obstacles(ledger: Ledger, lease: Lease, most_gpus: int | None) -> dict
         if node not in fitting
         for gpu in gpus
     }
+
+
+def _why_too_soon(ledger: Ledger, demand: Demand, node: str, now: Instant) -> str:
+    until_s = ledger.node_observations[node].available_until_s or 0.0
+    until, left_s = now.at + timedelta(seconds=until_s - now.mono_s), max(0.0, until_s - now.mono_s)
+    return (
+        f"Node {node} goes at {until:%Y-%m-%d %H:%M:%S} UTC, in {duration(left_s)}, and this may take"
+        f" {duration(demand.time_s or 0.0)}."
+    )
 
 
 def _with_token(lease: Lease) -> str:

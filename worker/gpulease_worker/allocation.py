@@ -1,0 +1,135 @@
+"""The allocation that a worker runs in, such as a job of Slurm: when it ends, and leaving before that.
+
+A worker with `--leave-s` can *leave*: on SIGTERM, when its allocation is about to end, and when that is gone. It then
+tells the daemon (`NodeReport.leaving`), which grants nothing there any more; it ends its jobs, with their grace period;
+it reports how they ended; and it says that it has left (`NodeReport.left`), upon which the daemon forgets the node.
+
+| the scheduler says | the worker |
+|---|---|
+| how long the allocation lasts | tells the daemon, less the time that leaving takes |
+| nothing, because it is away | goes by what it said last |
+| that the allocation has ended, or it knows no such job, twice | leaves at once: the GPUs may be another's by now |
+
+The second case of an end is that of a job whose `slurmstepd` was killed: Slurm ends such a job without ending any
+process of it. The time that is left is asked for and not a date, which would rest on a clock and a time zone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from gpulease_worker.settings import WorkerSettings
+
+GRACE_S, LOST_GRACE_S = 35.0, 3.0
+"""What jobs have between SIGTERM and SIGKILL: at most, and where the allocation is gone already."""
+REPORT_S = 15.0
+"""Part of the time for leaving that is kept for telling the daemon."""
+MIN_LEAVE_S = 10.0
+"""A worker whose allocation is gone tries for at least so long to tell the daemon."""
+ANSWER_S = 20.0
+"""How long the scheduler may take for an answer."""
+RUNS = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"})
+"""States in which a job of Slurm has its allocation. One that was put back into the queue has none."""
+TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+SLURM_SAYS_GONE = "Invalid job id"
+
+log = logging.getLogger(__name__)
+
+
+def grace_within(leave_s: float) -> float:
+    """What jobs have between SIGTERM and SIGKILL when a node leaves within `leave_s`."""
+    return min(GRACE_S, max(leave_s - REPORT_S, leave_s / 2))
+
+
+def parse_time_left(text: str) -> float | None:
+    """Seconds of Slurm's `[days-][hours:]minutes:seconds`; None where no limit is known."""
+    found = TIME_LEFT.fullmatch(text.strip())
+    if found is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def allocation_of(settings: WorkerSettings, leave: Callable[[float | None], None]) -> SlurmAllocation | None:
+    """The allocation that the settings name; None where they name none."""
+    job_id = os.environ.get("SLURM_JOB_ID", "") if settings.in_slurm else ""
+    if not job_id:
+        return None
+    return SlurmAllocation(job_id, settings.allocation_poll_s, settings.leaves_within_s, leave)
+
+
+class SlurmAllocation:
+    """Watches one job of Slurm, by asking `squeue` for it.
+
+    Args:
+        job_id: Its id, `SLURM_JOB_ID`.
+        poll_s: Time between two looks at it.
+        leave_s: How long before its end the worker begins to leave.
+        leave: Begins that, with the grace period of jobs, or None for as much as there is time for.
+    """
+
+    def __init__(self, job_id: str, poll_s: float, leave_s: float, leave: Callable[[float | None], None]) -> None:
+        self._command = ("squeue", "--noheader", f"--jobs={job_id}", "--states=all", "--format=%T|%L")
+        self._poll_s, self._leave_s, self._leave = poll_s, leave_s, leave
+        self._ends_at_s: float | None = None
+        """On the monotonic clock; None while no end is known."""
+        self._gone = 0
+        """How many times in a row it was said to have ended."""
+
+    def available_s(self) -> float | None:
+        """For how long jobs may still run; None while no end is known."""
+        return None if self._ends_at_s is None else max(0.0, self._ends_at_s - self._leave_s - time.monotonic())
+
+    @property
+    def has_ended(self) -> bool:
+        """True when it was said twice in a row that it has ended."""
+        return self._gone >= 2
+
+    async def watch(self) -> None:
+        """Look at it until cancelled."""
+        while True:
+            code, output = await self._ask()
+            self.take(code, output, time.monotonic())
+            if self.has_ended:
+                log.warning("the allocation of this worker has ended: this node leaves")
+                self._leave(LOST_GRACE_S)
+                return
+            left_s = self.available_s()
+            if left_s == 0.0:
+                log.info("the allocation of this worker ends soon: this node leaves")
+                self._leave(None)
+            wait_s = self._poll_s if not self._gone else min(self._poll_s, 5.0)
+            await asyncio.sleep(wait_s if not left_s else min(wait_s, left_s))
+
+    def take(self, code: int | None, output: str, now_s: float) -> None:
+        """Take in an answer of the scheduler: the exit code (None: it did not answer), and what it printed."""
+        state, _, left = output.strip().partition("|")
+        if code == 0 and state in RUNS:
+            left_s = parse_time_left(left)
+            self._gone, self._ends_at_s = 0, None if left_s is None else now_s + left_s
+        elif (code == 0 and re.fullmatch(r"[A-Z_]*", state)) or SLURM_SAYS_GONE in output:
+            self._gone += 1
+        else:
+            log.warning("the scheduler does not say how long this allocation lasts: %s", output.strip()[:200])
+
+    async def _ask(self) -> tuple[int | None, str]:
+        try:
+            asked = await asyncio.create_subprocess_exec(
+                *self._command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+            )
+        except OSError as error:
+            return None, f"squeue cannot be run: {error}"
+        try:
+            output, _ = await asyncio.wait_for(asked.communicate(), ANSWER_S)
+        except TimeoutError:
+            return None, f"squeue did not answer within {ANSWER_S:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                asked.kill()
+        return asked.returncode, output.decode(errors="replace")
