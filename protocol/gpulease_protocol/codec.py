@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 WIRE_NAMES = {"fencing_token": "token", "result_id": "made", "complete": "fresh"}
 """Fields that have another name in JSON, OpenAPI and the database. Every other name is the same everywhere."""
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+"""Classes of values that are the same in JSON: most values, so they are told apart first."""
 _FIELD_NAMES = {wire: name for name, wire in WIRE_NAMES.items()}
 
 
@@ -62,12 +64,16 @@ def is_known(word: Enum) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return {wire_name(name): _plain(getattr(value, name)) for name in _names(type(value))}
+    kind: type = type(value)
+    if kind in _PLAIN:
+        return value
+    names = _names(kind)
+    if names is not None:
+        return {wire: item if type(item := getattr(value, name)) in _PLAIN else _plain(item) for name, wire in names}
     if isinstance(value, dict):
-        return {key: item if type(item) is str else _plain(item) for key, item in value.items()}
+        return {key: item if type(item) in _PLAIN else _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [item if type(item) is str else _plain(item) for item in value]
+        return [item if type(item) in _PLAIN else _plain(item) for item in value]
     if isinstance(value, datetime):
         return value.isoformat().replace("+00:00", "Z")
     if isinstance(value, date):
@@ -88,8 +94,9 @@ def from_json(kind: type[T], value: Any) -> T:
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(kind))
+def _names(kind: type) -> tuple[tuple[str, str], ...] | None:
+    """The fields of a noun or body, each with its name in JSON; None for any other class."""
+    return tuple((item.name, wire_name(item.name)) for item in fields(kind)) if is_dataclass(kind) else None
 
 
 @cache
