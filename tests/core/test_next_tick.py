@@ -139,7 +139,7 @@ def test_a_host_on_which_nothing_happens_has_no_ticks() -> None:
     assert 1 <= world.ticks <= 2
 
 
-def test_a_daemon_without_nodes_sleeps_for_ever_and_one_that_waits_for_a_node_does_not() -> None:
+def test_a_daemon_without_nodes_sleeps_forever_and_one_that_waits_for_a_node_does_not() -> None:
     world = World()
     assert next_tick_s(world.ledger, world.pending, world.policy) == NEVER
     world.node()

@@ -50,8 +50,8 @@ TICK_S = 0.25
 """Time between two ticks, at least. There is none before something may be due, see `core.next_tick`."""
 SLEEP_S = 60.0
 """How long the writer sleeps, at most."""
-RESERVE_CHECK_S = 1.0
-"""Time between two checks of the ledger's reserve of disk."""
+RESERVE_CHECK_S, IDLE_RESERVE_CHECK_S = 1.0, 5.0
+"""Time between two checks of the ledger's reserve of disk while there are commits, and while there are none."""
 SHUTTING_DOWN = "the daemon is shutting down"
 FAULT = "An internal error of the daemon: it could not decide this request."
 NOTHING_DONE = "Nothing was done. Ask again."
@@ -109,6 +109,8 @@ class Writer:
         """Submissions that arrived before the next tick was due and are still undecided; None while no tick is due."""
         self._outage: Outage | None = None
         self._pause_s = FIRST_PAUSE_S
+        self._commits = 0
+        """Turns that were committed."""
         self._stopping = False
 
     async def submit(self, happening: Happening) -> Answer:
@@ -145,8 +147,11 @@ class Writer:
 
     async def keep_reserve(self) -> None:
         """Keep the ledger's reserve of disk allocated, until cancelled."""
+        checked, checked_s = -1, clock.mono_s()
         while True:
-            if self.problem is None:
+            is_idle = checked == self._commits and clock.mono_s() < checked_s + IDLE_RESERVE_CHECK_S
+            if self.problem is None and (self.disk_reserve.is_short or not is_idle):
+                checked, checked_s = self._commits, clock.mono_s()
                 await self.between_turns(self.disk_reserve.top_up)
             await asyncio.sleep(RESERVE_CHECK_S if self.problem is None else MAX_PAUSE_S)
 
@@ -243,6 +248,7 @@ class Writer:
                     await self._in_thread(self._commit, stored, turn.ledger)
                 commit_s = clock.now().mono_s - begun_s
                 self._pause_s = FIRST_PAUSE_S
+                self._commits += 1
         except StoreFailed as error:
             assert turn is not None
             await self._start_outage(error, turn)
