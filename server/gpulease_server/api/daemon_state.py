@@ -100,6 +100,9 @@ class DaemonState:
 
         `interrupts` is that of `Wakeups.wait`.
         """
+        if fair_share.TURN.get() is None:
+            await self.writer.wakeups.wait(topic, timeout_s, interrupts)
+            return
         async with fair_share.waiting():
             await self.writer.wakeups.wait(topic, timeout_s, interrupts)
 
