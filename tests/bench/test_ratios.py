@@ -19,7 +19,7 @@ from bench.requests import CLIENTS, Contender, Round, in_turns, lease_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
-RENEWAL_CPU, LEASE_CPU, EXCHANGE_CPU = 3.5, 12.0, 10.0
+RENEWAL_CPU, LEASE_CPU, EXCHANGE_CPU = 2.8, 9.5, 10.0
 """CPU time of the daemon for a renewal, for one request of a lease (acquire or release), and for an exchange with a
 node when nothing changes, in multiples of a request to an empty FastAPI endpoint."""
 GROWTH = 4.0
