@@ -173,6 +173,7 @@ def test_a_client_that_comes_back_at_once_is_told_of_a_grant_that_it_keeps(sqlit
         again = await one.poll(Client())
         one.store.gate.set()
         assert (await again).state is LeaseState.ACTIVE
+        await report(one.writer)  # by then the lost answer is decided
         assert not one.is_unclaimed
         assert one.is_recorded_as_told
 
