@@ -74,7 +74,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
     },
     "Taking GPUs out of use": {
         "node": Row(
-            "Show nodes, take them out of use and put them back",
+            "Show nodes, add them, take them out of use and put them back",
             below={
                 "list": Row("List nodes and their state", "maintenance:list_nodes"),
                 "drain": Row("Grant no more GPUs of a node; running work continues", "maintenance:drain"),
@@ -86,6 +86,8 @@ SUBJECTS: dict[str, dict[str, Row]] = {
                     "maintenance:pause",
                 ),
                 "forget": Row("Forget a node whose host is off", "maintenance:forget"),
+                "add": Row("Let another host join, and print the one command to run there", "node_add:add"),
+                "join": Row("Make this host a node of a daemon elsewhere", "node_join:join"),
             },
         ),
         "gpu": Row(

@@ -22,6 +22,7 @@ from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node
 
 if TYPE_CHECKING:
     from gpulease_protocol.job_metrics import JobMetrics
+    from gpulease_protocol.joining import Authority
     from gpulease_protocol.requests import JobRequest, LeaseRequest
     from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
     from gpulease_protocol.usage import Usage
@@ -302,6 +303,20 @@ def revoke_token(token_id: str) -> ApiCall[BearerToken]:
     from gpulease_protocol.tokens import BearerToken
 
     return ApiCall(method="DELETE", path=f"/v1/tokens/{_encoded(token_id)}", read=_reader(BearerToken))
+
+
+def authority() -> ApiCall[Authority]:
+    """`GET /v1/ca`."""
+    from gpulease_protocol.joining import Authority
+
+    return ApiCall(method="GET", path="/v1/ca", read=_reader(Authority))
+
+
+def join_node(name: str) -> ApiCall[NewBearerToken]:
+    """`POST /v1/nodes/{name}/join`, with a token of role `join`. Not repeatable: that is used up."""
+    from gpulease_protocol.tokens import NewBearerToken
+
+    return ApiCall(method="POST", path=f"/v1/nodes/{_encoded(name)}/join", read=_reader(NewBearerToken))
 
 
 def events(after: int = 0, limit: int | None = None) -> ApiCall[EventPage]:

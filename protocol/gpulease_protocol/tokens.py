@@ -21,18 +21,22 @@ MAX_NOTE = 200
 """Characters in a token's note, at most."""
 MAX_EXPIRES_S = 36_500 * 24 * 3600.0
 NO_USER = f"must be a name of 1 to {MAX_USER} characters without spaces and colons"
+MAX_JOIN_S = 7 * 24 * 3600.0
+"""For how long a token of role `join` may be valid."""
 NO_EXPIRY = "must be over 0 seconds and at most 100 years"
 
 
 class Role(StrEnum):
     """What a caller may do. Each of the first three may do what the one before may; `worker` may report for nodes and
-    nothing else; `job` is a job on another host, which may look at itself and its lease. No token is made for it."""
+    nothing else; `job` is a job on another host, which may look at itself and its lease, and no token is made for it;
+    `join` may become the worker of one node, once."""
 
     VIEWER = "viewer"
     USER = "user"
     ADMIN = "admin"
     WORKER = "worker"
     JOB = "job"
+    JOIN = "join"
 
 
 MADE_ROLES = tuple(role for role in Role if role is not Role.JOB)
@@ -63,7 +67,8 @@ class Identity(Noun):
     token_id: str | None = None
     """Id of the bearer token that was sent; null without one."""
     node: str | None = None
-    """The only node that the caller may report for, with a token of role `worker`; else null."""
+    """The only node that the caller may report for, with a token of role `worker`, or join as, with one of role `join`;
+    else null."""
     budget: BudgetUse | None = None
     """What may be held with the token that was sent, and what is used of it; null without a budget."""
 
@@ -83,7 +88,8 @@ class BearerToken(Noun):
     role: Role
     """What it allows."""
     node: str | None = None
-    """With role `worker` the only node that it may report for; null until its first report, and for other roles."""
+    """With role `worker` the only node that it may report for, null until its first report; with role `join` the one
+    that it may join as; null for other roles."""
     note: str = ""
     """Free text: what it is for."""
     created_at: datetime
@@ -123,11 +129,12 @@ class TokenRequest(RequestBody):
     user: Annotated[str, Bounds(minLength=1, maxLength=MAX_USER, pattern="^[^ :]*$", rule=NO_USER)]
     """Its user: a login name of the daemon's host, or any other name for a caller who has none there."""
     role: Role = Role.USER
-    """What it allows: `viewer`, `user`, `admin` or `worker`."""
+    """What it allows: `viewer`, `user`, `admin`, `worker` or `join`."""
     expires_s: Annotated[float | None, Bounds(exclusiveMinimum=0, maximum=MAX_EXPIRES_S, rule=NO_EXPIRY)] = None
     """For how many seconds it is valid; null: until it is revoked."""
     node: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_NAME)] = None
-    """With role `worker`, the only node that it may report for; when null, the first that it reports for."""
+    """With role `worker`, the only node that it may report for; when null, the first that it reports for. With role
+    `join`, the node that it may join as, once."""
     note: Annotated[str, Bounds(maxLength=MAX_NOTE)] = ""
     """Free text: what it is for."""
     max_gpus: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
@@ -141,6 +148,11 @@ class TokenRequest(RequestBody):
         check_bounds(self)
         check_field(self.user.isprintable(), "user", NO_USER)
         check_field(self.role in MADE_ROLES, "role", f"must be {', '.join(MADE_ROLES)}")
-        check_field(self.node is None or self.role is Role.WORKER, "node", "is for tokens of role worker")
+        of_node = self.role in (Role.WORKER, Role.JOIN)
+        check_field(self.node is None or of_node, "node", "is for tokens of role worker and join")
+        if self.role is Role.JOIN:
+            check_field(self.node is not None, "node", "must be given for a token of role join")
+            is_short = self.expires_s is not None and self.expires_s <= MAX_JOIN_S
+            check_field(is_short, "expires_s", "must be at most 7 days for a token of role join")
         for name in ("max_gpus", "max_lease_s", "gpu_hours_per_day"):
             check_field(getattr(self, name) is None or self.role is Role.USER, name, "is for tokens of role user")

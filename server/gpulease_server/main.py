@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.host.addresses import candidates, make_traversable
 from gpulease_protocol.host.logging import fields, logging_to_stderr
+from gpulease_protocol.joining import Authority, fingerprint
 from gpulease_server import dashboard, other_daemons, systemd_notify
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.app import create_app
@@ -268,6 +269,7 @@ class _Serving:
         LimitedHttpProtocol.max_connections = raise_connection_limit()
         self.server, self.addresses = server, (f"unix://{listeners.path}", *settings.peer_urls)
         self.daemon.address = listeners.outward_address()
+        self.daemon.authority = self._shown_authority(listeners)
         fence.on_superseded = self._step_down
         fence.check()  # the callback was not set before
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -277,6 +279,16 @@ class _Serving:
         if server.failure is not None:
             raise server.failure
         return 0
+
+    def _shown_authority(self, listeners: Listeners) -> Authority:
+        """What a host that joins is told."""
+        address, secured = self.daemon.address, self.settings.tls is not None
+        port = next((one.getsockname()[1] for one in listeners.tcp), self.settings.port)
+        urls = () if address is None or not secured else (f"https://{TcpAddress(address, port)}",)
+        certificate = None if self.authority is None else self.authority.certificate
+        return Authority(
+            certificate=certificate, fingerprint=None if certificate is None else fingerprint(certificate), urls=urls
+        )
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:

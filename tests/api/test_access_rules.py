@@ -36,6 +36,7 @@ ALLOWED = {
     AccessRule.HOLDER: {"owner", "admin", "root"},
     AccessRule.ADMIN: {"admin", "root"},
     AccessRule.WORKER: {"worker", "admin", "root"},
+    AccessRule.JOIN: set(),  # join tokens alone, see tests/cli/test_joining_cli.py
 }
 UNDOCUMENTED = {"GET /docs"}
 

@@ -38,6 +38,7 @@ MUTATIONS: dict[str, Any] = {
     "POST /v1/nodes/{name}/resume": None,
     "POST /v1/nodes/{name}/pause": {"force": True},
     "POST /v1/nodes/{name}/forget": None,
+    "POST /v1/nodes/{name}/join": None,
     "POST /v1/nodes/{name}/exchange": {"worker_id": "w", "host": "h", "hold_s": 0},
     "POST /v1/leases/{lease_id}/renew": {"token": "TOKEN"},
     "POST /v1/leases/{lease_id}/release": {"token": "TOKEN"},

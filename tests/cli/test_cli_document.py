@@ -88,6 +88,8 @@ WITHOUT_JSON = {
     ("mcp",): "it speaks to a program, in JSON",
     ("worker",): "it logs, and the log may be JSON",
     ("setup",): "it asks before it does anything",
+    ("node", "add"): "its result is a command",
+    ("node", "join"): "its result are the files that it writes",
     ("run",): "what it prints is the command's own",
     ("shell",): "the same",
     ("logs",): "what it prints is the job's own",

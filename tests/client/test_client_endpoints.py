@@ -14,8 +14,11 @@ from gpulease_protocol.tokens import TokenRequest
 from tests.api.documents import endpoints
 from tests.client.fake_daemon import FakeDaemon
 
-NOT_FOR_CLIENTS = {"POST /v1/nodes/{name}/exchange", "GET /metrics", "GET /v1", "DELETE /v1/leases/{lease_id}"}
-"""Endpoints of workers, of Prometheus, and of people with curl: clients release by POST."""
+NOT_FOR_CLIENTS = {
+    *("POST /v1/nodes/{name}/exchange", "POST /v1/nodes/{name}/join", "GET /v1/ca"),
+    *("GET /metrics", "GET /v1", "DELETE /v1/leases/{lease_id}"),
+}
+"""Endpoints of workers and hosts, of Prometheus, and of people with curl: clients release by POST."""
 NOT_ENDPOINTS = {"send", "close", "for_destination", "find_usable_cuda_devices"}
 GIVEN: dict[str, Any] = {
     "uuid": "x",

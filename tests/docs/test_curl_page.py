@@ -10,7 +10,10 @@ from urllib.parse import urlsplit
 from tests.api.documents import endpoints
 from tests.docs.pages import ROOT, blocks, commands
 
-NOT_SHOWN = {("POST", "/v1/nodes/{name}/exchange"): "between worker and daemon"}
+NOT_SHOWN = {
+    ("POST", "/v1/nodes/{name}/exchange"): "between worker and daemon",
+    ("POST", "/v1/nodes/{name}/join"): "between a new host and the daemon",
+}
 TAKES_A_BODY = {"--json", "-d", "--data"}
 
 

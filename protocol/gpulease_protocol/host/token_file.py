@@ -1,6 +1,6 @@
 """A bearer token in a file: it shows in neither a command line nor an environment.
 
-A file that other users may read or change is refused: whoever has read it has the token.
+A file that other users may read or change is refused: anyone who has read it has the token.
 """
 
 from __future__ import annotations

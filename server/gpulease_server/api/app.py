@@ -39,6 +39,7 @@ from gpulease_server.api.routes import (
     job_logs,
     job_metrics,
     jobs,
+    joining,
     leases,
     me,
     nodes,
@@ -49,6 +50,7 @@ from gpulease_server.api.routes import (
 ROUTE_MODULES = (
     gpus,
     nodes,
+    joining,
     leases,
     jobs,
     job_logs,

@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from gpulease_protocol.host.process_id import realm
+from gpulease_protocol.joining import Authority
 from gpulease_server.api import fair_share
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.core.gpu import is_silent, node_problem
@@ -45,6 +46,8 @@ class DaemonState:
     """Node of the worker that the daemon supervises; `/readyz` waits for its first report."""
     address: str | None = None
     """IP address at which other hosts reach this daemon; None where it listens on loopback alone."""
+    authority: Authority = field(default_factory=Authority)
+    """Its own certificate authority, and where other hosts reach it."""
     leadership: LeadershipStatus = field(default_factory=LeadershipStatus)
     """Whether this daemon is the writer of its database, and whether that is confirmed."""
     access: AccessSettings = field(default_factory=AccessSettings)

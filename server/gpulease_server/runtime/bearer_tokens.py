@@ -20,6 +20,8 @@ while the database is down: no one loses a lease because a token cannot be looke
 | killed, or the database is down, between a change and its event | the change holds; only the log shows it |
 | a user gets a name on the host for which a token was made before | such a token is revoked: another has it |
 | the host's directory of users does not answer | the last answer counts; if there is none, 503 |
+| a join token is sent twice | one gets the worker's token, the other 401: its row is gone in the same transaction |
+| the answer to a join is lost | the join token is used up; the worker's is listed, and worth nothing to anyone |
 | someone reads the database or a backup | they find hashes of 256 random bits, which are useless to them |
 """
 
@@ -200,9 +202,26 @@ class BearerTokens:
                 if self._used.get(token_id) == day:
                     del self._used[token_id]
 
-    async def create(self, asked: TokenRequest, by: str | None, account: TokenAccount | None = None) -> NewBearerToken:
-        """A new token, stored before it is returned. `account`: of its user; looked up if None. Raises `Unavailable`,
-        `OverQuota`."""
+    async def join(self, token_id: str, node: str) -> NewBearerToken | None:
+        """The token of a node's worker for a join token, which is used up in the same transaction: of two who send it,
+        one gets an answer. None if it is no join token for this node, or not any more. Raises `Unavailable`."""
+        async with self._bind_lock:
+            record = self._records.get(token_id)
+            if record is None or record.token.role is not Role.JOIN or record.token.node != node:
+                return None
+            used = record.token
+            asked = TokenRequest(user=used.user, role=Role.WORKER, node=node, note=used.note)
+            return await self.create(asked, used.created_by, instead_of=used)
+
+    async def create(
+        self,
+        asked: TokenRequest,
+        by: str | None,
+        account: TokenAccount | None = None,
+        instead_of: BearerToken | None = None,
+    ) -> NewBearerToken:
+        """A new token, stored before it is returned. `account`: of its user; looked up if None. `instead_of`: one that
+        is used up by it. Raises `Unavailable`, `OverQuota`."""
         owner = await asyncio.to_thread(find_account, asked.user) if account is None else account
         now, token_id = clock.now().at, ids.new_id("token")
         bearer = ids.new_bearer_token(token_id)
@@ -221,12 +240,17 @@ class BearerTokens:
             expires_at=None if asked.expires_s is None else now + timedelta(seconds=asked.expires_s),
         )
         record = BearerTokenRecord(token=token, hash=_hash(bearer), gid=owner.gid)
-        await self._change(lambda: bearer_tokens.add(self._store, record, now))
+        used_id = None if instead_of is None else instead_of.id
+        await self._change(lambda: bearer_tokens.add(self._store, record, now, used_id))
         with self._change_lock:
             self._changes += 1
             self._records[token_id] = record
+            if used_id is not None:
+                self._records.pop(used_id, None)
         log.info("%s made token %s of %s with role %s", by, token_id, token.user, token.role)
         await self._record("token.created", token, by)
+        if instead_of is not None:
+            await self._record("token.revoked", instead_of, f"its use: {token_id} is in its place")
         return NewBearerToken(**{name: getattr(token, name) for name in BearerToken.__slots__}, bearer=bearer)
 
     async def bind(self, token_id: str, node: str) -> bool:
@@ -309,7 +333,7 @@ def _hash(bearer: str) -> str:
 
 def _is_of_unknown_user(token: BearerToken) -> bool:
     """True for a token of a user whom the daemon's host did not have when it was made. A worker's is for a node."""
-    return token.uid is None and token.role is not Role.WORKER
+    return token.uid is None and token.role not in (Role.WORKER, Role.JOIN)
 
 
 def _expired(token: BearerToken, now: datetime) -> bool:

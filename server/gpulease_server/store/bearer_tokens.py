@@ -39,11 +39,15 @@ def load(engine: Engine) -> dict[str, BearerTokenRecord]:
     table = tables.bearer_token
     with engine.connect() as connection:
         rows = connection.execute(select(table).order_by(table.c.created_at, table.c.id))
-        return {row.id: _record(row) for row in rows}
+        # A newer daemon may have made some of a role that this one does not know: they are worth nothing here.
+        return {row.id: _record(row) for row in rows if row.role in tuple(Role)}
 
 
-def add(store: Store, record: BearerTokenRecord, now: datetime) -> None:
-    """Store a new token, and delete those that expired long ago. Blocks. Raises `StoreFailed`, `OverQuota`."""
+def add(store: Store, record: BearerTokenRecord, now: datetime, instead_of: str | None = None) -> None:
+    """Store a new token, and delete those that expired long ago. Blocks. Raises `StoreFailed`, `OverQuota`.
+
+    `instead_of`: id of the token that is used up by it, in the same transaction.
+    """
     table, token = tables.bearer_token, record.token
     row = {
         "id": token.id,
@@ -64,6 +68,8 @@ def add(store: Store, record: BearerTokenRecord, now: datetime) -> None:
     }
     with store.writing() as connection:
         connection.execute(delete(table).where(table.c.expires_at < now - EXPIRED_KEPT))
+        if instead_of is not None:
+            connection.execute(delete(table).where(table.c.id == instead_of))
         if (connection.execute(select(func.count()).select_from(table)).scalar() or 0) >= MAX_TOKENS:
             raise OverQuota(f"There are {MAX_TOKENS} tokens already.", remedy="Revoke tokens that are no longer used.")
         connection.execute(insert(table), row)

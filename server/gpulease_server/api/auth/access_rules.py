@@ -57,6 +57,8 @@ class AccessRule(Enum):
     ADMIN = auto()
     WORKER = auto()
     """Callers who report for nodes, which can free GPUs: root, the daemon's own user, and tokens with that role."""
+    JOIN = auto()
+    """Tokens of role `join`, for the node in the path."""
 
 
 ACCESS_RULES: dict[str, AccessRule] = {
@@ -78,6 +80,8 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "POST /v1/nodes/{name}/forget": AccessRule.ADMIN,
     "POST /v1/nodes/{name}/exchange": AccessRule.WORKER,
     "POST /v1/nodes/{name}/logs": AccessRule.WORKER,
+    "POST /v1/nodes/{name}/join": AccessRule.JOIN,
+    "GET /v1/ca": AccessRule.ANYONE,
     "POST /v1/leases": AccessRule.USER,
     "POST /v1/leases/explain": AccessRule.USER,
     "GET /v1/leases": AccessRule.VIEWER,
@@ -172,7 +176,9 @@ async def _is_allowed(
         case AccessRule.KNOWN:
             return True
         case AccessRule.VIEWER:
-            return caller.role is not Role.WORKER
+            return caller.role not in (Role.WORKER, Role.JOIN)
+        case AccessRule.JOIN:
+            return caller.role is Role.JOIN and caller.node == parameters["name"]
         case AccessRule.USER:
             return caller.role in (Role.USER, Role.ADMIN)
         case AccessRule.HOLDER:
@@ -240,6 +246,12 @@ def _refusal(caller: Caller, rule: AccessRule | None) -> NotAllowed:
                 " --user NAME --role worker --node NODE."
             )
             return NotAllowed(f"Only a worker may report for a node, and you are {who}.", remedy=remedy)
+        case AccessRule.JOIN if caller.role is Role.JOIN:
+            remedy = f"Join as node {caller.node}, or ask an administrator to add this one."
+            return NotAllowed(f"This join token is for node {caller.node} and for no other.", remedy=remedy)
+        case AccessRule.JOIN:
+            remedy = "Send a join token; an administrator makes one (`POST /v1/tokens`)."
+            return NotAllowed(f"A node joins with a join token, and you are {who}.", remedy=remedy)
         case AccessRule.ADMIN:
             remedy = "Ask one: root, the daemon's user, a user named by --admin, or one with an admin token."
             return NotAllowed(f"Only an administrator may do this, and you are {who}.", remedy=remedy)

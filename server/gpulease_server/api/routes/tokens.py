@@ -39,8 +39,8 @@ async def create_token(
     A token of a user whom the daemon's host does not have has no `uid`. It is revoked as soon as that host has such a
     user, who may be another person, unless its role is `worker`.
 
-    Administrators named by `--admin` may not create a token with role `admin` or `worker`, nor one for another user of
-    the daemon's host: it would give them more rights than they have.
+    Administrators named by `--admin` may not create a token with role `admin`, `worker` or `join`, nor one for another
+    user of the daemon's host: it would give them more rights than they have.
     """
     bearers, account = _bearer_tokens(daemon), await asyncio.to_thread(find_account, body.user)
     _refuse_privilege_escalation(caller, body.role, account)
@@ -66,7 +66,7 @@ def _refuse_privilege_escalation(caller: Caller, role: Role, account: TokenAccou
         return
     refused = "An administrator named by --admin may not create a token"
     remedy = "Ask root, the daemon's user, or a user with a token of role admin."
-    if role in (Role.ADMIN, Role.WORKER):
+    if role in (Role.ADMIN, Role.WORKER, Role.JOIN):
         raise NotAllowed(f"{refused} with role {role}.", remedy=remedy)
     if account.uid is not None and account.uid != caller.uid:
         raise NotAllowed(f"{refused} for {account.user}, another user of this host.", remedy=remedy)
