@@ -69,6 +69,8 @@ class Identity(Noun):
     node: str | None = None
     """The only node that the caller may report for, with a token of role `worker`, or join as, with one of role `join`;
     else null."""
+    worker_host: str | None = None
+    """Host of the worker that reports for `node`; null without a node, and while none reports."""
     budget: BudgetUse | None = None
     """What may be held with the token that was sent, and what is used of it; null without a budget."""
 

@@ -110,7 +110,7 @@ def test_everyone_is_told_who_they_are(here: Installation) -> None:
     me = {who: here.ask(who, "GET", "/v1/me").json for who in ("owner", "root", "viewer", "worker")}
     assert me["owner"] | {"user": None} == {
         "user": None, "uid": OWNER, "role": "user", "identified_by": "socket", "token_id": None, "node": None,
-        "budget": None,
+        "worker_host": None, "budget": None,
     }  # fmt: skip
     assert (me["root"]["uid"], me["root"]["role"]) == (0, "admin")
     assert (me["viewer"]["user"], me["viewer"]["role"], me["viewer"]["identified_by"]) == ("viewer", "viewer", "token")

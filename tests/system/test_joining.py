@@ -77,6 +77,7 @@ def test_a_second_host_joins_with_one_command_and_its_jobs_reach_the_daemon(
     ended = first.gpulease("wait", json.loads(submitted.stdout)["id"])
     told = second.run("cat", "/srv/told").stdout.split()
     assert told == [URL, f"{WORKER}/ca.pem", "none", "none"], ended.stderr
+    assert checked(second) == ("fine", f"It is node gpubox2 of {URL}, and its worker reports.")
     listed = second.gpulease(
         "token",
         "list",
@@ -85,6 +86,35 @@ def test_a_second_host_joins_with_one_command_and_its_jobs_reach_the_daemon(
     )
     assert listed.returncode == 1
     assert "not allowed" in listed.stderr
+
+
+def checked(host: Host) -> tuple[str, str]:
+    """What `gpulease doctor` says of the node."""
+    findings = json.loads(host.gpulease("doctor", "--json").stdout)["items"]
+    return next((one["health"], one["sentence"]) for one in findings if one["check"] == "node")
+
+
+def test_doctor_on_the_second_host_says_what_is_wrong(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    assert checked(second) == ("fine", "This host has not joined a daemon elsewhere.")
+    second.gpulease(*added(first, "gpubox2"))
+    assert checked(second) == ("warning", f"No worker reports for node gpubox2 of {URL}.")
+
+    def says(word: str, *change: str) -> None:
+        assert second.run("sh", "-c", " ".join(change)).returncode == 0
+        health, sentence = checked(second)
+        assert (health, word in sentence) == ("wrong", True), sentence
+
+    says("other users may read", f"chmod 644 {WORKER}/token")
+    second.run("chmod", "600", f"{WORKER}/token")
+    says("is to be node gpubox3", f"sed -i s/NODE=gpubox2/NODE=gpubox3/ {WORKER}/environment")
+    second.run("sed", "-i", "s/NODE=gpubox3/NODE=gpubox2/", f"{WORKER}/environment")
+    token_id = json.loads(first.gpulease("token", "list", "--json").stdout)["items"][0]["id"]
+    assert first.gpulease("token", "revoke", token_id).returncode == 0
+    says("does not take this host's token", "true")
+    says("cannot be read", f"mv {WORKER}/ca.pem {WORKER}/gone.pem")
+    second.run("mv", f"{WORKER}/gone.pem", f"{WORKER}/ca.pem")
+    says("No daemon answers", "ip link set wire0 down")
 
 
 def test_a_join_token_is_for_one_node_once_and_of_this_daemon_alone(hosts: tuple[Host, Host]) -> None:

@@ -15,7 +15,7 @@ from gpulease_protocol.model import ComputeMode, GpuReading, Node, NodeMode, Nod
 from gpulease_worker import doctor_facts
 from gpulease_worker.commands.doctor import on_terminal
 from gpulease_worker.doctor import CHECKS, examine, verdict
-from gpulease_worker.doctor_findings import Certificate, Finding, HostFacts, Outcome
+from gpulease_worker.doctor_findings import Certificate, Finding, HostFacts, Joined, Outcome
 from gpulease_worker.doctor_service import UNITS
 from gpulease_worker.processes.procfs import INITIAL_PID_NAMESPACE
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
@@ -52,6 +52,7 @@ WELL = HostFacts(
 CERTIFICATE = Certificate(
     file="/c.pem", expires_s=1.8e9 + 90 * 86400, names=("gpubox.example", "localhost"), host_names=("gpubox.example",)
 )
+JOINED = Joined(url="https://gpubox:8750", node="n", own_host="n", worker_host="n")
 NO_WORKER = "No worker has reported since this daemon started: nothing can be granted. Start one: gpulease worker."
 
 
@@ -84,6 +85,21 @@ def test_a_driver_that_proc_does_not_show_is_not_said_to_be_missing_where_nvml_a
 def test_on_a_host_that_is_well_every_check_is_fine() -> None:
     assert {finding.health for finding in examine(WELL)} == {Outcome.FINE}
     assert len(found(WELL)) == len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("joined", "outcome", "said", "remedy"),
+    [
+        (None, Outcome.FINE, "has not joined", ""),
+        (JOINED, Outcome.FINE, "It is node n of https://gpubox:8750", ""),
+        (replace(JOINED, worker_host=None), Outcome.WARNING, "No worker reports for node n", "systemctl start"),
+        (replace(JOINED, worker_host="m"), Outcome.WRONG, "A worker on host m reports for node n", "another name"),
+        (JOINED.failed("No daemon answers.", "Check it."), Outcome.WRONG, "No daemon answers.", "Check it."),
+    ],
+)
+def test_a_host_that_has_joined_a_daemon_elsewhere(joined: Joined, outcome: Outcome, said: str, remedy: str) -> None:
+    units = {"gpulease-worker.service": (True, True)} if joined else WELL.units
+    assert others_beside({"joined": joined, "units": units}, "node", outcome, said, remedy) == {Outcome.FINE}
 
 
 @pytest.mark.parametrize(

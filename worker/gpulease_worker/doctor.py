@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from gpulease.cuda.libcuda import SYSTEM_NOT_READY
 from gpulease_protocol.model import ComputeMode, GpuReading
-from gpulease_worker import doctor_service
+from gpulease_worker import doctor_joined, doctor_service
 from gpulease_worker.doctor_findings import Finding, HostFacts, Outcome, fine, unknown, warning, wrong
 from gpulease_worker.probe.gpu_health import FABRIC_NOT_READY, ROW_REMAP_PENDING
 from gpulease_worker.processes.procfs import INITIAL_PID_NAMESPACE
@@ -227,6 +227,7 @@ CHECKS: Sequence[Callable[[HostFacts], Finding]] = (
     doctor_service.port,
     doctor_service.certificate,
     doctor_service.daemon,
+    doctor_joined.joined,
     doctor_service.workers,
     doctor_service.version,
 )

@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from gpulease.cuda import libcuda
 from gpulease.cuda.ordinals import MASK, ORDER
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.host import systemd
+from gpulease_protocol.host import systemd, variables
 from gpulease_protocol.host.addresses import (
     DEFAULT_URL,
     SOCKET_NAME,
@@ -32,7 +33,7 @@ from gpulease_protocol.host.addresses import (
 from gpulease_protocol.host.server_owner import may_be_daemon, user_name
 from gpulease_protocol.host.tcp_socket_owner import owner_of_listener
 from gpulease_protocol.model import NodeState
-from gpulease_worker import gpu_claims
+from gpulease_worker import doctor_joined, gpu_claims
 from gpulease_worker.doctor_findings import Certificate, HostFacts
 from gpulease_worker.doctor_service import UNITS
 from gpulease_worker.probe import cuda_init_check, driver_check
@@ -64,8 +65,12 @@ def gather(data_dir: Path, certificate: Path | None = None, deadline_s: float = 
     reading = read_nvml(deadline_s)
     uuids, failed = ask_cuda(deadline_s) if reading.gpus else (None, None)
     path = data_dir / SOCKET_NAME
+    # Where a daemon is named, or runs here, that one is asked.
+    named = bool(os.environ.get(variables.URL)) or path.exists()
+    environment = {} if named else doctor_joined.read_environment(doctor_joined.worker_directory())
     return HostFacts(
-        **_daemon(),
+        **_daemon(environment),
+        joined=doctor_joined.examine_joined(environment),
         kernel_driver=kernel_driver(KERNEL_DRIVER),
         library=library_version(_library_places()),
         nvml_problem=reading.problem,
@@ -156,12 +161,15 @@ def _binding() -> str | None:
     return None if found is None else found.origin or "a directory without __init__.py"
 
 
-def _daemon() -> dict[str, Any]:
-    """What the daemon says of itself: fields of `HostFacts`."""
+def _daemon(joined: Mapping[str, str]) -> dict[str, Any]:
+    """What the daemon says of itself: fields of `HostFacts`. `joined`: the worker's variables, if it is elsewhere."""
     facts: dict[str, Any] = {"nodes": None}
     try:
-        with Client(timeout_s=5.0) as client:
+        made = Client.for_destination(doctor_joined.destination(joined)) if joined else Client(timeout_s=5.0)
+        with made as client:
             facts["daemon_version"] = client.send(VERSION)
+            if joined:  # the worker's token shows no nodes
+                return facts
             ready = client.ready()
             facts["nodes"] = client.nodes()
     except GpuleaseError as error:

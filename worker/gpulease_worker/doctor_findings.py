@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gpulease_protocol.model import GpuReading, Node, Noun
@@ -45,6 +45,28 @@ class Certificate:
     """The names and addresses that it is for."""
     host_names: tuple[str, ...] = ()
     """The names of this host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The daemon elsewhere of which this host is a node."""
+
+    url: str
+    """Where that daemon is."""
+    node: str
+    """Name of the node."""
+    own_host: str
+    """Name of this host."""
+    worker_host: str | None = None
+    """Host of the worker that reports for the node; None if none does."""
+    problem: str | None = None
+    """Why the daemon does not take this host's worker; None if it does."""
+    remedy: str = ""
+    """What to do about that."""
+
+    def failed(self, problem: str, remedy: str) -> Joined:
+        """The same with a problem."""
+        return replace(self, problem=problem, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +131,8 @@ class HostFacts:
     """By unit that is installed: whether it starts with the host, and whether it runs. None where systemd is not."""
     certificate: Certificate | None = None
     """The daemon's; None if it serves no TLS."""
+    joined: Joined | None = None
+    """The daemon elsewhere of which this host is a node; None if it has not joined one."""
     stands_by_for: str | None = None
     """The address of the writer, if the daemon is a standby."""
     data_dir: str = ""

@@ -19,19 +19,22 @@ def units(facts: HostFacts) -> Finding:
         return unknown("units", "systemd does not run here.")
     if not facts.units:
         return unknown("units", "None of gpulease's is installed here: `gpulease setup` installs them.")
-    missing = [unit for unit in UNITS if unit not in facts.units]
+    needed = UNITS if facts.joined is None else (WORKER_UNIT,)
+    missing = [unit for unit in needed if unit not in facts.units]
     if missing:
         without = ": the daemon has no GPUs of this host" if WORKER_UNIT in missing else ""
-        return wrong("units", f"{' and '.join(missing)} is not installed{without}.", "gpulease setup")
-    stopped = [unit for unit in UNITS if not facts.units[unit][1]]
+        do = "gpulease setup" if facts.joined is None else "Install it from deploy/systemd, see docs/many-hosts.md."
+        return wrong("units", f"{' and '.join(missing)} is not installed{without}.", do)
+    stopped = [unit for unit in needed if not facts.units[unit][1]]
     if stopped:
         start = f"systemctl start {' '.join(stopped)}; journalctl -u {stopped[0]} shows why"
         return wrong("units", f"{' and '.join(stopped)} does not run.", f"{start}.")
-    later = [unit for unit in UNITS if not facts.units[unit][0]]
+    later = [unit for unit in needed if not facts.units[unit][0]]
     if later:
         sentence = f"{' and '.join(later)} does not start with the host."
         return warning("units", sentence, f"systemctl enable {' '.join(later)}")
-    return fine("units", "Daemon and worker run, and start with the host.")
+    who = "Daemon and worker run, and start" if facts.joined is None else "The worker runs, and starts"
+    return fine("units", f"{who} with the host.")
 
 
 def socket(facts: HostFacts) -> Finding:

@@ -124,6 +124,13 @@ class DaemonState:
         found = "No worker reports any more" if observations else "No worker has reported since this daemon started"
         return f"{found}: nothing can be granted. {START_A_WORKER}"
 
+    def worker_host(self, node: str | None) -> str | None:
+        """The host of the worker that reports for a node; None while none does."""
+        observation = None if node is None else self.ledger.node_observations.get(node)
+        if node is None or observation is None or is_silent(observation, self.now(), self.policy):
+            return None
+        return self.ledger.nodes[node].host if node in self.ledger.nodes else None
+
     def now(self) -> Instant:
         """This moment."""
         return clock.now()

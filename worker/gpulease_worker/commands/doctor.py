@@ -37,7 +37,7 @@ def doctor(context: click.Context, data_dir: Path | None, json: bool) -> int:
         from gpulease_worker import doctor as checks  # noqa: PLC0415 - an extra
         from gpulease_worker import doctor_facts  # noqa: PLC0415
     directory = (data_dir or doctor_facts.daemon_data_dir()).absolute()
-    findings = checks.examine(doctor_facts.gather(directory, _certificate(context)))
+    findings = checks.examine(doctor_facts.gather(directory, _certificate(context, directory)))
     if json:
         output.print_json_list(findings)
     else:
@@ -49,10 +49,12 @@ def doctor(context: click.Context, data_dir: Path | None, json: bool) -> int:
     return output.REFUSED if any(finding.health.value == "wrong" for finding in findings) else output.DONE
 
 
-def _certificate(context: click.Context) -> Path | None:
+def _certificate(context: click.Context, data_dir: Path) -> Path | None:
     """The daemon's certificate, as its settings name it."""
     program: Any = context.find_root().command
     found = {one.key: one.value for one in settings.effective(program, config_file.load(), "serve")}
+    if found.get("tls_auto") is True:
+        return data_dir / "tls" / "server.pem"
     return Path(found["tls_cert"]) if found.get("tls_cert") else None
 
 

@@ -22,6 +22,7 @@ async def show_me(caller: CallerDep, daemon: DaemonDep) -> Identity:
         identified_by=IdentifiedBy(caller.identified_by),
         token_id=caller.token_id,
         node=caller.node,
+        worker_host=daemon.worker_host(caller.node),
         budget=None
         if caller.budget is None or caller.token_id is None
         else budget_use(daemon.ledger, caller.token_id, caller.budget, daemon.now()),
