@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,8 +69,15 @@ class Fleet:
         self.workers[node] = host.popen(*program, log=self._log(node), **variables)
 
     def worker_pid(self, node: str) -> int:
-        """The worker's process, as this machine counts."""
-        return self.workers[node].pid
+        """The worker's process, as this machine counts: the child of the `nsenter` that has started it."""
+        pid = self.workers[node].pid
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return int(text.split()[0])
+
+    def kill_worker(self, node: str) -> None:
+        """SIGKILL to the worker. Its jobs go on."""
+        os.kill(self.worker_pid(node), signal.SIGKILL)
+        self.workers.pop(node).wait()
 
     def states(self, node: str) -> list[str]:
         """The state of each GPU of a node."""

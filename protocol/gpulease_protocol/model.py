@@ -282,6 +282,8 @@ class JobSpec(Noun):
     """How CUDA_VISIBLE_DEVICES names its GPUs; null: as its launcher and command need it."""
     notify: str | None = None
     """URL that the job's supervisor calls, or command that it runs, when the job has ended; null for none."""
+    fence_s: float | None = None
+    """Its node ends it after so many seconds without an answer of any daemon; null: it survives every cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +330,9 @@ class Job(Noun):
     """It ends after it has run for this long; null for no limit."""
     retries: int | None = None
     """How many times it is started again after it failed."""
+    fence_s: float | None = None
+    """Its node ends it after so many seconds without an answer of any daemon, and after 30 s more (and 0.2 %) the
+    daemon counts it as lost and starts its next attempt, if it has one; null: it survives every cut."""
     working_directory: str | None = None
     """Where its command runs; null for its own directory, and for other users."""
     log_directory: str | None = None

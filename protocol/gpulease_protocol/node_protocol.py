@@ -75,6 +75,9 @@ class JobReport(Noun):
     unkillable: tuple[int, ...] = ()
     """Processes that SIGKILL does not end, because they hang in the kernel or are another user's. It has not exited
     while there are any."""
+    fence_s: float | None = None
+    """The fence that its supervisor keeps, see `JobSpec.fence_s`; null where it keeps none, as one of an older release,
+    and before the supervisor runs."""
     log_directory: str | None = None
     """Where its log files lie on the node: `launcher.log`, `rank-0.log`, `rank-1.log`, ..."""
 

@@ -49,6 +49,8 @@ LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same 
 
 AGENT = Bounds(maxLength=100)
 """The name of a program or of its session."""
+FENCE = Bounds(minimum=10, maximum=604800, rule="must be 10 to 604800 seconds (a week)")
+"""How long a job may run without an answer of a daemon: longer than a worker waits for one."""
 REASON = Bounds(minLength=1, maxLength=200)
 """An administrator's words."""
 
@@ -228,6 +230,10 @@ class JobRequest(RequestBody):
     notify: Annotated[str | None, Bounds(minLength=1, maxLength=MAX_TEXT)] = None
     """Tells of the job's end: an http or https URL gets the job as JSON by POST; anything else is a command for
     /bin/sh. Both as the job's user, on its node."""
+    fence_s: Annotated[float | None, FENCE] = None
+    """What it means for the job if its node cannot reach the daemon. When null, it goes on for as long as that takes.
+    Else its node ends it after so many seconds, 10 to 604800; the daemon counts it as lost 30 s later (and 0.2 %), and
+    starts its next attempt elsewhere if `retries` leaves one. Two attempts never run at once."""
     array: ArrayRequest | None = None
     """Submit one job for each index. Each finds GPULEASE_ARRAY_INDEX and GPULEASE_ARRAY_ID in its environment, and
     `{index}` in `command` becomes its index."""
@@ -288,6 +294,7 @@ class JobRequest(RequestBody):
             limits={name: (soft, hard) for name, (soft, hard) in self.limits.items()},
             mask=None if self.mask is None else Mask(self.mask),
             notify=self.notify,
+            fence_s=self.fence_s,
         )
 
 

@@ -30,6 +30,7 @@ from gpulease_worker.allocation import MIN_LEAVE_S, allocation_of, grace_within
 from gpulease_worker.desired_state import read_desired_state
 from gpulease_worker.gpu_claims import GpuClaims
 from gpulease_worker.jobs import listening_ports
+from gpulease_worker.jobs.fence import ContactFile, since_boot_s
 from gpulease_worker.jobs.log_sender import LogSenders
 from gpulease_worker.jobs.port_reservation import PortReservation
 from gpulease_worker.jobs.reconciler import JobReconciler
@@ -108,6 +109,7 @@ class WorkerLoop:
         )
         self._log_connection = LogConnection(destination, settings.node)
         self._logs = LogSenders(settings.data_dir.absolute() / "jobs", self._log_connection.send)
+        self._contact = ContactFile(settings.data_dir.absolute())
         self._leases = LeaseCache(settings.data_dir.absolute())
         self._owners = OwnerWatcher(self._changed.set)
         self._descendants = DescendantWatcher(self._leases)
@@ -189,7 +191,7 @@ class WorkerLoop:
     async def _turn(self) -> bool:
         """One reading and its report. False when no daemon answered as expected."""
         report = self._last_report() or self._repeated_report() or await self._partial_report() or await self._report()
-        sent_at_ticks, sent_at_s = procfs.ticks_now(), _since_boot_s()
+        sent_at_ticks, sent_at_s = procfs.ticks_now(), since_boot_s()
         # Whatever changes in a job or owner from here on is missing in this report.
         sending = asyncio.create_task(self._send(report))
         try:
@@ -206,12 +208,13 @@ class WorkerLoop:
             await cancel_and_wait(sending)
         self._log_error("")
         self._address.refresh(self._failover.address, desired.daemon_address)
-        if _since_boot_s() - sent_at_s > STALE_ANSWER_S:
+        if since_boot_s() - sent_at_s > STALE_ANSWER_S:
             log.warning("an answer of the daemon is dropped: it is from before this worker or its host was stopped")
             return True
         self._has_left = report.left
         self._leaving_is_known = self._leaving_is_known or report.leaving
         self._desired = desired
+        self._note_contact(desired, sent_at_s)
         has_released = self._pace_draining(desired)
         self._owners.watch(desired.owners)
         self._jobs.reconcile(desired.jobs)
@@ -224,6 +227,15 @@ class WorkerLoop:
                 await self._modes.reconcile(leases, report.gpus)
         self._has_released = has_released and desired.takes_partial and not desired.paused
         return True
+
+    def _note_contact(self, desired: DesiredState, sent_at_s: float) -> None:
+        """For jobs with a fence, before they are started. Without it they end there."""
+        if not any(order.spec.fence_s is not None for order in desired.jobs):
+            return
+        try:
+            self._contact.note(sent_at_s)
+        except OSError as error:
+            self._log_error(f"jobs with a fence will end, because contact cannot be noted: {error}")
 
     async def _wait_for_answer_or_change(self, sending: asyncio.Task[DesiredState]) -> None:
         await asyncio.wait({sending}, timeout=MIN_IN_FLIGHT_S)
@@ -429,8 +441,3 @@ class WorkerLoop:
         elif self._logged_error and not error:
             log.info("the daemon answers again")
         self._logged_error = error
-
-
-def _since_boot_s() -> float:
-    """Seconds since boot, those in which the host was suspended included."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)

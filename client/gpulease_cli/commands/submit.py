@@ -93,6 +93,14 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
     default=0,
     help="How many times torchrun or accelerate may restart its ranks on the same GPUs.",
 )
+@option(
+    "fence",
+    "--fence",
+    type=Field(DURATION, JobRequest, "fence_s"),
+    metavar="DURATION",
+    show_default="it goes on",
+    help="End the job after this time if its node cannot reach the daemon; --retries may start it elsewhere.",
+)
 @MODEL
 @NODE
 @MASK
@@ -128,6 +136,7 @@ def submit(
     timeout: float | None,
     retries: int,
     max_restarts: int,
+    fence: float | None,
     model: str | None,
     node: str | None,
     mask: Mask | None,
@@ -157,6 +166,7 @@ def submit(
             timeout_s=timeout,
             retries=retries,
             max_restarts=max_restarts,
+            fence_s=fence,
             gpu_model=model,
             node=None if node == ANY_NODE else node,
             interpreter=python,

@@ -172,6 +172,9 @@ def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
     if report.log_directory is not None and report.log_directory != record.log_directory:
         record = replace(record, log_directory=report.log_directory)
         turn.put(record)
+    if not record.fenced and report.fence_s is not None and report.fence_s == record.spec.fence_s:
+        record = replace(record, fenced=True)
+        turn.put(record)
     if report.state is RunState.RUNNING and record.job.started_at is None:
         state = JobState.STOPPING if record.job.state is JobState.STOPPING else JobState.RUNNING
         _change(turn, record, state, started_at=report.started_at or turn.now.at)
@@ -274,7 +277,7 @@ def retry_job(
         traceback=None,
         attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
     )
-    turn.put(replace(record, job=again, log_directory=None))
+    turn.put(replace(record, job=again, log_directory=None, fenced=False))
     turn.emit("job.retried", job_id=job.id, lease_id=lease.id, reason=said)
     turn.emit("lease.queued", lease_id=lease.id, job_id=job.id)
 

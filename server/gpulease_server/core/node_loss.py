@@ -13,10 +13,12 @@ Silence is time in which the daemon ran and the node said nothing (`Ledger.silen
 after an outage of the database, and after each report. Time in which the daemon was stopped does not count.
 
 Silence never shows that a process has ended: a host that is cut off goes on computing. So a job that is lost is not
-tried again elsewhere. An administrator who forgets a node says that its host is off. Then its jobs are tried again.
+tried again elsewhere. An administrator who forgets a node says that its host is off. Then its jobs are tried again. A
+job with a fence (`JobSpec.fence_s`) is ended by its node; once that is certain it is lost, and tried again.
 
 | what the node had | lost by silence | forgotten |
 |---|---|---|
+| a job with a fence that its node has confirmed | at `certain_after_s`, as if it was forgotten | as any other |
 | a job | `lost`, no retry | queued again while it has a retry left; `cancelled` if a user cancelled it; else `lost` |
 | an active lease | `node_lost`, unless its holder has renewed within the bound | `node_lost` |
 | a lease elsewhere, or a queued one, if it watches the owner | its holder must renew from then on | the same |
@@ -41,6 +43,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpulease_protocol.errors import InUse, NotFound
+from gpulease_protocol.fencing import certain_after_s
 from gpulease_protocol.model import EndReason, JobState, NodeMode
 from gpulease_server.core.gpu import is_unheard, unheard_nodes
 from gpulease_server.core.happenings import NodeForgetRequested
@@ -48,7 +51,7 @@ from gpulease_server.core.job import finish_job, may_retry, retry_job
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import stop_watching
-from gpulease_server.core.records import GpuRemoved, NodeRecord, NodeRemoved
+from gpulease_server.core.records import GpuRemoved, JobRecord, NodeRecord, NodeRemoved
 from gpulease_server.core.turn import Turn
 
 SEEN_INTERVAL_S = 24 * 3600.0
@@ -73,10 +76,34 @@ def lose_silent_nodes(turn: Turn, elapsed_s: float) -> None:
             continue
         before_s = silent[node]
         silent[node] = before_s + elapsed_s
+        _lose_fenced_jobs(turn, node, silent[node])
         if bound_s > 0 and silent[node] // bound_s > before_s // bound_s:
             reason = f"node {node} has been silent for over {bound_s:g} s"
             unheard_since_s = turn.now.mono_s - bound_s + min(SLACK_S, bound_s / 4)
             _lose(turn, node, reason, unheard_since_s=unheard_since_s, is_off=False)
+
+
+def _lose_fenced_jobs(turn: Turn, node: str, silent_s: float) -> None:
+    """End the jobs of a silent node that it has ended by now, see `gpulease_protocol.fencing`."""
+    seen = turn.ledger.node_observations.get(node)
+    if seen is not None:  # the tick before may have been long ago
+        silent_s = min(silent_s, turn.now.mono_s - seen.reported_at_s)
+    for job_id in list(turn.ledger.job_index.of_node.get(node, ())):
+        record = turn.ledger.live_jobs[job_id]
+        fence_s = record.spec.fence_s
+        if record.fenced and fence_s is not None and silent_s >= certain_after_s(fence_s):
+            reason = f"node {node} has been silent for over {silent_s:.0f} s, and the job's fence is {fence_s:g} s"
+            _end_job_that_is_off(turn, record, reason)
+
+
+def _end_job_that_is_off(turn: Turn, record: JobRecord, reason: str, *, has_left: bool = False) -> None:
+    """End a job, or queue its next attempt. No process of it is left. `has_left`: its node went in good order."""
+    if record.cancelled_at is not None:
+        finish_job(turn, record, JobState.CANCELLED, f"cancelled; {reason}", EndReason.NODE_LOST)
+    elif may_retry(record, node_left=has_left):
+        retry_job(turn, record, reason, EndReason.NODE_LOST, node_left=has_left)
+    else:
+        finish_job(turn, record, JobState.LOST, f"{reason}; how the job ended is not known", EndReason.NODE_LOST)
 
 
 def on_node_forget_requested(turn: Turn, request: NodeForgetRequested) -> None:
@@ -119,10 +146,8 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
     `has_left`: that is nobody's fault."""
     ledger, ended = turn.ledger, 0
     for record in [one for one in ledger.live_jobs.values() if one.job.gpus and one.job.gpus[0].node == node]:
-        if is_off and record.cancelled_at is not None:
-            finish_job(turn, record, JobState.CANCELLED, f"cancelled; {reason}", EndReason.NODE_LOST)
-        elif is_off and may_retry(record, node_left=has_left):
-            retry_job(turn, record, reason, EndReason.NODE_LOST, node_left=has_left)
+        if is_off:
+            _end_job_that_is_off(turn, record, reason, has_left=has_left)
         else:
             finish_job(turn, record, JobState.LOST, f"{reason}; how the job ended is not known", EndReason.NODE_LOST)
         ended += 1

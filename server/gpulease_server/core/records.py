@@ -97,6 +97,8 @@ class JobRecord:
     """That user's group as of submission; None where that could not be told."""
     cancelled_at: datetime | None = None
     """When it was first cancelled; None if it was not."""
+    fenced: bool = False
+    """True once its node has said that the last attempt keeps its `fence_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

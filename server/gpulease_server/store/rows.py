@@ -136,6 +136,7 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "after": record.job.after or None,
         "uid": record.uid,
         "gid": record.gid,
+        "fenced": record.fenced,
     }
 
 
@@ -156,7 +157,8 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
 def job_record(row: Row[Any]) -> JobRecord:
     """A job as it was stored."""
     values = _values(row)
-    own = {name: values.pop(name) for name in ("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid")}
+    names = ("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid", "fenced")
+    own = {name: values.pop(name) for name in names}
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
     values["user"] = values.pop("user_name")

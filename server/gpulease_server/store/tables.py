@@ -99,6 +99,7 @@ job = Table(
     Column("traceback", Text),
     Column("uid", BigInteger),
     Column("gid", BigInteger),
+    Column("fenced", Boolean, nullable=False, server_default=false()),
     Column("attempts", Integer, nullable=False),
     Column("attempt_history", JSON(none_as_null=True)),
     Column("after", JSON(none_as_null=True)),

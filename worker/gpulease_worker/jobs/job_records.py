@@ -59,6 +59,8 @@ class StartRecord(Noun):
     """When the first rank had started."""
     cgroup: str | None = None
     """Directory of the job's cgroup; null where it has none."""
+    fence_s: float | None = None
+    """The fence that the supervisor keeps; null where the job has none."""
 
     def supervised(self) -> bool:
         """True while the supervisor is alive."""

@@ -65,6 +65,8 @@ class LaunchPlan(Noun):
     """URL or command that is told of the job's end, as in `JobSpec`."""
     job: Job | None = None
     """The job, for that; null where the daemon is of an older version."""
+    fence_s: float | None = None
+    """End it after so long without an answer of a daemon, as in `JobSpec`."""
 
     @property
     def uid(self) -> int:
@@ -124,6 +126,7 @@ def plan_launch(
         interpreter=interpreter,
         notify=spec.notify,
         job=order.job,
+        fence_s=spec.fence_s,
     )
 
 

@@ -113,5 +113,6 @@ class LocalJob:
             traceback=self.exit.traceback if self.exit else None,
             unkillable=self.unkillable.pids if self.unkillable and not self.exit else (),
             timed_out=self.exit.timed_out if self.exit else False,
+            fence_s=self.start.fence_s if self.start else None,
             log_directory=str(self.directory / job_records.LOGS),
         )

@@ -30,6 +30,8 @@ from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.log_files import open_beneath
 from gpulease_protocol.host.process_id import ProcessId, boot_id
 from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, record_news, spawn
+from gpulease_worker.jobs.fence import GRACE_S, Fence
+from gpulease_worker.jobs.job_end import STOPPED, end_record, exit_code
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
 from gpulease_worker.jobs.notification_process import start_notification
@@ -82,6 +84,7 @@ class Supervisor:
         self._killing_since_s: float | None = None
         self._unkillable: job_records.UnkillableRecord | None = None
         self._timed_out = False
+        self._fence = Fence(directory.parent.parent, plan.fence_s)
         self._stop_requested = False
         self._stopped = False
         self._start_recorded = False
@@ -100,7 +103,8 @@ class Supervisor:
         self._catch_signals()
         self._cgroup = cgroup.create(self._plan.lease_id, self._plan.settings.cgroup_limits)
         place = None if self._cgroup is None else str(self._cgroup.path)
-        self._start = job_records.StartRecord(boot_id=boot_id(), supervisor=ProcessId.this_process(), cgroup=place)
+        this, fence_s = ProcessId.this_process(), self._plan.fence_s
+        self._start = job_records.StartRecord(boot_id=boot_id(), supervisor=this, cgroup=place, fence_s=fence_s)
         try:
             job_records.write(self._directory, job_records.START, self._start)
         except OSError as error:
@@ -124,7 +128,8 @@ class Supervisor:
         stopped = self._stopped or self._stop_requested
         self._sweep()
         self._logs.finish()
-        self._record(self._end_of(None if self._status is None else exit_code(self._status), stopped))
+        code, logs = None if self._status is None else exit_code(self._status), self._directory / job_records.LOGS
+        self._record(end_record(logs, code, timed_out=self._timed_out, why=self._why_ended(code, stopped)))
         if self._cgroup is not None and not self._cgroup.remove():
             self._log_error(f"{self._cgroup.path} is not empty and stays")
         self._notify(cancelled=stopped)
@@ -204,6 +209,7 @@ class Supervisor:
 
     def _spawn(self, plan: LaunchPlan, output: int) -> spawn.SpawnedProcess:
         """Fork a process of the job, and wait until it has executed its program. Raises LaunchError."""
+        self._fence.require(spawn.LaunchError)
         child = spawn.spawn(plan, output, self._cgroup, self._login)
         self._forked.add(child.pid)
         where = f"the file system of {plan.working_directory} or of {plan.argv[0]!r} does not answer"
@@ -220,13 +226,14 @@ class Supervisor:
         until_s = time.monotonic() + timeout_s
         while True:
             self._reap()
+            self._fence.require(spawn.LaunchError)
             if condition():
                 return
             if self._stop_requested:
                 raise spawn.StoppedBeforeLaunch("It was stopped before it started.")
             if (left_s := until_s - time.monotonic()) <= 0:
                 raise spawn.LaunchError(timeout_error)
-            self._sleep(left_s, *descriptors)
+            self._sleep(min(left_s, self._fence.next_look_s()), *descriptors)
 
     def _record_never_launched(self, reason: str) -> None:
         """Record the end of a job that was never launched."""
@@ -273,6 +280,7 @@ class Supervisor:
                 continue
             waits = [at - now for at in (timeout_at_s, self._kill_at_s) if at is not None and at > now]
             waits.append(self._logs.next_at_s - now)
+            waits.append(self._fence.next_look_s())
             if self._start.rank_at is None:
                 waits.append(self._rank_poll_s)
             self._sleep(min([IDLE_S if self._start_recorded else RECORD_RETRY_S, *waits]))
@@ -287,6 +295,8 @@ class Supervisor:
         self._rank_poll_s = min(self._rank_poll_s * 1.1, RANK_POLL_S[1])
 
     def _check_stop(self) -> None:
+        if self._fence.is_reached():
+            self._terminate(GRACE_S)
         try:
             stop = job_records.read(self._directory, job_records.STOP, job_records.StopRecord)
         except ValueError as error:
@@ -388,17 +398,13 @@ class Supervisor:
             with suppress(BlockingIOError):
                 self._wake.recv(4096)
 
-    def _end_of(self, code: int | None, stopped: bool) -> job_records.ExitRecord:
-        """The record of the end, with the reason if there is one."""
-        end = job_records.ExitRecord(exit_code=code, timed_out=self._timed_out, ended_at=job_records.now(), reason=None)
+    def _why_ended(self, code: int | None, stopped: bool) -> str | None:
+        """Why this supervisor has ended the job; None if it has not."""
         if self._timed_out:
-            return replace(end, reason=f"It ran longer than its time limit of {self._plan.timeout_s:g} s.")
-        if stopped:
-            return replace(end, reason="It was stopped on request.", stopped=True)
-        if code in (0, None):
-            return end
-        failure = failure_cause.first_failure(self._directory / job_records.LOGS, code)
-        return replace(end, exit_code=failure.code, reason=failure.reason, traceback=failure.traceback)
+            return f"It ran longer than its time limit of {self._plan.timeout_s:g} s."
+        if self._fence.was_reached and code != 0:
+            return self._fence.reason
+        return STOPPED if stopped else None
 
     def _record(self, end: job_records.ExitRecord) -> None:
         """Write the record of the end. Raises OSError when that has failed for RECORD_DEADLINE_S."""
@@ -421,12 +427,6 @@ class Supervisor:
             self._last_error = line
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), f"{job_records.now():%Y-%m-%d %H:%M:%S} {line}\n".encode())
-
-
-def exit_code(status: int) -> int:
-    """The shell's number for a wait status: the exit code, or 128 + N for signal N."""
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
 
 
 def main(arguments: Sequence[str]) -> int:
