@@ -44,7 +44,9 @@ class Switch:
     """The network between hosts. Needs root."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        command = ["unshare", "--net", "sh", "-c", "echo up; exec sleep infinity >/dev/null"]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        _await_up(self._process)
         self.net = f"198.19.{os.getpid() % 251}"
         self._names = 0
         self._hosts: list[Host] = []
@@ -90,9 +92,7 @@ class Host:
         self.name, self.address = name, f"{switch.net}.{number}"
         enter = ["unshare", "--mount", "--uts", "--net", "--pid", "--fork", "--kill-child", "bash", "-c", BOOT]
         self._process = subprocess.Popen([*enter, "host", name, boot_id], stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        with self._process.stdout as printed:
-            assert printed.readline() == "up\n"
+        _await_up(self._process)
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         self.init = int(children[0])
         card = f"c{number}"
@@ -145,6 +145,13 @@ class Host:
         """Everything on it ends at once, and nothing is said."""
         self._process.kill()
         self._process.wait()
+
+
+def _await_up(process: subprocess.Popen[str]) -> None:
+    """Return when it is in its own namespaces, and no command for it would reach this machine's."""
+    assert process.stdout is not None
+    with process.stdout as printed:
+        assert printed.readline() == "up\n"
 
 
 def clean() -> Mapping[str, str]:
