@@ -1,4 +1,4 @@
-"""A job on another host is somebody: it shows a token of its own, which allows little and ends with it."""
+"""A job on another host shows a token of its own, which allows little and ends with it."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_without_a_retry_it_is_lost_and_a_cancelled_one_is_cancelled() -> None:
 
 @pytest.mark.parametrize("confirmed", [None, FENCE_S / 2])
 def test_a_fence_that_its_node_has_not_confirmed_is_none(confirmed: float | None) -> None:
-    """A worker of an older release starts the job without, and would go on for ever."""
+    """A worker of an older release starts the job without, and would go on forever."""
     world = world_of()
     job_id, node = running(world, confirmed=confirmed)
     world.pass_time(3 * CERTAIN_S, silent=(node,))
@@ -114,7 +114,7 @@ def test_a_tick_that_comes_late_adds_no_silence() -> None:
     assert job_of(world, job_id).state is JobState.RUNNING
 
 
-def test_the_next_attempt_has_to_be_confirmed_anew() -> None:
+def test_the_next_attempt_has_to_be_confirmed_again() -> None:
     world = world_of()
     job_id, node = running(world, retries=5)
     world.pass_time(CERTAIN_S + 10, silent=(node,))
