@@ -163,7 +163,7 @@ class TestLeaves:
         assert job_of(world, done).reason is None
         assert job_of(world, unwanted).state is JobState.CANCELLED
 
-    def test_nodes_that_leave_do_not_start_a_job_for_ever(self) -> None:
+    def test_nodes_that_leave_do_not_start_a_job_forever(self) -> None:
         world = World(policy=Policy(retry_pause_s=(0.1, 0.1))).node("a", gpus=1)
         job_id = running(world)
         for _ in range(MAX_HISTORY + 5):

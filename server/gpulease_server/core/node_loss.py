@@ -143,7 +143,7 @@ def on_node_left(turn: Turn, node: str) -> None:
 
 def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off: bool, has_left: bool = False) -> None:
     """End the jobs of a node, and its leases of which nothing was heard since. `is_off`: no process of it is left;
-    `has_left`: that is nobody's fault."""
+    `has_left`: no attempt counts that ends by that."""
     ledger, ended = turn.ledger, 0
     for record in [one for one in ledger.live_jobs.values() if one.job.gpus and one.job.gpus[0].node == node]:
         if is_off:

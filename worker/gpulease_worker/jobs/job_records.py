@@ -106,6 +106,11 @@ class ExitRecord(Noun):
     """When its last process ended."""
 
 
+def never_launched(reason: str, *, stopped: bool) -> ExitRecord:
+    """The record of a job that ends now and was never launched."""
+    return ExitRecord(exit_code=None, reason=reason, stopped=stopped, ended_at=now())
+
+
 def write(directory: Path, name: str, record: Any, *, replaces: bool = False) -> None:
     """Write a record into a directory, atomically and synced, in the space reserved for it if any. Raises OSError.
 

@@ -238,10 +238,7 @@ class Supervisor:
     def _record_never_launched(self, reason: str) -> None:
         """Record the end of a job that was never launched."""
         self._sweep()
-        end = job_records.ExitRecord(
-            exit_code=None, reason=reason, stopped=self._stop_requested, ended_at=job_records.now()
-        )
-        self._record(end)
+        self._record(job_records.never_launched(reason, stopped=self._stop_requested))
         if self._cgroup is not None:
             self._cgroup.remove()
         self._notify(cancelled=self._stop_requested)

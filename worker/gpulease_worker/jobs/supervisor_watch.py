@@ -90,7 +90,7 @@ class SupervisorWatcher:
 
     def record_end(self, job: LocalJob, reason: str, *, stopped: bool = False) -> None:
         """Record the end of a job whose lock is held, and release the lock once that is on disk."""
-        job.exit = job_records.ExitRecord(exit_code=None, reason=reason, stopped=stopped, ended_at=job_records.now())
+        job.exit = job_records.never_launched(reason, stopped=stopped)
         self.write_end(job)
 
     def write_end(self, job: LocalJob) -> None:

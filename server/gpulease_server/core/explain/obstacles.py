@@ -46,6 +46,8 @@ def obstacle(
         return _obstacle(
             gpu, code, f"{name} {'does not report how much memory it has' if unknown else MISMATCHES[code]}."
         )
+    if ends_too_soon(ledger, demand, gpu.device.node, now):  # it waits for no holder there
+        return _obstacle(gpu, "ends_too_soon", _why_too_soon(ledger, demand, gpu.device.node, now))
     state = state_of(ledger, gpu, now, policy)
     if state is not GpuState.FREE:
         why = why_not_free(ledger, gpu, state, now, policy)
@@ -55,8 +57,6 @@ def obstacle(
         until, ends = _end(ledger, lease, now)
         found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{ends}{_cordoned_later(ledger, gpu)}.")
         return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id)
-    if ends_too_soon(ledger, demand, gpu.device.node, now):
-        return _obstacle(gpu, "ends_too_soon", _why_too_soon(ledger, demand, gpu.device.node, now))
     if lacks_memory(ledger, demand, gpu):
         reading = reading_of(ledger, gpu)
         unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
