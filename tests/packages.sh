@@ -18,6 +18,8 @@ fish                                       fish           the same
 /usr/lib/python3*/ensurepip                python3-venv   installing as docs/install.md says
 buildah                                    buildah        building the container image
 debootstrap                                debootstrap    the base of that image
+/usr/sbin/slurmctld                        slurm-wlm      pilots on a real cluster
+/usr/sbin/munged                           munge          the same
 /usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon
 "
 

@@ -99,6 +99,24 @@ SUBJECTS: dict[str, dict[str, Row]] = {
             },
         ),
     },
+    "Nodes of a cluster": {
+        "fleet": Row(
+            "Workers that a cluster's scheduler carries",
+            below={
+                "slurm": Row(
+                    "Workers as jobs of Slurm",
+                    below={
+                        "up": Row("Keep workers running as jobs of Slurm, one for each node", "fleet:slurm_up"),
+                        "status": Row("Show a pool and its workers", "fleet:slurm_status"),
+                        "down": Row("End a pool", "fleet:slurm_down"),
+                        "doctor": Row(
+                            "Look for settings of the cluster that would hurt, and say what to do", "fleet:slurm_doctor"
+                        ),
+                    },
+                ),
+            },
+        ),
+    },
     "Access": {
         "mcp": Row("Serve GPUs to a coding agent over the Model Context Protocol, on stdin and stdout", "mcp:mcp"),
         "token": Row(

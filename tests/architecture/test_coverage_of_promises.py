@@ -13,7 +13,7 @@ from gpulease_cli.program import PROGRAM
 
 TESTS = Path(__file__).parents[1]
 PROMISES = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", (TESTS / "PROMISES.md").read_text(), re.MULTILINE)
-COMMANDS_RUN_IN = ("cli", "system")
+COMMANDS_RUN_IN = ("fleet", "cli", "system")
 
 
 def is_fast(source: str, test: str) -> bool:

@@ -44,6 +44,8 @@ def examples() -> list[list[str]]:
 
 
 def path_of(words: list[str]) -> tuple[str, ...]:
+    if words[0] == "fleet":
+        return tuple(words[:3])
     return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu", "token") else tuple(words[:1])
 
 
@@ -95,6 +97,8 @@ WITHOUT_JSON = {
     ("logs",): "what it prints is the job's own",
     ("top",): "it draws on a terminal",
     ("db", "upgrade"): "it prints nothing",
+    ("fleet", "slurm", "up"): "it logs",
+    ("fleet", "slurm", "down"): "it logs",
     ("db", "backup"): "its result is the file that it creates",
     ("config", "check"): "its result is the exit code, and the error that names the line",
 }

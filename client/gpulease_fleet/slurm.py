@@ -1,0 +1,127 @@
+"""Pilots as jobs of Slurm: one job for each node, with no other right than to submit jobs."""
+
+from __future__ import annotations
+
+import getpass
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from gpulease_fleet.carrier import Carried, CarriedState, EngineUnavailable, Finding, PilotName, SubmitError
+from gpulease_fleet.slurm_doctor import findings
+from gpulease_fleet.slurm_script import SlurmOptions, pilot_script
+from gpulease_fleet.time_left import parse_time_left
+
+ANSWER_S = 60.0
+"""How long a command of Slurm may take."""
+NOT_THERE = ("Invalid job id", "Job/step already completing or completed")
+STATES = {
+    "PENDING": CarriedState.PENDING,
+    "REQUEUED": CarriedState.PENDING,
+    "REQUEUE_HOLD": CarriedState.PENDING,
+    "CONFIGURING": CarriedState.RUNNING,
+    "RUNNING": CarriedState.RUNNING,
+    "SUSPENDED": CarriedState.RUNNING,
+    "STOPPED": CarriedState.RUNNING,
+    "SIGNALING": CarriedState.RUNNING,
+    "STAGE_OUT": CarriedState.RUNNING,
+    "COMPLETING": CarriedState.ENDING,
+}
+"""Every other state of Slurm is one in which a job has ended."""
+NO_REASON = ("None", "(null)", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a command answered."""
+
+    code: int
+    output: str
+    errors: str
+
+
+class SlurmCarrier:
+    """Submits, lists and ends pilots with `sbatch`, `squeue` and `scancel`."""
+
+    engine = "slurm"
+
+    def __init__(self, options: SlurmOptions) -> None:
+        self._options = options
+
+    def doctor(self) -> list[Finding]:
+        """What would go wrong on this cluster, before it does."""
+        return findings(self._options, self._run)
+
+    def start(self, name: PilotName, token: str) -> str:
+        """Submit a pilot and return the id of its job. Raises `SubmitError`.
+
+        The script goes in on stdin, with the token in it: the file that Slurm makes of it is for its user and
+        administrators, while the environment of a job is shown more widely.
+        """
+        try:
+            answer = self._run(("sbatch", "--parsable"), pilot_script(self._options, name, token))
+        except EngineUnavailable as error:
+            raise SubmitError(str(error)) from error
+        handle = answer.output.strip().partition(";")[0]
+        if answer.code != 0 or not handle.isdecimal():
+            raise SubmitError(" ".join((answer.errors or answer.output).split()) or f"sbatch ended with {answer.code}")
+        return handle
+
+    def list(self, pool: str) -> list[Carried]:
+        """All pilots of a pool, those that have just ended too. Raises `EngineUnavailable`."""
+        command = (
+            "squeue",
+            "--noheader",
+            "--states=all",
+            f"--user={getpass.getuser()}",
+            "--format=%i|%j|%T|%L|%N|%r",
+        )
+        answer = self._run(command)
+        if answer.code != 0:
+            raise EngineUnavailable(" ".join(answer.errors.split()) or f"squeue ended with {answer.code}")
+        return read_list(pool, answer.output, datetime.now(UTC))
+
+    def stop(self, pilot: Carried, *, at_once: bool) -> None:
+        """End a pilot: SIGTERM to its batch script alone, which has the worker leave; `at_once`: as `scancel` does."""
+        gently = () if at_once else ("--batch", "--signal=TERM")
+        answer = self._run(("scancel", *gently, pilot.handle))
+        if answer.code != 0 and not any(text in answer.errors for text in NOT_THERE):
+            raise EngineUnavailable(" ".join(answer.errors.split()) or f"scancel ended with {answer.code}")
+
+    def node_of(self, pilot: Carried) -> str:
+        """The name of the node that it carries, as the daemon knows it; empty before it has a host."""
+        if not pilot.host or self._options.exclusive:
+            return pilot.host
+        return f"{pilot.host}-{pilot.name.pool}-{pilot.name.ordinal}"
+
+    def _run(self, command: Sequence[str], text: str = "") -> Answer:
+        try:
+            ended = subprocess.run(command, input=text, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+        except OSError as error:
+            raise EngineUnavailable(f"{command[0]} cannot be run: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise EngineUnavailable(f"{command[0]} did not answer within {ANSWER_S:g} s") from error
+        return Answer(code=ended.returncode, output=ended.stdout, errors=ended.stderr)
+
+
+def read_list(pool: str, output: str, now: datetime) -> list[Carried]:
+    """The pilots of a pool in what `squeue` has printed. Its name is that of a pilot, or it is none of ours."""
+    found = []
+    for line in output.splitlines():
+        parts = line.split("|", 5)
+        name = PilotName.parse(parts[1]) if len(parts) == 6 else None
+        if name is None or name.pool != pool:
+            continue
+        handle, _, state, left, host, why = parts
+        left_s = parse_time_left(left)
+        pilot = Carried(
+            name=name,
+            handle=handle.strip(),
+            state=STATES.get(state, CarriedState.GONE),
+            host=host.strip(),
+            ends_at=None if left_s is None else now + timedelta(seconds=left_s),
+            why=state if why.strip() in NO_REASON else f"{state}: {why.strip()}",
+        )
+        found.append(pilot)
+    return found

@@ -1,0 +1,65 @@
+"""What a user of a cluster types, against a daemon without nodes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.daemon import DaemonProcess
+
+
+class Fleet:
+    """A daemon without nodes, and what a user of the cluster types."""
+
+    def __init__(self, running: DaemonProcess, place: Path, variables: Mapping[str, str], *options: str) -> None:
+        self.running, self.place, self._options = running, place, options
+        self.variables = dict(variables) | {"GPULEASE_FLEET_DIR": str(place / "fleet")}
+
+    def type(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run a command."""
+        return self.running.gpulease("fleet", "slurm", *words, **self.variables)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        workers = ("--simulate=8", "--allocation-poll-s=0.5", "--poll-s=0.2")
+        return (
+            *("--tick", "1s", "--leave", "20s", *self._options),
+            *("--program", f"{Path(sys.executable).parent}/gpulease", "--worker-dir", str(self.place / "workers")),
+            *(f"--worker-option={option}" for option in workers),
+        )
+
+    @contextmanager
+    def up(self, *words: str) -> Iterator[subprocess.Popen[str]]:
+        """`up`, for as long as the block lasts; its pilots go on."""
+        command = [sys.executable, "-m", "gpulease_cli", "fleet", "slurm", "up", *self.options, *words]
+        environment = os.environ | {"HOME": str(self.place), "GPULEASE_URL": self.running.url} | self.variables
+        log = (self.place / "fleet.log").open("a")
+        process = subprocess.Popen(command, env=environment, text=True, stdout=log, stderr=log)
+        log.close()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def nodes(self) -> dict[str, dict[str, object]]:
+        return {node["name"]: node for node in self.running.call("GET", "/v1/nodes").json["items"]}
+
+    def ready(self) -> list[str]:
+        return [name for name, node in self.nodes().items() if node["state"] == "ready"]
+
+    def pilots(self) -> list[dict[str, object]]:
+        answer = self.type("status", "--json")
+        found: list[dict[str, object]] = [] if answer.returncode else json.loads(answer.stdout)["pilots"]
+        return found
+
+    def story(self) -> str:
+        """What the pool and its pilots printed."""
+        logs = [self.place / "fleet.log", *sorted((self.place / "workers").glob("pilot-*.log"))[-3:]]
+        told = (f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in logs if log.exists())
+        return "\n".join([self.type("status").stdout, *told, self.running.story()])
