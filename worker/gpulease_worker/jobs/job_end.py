@@ -8,14 +8,14 @@ from pathlib import Path
 
 from gpulease_worker.jobs import failure_cause, job_records
 
+STOPPED = "It was stopped on request."
+"""Why a job has ended that its worker, or a SIGTERM of another, has told to stop."""
+
 
 def exit_code(status: int) -> int:
     """The shell's number for a wait status: the exit code, or 128 + N for signal N."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
-
-STOPPED = "It was stopped on request."
-"""Why a job has ended that its worker, or a SIGTERM of another, has told to stop."""
 
 
 def end_record(logs: Path, code: int | None, *, timed_out: bool, why: str | None) -> job_records.ExitRecord:
