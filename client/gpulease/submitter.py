@@ -9,8 +9,8 @@ from typing import Any
 
 from gpulease.agent_fields import agent_fields
 from gpulease_protocol.host.variables import CA_FILE, TOKEN, TOKEN_FILE, URL
+from gpulease_protocol.job_checks import RESOURCE_LIMITS
 from gpulease_protocol.launchers import strip_launcher_variables
-from gpulease_protocol.requests import RESOURCE_LIMITS
 
 NOT_FOR_JOBS = (URL, TOKEN, TOKEN_FILE, CA_FILE, "_")
 """Variables of the submitting process that mean nothing to its job, or are secret."""

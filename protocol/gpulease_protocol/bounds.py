@@ -90,6 +90,12 @@ WORDS = {
 }
 
 
+def check_field(condition: bool, name: str, rule: str) -> None:
+    """Raise ValueError that names the field, unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name}: {rule}")
+
+
 def bounds_of(body: type, name: str) -> list[Bounds]:
     """The bounds of one field of a dataclass."""
     return next((bounds for field, bounds, _ in _declared_bounds(body) if field == name), [])

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Generic, TypeVar
 
+from gpulease_protocol.device import Device
 from gpulease_protocol.holder import Holder
 from gpulease_protocol.job_parts import JobAttempt, JobDependency
+from gpulease_protocol.lease_parts import LeaseMember
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.states import (
     Activity,
@@ -47,6 +49,7 @@ __all__ = [
     "JobState",
     "Launcher",
     "Lease",
+    "LeaseMember",
     "LeaseState",
     "Liveness",
     "Mask",
@@ -61,24 +64,6 @@ __all__ = [
 ]
 
 Item = TypeVar("Item")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device(Noun):
-    """One allocatable GPU: its properties that do not change while it is plugged in."""
-
-    uuid: str
-    """NVML UUID, `GPU-` and lower-case hex; the only identity of a GPU."""
-    node: str
-    """Name of the node that has it."""
-    index: int
-    """Position in PCI bus order on its node; may change at a reboot."""
-    pci_bus_id: str | None = None
-    """PCI bus id with the 8-digit domain, such as `00000000:1B:00.0`."""
-    name: str | None = None
-    """Product name, such as `NVIDIA H100 80GB HBM3`."""
-    memory_total_bytes: int | None = None
-    """Memory of the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +167,14 @@ class Gpu(GpuReading):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand(Noun):
-    """Which GPUs a lease asks for. All of them are granted on one node, or none."""
+    """Which GPUs a lease asks for. All of them are granted, or none: on one node, or on so many as it asks for."""
 
     selection: Selection = Selection.COUNT
     """`count`: any that many; `listed`: exactly these; `all`: every GPU of a node; `auto`: all that are free now."""
     count: int = 1
-    """How many GPUs; at least this many for `auto`."""
+    """How many GPUs; at least this many for `auto`. With several nodes, on each of them."""
+    nodes: int = 1
+    """On how many nodes; all of their GPUs are of one model."""
     indices: tuple[int, ...] = ()
     """Listed GPUs by index on the node."""
     uuids: tuple[str, ...] = ()
@@ -220,9 +207,11 @@ class Lease(Noun):
     demand: Demand
     """What was asked for."""
     gpus: tuple[Device, ...] = ()
-    """The GPUs granted, in the order of `devices` or else in PCI order; empty while queued."""
+    """The GPUs granted, in the order of `devices` or else in PCI order, node by node; empty while queued."""
+    members: tuple[LeaseMember, ...] = ()
+    """The nodes of a gang, by rank; empty while queued, and for a lease on one node."""
     env: dict[str, str] = field(default_factory=dict)
-    """Every variable that a training run needs in its environment; empty while queued."""
+    """Every variable that a training run needs in its environment, of a gang the one of rank 0; empty while queued."""
     fencing_token: int | None = None
     """Fencing token: a number that increases with every grant and proves which one is meant; null while queued. It is
     no bearer token."""
@@ -259,7 +248,9 @@ class JobSpec(Noun):
     command: tuple[str, ...]
     """Script and arguments; with launcher `plain`, the program and its arguments."""
     gpus: int
-    """How many GPUs; a launcher that starts ranks starts one on each."""
+    """How many GPUs; a launcher that starts ranks starts one on each. With several nodes, on each of them."""
+    nodes: int = 1
+    """On how many nodes it runs, with a launcher on each."""
     launcher: Launcher = Launcher.TORCHRUN
     """What starts the ranks."""
     environment: dict[str, str] = field(default_factory=dict)

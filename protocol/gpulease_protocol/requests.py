@@ -10,15 +10,25 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol import job_arrays
-from gpulease_protocol.bounds import MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, Bounds, check_bounds
+from gpulease_protocol.bounds import MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, Bounds, check_bounds, check_field
 from gpulease_protocol.codec import wire_name
 from gpulease_protocol.errors import shortened
 from gpulease_protocol.gpu_uuid import canonical_uuid
+from gpulease_protocol.job_checks import (
+    NO_LIMIT,
+    RESOURCE_LIMITS,
+    check_environment,
+    check_notify,
+    check_resource_limits,
+    environment_bytes,
+)
 from gpulease_protocol.launchers import choose_launcher, usage_error
 from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Selection
 
 MAX_COUNT = 4096
 """GPUs in one lease, at most."""
+MAX_NODES = 1024
+"""Nodes in one lease, at most."""
 MAX_TEXT = 4096
 """Characters in a label or name, at most."""
 REALM_PATTERN = r"^[0-9a-f-]{36}/pid:\[[0-9]{1,20}\]$"
@@ -27,22 +37,8 @@ MAX_RETRIES = 100
 """Restarts or retries of one job, at most."""
 MAX_DEPENDENCIES = 100
 """Jobs and arrays that one job waits for, at most."""
-MAX_VARIABLES = 4096
-"""Variables of a job, at most."""
-MAX_ENVIRONMENT_BYTES = 2**20
-"""Size of a job's environment, at most; the kernel takes 2 MiB of arguments and environment together (execve(2))."""
 MAX_ARRAY_BYTES = 64 * 2**20
 """Size of the environments of an array's jobs together, at most: each job keeps its own."""
-MAX_ARGUMENT_BYTES = 2**17 - 1
-"""Size of one variable or argument, at most: the kernel's MAX_ARG_STRLEN (execve(2))."""
-RESOURCE_LIMITS = frozenset(
-    (
-        *("as", "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue"),
-        *("nice", "nofile", "nproc", "rss", "rtprio", "rttime", "sigpending", "stack"),
-    )
-)
-"""Names of resource limits, as in setrlimit(2)."""
-NO_LIMIT = f"knows only {', '.join(sorted(RESOURCE_LIMITS))}"
 NO_UUID = f"must name GPUs by UUIDs of at most {MAX_UUID} characters"
 NO_COMMAND = "must name a script or program"
 LIGHTNING_FORMS = 'a count, -1, "auto", a list of indices or UUIDs, or the same as text ("2", "1, 3", "-1")'
@@ -77,7 +73,9 @@ class LeaseRequest(RequestBody):
     """Body of `POST /v1/leases`. Give `count` or `devices`; neither means one GPU."""
 
     count: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
-    """How many GPUs, 1 to 4096."""
+    """How many GPUs, 1 to 4096. With `nodes`, on each of them."""
+    nodes: Annotated[int, Bounds(minimum=1, maximum=MAX_NODES)] = 1
+    """On how many nodes, 1 to 1024: `count` GPUs on each of them, all or none, and all of one model."""
     devices: int | str | list[int | str] | None = None
     """Any form that Lightning's Trainer takes: a count, -1, "auto", a list of indices or UUIDs, or the same as text. A
     list is granted in its order: with [3, 1], GPU 3 is the first that CUDA shows."""
@@ -132,11 +130,17 @@ class LeaseRequest(RequestBody):
             "owner_start_ticks",
             "must come with owner_pid",
         )
-        if self.devices is not None:
-            parse_devices(self.devices)
+        selection = {} if self.devices is None else parse_devices(self.devices)
+        check_gang(self.nodes, selection.get("count", self.count or 1), self.node)
+        check_field(
+            self.nodes == 1 or "selection" not in selection,
+            "devices",
+            "with nodes over 1 must be a count: give how many GPUs to lease on each node",
+        )
         if self.adopt:
             check_field(self.owner_pid is not None, "adopt", "must come with owner_pid, the process")
             chosen = [name for name in CHOICE_FIELDS if getattr(self, name) is not None]
+            check_field(self.nodes == 1, "adopt", "takes the GPUs that the process uses, so leave out nodes")
             check_field(not chosen, "adopt", f"takes the GPUs that the process uses, so leave out {', '.join(chosen)}")
             check_field(self.watch_owner, "adopt", "needs watch_owner")
 
@@ -144,6 +148,7 @@ class LeaseRequest(RequestBody):
         """The GPUs asked for. Raises ValueError for a form of `devices` that means nothing."""
         selection: dict[str, Any] = {"count": self.count or 1} if self.devices is None else parse_devices(self.devices)
         return Demand(
+            nodes=self.nodes,
             node=self.node,
             gpu_model=self.gpu_model,
             min_free_memory_bytes=self.min_free_memory_bytes,
@@ -179,7 +184,9 @@ class JobRequest(RequestBody):
     command: Annotated[list[str], Bounds(minItems=1, rule=NO_COMMAND)]
     """Script and arguments; with launcher `plain`, the program and its arguments."""
     gpus: Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT)] = 1
-    """How many GPUs; a launcher that starts ranks starts one on each."""
+    """How many GPUs; a launcher that starts ranks starts one on each. With `nodes`, on each of them."""
+    nodes: Annotated[int, Bounds(minimum=1, maximum=MAX_NODES)] = 1
+    """On how many nodes, 1 to 1024: a launcher starts on each of them, all or none."""
     launcher: (
         Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] | None
     ) = None
@@ -240,6 +247,7 @@ class JobRequest(RequestBody):
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        check_gang(self.nodes, self.gpus, self.node)
         check_field(bool(self.command[0]), "command", NO_COMMAND)
         check_field(not any("\0" in word for word in self.command), "command", "must not contain NUL")
         wrong = usage_error(self.effective_launcher, self.command, self.max_restarts)
@@ -255,7 +263,7 @@ class JobRequest(RequestBody):
             count = len(job_arrays.parse_indices(self.array.indices))
             # An index may have four digits more than the word that stands for it.
             words = (len(word.encode(errors="surrogatepass")) + 4 * word.count("{") for word in self.command)
-            size = _bytes_of(self.environment) + sum(words)
+            size = environment_bytes(self.environment) + sum(words)
             check_field(
                 count * size <= MAX_ARRAY_BYTES,
                 "array",
@@ -267,6 +275,7 @@ class JobRequest(RequestBody):
         """The GPUs asked for."""
         return Demand(
             count=self.gpus,
+            nodes=self.nodes,
             node=self.node,
             gpu_model=self.gpu_model,
             min_free_memory_bytes=self.min_free_memory_bytes,
@@ -283,6 +292,7 @@ class JobRequest(RequestBody):
         return JobSpec(
             command=tuple(self.command),
             gpus=self.gpus,
+            nodes=self.nodes,
             launcher=self.effective_launcher,
             environment=dict(self.environment),
             working_directory=self.working_directory,
@@ -342,75 +352,13 @@ class PauseRequest(RequestBody):
         check_bounds(self)
 
 
-def check_field(condition: bool, name: str, rule: str) -> None:
-    """Raise ValueError that names the field, unless the condition holds."""
-    if not condition:
-        raise ValueError(f"{name}: {rule}")
-
-
-def _bytes_of(environment: dict[str, str]) -> int:
-    return sum(len(f"{name}={value}".encode(errors="surrogatepass")) + 1 for name, value in environment.items())
-
-
-def check_environment(environment: dict[str, str], command: list[str]) -> None:
-    """Raise ValueError unless a process can be started with these variables and this command."""
+def check_gang(nodes: int, count: int, node: str | None) -> None:
+    """Raise ValueError unless so many GPUs can be leased on each of so many nodes."""
+    check_field(nodes == 1 or node is None, "nodes", "cannot be over 1 with node, which names a single one")
+    total = nodes * count
     check_field(
-        len(environment) <= MAX_VARIABLES,
-        "environment",
-        f"must have at most {MAX_VARIABLES} variables, not {len(environment)}; leave out what the job does not need",
+        total <= MAX_COUNT, "nodes", f"{nodes} nodes with {count} GPUs each are over {MAX_COUNT}, the most GPUs"
     )
-    check_field(
-        all(name and "=" not in name and "\0" not in name + value for name, value in environment.items()),
-        "environment",
-        "names must not be empty or contain '=', and nothing may contain NUL",
-    )
-    sizes = {name: len(f"{name}={value}".encode(errors="surrogatepass")) + 1 for name, value in environment.items()}
-    long = max(sizes, key=sizes.__getitem__, default="")
-    check_field(
-        not sizes or sizes[long] <= MAX_ARGUMENT_BYTES,
-        "environment",
-        f"no variable may be over {MAX_ARGUMENT_BYTES} bytes, and {shortened(long)!r} is {sizes.get(long)}; put it into"
-        " a file",
-    )
-    size = sum(sizes.values())
-    check_field(
-        size <= MAX_ENVIRONMENT_BYTES,
-        "environment",
-        f"must be at most {MAX_ENVIRONMENT_BYTES} bytes (1 MiB), not {size}; leave out what the job does not need",
-    )
-    words = [len(word.encode(errors="surrogatepass")) + 1 for word in command]
-    check_field(
-        max(words) <= MAX_ARGUMENT_BYTES and sum(words) <= MAX_ENVIRONMENT_BYTES // 2,
-        "command",
-        f"no word may be over {MAX_ARGUMENT_BYTES} bytes, nor all over {MAX_ENVIRONMENT_BYTES // 2};"
-        " put them into a file",
-    )
-
-
-def check_notify(notify: str | None) -> None:
-    """Raise ValueError unless this is a URL that can be called, or can be a command."""
-    scheme, separator, rest = (notify or "").partition("://")
-    if separator and re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme):
-        usable = is_notify_url(notify) and bool(re.fullmatch(r"[^\s/][^\s]*", rest))
-        check_field(usable, "notify", "must be an http or https URL with a host, or a command")
-    check_field("\0" not in (notify or ""), "notify", "must not contain NUL")
-
-
-def is_notify_url(notify: str | None) -> bool:
-    """True for a URL, false for a command."""
-    return notify is not None and notify.lower().startswith(("http://", "https://"))
-
-
-def check_resource_limits(limits: dict[str, list[int]]) -> None:
-    """Raise ValueError unless these can be resource limits."""
-    for name, pair in limits.items():
-        check_field(
-            len(pair) == 2
-            and all(-1 <= value < 2**63 for value in pair)
-            and (pair[1] == -1 or -1 < pair[0] <= pair[1]),
-            "limits",
-            f"{name} must be [soft, hard], each 0 to 2^63 or -1 for unlimited, and soft not over hard",
-        )
 
 
 def parse_devices(devices: int | str | list[int | str]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated
 
-from gpulease_protocol.bounds import MAX_NAME, OVER_0, Bounds, check_bounds
+from gpulease_protocol.bounds import MAX_NAME, OVER_0, Bounds, check_bounds, check_field
 from gpulease_protocol.budgets import Budget, BudgetUse
 from gpulease_protocol.model import Noun
-from gpulease_protocol.requests import MAX_COUNT, RequestBody, check_field
+from gpulease_protocol.requests import MAX_COUNT, RequestBody
 
 MAX_USER = 50
 """Characters in the name of a token's user, at most; Linux allows 32."""

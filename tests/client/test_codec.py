@@ -87,6 +87,7 @@ BODIES = {
 }
 DEFAULTS: dict[str, dict[str, object]] = {
     "LeaseRequest": {
+        "nodes": 1,
         "queue": True,
         "ttl_s": 300.0,
         "label": "",
@@ -97,6 +98,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     },
     "JobRequest": {
         "gpus": 1,
+        "nodes": 1,
         "environment": {},
         "name": "",
         "max_restarts": 0,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon import eventually
 from tests.cabled_hosts import Host, connect
+from tests.daemon import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -79,7 +79,7 @@ def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
     enough = {
         node: tuple(device.uuid for device in sorted(devices, key=lambda device: device.index))
         for node, devices in by_node.items()
-        if len(devices) >= demand.count
+        if len(devices) >= demand.count and demand.nodes == 1
     }
     found = Candidates(enough, frozenset(uuid for uuids in enough.values() for uuid in uuids))
     ledger.fleet.keep_candidates(demand, found)

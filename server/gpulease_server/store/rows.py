@@ -63,7 +63,7 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
 """The table of each stored change, and its key there."""
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
 COMPUTED: dict[type, Collection[str]] = {
-    Lease: ("expires_at", "ends_at", "position", "problems"),
+    Lease: ("members", "expires_at", "ends_at", "position", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     BudgetRecord: ("counted_at_s",),
 }

@@ -34,10 +34,10 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.log_files import open_beneath
 from gpulease_protocol.host.process_id import ProcessId
+from gpulease_protocol.job_checks import is_notify_url
 from gpulease_protocol.launchers import LEASE_VARIABLES
 from gpulease_protocol.model import Job, JobState
 from gpulease_protocol.node_protocol import JobReport, final_state
-from gpulease_protocol.requests import is_notify_url
 from gpulease_worker.jobs import inherited_state, job_records, spawn
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.local_job import LocalJob

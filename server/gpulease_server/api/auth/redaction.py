@@ -21,7 +21,12 @@ ADMIN_KINDS = "token."
 
 def redact_lease(caller: Caller, lease: Lease) -> Lease:
     """The lease as this caller may see it."""
-    return lease if caller.may_see(lease.holder) else replace(lease, env={}, fencing_token=None)
+    return lease if caller.may_see(lease.holder) else replace(without_env(lease), fencing_token=None)
+
+
+def without_env(lease: Lease) -> Lease:
+    """The lease without the variables of its nodes."""
+    return replace(lease, env={}, members=tuple(replace(member, env={}) for member in lease.members))
 
 
 def redact_job(caller: Caller, record: JobRecord, ledger: Ledger, access: AccessSettings) -> Job:

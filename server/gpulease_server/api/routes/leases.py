@@ -20,7 +20,7 @@ from gpulease_server.api.auth.access_rules import CallerDep, PeerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredentials
-from gpulease_server.api.auth.redaction import redact_lease
+from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
@@ -345,7 +345,7 @@ def _ended(lease: Lease) -> LeaseLost:
     else:
         detail, remedy = ended_sentence(lease), "Stop using them and ask for a new lease."
     remedy = f"{remedy} A new request needs a new Idempotency-Key."
-    return LeaseLost(detail, remedy=remedy, extra={"lease": replace(lease, env={})})
+    return LeaseLost(detail, remedy=remedy, extra={"lease": without_env(lease)})
 
 
 async def _wait_while(
