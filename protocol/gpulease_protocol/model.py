@@ -381,8 +381,7 @@ class Node(Noun):
     worker_version: str | None = None
     """Version of gpulease that its worker is of; null if it has not reported, or is older than this field."""
     address: str | None = None
-    """IP address under which other nodes reach this one; a loopback address on the daemon's own host while the daemon
-    listens on loopback alone. Null if its worker has not reported one."""
+    """IP address under which other nodes reach this one, a loopback address while the daemon listens there alone."""
     interface: str | None = None
     """Network interface that has this address; null where it is not known."""
     simulated: bool = False
@@ -392,12 +391,10 @@ class Node(Noun):
     links: tuple[GpuLink, ...] = ()
     """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
     realm: str | None = None
-    """Which boot of which machine it is, and in which pid namespace its worker sees processes: `BOOT/NAMESPACE`, the
-    content of /proc/sys/kernel/random/boot_id and the target of /proc/self/ns/pid. Who finds the same boot is on its
-    host. Null where the worker cannot tell."""
+    """`BOOT/NAMESPACE`: /proc/sys/kernel/random/boot_id of its host, /proc/self/ns/pid of its worker. Where the same
+    boot is found is its host. Null where the worker cannot tell."""
     available_until: datetime | None = None
-    """When the node goes, such as with the end of its allocation; a job whose `timeout_s` ends later is not placed
-    there. Null where no end is known."""
+    """When the node goes; a job whose `timeout_s` ends later is not placed there. Null where no end is known."""
     leaving: bool = False
     """True while it is about to go: nothing is granted there, and its jobs are ended and tried elsewhere."""
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.host.addresses import candidates, make_traversable
+from gpulease_protocol.host.addresses import make_traversable
 from gpulease_protocol.host.logging import fields, logging_to_stderr
 from gpulease_protocol.joining import Authority, fingerprint
 from gpulease_server import dashboard, other_daemons, systemd_notify
@@ -44,6 +43,7 @@ from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.settings import CommandVisibility, ServeSettings, Tls, default_database_url
 from gpulease_server.socket_activation import is_activated
+from gpulease_server.start_checks import check_peers, check_simulation, check_tls, own_authority
 from gpulease_server.store.database import database_file, redacted, unusable_error, upgrade
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
@@ -132,55 +132,6 @@ def take_over(store: Store, url: str) -> None:
         raise unusable_error(url, error) from error
 
 
-def check_simulation(simulate: str | None) -> None:
-    """Raise `CannotStart` unless this is a number of GPUs or a file. What the file says is the worker's to check."""
-    if simulate is None or (simulate.isdecimal() and int(simulate) > 0) or Path(simulate).is_file():
-        return
-    detail = f"--simulate {simulate}: neither a number of GPUs over 0 nor a file."
-    raise CannotStart(detail, remedy="Use --simulate 4, or see docs/simulation.md for the file.")
-
-
-def check_tls(settings: ServeSettings) -> None:
-    """Raise `CannotStart` if TLS does not work."""
-    if settings.tls is not None:
-        for option, file in (("--tls-cert", settings.tls.certificate), ("--tls-key", settings.tls.key)):
-            try:
-                file.read_bytes()
-            except OSError as error:
-                detail = f"{option} {file} cannot be read: {error.strerror}."
-                raise CannotStart(detail, remedy="Give a file in PEM that the daemon's user can read.") from None
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-                settings.tls.certificate, settings.tls.key, password=_no_password
-            )
-        except (OSError, ValueError) as error:  # SSLError is an OSError
-            detail = f"{settings.tls.certificate} and {settings.tls.key} do not work for TLS: {error}."
-            raise CannotStart(detail, remedy="Give a certificate and its key, in PEM, without a password.") from None
-
-
-def own_authority(settings: ServeSettings) -> TlsAuthority:
-    """The daemon's own certificate authority, with a certificate that is valid. Raises `CannotStart`."""
-    try:
-        from gpulease_server.tls_authority import TlsAuthority  # noqa: PLC0415 - cryptography takes 100 ms and 10 MiB
-    except ModuleNotFoundError as error:
-        detail = f"--tls-auto needs the package {error.name}, which is not installed."
-        raise CannotStart(detail, remedy="pip install 'gpulease[server]'") from None
-    authority = TlsAuthority(settings.tls_directory, (settings.host, *settings.tls_names))
-    authority.renew()
-    return authority
-
-
-def check_peers(settings: ServeSettings) -> None:
-    """Raise `CannotStart` if the worker that this daemon starts would refuse to report to a peer."""
-    peers = candidates(settings.peers) if settings.peers else ()
-    unknown = next((peer for peer in peers if not peer.shows_server), None)
-    if unknown is not None and settings.worker and "--plain-http" not in settings.worker_options:
-        raise CannotStart(
-            f"--peer {unknown.shown} is plain HTTP to another host, where nothing shows that a daemon answers.",
-            remedy="Use https, or --no-worker and a worker with --plain-http.",
-        )
-
-
 def admin_groups(settings: ServeSettings) -> GroupMembers:
     """The groups of administrators."""
     groups = {admin.removeprefix("@") for admin in settings.admins if admin.startswith("@")}
@@ -188,10 +139,6 @@ def admin_groups(settings: ServeSettings) -> GroupMembers:
         if find_group(group) is None:
             log.warning("--admin @%s: this host has no group %s, so no one is an administrator by it", group, group)
     return GroupMembers(groups)
-
-
-def _no_password() -> str:
-    raise ValueError("the key has a password")
 
 
 class _Serving:

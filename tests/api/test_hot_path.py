@@ -11,7 +11,7 @@ from sqlalchemy.exc import OperationalError
 
 from gpulease_protocol.codec import to_body
 from gpulease_protocol.node_protocol import NodeReport
-from gpulease_protocol.tokens import Role, TokenRequest
+from gpulease_protocol.tokens import MADE_ROLES, Role, TokenRequest
 from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.runtime.leadership import status as leadership_status
 from gpulease_server.runtime.leadership.status import Leadership
@@ -208,8 +208,11 @@ def test_bearer_tokens_and_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert side.daemon.bearer_tokens is not None
         side.daemon.bearer_tokens.restore()
         lease = (await side.send("POST", "/v1/leases", {"label": "of root"})).json
-        for role in Role:
-            made = await side.daemon.bearer_tokens.create(TokenRequest(user=f"a-{role}", role=role), "root")
+        for role in MADE_ROLES:
+            asked_for = TokenRequest(user=f"a-{role}", role=role)
+            if role is Role.JOIN:
+                asked_for = TokenRequest(user="a-join", role=role, node="b", expires_s=60)
+            made = await side.daemon.bearer_tokens.create(asked_for, "root")
             sent = [("Authorization", f"Bearer {made.bearer}")]
             for peer in (STRANGER, EVE):
                 asked = await side.send("POST", "/v1/leases", {"count": 1}, peer=peer, fields=sent)

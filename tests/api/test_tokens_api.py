@@ -344,7 +344,7 @@ def test_a_path_of_a_workers_token_is_not_opened(running: DaemonProcess) -> None
     reported(ticket=answer["ticket"], jobs=[started])
     refused = call(running.socket, "GET", f"/v1/jobs/{job_id}/logs")
     assert refused.problem() == (404, "not_found")
-    assert f"t9:{directory}" in refused.json["detail"]
+    assert f"is on node t9, in {directory}, and the worker there" in refused.json["detail"]
     reported(jobs=[{**started, "state": "exited", "exit_code": 0}])
     assert call(running.socket, "GET", f"/v1/jobs/{job_id}").json["state"] == "succeeded"
 

@@ -15,8 +15,8 @@ import pytest
 
 from gpulease import Client, DaemonUnavailable
 from gpulease_server.listeners import CannotStart
-from gpulease_server.main import check_tls
 from gpulease_server.settings import ServeSettings
+from gpulease_server.start_checks import check_tls
 from tests.daemon import Answer, DaemonProcess
 from tests.http_as_user import call
 from tests.imported_program import completed

@@ -75,7 +75,11 @@ class LeaseRecord:
 
     def is_renewal_of(self, before: LeaseRecord) -> bool:
         """True where only the last sign of life of an active lease has changed, as in most changes of a busy ledger."""
-        same = self.lease is before.lease and self.watched_owner is before.watched_owner
+        same = (
+            self.lease is before.lease
+            and self.watched_owner is before.watched_owner
+            and (self.number, self.port, self.cause) == (before.number, before.port, before.cause)
+        )
         return same and self.lease.state is LeaseState.ACTIVE and self.renewed_at is not None
 
 
@@ -219,7 +223,8 @@ class NodeObservation:
     an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""
 
     def __post_init__(self) -> None:
-        found = [] if self.problem is not None else [uuid for uuid, one in self.readings.items() if is_unused(one)]
+        nothing = self.problem is not None or self.leaving
+        found = [] if nothing else [uuid for uuid, one in self.readings.items() if is_unused(one)]
         awaits = self.gpus
         clear = frozenset([uuid for uuid in found if (watch := awaits.get(uuid)) is None or not watch.memory_awaited])
         object.__setattr__(self, "clear", clear)
