@@ -78,6 +78,10 @@ def test_a_second_host_joins_with_one_command_and_its_jobs_reach_the_daemon(
     told = second.run("cat", "/srv/told").stdout.split()
     assert told == [URL, f"{WORKER}/ca.pem", "none", "none"], ended.stderr
     assert checked(second) == ("fine", f"It is node gpubox2 of {URL}, and its worker reports.")
+    assert checked(second, "gpubox9") == (
+        "wrong",
+        "A worker on host gpubox2 reports for node gpubox2; this is host gpubox9.",
+    )
     listed = second.gpulease(
         "token",
         "list",
@@ -88,9 +92,11 @@ def test_a_second_host_joins_with_one_command_and_its_jobs_reach_the_daemon(
     assert "not allowed" in listed.stderr
 
 
-def checked(host: Host) -> tuple[str, str]:
-    """What `gpulease doctor` says of the node."""
-    findings = json.loads(host.gpulease("doctor", "--json").stdout)["items"]
+def checked(host: Host, name: str = "") -> tuple[str, str]:
+    """What `gpulease doctor` says of the node, on a host of this name."""
+    renamed = ("unshare", "--uts", "sh", "-c", '[ -z "$0" ] || hostname "$0"; exec "$@"', name)
+    printed = host.run(*renamed, sys.executable, "-m", "gpulease_cli", "doctor", "--json")
+    findings = json.loads(printed.stdout)["items"]
     return next((one["health"], one["sentence"]) for one in findings if one["check"] == "node")
 
 
