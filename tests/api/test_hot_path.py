@@ -209,10 +209,8 @@ def test_bearer_tokens_and_roles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         side.daemon.bearer_tokens.restore()
         lease = (await side.send("POST", "/v1/leases", {"label": "of root"})).json
         for role in MADE_ROLES:
-            asked_for = TokenRequest(user=f"a-{role}", role=role)
-            if role is Role.JOIN:
-                asked_for = TokenRequest(user="a-join", role=role, node="b", expires_s=60)
-            made = await side.daemon.bearer_tokens.create(asked_for, "root")
+            joins: dict[str, Any] = {"node": "b", "expires_s": 60} if role is Role.JOIN else {}
+            made = await side.daemon.bearer_tokens.create(TokenRequest(user=f"a-{role}", role=role, **joins), "root")
             sent = [("Authorization", f"Bearer {made.bearer}")]
             for peer in (STRANGER, EVE):
                 asked = await side.send("POST", "/v1/leases", {"count": 1}, peer=peer, fields=sent)

@@ -27,7 +27,6 @@ from tests.system.test_job_logs import (
     test_a_log_begins_at_an_offset_or_with_its_last_lines,
     test_a_log_directory_that_is_gone_is_an_empty_log,
     test_a_reader_that_fell_behind_the_bound_is_told_what_it_missed,
-    test_a_second_attempt_is_followed_from_its_beginning,
     test_the_ranks_of_torchrun_are_merged_line_by_line,
     test_who_follows_goes_on_after_a_restart_of_the_daemon,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "test_a_log_begins_at_an_offset_or_with_its_last_lines",
     "test_a_log_directory_that_is_gone_is_an_empty_log",
     "test_a_reader_that_fell_behind_the_bound_is_told_what_it_missed",
-    "test_a_second_attempt_is_followed_from_its_beginning",
     "test_the_ranks_of_torchrun_are_merged_line_by_line",
     "test_who_follows_goes_on_after_a_restart_of_the_daemon",
 ]
@@ -98,6 +96,17 @@ def test_the_daemon_opens_no_file_of_it(running: BehindProxy, tmp_path: Path) ->
         assert running.job(job_id)["log_directory"] == f"far:{logs_of(running, job_id)}"
         Path(f"{gate}.1").touch()
         assert following.whole() == "one\ntwo\n"
+
+
+def test_a_second_attempt_is_followed_from_its_beginning(running: BehindProxy, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    first = f"echo first; until test -e {gate}; do sleep 0.01; done; exit 9"
+    job_id = running.submit("sh", "-c", f'case "$PWD" in *.2*) echo better;; *) {first};; esac', retries=1)
+    with running.client() as client:
+        following = Following(client.job_logs(job_id, follow=True))
+        eventually(lambda: following.text == "first\n", 60, running.story)
+        gate.touch()
+        assert following.whole() == "first\n[... attempt 2 begins]\nbetter\n"
 
 
 def test_who_follows_goes_on_after_a_restart_of_the_worker(running: BehindProxy, tmp_path: Path) -> None:
