@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,25 @@ FENCE_S = 2.0
 IGNORES_SIGTERM = "trap '' TERM; echo $$ > {pid}; while :; do sleep 0.1; done"
 
 
+@contextmanager
+def daemons_answer(data_dir: Path) -> Iterator[None]:
+    """As a worker notes it, which is not there."""
+    contact, enough = ContactFile(data_dir), threading.Event()
+
+    def note() -> None:
+        while not enough.wait(0.1):
+            contact.note(since_boot_s())
+
+    contact.note(since_boot_s())
+    noting = threading.Thread(target=note)
+    noting.start()
+    try:
+        yield
+    finally:
+        enough.set()
+        noting.join()
+
+
 def alive(pid: int) -> bool:
     return ProcessId.of(pid) is not None
 
@@ -27,19 +49,16 @@ def alive(pid: int) -> bool:
 def test_a_job_ends_at_its_fence_although_its_worker_is_gone(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     job = order("j", spec("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", fence_s=FENCE_S))
-    contact = ContactFile(tmp_path)
 
     async def start(worker: Worker) -> None:
-        contact.note(since_boot_s())
         (report,) = await worker.until([job], RunState.RUNNING)
         assert report.fence_s == FENCE_S
 
-    play(tmp_path, start)  # and the worker is gone
-    pid = number_in(pid_file)
-    for _ in range(3):
-        contact.note(since_boot_s())
-        time.sleep(FENCE_S / 2)
-        assert alive(pid), "daemons answer"
+    with daemons_answer(tmp_path):
+        play(tmp_path, start)  # and the worker is gone
+        pid = number_in(pid_file)
+        time.sleep(1.5 * FENCE_S)
+        assert alive(pid)
     until(lambda: not alive(pid), "it ends by itself")
 
     async def find(worker: Worker) -> None:
@@ -57,8 +76,8 @@ def test_a_process_that_ignores_sigterm_is_killed_within_what_the_daemon_waits(
     job = order("j", spec("sh", "-c", IGNORES_SIGTERM.format(pid=pid_file), fence_s=FENCE_S))
 
     async def story(worker: Worker) -> None:
-        ContactFile(tmp_path).note(since_boot_s())
-        await worker.until([job], RunState.RUNNING)
+        with daemons_answer(tmp_path):
+            await worker.until([job], RunState.RUNNING)
         report = await worker.end_of(job)
         assert report.exit_code == 137
         assert "which is the job's fence" in str(report.reason)
@@ -116,8 +135,8 @@ def test_a_supervisor_that_is_stopped_ends_the_job_once_it_goes_on(tmp_path: Pat
     job = order("j", spec("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", fence_s=FENCE_S))
 
     async def story(worker: Worker) -> None:
-        ContactFile(tmp_path).note(since_boot_s())
-        await worker.until([job], RunState.RUNNING)
+        with daemons_answer(tmp_path):
+            await worker.until([job], RunState.RUNNING)
         supervisor = parent_of(number_in(pid_file))
         os.kill(supervisor, signal.SIGSTOP)
         await asyncio.sleep(FENCE_S)

@@ -623,3 +623,14 @@ def test_two_workers_of_one_host_never_report_the_same_gpu(tmp_path: Path) -> No
         kill(worker.pid)
         daemons[1].report(lambda report: len(report.gpus) == 2, "no one has them any more")
         assert not daemons[1].reports[-1][1].claimed_elsewhere
+
+
+@pytest.mark.budget(20)
+def test_a_job_with_a_fence_ends_once_no_daemon_has_answered_its_worker_for_so_long(daemon: Daemon, host: Host) -> None:
+    host.worker(poll_s=0.2)
+    daemon.want(jobs=[order("fenced", spec("sleep", "600", fence_s=10.0))])
+    assert daemon.job(RunState.RUNNING).jobs[0].fence_s == 10.0
+    with daemon.turn:
+        daemon.status = 503
+    (ended,) = daemon.job(RunState.EXITED).jobs
+    assert ended.reason == "No daemon has answered this node for 10 s, which is the job's fence (fence_s)."

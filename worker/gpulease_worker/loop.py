@@ -214,7 +214,8 @@ class WorkerLoop:
         self._has_left = report.left
         self._leaving_is_known = self._leaving_is_known or report.leaving
         self._desired = desired
-        self._note_contact(desired, sent_at_s)
+        if not report.partial:  # which the daemon may leave out, and then has not heard the node
+            self._note_contact(desired, sent_at_s)
         has_released = self._pace_draining(desired)
         self._owners.watch(desired.owners)
         self._jobs.reconcile(desired.jobs)
