@@ -69,7 +69,7 @@ def sbatch_options(options: SlurmOptions, name: PilotName) -> list[str]:
         "--open-mode=append",
         f"--signal=B:TERM@{SIGNAL_BEFORE_S}",
         f"--output={options.directory}/pilot-%j.log",
-        "--export=HOME,LANG,PATH,SSL_CERT_FILE,USER",
+        "--export=GPULEASE_CACERT,HOME,LANG,PATH,SSL_CERT_FILE,USER",
         *options.sbatch,
     ]
 

@@ -225,12 +225,12 @@ def soak(pilots: int, seed: int) -> int:
         with slurm_cluster(place / "slurm") as cluster, daemon(place, "--no-worker") as running:
             fleet = Fleet(running, place, cluster.environment, "--gres", "gpu:8", "--time", "24h")
             faults = Faults(cluster, fleet)
-            quick = ("scancel", "kill_stepd", "down", "kill_worker", "requeue")
+            often = ("scancel", "kill_stepd", "down")
+            seldom = ("kill_slurmd", "time_limit", *faults.survived)
             with watched(fleet) as watch, fleet.up("--nodes", "3"):
                 nodes = itertools.cycle(cluster.nodes)
                 while ended_pilots(fleet) < pilots:
-                    rare = drawn.random() < 0.1
-                    name = drawn.choice(("kill_slurmd", "time_limit", "controller_away") if rare else quick)
+                    name = drawn.choice(seldom if drawn.random() < 0.1 else often)
                     took[name].append(strike(faults, name, next(nodes)))
                     print(f"{ended_pilots(fleet)} pilots, {name}: {took[name][-1]:.1f} s", flush=True)
             assert fleet.type("down", "--tick", "1s").returncode == 0

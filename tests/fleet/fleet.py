@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+from gpulease_fleet.pool import describe
+from gpulease_fleet.records import Records
 from tests.daemon import DaemonProcess
 
 
@@ -54,8 +55,9 @@ class Fleet:
         return [name for name, node in self.nodes().items() if node["state"] == "ready"]
 
     def pilots(self) -> list[dict[str, object]]:
-        answer = self.type("status", "--json")
-        found: list[dict[str, object]] = [] if answer.returncode else json.loads(answer.stdout)["pilots"]
+        with closing(Records(self.place / "fleet", "main")) as records:
+            pool, rows = records.read_pool(), records.pilots()
+        found: list[dict[str, object]] = [] if pool is None else describe(pool, rows)["pilots"]
         return found
 
     def story(self) -> str:

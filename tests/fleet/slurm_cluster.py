@@ -204,6 +204,10 @@ def _end(cluster: SlurmCluster) -> None:
     for pid in leftovers(cluster.place):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    for node in cluster.nodes:
+        for directory, _, _ in os.walk(f"/sys/fs/cgroup/freezer/slurm_{node}", topdown=False):
+            with suppress(OSError):
+                os.rmdir(directory)
 
 
 def until(condition: Callable[[], bool], within_s: float) -> bool:

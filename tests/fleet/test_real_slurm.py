@@ -16,6 +16,7 @@ from tests.fleet.slurm_cluster import SlurmCluster, leftovers, slurm_cluster
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),  # nodes of the same name share their cgroups
     pytest.mark.skipif(clusters.missing() is not None, reason=str(clusters.missing())),
     pytest.mark.skipif(not clusters.has_freezer(), reason="no cgroups of version 1 for proctrack/cgroup"),
 ]

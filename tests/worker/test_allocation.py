@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.launchers import strip_launcher_variables, strip_reserved_variables
 from gpulease_protocol.model import GpuLink, GpuReading
+from gpulease_worker import allocation as allocations
 from gpulease_worker.allocation import SlurmAllocation, grace_within, parse_time_left
 from gpulease_worker.probe.simulation import idle_gpus
 from gpulease_worker.shown_gpus import ShownGpus
@@ -72,6 +75,24 @@ class TestEnds:
 
     def test_so_has_one_that_the_scheduler_does_not_know(self) -> None:
         assert taken((1, NO_SUCH_JOB), (1, NO_SUCH_JOB)).has_ended
+
+    def test_it_is_looked_at_again_at_once_when_the_daemon_refuses_the_worker(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A worker that outlives its allocation ends within seconds, and not at the next of its looks."""
+        answers = [(0, "RUNNING|1:00:00"), (1, NO_SUCH_JOB), (1, NO_SUCH_JOB)]
+        monkeypatch.setattr(allocations, "AGAIN_S", 0.01)
+        left: list[float | None] = []
+
+        async def ask(_: SlurmAllocation) -> tuple[int | None, str]:
+            if len(answers) == 3:
+                asyncio.get_running_loop().call_soon(allocation.look_soon)
+            return answers.pop(0)
+
+        monkeypatch.setattr(SlurmAllocation, "_ask", ask)
+        allocation = SlurmAllocation("7", 3600.0, 60.0, left.append)
+        asyncio.run(asyncio.wait_for(allocation.watch(), 60))
+        assert left == [allocations.LOST_GRACE_S]
 
     @pytest.mark.parametrize("leave_s", [1.0, 10.0, 60.0, 3600.0])
     def test_jobs_have_a_grace_period_within_the_time_for_leaving(self, leave_s: float) -> None:

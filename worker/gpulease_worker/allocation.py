@@ -10,6 +10,9 @@ it reports how they ended; and it says that it has left (`NodeReport.left`), upo
 | nothing, because it is away | goes by what it said last |
 | that the allocation has ended, or it knows no such job, twice | leaves at once: the GPUs may be another's by now |
 
+It is asked once a minute, and at once when the daemon refuses the worker's token: `gpulease fleet` revokes that when
+the scheduler no longer has the allocation.
+
 The second case of an end is that of a job whose `slurmstepd` was killed: Slurm ends such a job without ending any
 process of it. The time that is left is asked for and not a date, which would rest on a clock and a time zone.
 """
@@ -30,6 +33,8 @@ GRACE_S, LOST_GRACE_S = 35.0, 3.0
 """What jobs have between SIGTERM and SIGKILL: at most, and where the allocation is gone already."""
 REPORT_S = 15.0
 """Part of the time for leaving that is kept for telling the daemon."""
+AGAIN_S = 3.0
+"""When to look again at an allocation that seems to have ended. Seconds."""
 MIN_LEAVE_S = 10.0
 """A worker whose allocation is gone tries for at least so long to tell the daemon."""
 ANSWER_S = 20.0
@@ -81,6 +86,11 @@ class SlurmAllocation:
         """On the monotonic clock; None while no end is known."""
         self._gone = 0
         """How many times in a row it was said to have ended."""
+        self._doubt = asyncio.Event()
+
+    def look_soon(self) -> None:
+        """Look at it now: the daemon refuses this worker, as it does once the allocation is known to have ended."""
+        self._doubt.set()
 
     def available_s(self) -> float | None:
         """For how long jobs may still run; None while no end is known."""
@@ -104,8 +114,11 @@ class SlurmAllocation:
             if left_s == 0.0:
                 log.info("the allocation of this worker ends soon: this node leaves")
                 self._leave(None)
-            wait_s = self._poll_s if not self._gone else min(self._poll_s, 5.0)
-            await asyncio.sleep(wait_s if not left_s else min(wait_s, left_s))
+            wait_s = min(self._poll_s, AGAIN_S) if self._gone else self._poll_s
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._doubt.wait(), min(wait_s, left_s or wait_s))
+                await asyncio.sleep(min(AGAIN_S, wait_s))  # at most so often, however many reports are refused
+            self._doubt.clear()
 
     def take(self, code: int | None, output: str, now_s: float) -> None:
         """Take in an answer of the scheduler: the exit code (None: it did not answer), and what it printed."""

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from gpulease.sansio.failover import Destination, Failover
 from gpulease_protocol import codec
 from gpulease_protocol.endpoints import ApiCall
-from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.errors import GpuleaseError, NotAuthenticated
 from gpulease_protocol.host import certificates
 from gpulease_protocol.host.addresses import candidates
 from gpulease_protocol.host.process_id import realm
@@ -201,6 +201,8 @@ class WorkerLoop:
                 return True
             desired = await sending
         except GpuleaseError as error:
+            if self._allocation is not None and isinstance(error, NotAuthenticated):
+                self._allocation.look_soon()
             daemons = " or ".join(address.shown for address in self._destination.addresses)
             self._log_error(f"cannot report to the daemon at {daemons}, trying again: {error.detail}")
             return False

@@ -25,7 +25,7 @@ from gpulease_cli.option_types import DURATION, Number
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
 from gpulease_protocol.errors import GpuleaseError, InvalidRequest, NotFound
-from gpulease_protocol.host.addresses import default_data_dir
+from gpulease_protocol.host.addresses import candidates, default_data_dir
 from gpulease_protocol.host.logging import LogFormat, LogLevel, logging_to_stderr
 from gpulease_protocol.status_table import align_columns
 
@@ -326,11 +326,7 @@ def _slurm_options(
         if any(not word.startswith("--") or "\n" in word for word in words):
             raise InvalidRequest(f"{name}: each must begin with --, such as {name}=--partition=gpu.")
     url = worker_url or os.environ.get("GPULEASE_URL") or ""
-    if not url.startswith(("https://", "http://")):
-        raise InvalidRequest(
-            f"--worker-url: {url or 'it is missing'}.",
-            remedy="Name an address that the nodes reach, such as https://HOST:8750.",
-        )
+    _check_url(url, plain="--plain-http" in worker_option)
     directory = Path(worker_dir).absolute() if worker_dir else default_directory(pool)
     if worker_dir or pool != "doctor":
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -345,6 +341,20 @@ def _slurm_options(
         directory=str(directory),
         leave_s=leave,
     )
+
+
+def _check_url(url: str, *, plain: bool) -> None:
+    """Raises `InvalidRequest` for an address at which a worker on another host could not reach the daemon."""
+    if not url.startswith(("https://", "http://")):
+        raise InvalidRequest(
+            f"--worker-url: {url or 'it is missing'}.",
+            remedy="Name an address that the nodes reach, such as https://HOST:8750.",
+        )
+    if not plain and not all(address.shows_server for address in candidates(url)):
+        raise InvalidRequest(
+            f"--worker-url: {url} is plain HTTP to another host, which workers refuse.",
+            remedy="Use https (gpulease serve --tls-cert), or --worker-option=--plain-http in a trusted network.",
+        )
 
 
 def _slurm_time(text: str) -> str:

@@ -61,8 +61,8 @@ class LocalJob:
 
     @property
     def ended_by_node(self) -> bool:
-        """True when it ended although it was not asked to: its node leaves, or the scheduler that carries the worker
-        has sent SIGTERM to all its processes."""
+        """True when it ended although it was not asked to: its node leaves, or the scheduler that carries its worker
+        has sent SIGTERM to all processes."""
         return self.exit is not None and self.exit.stopped and (self.stop is None or self.stop.node_left)
 
     def read(self) -> None:
