@@ -190,6 +190,8 @@ def _descriptors(process: str, wanted: set[str]) -> set[str]:
 
 def _mapped(process: str, wanted: set[str]) -> set[str]:
     maps = Path(f"{process}/maps").read_bytes()
+    if os.path.commonprefix(list(wanted)).encode() not in maps:  # noqa: RUF071 - letters, not directories
+        return set()  # as of nearly every process: one search, and not one for each GPU
     likely = [path for path in wanted if path.encode() in maps]
     if not likely:
         return set()
