@@ -75,6 +75,8 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
         return ["http://a", "https://b:1"], ["http://c", "http://[::1]:2"], ["http://e"]
     if option.name == "socket_mode":
         return "0600", "0660", "0700"
+    if option.name == "address":
+        return "10.0.0.1", "10.0.0.2", "10.0.0.3"
     if option.name == "simulate":
         return "2", "3", "4"
     if isinstance(wanted, type) and issubclass(wanted, Enum):

@@ -15,7 +15,7 @@ from tests.api.documents import endpoints
 from tests.client.fake_daemon import FakeDaemon
 
 NOT_FOR_CLIENTS = {
-    *("POST /v1/nodes/{name}/exchange", "POST /v1/nodes/{name}/join", "GET /v1/ca"),
+    *("POST /v1/nodes/{name}/exchange", "POST /v1/nodes/{name}/logs", "POST /v1/nodes/{name}/join", "GET /v1/ca"),
     *("GET /metrics", "GET /v1", "DELETE /v1/leases/{lease_id}"),
 }
 """Endpoints of workers and hosts, of Prometheus, and of people with curl: clients release by POST."""

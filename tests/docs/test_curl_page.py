@@ -12,6 +12,7 @@ from tests.docs.pages import ROOT, blocks, commands
 
 NOT_SHOWN = {
     ("POST", "/v1/nodes/{name}/exchange"): "between worker and daemon",
+    ("POST", "/v1/nodes/{name}/logs"): "between worker and daemon",
     ("POST", "/v1/nodes/{name}/join"): "between a new host and the daemon",
 }
 TAKES_A_BODY = {"--json", "-d", "--data"}

@@ -32,7 +32,7 @@ def test_an_answer_from_before_a_worker_was_stopped_starts_nothing(
 
     async def turn() -> None:
         worker = WorkerLoop(WorkerSettings(url="http://127.0.0.1:1", node="n", data_dir=tmp_path, simulate="1"))
-        monkeypatch.setattr(worker_loop, "_since_boot_s", lambda: since_boot_s[0])
+        monkeypatch.setattr(worker_loop, "since_boot_s", lambda: since_boot_s[0])
         monkeypatch.setattr(worker, "_report", report)
         monkeypatch.setattr(worker, "_send", answer)
         monkeypatch.setattr(worker._jobs, "reconcile", followed.append)

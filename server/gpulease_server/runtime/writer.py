@@ -87,8 +87,7 @@ class Writer:
         self.problem: str | None = "the ledger is being read"
         """Why nothing can be recorded now; None while commits succeed."""
         self.reading_requests: dict[str, float] = {}
-        """Nodes that are asked for a new reading, and since when. A node is asked once the reason is committed, lest
-        its worker has to read again when it learns which GPU drains."""
+        """Nodes that are asked for a new reading, and since when; only once the reason for that is committed."""
         self.grant_waiters = GrantWaiters()
         self.metrics = DaemonMetrics()
         self._file_guard = FileGuard(store.engine)
