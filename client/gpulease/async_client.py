@@ -228,6 +228,7 @@ class AsyncClient:
         count: int | None = None,
         devices: int | str | list[int | str] | None = None,
         *,
+        nodes: int = 1,
         wait_s: float = 0.0,
         ttl_s: float = 60.0,
         label: str = "",
@@ -247,14 +248,15 @@ class AsyncClient:
                 process = await asyncio.create_subprocess_exec(*command, env=lease.environ())
                 await process.wait()
 
+        With `nodes` it is a gang: `count` GPUs on each of so many nodes, all or none. Its `members` have an environment
+        each.
         Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
         now. A wait is announced by the logger `gpulease`: who is in the way, and the place in the queue; Ctrl-C ends
         it. If `on_queued` is given, it is called once instead when the request must wait.
         `on_lost` is called once if the lease is lost, in the event loop, and may be a coroutine function.
         The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
-        longer renewed. Processes with the same `shared_key` and
-        the same arguments hold one lease together, for as long as its owner lives; if it has ended, this raises
-        LeaseLost. The other arguments are the fields of `LeaseRequest`.
+        longer renewed. Processes with the same `shared_key` and the same arguments hold one lease together, for as long
+        as its owner lives; if it has ended, this raises LeaseLost. The other arguments are fields of `LeaseRequest`.
 
         Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
         useless; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
@@ -263,6 +265,7 @@ class AsyncClient:
         request = lease_request(
             count=count,
             devices=devices,
+            nodes=nodes,
             ttl_s=ttl_s,
             label=label,
             min_free_memory_bytes=min_free_memory_bytes,

@@ -18,7 +18,7 @@ from gpulease.brief_errors import brief_errors
 from gpulease.lease import HeldLease, LeaseClient
 from gpulease.sansio.async_transport import wait_through_cancellation
 from gpulease_protocol.host.process_id import ProcessId
-from gpulease_protocol.model import Device, Lease, Mask
+from gpulease_protocol.model import Device, Lease, LeaseMember, Mask
 
 LOG = logging.getLogger("gpulease")
 
@@ -77,8 +77,13 @@ class AsyncLease:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The GPUs, in the order of `devices` or else in PCI order."""
+        """The GPUs, in the order of `devices` or else in PCI order, node by node."""
         return self._held.gpus
+
+    @property
+    def members(self) -> tuple[LeaseMember, ...]:
+        """The nodes of a gang by rank, as `HeldLease.members`."""
+        return self._held.members
 
     @property
     def problems(self) -> tuple[str, ...]:

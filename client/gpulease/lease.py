@@ -40,7 +40,7 @@ from gpulease_protocol import endpoints
 from gpulease_protocol.errors import GpuleaseError, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.launchers import lease_variables, strip_launcher_variables
-from gpulease_protocol.model import Device, Lease, Liveness, Mask, Node
+from gpulease_protocol.model import Device, Lease, LeaseMember, Liveness, Mask, Node
 
 Answer = TypeVar("Answer")
 
@@ -174,12 +174,18 @@ class HeldLease:
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The GPUs, in the order of `devices` or else in PCI order."""
+        """The GPUs, in the order of `devices` or else in PCI order, node by node."""
         return self._lease.gpus
 
     @property
+    def members(self) -> tuple[LeaseMember, ...]:
+        """The nodes of a gang by rank, each with its address, GPUs and environment; empty for a lease on one node."""
+        return self._lease.members
+
+    @property
     def env(self) -> dict[str, str]:
-        """Environment variables that bind a process to the GPUs; only those in `LEASE_VARIABLES`."""
+        """Environment variables that bind a process to the GPUs, of a gang to those of rank 0; only those in
+        `LEASE_VARIABLES`."""
         return lease_variables(self._lease.env)
 
     def environ(self, mask: Mask | Literal["uuids", "indices"] = Mask.UUIDS) -> dict[str, str]:
@@ -189,12 +195,13 @@ class HeldLease:
         are not known in advance, so CUDA is queried in two short processes: a second or two, up to two minutes if the
         driver hangs. Raises UnknownOrdinals if it cannot be queried or does not show the GPUs.
         """
-        bound = strip_launcher_variables(os.environ) | self.env
+        bound = strip_launcher_variables(os.environ) | lease_variables(self._lease.env, os.environ)
         if Mask(mask) is Mask.UUIDS:
             return bound
-        nodes = {gpu.node for gpu in self.gpus}
+        gpus = self.members[0].gpus if self.members else self.gpus
+        nodes = {gpu.node for gpu in gpus}
         simulated = any(node.simulated for node in self._client.nodes() if node.name in nodes)
-        return index_mask.with_index_mask(bound, self.gpus, simulated=simulated)
+        return index_mask.with_index_mask(bound, gpus, simulated=simulated)
 
     def release(self) -> None:
         """Give the GPUs back. Further calls, and calls in a forked child, do nothing.

@@ -40,6 +40,13 @@ JSON = option("--json", is_flag=True, help="Print JSON.")
 GPUS = option(
     "-n", "--gpus", type=Field(Number(), _lease_request, "count"), metavar="N", default=1, help="Number of GPUs."
 )
+NODES = option(
+    "--nodes",
+    type=Field(Number(), _lease_request, "nodes"),
+    metavar="N",
+    default=1,
+    help="Number of nodes: so many GPUs as -n says on each of them, all or none.",
+)
 DEVICES = option(
     "--devices",
     type=DEVICE_FORM,

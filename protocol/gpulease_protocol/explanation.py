@@ -40,6 +40,18 @@ class Obstacle(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReadiness(Noun):
+    """Whether one node is ready for a gang."""
+
+    node: str
+    """Its name."""
+    ready: bool
+    """True when it could take part now."""
+    sentence: str
+    """What it has, and what it waits for or lacks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Noun):
     """Why a request has no GPUs: for now, or forever."""
 
@@ -63,3 +75,6 @@ class Explanation(Noun):
     """Jobs and arrays that must end before its job joins the queue."""
     obstacles: tuple[Obstacle, ...] = ()
     """For each GPU of the daemon that cannot be granted to this request, why."""
+    nodes: tuple[NodeReadiness, ...] = ()
+    """For each node of the daemon, whether it is ready for the gang that is asked for; empty for a request for one
+    node."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gpulease_protocol.errors import shortened
 from gpulease_protocol.gpu_selection import SELECTING_OPTIONS, outside_the_lease, program_name
@@ -43,18 +44,21 @@ LAUNCHERS: Mapping[Launcher, LauncherTraits] = {
 _LAUNCH = (
     r"LOCAL_RANK|RANK|WORLD_SIZE|GROUP_RANK|NODE_RANK|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
     r"|(ROLE|MASTER|TORCHELASTIC|PET|SLURM|SLURMD|LT|ACCELERATE|OMPI|PMI|PMIX|HOROVOD|DLTS)_\w*"
-    r"|GPULEASE_(LEASE_ID|LEASE_TOKEN|JOB_ID|FOUND_BY|PARENT_PID)"
+    r"|GPULEASE_(LEASE_ID|LEASE_TOKEN|JOB_ID|FOUND_BY|PARENT_PID|NODES|GPUS_PER_NODE)"
 )
 
-LAUNCHER_VARIABLES = re.compile(_LAUNCH + r"|GPULEASE_ARRAY_\w*|CUDA_(?!HOME$|PATH$)\w*")
+LAUNCHER_VARIABLES = re.compile(_LAUNCH + r"|NNODES|GPULEASE_ARRAY_\w*|CUDA_(?!HOME$|PATH$)\w*")
 """Variables that bind a process to an earlier launch, lease or set of GPUs. CUDA_HOME and CUDA_PATH only name the
 toolkit's directory, and stay. PET_* are torchrun's options."""
 RESERVED_VARIABLES = re.compile(_LAUNCH + r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)")
 """Variables that even a request that names them one by one cannot set, because the launcher and the lease set them. A
 switch such as CUDA_LAUNCH_BLOCKING is intended in a request, and a leftover in an environment that exists anyway."""
 
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables of a gang that a process keeps where it has its own: its user may know of a faster network."""
 LEASE_VARIABLES = re.compile(
     r"CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NVIDIA_VISIBLE_DEVICES|MASTER_ADDR|MASTER_PORT"
+    r"|NODE_RANK|NNODES|GPULEASE_NODES|GPULEASE_GPUS_PER_NODE|GLOO_SOCKET_IFNAME|NCCL_SOCKET_IFNAME"
     r"|GPULEASE_(LEASE|JOB|ARRAY|MEMBER)_[A-Z0-9_]+"
 )
 """Variables that a lease may set in the process of its holder. Not CUDA_* and GPULEASE_* as a whole:
@@ -118,8 +122,9 @@ def strip_reserved_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return _without(RESERVED_VARIABLES, environment)
 
 
-def lease_variables(env: Mapping[str, str]) -> dict[str, str]:
+def lease_variables(env: Mapping[str, str], own: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
     """The variables of a lease's `env` that its holder's process takes over: those in `LEASE_VARIABLES`, in one line.
+    `own`: the variables of that process, which keeps those in `INTERFACE_VARIABLES`.
 
     Everything that starts a process under a lease, or prints its variables for a shell, takes them from here. A daemon
     of a newer version may name others, and a program that stands for the daemon any, such as LD_PRELOAD: all those are
@@ -128,7 +133,10 @@ def lease_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if LEASE_VARIABLES.fullmatch(name) and isinstance(value, str) and value.isprintable()
+        if LEASE_VARIABLES.fullmatch(name)
+        and isinstance(value, str)
+        and value.isprintable()
+        and not (name in INTERFACE_VARIABLES and own.get(name))
     }
 
 

@@ -27,7 +27,7 @@ from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Ma
 
 MAX_COUNT = 4096
 """GPUs in one lease, at most."""
-MAX_NODES = 1024
+MAX_NODES = 256
 """Nodes in one lease, at most."""
 MAX_TEXT = 4096
 """Characters in a label or name, at most."""
@@ -75,7 +75,7 @@ class LeaseRequest(RequestBody):
     count: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
     """How many GPUs, 1 to 4096. With `nodes`, on each of them."""
     nodes: Annotated[int, Bounds(minimum=1, maximum=MAX_NODES)] = 1
-    """On how many nodes, 1 to 1024: `count` GPUs on each of them, all or none, and all of one model."""
+    """On how many nodes, 1 to 256: `count` GPUs on each of them, all or none, and all of one model."""
     devices: int | str | list[int | str] | None = None
     """Any form that Lightning's Trainer takes: a count, -1, "auto", a list of indices or UUIDs, or the same as text. A
     list is granted in its order: with [3, 1], GPU 3 is the first that CUDA shows."""
@@ -186,7 +186,7 @@ class JobRequest(RequestBody):
     gpus: Annotated[int, Bounds(minimum=1, maximum=MAX_COUNT)] = 1
     """How many GPUs; a launcher that starts ranks starts one on each. With `nodes`, on each of them."""
     nodes: Annotated[int, Bounds(minimum=1, maximum=MAX_NODES)] = 1
-    """On how many nodes, 1 to 1024: a launcher starts on each of them, all or none."""
+    """On how many nodes, 1 to 256: a launcher starts on each of them, all or none."""
     launcher: (
         Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] | None
     ) = None

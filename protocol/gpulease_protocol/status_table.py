@@ -249,6 +249,8 @@ def describe_demand(demand: Demand) -> str:
         Selection.ALL: "a whole node",
         Selection.AUTO: "every free GPU",
     }[demand.selection]
+    if demand.nodes > 1:
+        what += f" on each of {demand.nodes} nodes"
     if demand.min_free_memory_bytes:
         what += f" with {gibibytes(demand.min_free_memory_bytes)} GiB free"
     if demand.node:

@@ -32,13 +32,13 @@ def test_a_demand_of_an_older_daemon_is_for_one_node() -> None:
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"nodes": 0}, "nodes: must be 1 to 1024, not 0"),
-        ({"nodes": 1025}, "nodes: must be 1 to 1024, not 1025"),
+        ({"nodes": 0}, "nodes: must be 1 to 256, not 0"),
+        ({"nodes": 257}, "nodes: must be 1 to 256, not 257"),
         ({"nodes": 2, "devices": -1}, "devices: with nodes over 1 must be a count"),
         ({"nodes": 2, "devices": "auto"}, "devices: with nodes over 1 must be a count"),
         ({"nodes": 2, "devices": [0, 1]}, "devices: with nodes over 1 must be a count"),
         ({"nodes": 2, "node": "n1"}, "nodes: cannot be over 1 with node"),
-        ({"nodes": 1024, "count": 5}, "nodes: 1024 nodes with 5 GPUs each are over 4096"),
+        ({"nodes": 256, "count": 17}, "nodes: 256 nodes with 17 GPUs each are over 4096"),
         (
             {"nodes": 2, "adopt": True, "owner_pid": 7},
             "adopt: takes the GPUs that the process uses, so leave out nodes",

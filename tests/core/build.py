@@ -109,6 +109,8 @@ class World:
     """By UUID, every reading: when it arrived, when it was begun, what it showed."""
     host: str | None = None
     """Host of every node; each is a host of its own when None."""
+    addresses: dict[str, str | None] = field(default_factory=dict)
+    """The address of each node that has another one than 10.0.0.x."""
     ports_in_use: tuple[int, ...] = ()
     ports_reserved: tuple[int, ...] = ()
     claimed: dict[str, tuple[ClaimedGpu, ...]] = field(default_factory=dict)
@@ -167,6 +169,8 @@ class World:
             problem=problem,
             reread=tuple(uuid(index, name) for index in reread),
             partial=partial,
+            address=self.addresses.get(name, f"10.0.0.{ord(name[0])}"),
+            interface="eth0",
             **what,
             gpus=()
             if problem
@@ -350,8 +354,11 @@ class World:
             lease = record.lease
             if lease.state is LeaseState.ACTIVE:
                 uuids = [device.uuid for device in lease.gpus]
-                assert len(set(uuids)) == len(uuids) >= lease.demand.count, f"{lease.id} is not granted whole"
-                assert len({device.node for device in lease.gpus}) == 1, f"{lease.id} is on two nodes"
+                on_node = Counter(device.node for device in lease.gpus)
+                assert len(set(uuids)) == len(uuids), f"{lease.id} names a GPU twice"
+                assert len(on_node) == lease.demand.nodes, f"{lease.id} is on {len(on_node)} nodes"
+                assert min(on_node.values()) >= lease.demand.count, f"{lease.id} is not granted whole"
+                assert [one.node for one in lease.members] == (list(on_node) if lease.demand.nodes > 1 else [])
                 for held in uuids:
                     assert held not in holding, f"{held} is in {holding[held]} and {lease.id}"
                     holding[held] = lease.id

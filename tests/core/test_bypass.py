@@ -339,7 +339,7 @@ def test_a_list_of_gpus_does_not_cost_a_walk_over_them_for_each_that_waits(monke
     for number in range(3 * reservation_view.MAX_SHOWN_DEMANDS):
         ask(world, 8, min_free_memory_bytes=GIB + number)
     walks: list[str] = []
-    for module, name in ((reservation_view, "place"), (backfill, "candidates")):
+    for module, name in ((reservation_view, "place"), (backfill, "can_have")):
         walk = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *what, walk=walk, name=name, **more: walks.append(name) or walk(*what, **more)

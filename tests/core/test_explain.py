@@ -168,7 +168,7 @@ def test_explain_shows_the_position_and_what_is_reserved_for_older_requests() ->
         ({"node": "elsewhere"}, "There is no node elsewhere with GPUs; there are: a, b."),
         ({"gpu_model": "A100"}, "No GPU's name contains A100; the models are: NVIDIA H100."),
         ({"min_free_memory_bytes": 81 * GIB}, "The largest has 80.0 GiB."),
-        ({"count": 5}, "No node has more than 4 such GPUs, and a lease uses one node."),
+        ({"count": 5}, "No node has more than 4 such GPUs, and the request is for one node."),
         ({"count": 2, "among": (uuid(0), "GPU-gone")}, "Of the 2 GPUs that may serve it, 1 can."),
     ],
 )

@@ -61,6 +61,10 @@ class Machine(RuleBasedStateMachine):
     def ask_for_one(self, node: str, index: int) -> None:
         self.world.ask(1, selection=Selection.LISTED, uuids=(uuid(index, node),))
 
+    @rule(count=st.integers(1, 3), queue=st.booleans())
+    def ask_for_a_gang(self, count: int, queue: bool) -> None:
+        self.world.ask(count, nodes=2, queue=queue)
+
     @rule(count=COUNTS)
     def submit(self, count: int) -> None:
         number = len(self.world.ledger.jobs)
@@ -152,6 +156,8 @@ class Machine(RuleBasedStateMachine):
         first = next(self.world.ledger.queued(), None)
         if first is None or first.lease.id in self.world.pending or first.lease.demand.selection is not Selection.COUNT:
             return
+        if first.lease.demand.nodes > 1:
+            return  # no two nodes report at the same moment here
         if any(
             since_s > self.world.at_s - self.world.policy.reading_deadline_s for since_s in self.world.wanted.values()
         ):

@@ -89,6 +89,8 @@ class Story:
                 Demand(selection=Selection.AUTO),
                 Demand(selection=Selection.LISTED, count=len(indices), indices=indices, node=name),
                 Demand(count=draw.randint(1, 2), gpu_model="H100", min_free_memory_bytes=60 * GIB),
+                Demand(count=draw.randint(1, 2), nodes=draw.randint(2, 3)),
+                Demand(count=1, nodes=2, gpu_model="A100"),
             ]
         )
 

@@ -33,6 +33,7 @@ DEMANDS = [
     Demand(),
     Demand(count=3, gpu_model="H100", min_free_memory_bytes=40 * 2**30, node="n1"),
     Demand(selection=Selection.LISTED, indices=(0, 2), uuids=("GPU-bf4cfdfc-6704-51ec-b10d-d2de1ed9525f",)),
+    Demand(count=4, nodes=3, gpu_model="H100"),
     Demand(selection=Selection.ALL),
     Demand(selection=Selection.AUTO, node="n2"),
 ]

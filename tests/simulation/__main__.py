@@ -36,10 +36,10 @@ def _empty_ledger() -> bytes:
         return file.read_bytes()
 
 
-def simulate(seed: int, steps: int = 10_000, url: str | None = None) -> Outcome:
-    """One run, on this empty database or on one of its own."""
+def simulate(seed: int, steps: int = 10_000, url: str | None = None, *, gangs: bool = False) -> Outcome:
+    """One run, on this empty database or on one of its own; with gangs where that is said."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
-        return World(seed, steps, place).run()
+        return World(seed, steps, place, gangs=gangs).run()
 
 
 def main() -> int:
@@ -48,15 +48,18 @@ def main() -> int:
     parser.add_argument("seed", type=int)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--mutation", choices=MUTATIONS, help="put this fault into the daemon")
+    parser.add_argument("--gangs", action="store_true", help="more nodes, and requests for several of them")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
     with mutated(asked.mutation):
-        outcome = simulate(asked.seed, asked.steps)
+        outcome = simulate(asked.seed, asked.steps, gangs=asked.gangs)
     if asked.trace:
         asked.trace.write_text("\n".join(outcome.trace) + "\n")
     print(f"seed {asked.seed}: {len(outcome.trace)} steps, {len(outcome.log)} events, {outcome.digest[:16]}", end="")
     print(f", {outcome.count('daemon killed')} kills, {time.monotonic() - begun_s:.1f} s")
+    if asked.gangs:
+        print(f"{len(outcome.gangs())} gangs were granted")
     print("\n".join(outcome.complaints) or "every promise was kept")
     return bool(outcome.complaints)
 

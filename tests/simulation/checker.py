@@ -149,17 +149,47 @@ def lives_in_order(seen: Seen) -> Iterator[str]:
 
 
 def granted_whole(seen: Seen) -> Iterator[str]:
-    wanted = {lease["id"]: lease["demand"]["count"] for _, lease in seen.answers()}
+    wanted = {lease["id"]: lease["demand"]["count"] * _nodes_wanted(lease) for _, lease in seen.answers()}
     for event in seen.events("lease.granted"):
         gpus, count = event["gpus"], wanted.get(event["lease_id"], len(event["gpus"]))
         if not gpus or len(set(gpus)) != len(gpus) or len(gpus) != count:
             yield f"seq {event['seq']}: {event['lease_id']} asked for {count} GPUs and got {gpus}"
     for line, lease in seen.answers():
-        if lease["state"] == "active" and (
-            len({gpu["uuid"] for gpu in lease["gpus"]}) != lease["demand"]["count"]
-            or len({gpu["node"] for gpu in lease["gpus"]}) != 1
-        ):
+        on_node: dict[str, set[str]] = defaultdict(set)
+        for gpu in lease["gpus"]:
+            on_node[gpu["node"]].add(gpu["uuid"])
+        counts = [len(gpus) for gpus in on_node.values()]
+        if lease["state"] == "active" and counts != [lease["demand"]["count"]] * _nodes_wanted(lease):
             yield f"{lease['id']} was shown at {line['at_s']} with {[gpu['uuid'] for gpu in lease['gpus']]}"
+
+
+def _nodes_wanted(lease: Line) -> int:
+    nodes: int = lease["demand"].get("nodes", 1)
+    return nodes
+
+
+def members_are_one(seen: Seen) -> Iterator[str]:
+    """The members of an active gang have all of its GPUs, each once and by rank, and its token."""
+    for line, lease in seen.answers():
+        if lease["state"] != "active" or _nodes_wanted(lease) == 1:
+            continue
+        members = lease["members"]
+        gpus = [gpu["uuid"] for member in members for gpu in member["gpus"]]
+        if gpus != [gpu["uuid"] for gpu in lease["gpus"]] or [one["rank"] for one in members] != list(
+            range(_nodes_wanted(lease))
+        ):
+            yield f"{lease['id']} was shown at {line['at_s']} with members {members}"
+        said = {(one["env"]["GPULEASE_LEASE_TOKEN"], one["env"]["MASTER_ADDR"]) for one in members}
+        if said != {(str(lease["token"]), members[0]["address"])}:
+            yield f"the members of {lease['id']} were told {said} at {line['at_s']}"
+
+
+def ends_whole(seen: Seen) -> Iterator[str]:
+    """A lease ends and revives with every GPU that it was granted."""
+    granted = {event["lease_id"]: set(event["gpus"]) for event in seen.events("lease.granted")}
+    for event in seen.events("lease.ended", "lease.revived"):
+        if event["gpus"] and set(event["gpus"]) != granted.get(event["lease_id"], set()):
+            yield f"seq {event['seq']}: {event['kind']} of {event['lease_id']} with {event['gpus']} alone"
 
 
 def tokens_rise(seen: Seen) -> Iterator[str]:
@@ -360,8 +390,9 @@ def the_living_keep(seen: Seen) -> Iterator[str]:
             yield f"seq {event['seq']}: {lease} expired, and its owner lived"
 
 
-def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:
+def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:  # noqa: C901 - one case for each kind of event
     """No grant on a cordoned GPU, nor on a node that is drained, paused or unknown; none revives on a paused one."""
+    node_of = {gpu["uuid"]: gpu["node"] for _, lease in seen.answers() for gpu in lease["gpus"]}
     cordoned: set[str] = set()
     modes: dict[str, str] = {}
     unknown: set[str] = set()
@@ -378,10 +409,18 @@ def out_of_use_is_left_alone(seen: Seen) -> Iterator[str]:
         elif kind == "lease.granted":
             if cordoned & set(event["gpus"]):
                 yield f"seq {event['seq']}: {event['lease_id']} is given a cordoned GPU of {event['gpus']}"
-            if modes.get(event["node"], "node.resumed") != "node.resumed" or event["node"] in unknown:
-                yield f"seq {event['seq']}: {event['lease_id']} is granted on {event['node']}, which is out of use"
-        elif kind == "lease.revived" and modes.get(event["node"]) == "node.paused":
-            yield f"seq {event['seq']}: {event['lease_id']} revives on {event['node']}, which is paused"
+            out = {node for node, mode in modes.items() if mode != "node.resumed"} | unknown
+            for node in sorted(out & _nodes_of(event, node_of)):
+                yield f"seq {event['seq']}: {event['lease_id']} is granted on {node}, which is out of use"
+        elif kind == "lease.revived":
+            paused = {node for node, mode in modes.items() if mode == "node.paused"}
+            for node in sorted(paused & _nodes_of(event, node_of)):
+                yield f"seq {event['seq']}: {event['lease_id']} revives on {node}, which is paused"
+
+
+def _nodes_of(event: Line, node_of: dict[str, str]) -> set[str]:
+    """The nodes of an event: the one that it names, and those that have its GPUs."""
+    return {event["node"], *(node_of[gpu] for gpu in event["gpus"] if gpu in node_of)}
 
 
 def all_are_served(seen: Seen) -> Iterator[str]:
@@ -445,6 +484,8 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "a GPU drains before it is granted again (5)": drained_first,
     "queued, granted, ended, in that order": lives_in_order,
     "all or none (2)": granted_whole,
+    "a gang is one lease on all of its nodes (2)": members_are_one,
+    "all or none in the end, too (2)": ends_whole,
     "tokens rise and are never used twice": tokens_rise,
     "what was told is kept (6)": told_is_kept,
     "what was told of is found again (6)": known_is_found,

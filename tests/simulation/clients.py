@@ -39,6 +39,8 @@ class PlayedClient:
             "queue": chance.random() < 0.9,
             "label": key,
         }
+        if self.world.gangs:
+            body |= {"count": chance.choice((1, 1, 2)), "nodes": chance.choice((1, 1, 2, 2, 3, 4))}
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
         if lease is not None and lease["state"] == "queued":

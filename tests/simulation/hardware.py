@@ -95,7 +95,7 @@ def in_newer_words(report: dict[str, Any]) -> dict[str, Any]:
     return report | {"of_tomorrow": {"gpus": []}}
 
 
-NEW_FIELDS = {"claimed_elsewhere", "ports_reserved", "partial"}
+NEW_FIELDS = {"claimed_elsewhere", "ports_reserved", "partial", "address", "interface"}
 """Fields of a report that the version before does not have. It sends the others even at their defaults."""
 
 
@@ -161,11 +161,12 @@ class PlayedNode:
     async def _work(self, worker: str) -> None:
         said_by_version = VERSIONS[int(worker.rpartition("-")[2]) % len(VERSIONS)]
         self.claims = said_by_version is not in_older_words
+        """An older worker claims no GPUs and has no address for gangs; once everything is calm, it is upgraded."""
         ticket: int | None = None
         owners: tuple[LeaseOwner, ...] = ()
         paused, problem = False, JUST_STARTED
         drained: set[str] = set()
-        while not self.down and not self._restarted.is_set():
+        while not self.down and not self._restarted.is_set() and not (self.world.calm and not self.claims):
             begun_s, shown, others, known = self.world.now_s, (), (), ticket
             if problem is None:
                 shown, others = await self._read(begun_s)
@@ -178,6 +179,8 @@ class PlayedNode:
                 claimed_elsewhere=others,
                 simulated=True,
                 realm=self.realm,
+                address=f"10.0.0.{ord(self.name[0])}",
+                interface="eth0",
                 owners=tuple(map(self._sight, owners)),
                 hold_s=1.0,
             )

@@ -18,11 +18,12 @@ from unittest import mock
 from gpulease_cli import main
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.api import report_body
+from gpulease_server.core import backfill, gpu_state, grant, lease, node, placement, queue
 from gpulease_server.core import decide as deciding
-from gpulease_server.core import gpu_state, lease, node, queue
 from gpulease_server.core.draining import observe_draining
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import Placed, place
+from gpulease_server.core.place import place
+from gpulease_server.core.placement import Placed
 from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, writer
@@ -180,6 +181,83 @@ def half_a_gang() -> Patches:
     return [(f"{CORE}.queue.place", fewer)]
 
 
+def one_node_fewer() -> Patches:
+    """Where fewer nodes are ready than a gang asks for, it is granted on those."""
+
+    def fewer(*where: Any, **how: Any) -> Any:
+        placed = place(*where, **how)
+        if isinstance(placed, Placed) or where[1].nodes < 2:
+            return placed
+        less = place(where[0], replace(where[1], nodes=where[1].nodes - 1), *where[2:], **how | {"rankings": None})
+        return less if isinstance(less, Placed) else placed
+
+    return [(f"{CORE}.queue.place", fewer)]
+
+
+def look_at_one_node() -> Patches:
+    """A gang is granted on a recent reading of one of its nodes."""
+    recent = placement.Search._all_recent
+    asked: list[str] = []
+
+    def of_first(self: placement.Search, node: str, gpus: Any) -> bool:
+        asked.append(node)
+        return recent(self, node, gpus) or (self.demand.nodes > 1 and len(asked) % 2 == 0)
+
+    return [(f"{CORE}.placement.Search._all_recent", of_first)]
+
+
+def token_for_each_node() -> Patches:
+    """Each member of a gang gets a token of its own."""
+    members_of = grant.gang_members
+
+    def numbered(*about: Any) -> Any:
+        def with_token(member: Any) -> Any:
+            token = str(int(member.env["GPULEASE_LEASE_TOKEN"]) + member.rank)
+            return replace(member, env=member.env | {"GPULEASE_LEASE_TOKEN": token})
+
+        return tuple(map(with_token, members_of(*about)))
+
+    return [(f"{CORE}.grant.gang_members", numbered)]
+
+
+def end_on_the_first_node() -> Patches:
+    """A gang that ends gives back the GPUs of its first node alone."""
+    end = lease.end_lease
+
+    def there(turn: Turn, record: LeaseRecord, why: Any) -> None:
+        end(turn, record, why)
+        for held in turn.ledger.held_by(record.lease):
+            if held.device.node != record.lease.gpus[0].node:
+                turn.put(replace(held, draining=False))
+
+    return [(f"{CORE}.lease.end_lease", there)]
+
+
+def hold_halves() -> Patches:
+    """Gangs that wait take free GPUs as they come, some here and others there, and keep them until they have all."""
+    kept: dict[str, str] = {}
+    reservations = backfill.Reservations
+
+    def with_halves(ledger: Ledger, *about: Any, **how: Any) -> Any:
+        made = reservations(ledger, *about, **how)
+        gangs = [one.lease for one in ledger.queued() if one.lease.demand.nodes > 1]
+        ids = {one.id for one in gangs}
+        for uuid in [uuid for uuid, owner in kept.items() if owner not in ids or uuid not in ledger.gpus]:
+            del kept[uuid]
+        for number, (_, uuids) in enumerate(sorted(ledger.fleet.free.items())):
+            if gangs:
+                kept.update(dict.fromkeys(set(uuids) - set(kept), gangs[number % len(gangs)].id))
+        made.by_uuid.update(kept)
+        return made
+
+    def own_too(ledger: Ledger, demand: Any, reserved: Any, *about: Any, **how: Any) -> Any:
+        first = next((one.lease.id for one in ledger.queued() if one.lease.demand == demand), None)
+        others = {uuid for uuid in reserved if first is None or kept.get(uuid) != first}
+        return place(ledger, demand, others, *about, **how | {"rankings": None})
+
+    return [(f"{CORE}.queue.Reservations", with_halves), (f"{CORE}.queue.place", own_too)]
+
+
 def revive_over_another() -> Patches:
     """A late renewal revives without checking who holds the GPUs by now."""
     return [(f"{CORE}.lease.can_revive", lambda turn, old: all(d.uuid in turn.ledger.gpus for d in old.gpus))]
@@ -302,6 +380,11 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         grant_what_another_has,
         ignore_cordons,
         half_a_gang,
+        one_node_fewer,
+        look_at_one_node,
+        token_for_each_node,
+        end_on_the_first_node,
+        hold_halves,
         revive_over_another,
         short_after_restart,
         measure_by_the_wall,
@@ -316,6 +399,10 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         anyone_may_release,
     )
 }
+
+
+OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on_the_first_node", "hold_halves")
+"""Faults that only show where there are gangs."""
 
 
 @contextlib.contextmanager

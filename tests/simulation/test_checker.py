@@ -115,6 +115,43 @@ def half_a_gang(run: Run) -> None:
     run.find(kind="lease.granted", lease_id="A")["gpus"] = ["g1"]
 
 
+def as_gang(run: Run) -> list[Line]:
+    """A is a gang, with g1 on node a and g2 on node b; its lines."""
+    found = [line["lease"] for line in run.lines if line.get("lease", {}).get("id") == "A"]
+    for one in found:
+        one["demand"] = {"count": 1, "nodes": 2}
+        one["gpus"] = [{"uuid": "g1", "node": "a"}, {"uuid": "g2", "node": "b"}]
+        env = {"GPULEASE_LEASE_TOKEN": "1", "MASTER_ADDR": "10.0.0.1"}
+        one["members"] = [
+            {"rank": rank, "node": gpu["node"], "address": f"10.0.0.{rank + 1}", "gpus": [gpu], "env": env}
+            for rank, gpu in enumerate(one["gpus"])
+        ]
+    return found
+
+
+def a_gang_on_one_node(run: Run) -> None:
+    as_gang(run)[0]["gpus"][1]["node"] = "a"
+
+
+def a_member_missing(run: Run) -> None:
+    as_gang(run)[0]["members"].pop()
+
+
+def a_member_with_another_token(run: Run) -> None:
+    member = as_gang(run)[0]["members"][1]
+    member["env"] = member["env"] | {"GPULEASE_LEASE_TOKEN": "2"}
+
+
+def ends_on_one_node(run: Run) -> None:
+    run.find(kind="lease.ended", lease_id="A")["gpus"] = ["g1"]
+
+
+def second_node_drained(run: Run) -> None:
+    as_gang(run)
+    run.log.insert(1, event("node.drained", 0.6, node="b"))
+    run.renumber()
+
+
 def token_again(run: Run) -> None:
     run.find(kind="lease.granted", lease_id="B")["token"] = 1
 
@@ -263,6 +300,11 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("a GPU drains before it is granted again (5)", not_drained),
     ("queued, granted, ended, in that order", granted_twice),
     ("all or none (2)", half_a_gang),
+    ("all or none (2)", a_gang_on_one_node),
+    ("a gang is one lease on all of its nodes (2)", a_member_missing),
+    ("a gang is one lease on all of its nodes (2)", a_member_with_another_token),
+    ("all or none in the end, too (2)", ends_on_one_node),
+    ("out of use is out of use (4)", second_node_drained),
     ("tokens rise and are never used twice", token_again),
     ("what was told is kept (6)", grant_lost),
     ("what was told is kept (6)", release_lost),
@@ -295,6 +337,13 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
 
 def test_a_good_log_passes() -> None:
     run = Run()
+
+    assert check(run.log, run.lines) == []
+
+
+def test_a_gang_passes() -> None:
+    run = Run()
+    as_gang(run)
 
     assert check(run.log, run.lines) == []
 

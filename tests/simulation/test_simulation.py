@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.__main__ import simulate
-from tests.simulation.mutations import MUTATIONS, mutated
+from tests.simulation.mutations import MUTATIONS, OF_GANGS, mutated
 
 pytestmark = pytest.mark.busy("compute")
 
@@ -37,6 +37,14 @@ def test_every_promise_is_kept() -> None:
     assert kinds >= {"lease.granted", "lease.queued", "lease.ended", "gpu.clean", "node.ready", "node.unknown"}
 
 
+@pytest.mark.budget(30)
+def test_every_promise_is_kept_with_gangs() -> None:
+    outcome = simulate(3, steps=1500, gangs=True)
+
+    assert outcome.complaints == [], "--gangs --steps 1500"
+    assert len({lease["demand"]["nodes"] for lease in outcome.gangs()}) > 1
+
+
 def test_every_promise_is_kept_on_postgresql(postgres_url: str) -> None:
     outcome = simulate(4, steps=1250, url=postgres_url)
 
@@ -62,7 +70,7 @@ def test_a_fault_is_caught(name: str) -> None:
 def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
     seeds = dict.fromkeys([LOOK_FIRST.get(name, 1), *range(1, 51)])
     with mutated(name):
-        assert any(simulate(seed, steps=1000).complaints for seed in seeds)
+        assert any(simulate(seed, steps=1000, gangs=name in OF_GANGS).complaints for seed in seeds)
 
 
 @pytest.mark.soak
@@ -70,7 +78,16 @@ def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_fault_is_caught_by_some_seed(name: str) -> None:
     with mutated(name):
-        assert any(simulate(seed, steps=10_000).complaints for seed in range(1, 11))
+        assert any(simulate(seed, steps=10_000, gangs=name in OF_GANGS).complaints for seed in range(1, 11))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2000, 2050))
+def test_every_promise_is_kept_with_gangs_for_long(seed: int) -> None:
+    outcome = simulate(seed, gangs=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --gangs"
 
 
 @pytest.mark.soak

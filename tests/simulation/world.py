@@ -76,6 +76,11 @@ class Outcome:
         """Of everything that happened, in order."""
         return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()
 
+    def gangs(self) -> list[dict[str, Any]]:
+        """The leases over several nodes that were granted."""
+        listed = (line["lease"] for line in self.lines if line["what"] == "listed")
+        return [lease for lease in listed if lease["demand"]["nodes"] > 1 and lease["token"] is not None]
+
     def count(self, part: str) -> int:
         """How many steps say this."""
         return sum(part in step for step in self.trace)
@@ -143,9 +148,10 @@ def _refuse_the_dead(*_: object) -> None:
 
 
 class World:
-    """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it."""
+    """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it. With
+    `gangs` there are two nodes more, and clients ask for GPUs on one to four nodes."""
 
-    def __init__(self, seed: int, steps: int, url: str, *, clients: int = 6) -> None:
+    def __init__(self, seed: int, steps: int, url: str, *, clients: int = 6, gangs: bool = False) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = url
@@ -162,7 +168,9 @@ class World:
         self.full_until_s = 0.0
         self.loop = PlayedLoop(self._thread_delays)
         self.network = Network(self)
-        self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in (("a", 4), ("b", 2), ("c", 2))}
+        self.gangs = gangs
+        sizes = (("a", 4), ("b", 2), ("c", 2), *((("d", 2), ("e", 2)) if gangs else ()))
+        self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
         self.owner_pids = itertools.count(5000)
         self.debts = PlayedDebts(self)
         homes = [node for node in self.nodes.values() for _ in range(2)] if clients else []

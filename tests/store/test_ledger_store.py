@@ -349,6 +349,23 @@ def test_an_id_is_found_by_its_beginning(store: Store) -> None:
     assert found("job-f") == found("array-0") == set()
 
 
+def test_a_gang_is_read_as_it_was_granted_and_found_by_each_of_its_nodes(store: Store) -> None:
+    world = World().node("a", gpus=2).node("b", gpus=2).node("c", gpus=2)
+    single, gang, waiting = world.lease(1), world.lease(2, nodes=2), world.lease(2, nodes=2)
+    assert [member.node for member in gang.members] == ["b", "c"]
+    save(store, world)
+    assert store.load().leases == world.ledger.leases
+    read = store.lease(gang.id)
+    assert read is not None
+    assert read.lease.members == gang.members
+
+    def on(node: str) -> list[str]:
+        return [record.lease.id for record in store.leases([], None, 10, node=node)[0]]
+
+    assert (on("a"), on("b"), on("c"), on("%")) == ([single.id], [gang.id], [gang.id], [])
+    assert waiting.state is LeaseState.QUEUED
+
+
 def test_pages_are_of_one_user_label_node_and_name(store: Store) -> None:
     world = World().node(gpus=8)
     ann = [world.lease(user="ann", label=label).id for label in ("a", "b", "a")]

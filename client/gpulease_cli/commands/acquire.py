@@ -19,7 +19,7 @@ from gpulease_cli.calling_shell import CallingShell, calling_shell
 from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DeviceForm, Field, Number
-from gpulease_cli.options import DEVICES, FENCING_TOKEN, JSON, LABEL, MODEL, OWN_NODE, WAIT, checked, ttl
+from gpulease_cli.options import DEVICES, FENCING_TOKEN, JSON, LABEL, MODEL, NODES, OWN_NODE, WAIT, checked, ttl
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
@@ -48,7 +48,13 @@ LEASES = argument(
 )
 
 
-@command(examples=('eval "$(gpulease acquire -n 1 --wait 10m)"', "gpulease acquire -n 1 --detach --ttl 8h --json"))
+@command(
+    examples=(
+        'eval "$(gpulease acquire -n 1 --wait 10m)"',
+        "gpulease acquire -n 1 --detach --ttl 8h --json",
+        "gpulease acquire --nodes 2 -n 4 --wait 1h --json",
+    )
+)
 @option(
     "-n",
     "--gpus",
@@ -58,6 +64,7 @@ LEASES = argument(
     help="Number of GPUs.",
 )
 @DEVICES
+@NODES
 @option("--detach", is_flag=True, help="End the lease after its --ttl, not with this shell.")
 @ttl("2h", "With --detach: lifetime of the lease unless it is renewed, such as 30m.")
 @WAIT
@@ -69,6 +76,7 @@ LEASES = argument(
 def acquire(
     gpus: int | None,
     devices: DeviceForm | None,
+    nodes: int,
     detach: bool,
     ttl: float,
     wait: float,
@@ -80,7 +88,8 @@ def acquire(
 ) -> None:
     """Bind this shell to leased GPUs, until it ends or `gpulease release`.
 
-    The output is for a shell: eval "$(gpulease acquire -n 1)" binds it to the GPUs, or fails with the exit code.
+    The output is for a shell: eval "$(gpulease acquire -n 1)" binds it to the GPUs, or fails with the exit code. With
+    --nodes it is bound to those of the first node; --json shows the environment of each.
     """
     if gpus is not None and devices is not None:
         raise InvalidRequest("Give -n or --devices, not both.")
@@ -89,10 +98,12 @@ def acquire(
         if not new:
             _check_unbound(client)
         owner = caller.process.owner_fields(local=client.destination.local) if caller and not detach else {}
-        node = node_to_ask_for(client, node, must_be_here=False)
-        among = caller_mask.among(client, gpus or 1, devices, node, quiet=False)
+        if nodes == 1:
+            node = node_to_ask_for(client, node, must_be_here=False)
+        among = caller_mask.among(client, gpus or 1, devices, node, quiet=False) if nodes == 1 else None
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
-        asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model, "node": node}
+        asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model}
+        asked |= {"node": node, "nodes": nodes}
         request = checked(
             lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
         )
@@ -102,7 +113,7 @@ def acquire(
         return
     _say(_describe(lease, caller))
     fish = caller is not None and caller.is_fish
-    for name, value in lease_variables(lease.env).items():
+    for name, value in lease_variables(lease.env, os.environ).items():
         click.echo(f"set -gx {name} {shlex.quote(value)};" if fish else f"export {name}={shlex.quote(value)}")
 
 
@@ -130,7 +141,8 @@ def _describe(lease: Lease, caller: CallingShell | None) -> str:
 
 
 def _gpus(lease: Lease) -> str:
-    return gpu_ranges([gpu.index for gpu in lease.gpus], ", ".join(sorted({gpu.node for gpu in lease.gpus})))
+    nodes = dict.fromkeys(gpu.node for gpu in lease.gpus)
+    return "; ".join(gpu_ranges([gpu.index for gpu in lease.gpus if gpu.node == node], node) for node in nodes)
 
 
 @command(examples=("gpulease renew", "gpulease renew lease-6434526eb94cfb23"))

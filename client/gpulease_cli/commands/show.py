@@ -128,6 +128,8 @@ def _lease_facts(client: Client, lease: Lease, now: datetime) -> Facts:
     yield "host", lease.holder.host
     yield "job", job and f"{job.id} {printable(job.name)}".strip()
     yield "GPUs", _places(lease.gpus) if lease.gpus else None
+    for member in lease.members:
+        yield f"node {member.rank}", f"{member.node} ({member.address}): {_places(member.gpus)}"
     yield "asked for", describe_demand(lease.demand)
     if lease.state is LeaseState.QUEUED:
         yield from _waits(client, lease.id)

@@ -26,7 +26,7 @@ KNOWN = frozenset(
     """.split()  # noqa: SIM905 - one name on each line would be seventy
 )
 """Names after `GPULEASE_`."""
-SET_BY_LEASES = re.compile(r"GPULEASE(_(LEASE|JOB|ARRAY|MEMBER|TEST)_\w+)?")
+SET_BY_LEASES = re.compile(r"GPULEASE(_(LEASE|JOB|ARRAY|MEMBER|TEST)_\w+|_NODES|_GPUS_PER_NODE)?")
 """Variables that a lease, a job or a test sets."""
 
 

@@ -68,7 +68,7 @@ def place_adopted(
     gpus = turn.ledger.gpus_on(watched.node)
     if not all(_is_read_since(turn, record, gpu) for gpu in gpus):
         if not waited_enough:
-            return NeedsReading(watched.node, ())
+            return NeedsReading((watched.node,), ())
         return NotNow(f"Not now: node {watched.node} did not read its GPUs in time.", remedy="Ask again.")
     used = [gpu for gpu in sorted(gpus, key=lambda one: one.device.index) if _pids(turn, gpu) & adoption.pids]
     pid = watched.owner.pid

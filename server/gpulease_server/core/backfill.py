@@ -20,6 +20,12 @@ waiting forever: a request that `n` nodes could serve is bypassed at most `max_b
 is `max_bypass` times where only one could. From then on every GPU that it could use and that is given back waits for
 it: it is granted after as many releases as it lacks GPUs on some node.
 
+For a gang the node is a set of nodes, as many as it asks for, and the bound is reached again for twice as many sets. On
+each node no more is held than the gang needs there. Nothing is held unless so many nodes could serve it when leases
+end, so a gang that waits for an absent node holds nothing on the others. Two gangs never wait for each other: what is
+held follows in each turn from the order of arrival, so an older one waits only for leases to end, and a newer
+one for those and for the older. See `docs/design/0009-gangs.md`.
+
 Several older requests hold GPUs in order of arrival; a GPU that is held for one is not held for the next. A request
 that is not eligible (its array is at its limit, its retry pauses) is neither bypassed nor held for. GPUs are held for a
 holder that died while it waited until its request ends: at once where the process is watched, at `ttl_s` otherwise.
@@ -37,11 +43,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, GpuState
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import candidates, find_candidates, gpus_needed, lacks_memory
+from gpulease_server.core.placement import can_have, find_candidates, gpus_needed, grant_size, lacks_memory, reach_of
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import BypassCounts, GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -50,6 +57,20 @@ from gpulease_server.core.user_limits import LimitedDemand, UserLimits, UserUsag
 MAX_RECOUNTED_DEMANDS = 100
 """For how many different demands bypasses are counted again after a restart, oldest first."""
 ALL_NODES = 2**30
+
+
+class _Serving(NamedTuple):
+    """What a node has for a waiting request."""
+
+    lacking: int
+    """How many GPUs it lacks."""
+    node: str
+    own: list[GpuRecord]
+    """Those that are free for it."""
+
+    def order(self) -> tuple[int, str]:
+        """Where GPUs are held first."""
+        return self.lacking, self.node
 
 
 @dataclass(slots=True)
@@ -132,11 +153,13 @@ class Reservations:
         return tuple(uuid for uuid, lease_id in self.by_uuid.items() if lease_id == record.lease.id)
 
     def can_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
-        """True where a node has enough GPUs for the demand that are free, or will be when leases end."""
-        return any(
-            len(self._usable(demand, gpus)) + self._coming(demand, gpus) >= gpus_needed(demand, gpus)
-            for node, gpus in candidates(self.ledger, demand, most_gpus).items()
-            if not ends_too_soon(self.ledger, demand, node, self.now)
+        """True where enough nodes have enough GPUs for the demand that are free, or will be when leases end."""
+        return can_have(
+            self.ledger,
+            demand,
+            self.now,
+            most_gpus,
+            lambda gpus: len(self._usable(demand, gpus)) + self._coming(demand, gpus),
         )
 
     def _usable(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
@@ -149,19 +172,51 @@ class Reservations:
 
     def _gpus_to_reserve(self, record: LeaseRecord, limited: LimitedDemand, most_nodes: int) -> list[GpuRecord]:
         """The free GPUs on the nodes that lack the fewest. Looks only at nodes that have a free GPU."""
-        found, serving = [], find_candidates(self.ledger, limited.demand)
+        if limited.demand.nodes > 1:
+            return self._gpus_of_gang(record, limited, most_nodes)
+        found, serving = list[_Serving](), find_candidates(self.ledger, limited.demand)
         for node in serving.nodes_in(self.ledger.fleet.free):
-            gpus = [self.ledger.gpus[uuid] for uuid in serving.by_node[node]]
-            needed = gpus_needed(limited.demand, gpus)
-            if node in self.late_nodes or (limited.most_gpus is not None and needed > limited.most_gpus):
-                continue
-            if ends_too_soon(self.ledger, limited.demand, node, self.now):
-                continue
-            usable = self._usable(limited.demand, gpus)
-            own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]
-            if own and len(usable) + self._coming(limited.demand, gpus) >= needed:
-                found.append((needed - len(own), node, own))
-        return [gpu for _, _, own in sorted(found, key=lambda one: one[:2])[:most_nodes] for gpu in own]
+            one = self._serving(record, limited, node, serving.by_node[node])
+            if one is not None and one.own:
+                found.append(one)
+        return [gpu for one in sorted(found, key=_Serving.order)[:most_nodes] for gpu in one.own]
+
+    def _gpus_of_gang(self, record: LeaseRecord, limited: LimitedDemand, most_sets: int) -> list[GpuRecord]:
+        """The same for a gang: on so many times as many nodes as it asks for, of those that lack the fewest. A node
+        keeps no more for it than it needs there. Looks at nodes without a free GPU until there are enough."""
+        demand, sets = limited.demand, list[tuple[int, str, str, list[_Serving]]]()
+        for model, by_node in find_candidates(self.ledger, demand).by_model.items():
+            found: dict[str, list[_Serving]] = {}
+            for node in sorted(by_node, key=lambda one: one not in self.ledger.fleet.free):
+                reach = reach_of(self.ledger, demand, node)
+                if reach is None or (node not in self.ledger.fleet.free and len(found.get(reach, ())) >= demand.nodes):
+                    continue
+                one = self._serving(record, limited, node, by_node[node])
+                if one is not None:
+                    found.setdefault(reach, []).append(one)
+            for reach, serving in found.items():
+                serving.sort(key=_Serving.order)
+                lacking = sum(max(0, one.lacking) for one in serving[: demand.nodes])
+                if len(serving) >= demand.nodes:
+                    sets.append((lacking, model, reach, serving))
+        chosen = [one for *_, serving in sorted(sets, key=lambda one: one[:3]) for one in serving]
+        return [gpu for one in chosen[: most_sets * demand.nodes] for gpu in one.own[: demand.count]]
+
+    def _serving(
+        self, record: LeaseRecord, limited: LimitedDemand, node: str, uuids: tuple[str, ...]
+    ) -> _Serving | None:
+        """What a node has for a waiting request; None where it could not serve it when leases end."""
+        demand, gpus = limited.demand, [self.ledger.gpus[uuid] for uuid in uuids]
+        needed, most_gpus = gpus_needed(demand, gpus), limited.most_gpus
+        if node in self.late_nodes or (most_gpus is not None and grant_size(demand, gpus) > most_gpus):
+            return None
+        if ends_too_soon(self.ledger, demand, node, self.now):
+            return None
+        usable = self._usable(demand, gpus)
+        if len(usable) + self._coming(demand, gpus) < needed:
+            return None
+        own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]
+        return _Serving(needed - len(own), node, own)
 
     def is_free(self, gpu: GpuRecord) -> bool:
         """True when nothing keeps the GPU from being granted now, whether it is reserved or not."""

@@ -25,14 +25,22 @@ them. About 10 MB."""
 class Candidates:
     """The GPUs that could serve a demand now or later."""
 
-    by_node: dict[str, tuple[str, ...]]
-    """UUIDs in PCI order, of the nodes that have enough."""
+    by_model: dict[str, dict[str, tuple[str, ...]]]
+    """By product name and node: UUIDs in PCI order, of the models of which enough nodes have enough. For a demand on
+    one node all models are under one name, the empty one."""
     uuids: frozenset[str]
     """All of them."""
+    by_node: dict[str, tuple[str, ...]] = field(init=False)
+    """The same by node alone."""
     places: dict[str, int] = field(init=False)
     """By node: its place in `by_node`."""
 
     def __post_init__(self) -> None:
+        by_node: dict[str, tuple[str, ...]] = {}
+        for nodes in self.by_model.values():
+            for node, uuids in nodes.items():
+                by_node[node] = by_node.get(node, ()) + uuids
+        object.__setattr__(self, "by_node", by_node)
         object.__setattr__(self, "places", {node: place for place, node in enumerate(self.by_node)})
 
     def nodes_in(self, others: Collection[str]) -> Iterable[str]:

@@ -23,7 +23,8 @@ def lease_bytes(lease: Lease) -> int:
     demand, holder = lease.demand, lease.holder
     texts = (holder.user, holder.host, holder.label, demand.node, demand.gpu_model)
     named = _text_bytes(demand.uuids) + _text_bytes(demand.among or ()) + ENTRY_BYTES * len(demand.indices)
-    return RECORD_BYTES + _text_bytes(texts) + named
+    members = sum(RECORD_BYTES + _text_bytes(member.env.values()) for member in lease.members)
+    return RECORD_BYTES + _text_bytes(texts) + named + members
 
 
 def job_bytes(spec: JobSpec, job: Job | None = None) -> int:

@@ -143,14 +143,20 @@ def observed_at(observation: NodeObservation | None, uuid: str) -> float | None:
 
 
 def is_recent(
-    observation: NodeObservation | None, uuid: str, now: Instant, policy: Policy, since_s: float = float("-inf")
+    observation: NodeObservation | None,
+    uuid: str,
+    now: Instant,
+    policy: Policy,
+    since_s: float = float("-inf"),
+    *,
+    for_gang: bool = False,
 ) -> bool:
     """True when a grant may rest on what the last report shows of a GPU.
 
     It is at most `max_observation_age_s` old; or it was asked for, was begun after the request was made (`since_s`),
     arrives in this very turn, and is older only by what it took, which is no longer than a reading may. Without the
     second a node whose readings take longer than that age, because it has many GPUs or a busy driver, would never be
-    granted on.
+    granted on. The readings of several nodes arrive in different turns: for a gang it need not be this one.
     """
     at_s = observed_at(observation, uuid)
     if observation is None or observation.problem is not None or at_s is None:
@@ -158,7 +164,7 @@ def is_recent(
     age_s = now.mono_s - at_s
     if age_s <= policy.max_observation_age_s:
         return True
-    arrives = observation.answers_request and observation.reported_at_s == now.mono_s
+    arrives = observation.answers_request and (for_gang or observation.reported_at_s == now.mono_s)
     took_s = min(observation.read_s or 0.0, observation.reading_limit_s)
     return arrives and at_s > since_s and age_s <= took_s + policy.max_observation_age_s
 

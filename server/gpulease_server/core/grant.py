@@ -10,6 +10,7 @@ from gpulease_protocol.node_protocol import LEASE_PORTS
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.gpu import claimed_elsewhere, node_mode, state_of
 from gpulease_server.core.gpu_observation import baseline_of
+from gpulease_server.core.lease_env import gang_members, lease_env
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import extend_deadline, extend_unclaimed
 from gpulease_server.core.records import Deadline, GpuRecord, LeaseRecord
@@ -20,27 +21,22 @@ from gpulease_server.core.user_limits import usage_by_user
 def grant(
     turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], *, unclaimed: bool, reason: str | None = None
 ) -> None:
-    """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant.
+    """Give these GPUs to a queued lease: one token, one port, all of them or a broken invariant. Those of a gang come
+    node by node; the port is one of the first node, where rank 0 is.
 
     `unclaimed`: it was granted out of the queue while its holder did not wait, who must ask about it before its owner's
     life keeps it.
     """
     ledger, lease = turn.ledger, record.lease
     token, node = ledger.next_token, gpus[0].device.node
-    port = _free_port(turn, node, lease.id)
-    env = {
-        "CUDA_VISIBLE_DEVICES": ",".join(gpu.device.uuid for gpu in gpus),
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GPULEASE_LEASE_ID": lease.id,
-        "GPULEASE_LEASE_TOKEN": str(token),
-    }
+    port, devices = _free_port(turn, node, lease.id), tuple(gpu.device for gpu in gpus)
+    members = gang_members(ledger, lease, gpus, token, port)
     granted = replace(
         lease,
         state=LeaseState.ACTIVE,
-        gpus=tuple(gpu.device for gpu in gpus),
-        env=env,
+        gpus=devices,
+        members=members,
+        env=members[0].env if members else lease_env(lease, devices, token, port),
         fencing_token=token,
         granted_at=turn.now.at,
     )
@@ -50,7 +46,7 @@ def grant(
     for gpu in gpus:
         if gpu.lease_id is not None:
             raise AssertionError(f"GPU {gpu.device.uuid} is still held by {gpu.lease_id}")
-        baseline = baseline_of(ledger.node_observations.get(node), gpu)
+        baseline = baseline_of(ledger.node_observations.get(gpu.device.node), gpu)
         turn.put(replace(gpu, lease_id=lease.id, draining=False, fencing_token=token, baseline_bytes=baseline))
     if lease.liveness is Liveness.JOB:
         turn.put(Deadline(lease.id, None))

@@ -23,6 +23,7 @@ job with a fence (`JobSpec.fence_s`) is ended by its node; once that is certain 
 | an active lease | `node_lost`, unless its holder has renewed within the bound | `node_lost` |
 | a lease elsewhere, or a queued one, if it watches the owner | its holder must renew from then on | the same |
 | a GPU | drains | removed, and its cordon with it |
+| a part of a gang | as an active lease: it ends on all of its nodes, whose GPUs drain there | the same |
 
 A node whose worker *leaves* (`gpulease worker --leave-s`) tells so. First it is `leaving`: nothing is granted there,
 and its worker ends its jobs. With its last report it has left, which is as if it was forgotten; but no attempt counts
@@ -145,7 +146,7 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
     """End the jobs of a node, and its leases of which nothing was heard since. `is_off`: no process of it is left;
     `has_left`: no attempt counts that ends by that."""
     ledger, ended = turn.ledger, 0
-    for record in [one for one in ledger.live_jobs.values() if one.job.gpus and one.job.gpus[0].node == node]:
+    for record in [one for one in ledger.live_jobs.values() if any(gpu.node == node for gpu in one.job.gpus)]:
         if is_off:
             _end_job_that_is_off(turn, record, reason, has_left=has_left)
         else:

@@ -2,7 +2,7 @@
 
 Within a walk through the queue GPUs are only taken: granted, or reserved. So the nodes are ranked once for each demand,
 and after that only those again from which something was taken (`Reservations.taken`). The result is that of
-`placement.place` without a ranking.
+`place` without a ranking. Gangs have a ranking of their own (`core.gang_placement`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Selection
+from gpulease_server.core.gang_placement import GangRanking
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, RankedNode, Search, find_candidates
 
 
@@ -70,11 +71,14 @@ class NodeRankings:
     """See `NodeRanking`."""
     _asked: Counter[Hashable] = field(default_factory=Counter)
     _rankings: dict[Hashable, NodeRanking] = field(default_factory=dict)
+    _gangs: dict[Hashable, GangRanking] = field(default_factory=dict)
 
-    def of(self, search: Search) -> NodeRanking | None:
+    def of(self, search: Search) -> NodeRanking | GangRanking | None:
         """The ranking for a request; None for the first one of its kind, for which to rank all nodes would not pay."""
         demand, most_gpus = search.demand, search.most_gpus
         limit = most_gpus if demand.selection in (Selection.ALL, Selection.AUTO) else search.is_within_limit
         key = (demand, limit, search.requested_at_s)
+        if demand.nodes > 1:
+            return self._gangs.setdefault(key, GangRanking(self.taken))
         self._asked[key] += 1
         return None if self._asked[key] == 1 else self._rankings.setdefault(key, NodeRanking(self.taken))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
-from collections.abc import Collection, Iterable, Iterator
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, Device, GpuState, Selection
 from gpulease_server.core.fleet import Candidates
@@ -17,16 +20,16 @@ from gpulease_server.core.records import GpuRecord, Instant
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """These GPUs can be granted now."""
+    """These GPUs can be granted now. Those of a gang come node by node, by rank."""
 
     gpus: tuple[GpuRecord, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class NeedsReading:
-    """These GPUs could be granted if a fresh reading of their node shows them free."""
+    """These GPUs could be granted if fresh readings of these nodes show them free."""
 
-    node: str
+    nodes: tuple[str, ...]
     gpus: tuple[GpuRecord, ...]
 
 
@@ -67,21 +70,32 @@ def gpus_needed(demand: Demand, gpus: Collection[GpuRecord | str]) -> int:
     return len(gpus) if demand.selection is Selection.ALL else demand.count
 
 
+def grant_size(demand: Demand, gpus: Collection[GpuRecord | str]) -> int:
+    """How many GPUs a grant takes in all if it takes some of these, which a node has for the demand."""
+    return gpus_needed(demand, gpus) * demand.nodes
+
+
 def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
     """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand."""
     known = ledger.fleet.candidates.get(demand)
     if known is not None:
         return known
-    by_node: dict[str, list[Device]] = {}
+    devices: dict[str, dict[str, list[Device]]] = {}
     for gpu in ledger.gpus.values():
         if mismatch(demand, gpu) is None:
-            by_node.setdefault(gpu.device.node, []).append(gpu.device)
-    enough = {
-        node: tuple(device.uuid for device in sorted(devices, key=lambda device: device.index))
-        for node, devices in by_node.items()
-        if len(devices) >= demand.count and demand.nodes == 1
-    }
-    found = Candidates(enough, frozenset(uuid for uuids in enough.values() for uuid in uuids))
+            model = gpu.device.name or "" if demand.nodes > 1 else ""
+            devices.setdefault(model, {}).setdefault(gpu.device.node, []).append(gpu.device)
+    by_model: dict[str, dict[str, tuple[str, ...]]] = {}
+    for model, by_node in sorted(devices.items()):
+        enough = {
+            node: tuple(device.uuid for device in sorted(some, key=lambda device: device.index))
+            for node, some in by_node.items()
+            if len(some) >= demand.count
+        }
+        if len(enough) >= demand.nodes:
+            by_model[model] = enough
+    uuids = (uuid for nodes in by_model.values() for some in nodes.values() for uuid in some)
+    found = Candidates(by_model, frozenset(uuids))
     ledger.fleet.keep_candidates(demand, found)
     return found
 
@@ -92,61 +106,52 @@ def candidates(ledger: Ledger, demand: Demand, most_gpus: int | None = None) -> 
     return {
         node: [ledger.gpus[uuid] for uuid in uuids]
         for node, uuids in find_candidates(ledger, demand).by_node.items()
-        if most_gpus is None or gpus_needed(demand, uuids) <= most_gpus
+        if most_gpus is None or grant_size(demand, uuids) <= most_gpus
     }
+
+
+def reach_of(ledger: Ledger, demand: Demand, node: str) -> str | None:
+    """From where the other nodes of a gang reach a node: anywhere (empty), or only on its own host if its address is a
+    loopback one. None if it has no address, and so cannot take part. Nodes take part together if this is the same."""
+    if demand.nodes == 1:
+        return ""
+    observation = ledger.node_observations.get(node)
+    if observation is None or observation.address is None:
+        return None
+    return ledger.nodes[node].host if is_loopback(observation.address) else ""
+
+
+@functools.lru_cache(1024)
+def is_loopback(address: str) -> bool:
+    """True for an IP address that only its own host reaches."""
+    return ipaddress.ip_address(address).is_loopback
+
+
+def can_have(
+    ledger: Ledger, demand: Demand, now: Instant, most_gpus: int | None, count: Callable[[list[GpuRecord]], int]
+) -> bool:
+    """True where so many nodes as the demand asks for have enough of the GPUs that are counted, and do not go too soon.
+    `count`: how many of a node's candidates count; `most_gpus`: what a grant may take in all."""
+    for nodes in find_candidates(ledger, demand).by_model.values():
+        enough: Counter[str] = Counter()
+        for node, uuids in nodes.items():
+            reach = reach_of(ledger, demand, node)
+            if reach is None or (most_gpus is not None and grant_size(demand, uuids) > most_gpus):
+                continue
+            if ends_too_soon(ledger, demand, node, now):
+                continue
+            enough[reach] += count([ledger.gpus[uuid] for uuid in uuids]) >= gpus_needed(demand, uuids)
+            if enough[reach] == demand.nodes:
+                return True
+    return False
 
 
 def min_gpus(ledger: Ledger, demand: Demand) -> int:
     """The fewest GPUs that a grant of this demand has."""
     if demand.selection is not Selection.ALL:
-        return demand.count
+        return demand.count * demand.nodes
     by_node = find_candidates(ledger, demand).by_node
     return min(map(len, by_node.values()), default=demand.count)
-
-
-class Ranking(Protocol):
-    """The nodes in the order in which a demand takes them, see `core.node_ranking`."""
-
-    def place(self, search: Search) -> Placed | NeedsReading | Blocked:
-        """What `place` returns."""
-
-
-class Rankings(Protocol):
-    """Those of the demands that several requests of a walk have."""
-
-    def of(self, search: Search) -> Ranking | None:
-        """That of a request; None if it is the first of its kind."""
-
-
-def place(
-    ledger: Ledger,
-    demand: Demand,
-    reserved: Collection[str],
-    now: Instant,
-    policy: Policy,
-    late_nodes: Collection[str] = (),
-    *,
-    most_gpus: int | None = None,
-    requested_at_s: float = float("-inf"),
-    allow_reread: bool = False,
-    rankings: Rankings | None = None,
-) -> Placed | NeedsReading | Blocked:
-    """Find GPUs for one demand. Nodes with a recent reading come first, then those that are left with the fewest free
-    GPUs; on a node, GPUs are taken in PCI order, and listed ones come in the order of the list: rank 0 is on the first.
-
-    `reserved`: UUIDs that are kept for older requests. `late_nodes`: nodes that were asked for a reading too long ago.
-    `most_gpus`: what the user's limit leaves: a node where the demand takes more is passed over, and `auto` takes no
-    more. `requested_at_s`: when the request was made. With `allow_reread`, GPUs that only an old reading rules out are
-    read again before the answer is no. `rankings`: of the walk through the queue that this is a part of.
-    """
-    search = Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread)
-    if rankings is not None and (ranking := rankings.of(search)) is not None:
-        return ranking.place(search)
-    if search.is_within_limit and demand == Demand(count=demand.count, time_s=demand.time_s):
-        found = search.by_count()
-        if found is not None or not (allow_reread and ledger.fleet.unheld):
-            return found or search.blocked(find_candidates(ledger, demand))
-    return search.on_each_node()
 
 
 class RankedNode(NamedTuple):
@@ -159,7 +164,7 @@ class RankedNode(NamedTuple):
     @property
     def placed(self) -> Placed | NeedsReading:
         """The GPUs, to be granted or read."""
-        return NeedsReading(self.rank[2], self.gpus) if self.rank[0] else Placed(self.gpus)
+        return NeedsReading((self.rank[2],), self.gpus) if self.rank[0] else Placed(self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ class Search:
     @property
     def is_within_limit(self) -> bool:
         """True when the user's limit leaves as many GPUs as are asked for."""
-        return self.most_gpus is None or self.demand.count <= self.most_gpus
+        return self.most_gpus is None or self.demand.count * self.demand.nodes <= self.most_gpus
 
     def by_count(self) -> Placed | NeedsReading | None:
         """Any so many GPUs; None where no node has so many. Looks at the nodes that are left with the fewest first, and
@@ -191,7 +196,7 @@ class Search:
             gpus = [self.ledger.gpus[uuid] for uuid in uuids]
             if self._all_recent(node, gpus):
                 return Placed(tuple(gpus))
-            after_reading = after_reading or NeedsReading(node, tuple(gpus))
+            after_reading = after_reading or NeedsReading((node,), tuple(gpus))
         return after_reading
 
     def _by_what_is_left(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
@@ -226,15 +231,17 @@ class Search:
                 after_reading = self.after_reading(node, found.by_node[node])
         return best.placed if best is not None else after_reading or self.blocked(found)
 
-    def on_node(self, node: str, found: Candidates) -> RankedNode | None:
-        """The GPUs of a node for the demand; None if it has too few. `found`: those that could serve it ever."""
-        ledger, needed = self.ledger, gpus_needed(self.demand, found.by_node[node])
+    def on_node(self, node: str, found: Candidates, model: str | None = None) -> RankedNode | None:
+        """The GPUs of a node for the demand; None if it has too few. `found`: those that could serve it ever; `model`:
+        only those of it."""
+        ledger, uuids = self.ledger, found.by_node[node] if model is None else found.by_model[model][node]
+        needed, ever = gpus_needed(self.demand, uuids), found.uuids if model is None else uuids
         free = ledger.fleet.free.get(node, ())
         if len(free) < needed or not self._may_serve(node, needed):
             return None
         if node_problem(ledger, node, self.now, self.policy) is not None:
             return None
-        usable = [uuid for uuid in free if uuid in found.uuids and uuid not in self.reserved]
+        usable = [uuid for uuid in free if uuid in ever and uuid not in self.reserved]
         if self.demand.min_free_memory_bytes is not None:
             usable = [uuid for uuid in usable if not lacks_memory(ledger, self.demand, ledger.gpus[uuid])]
         if len(usable) < needed:
@@ -256,13 +263,23 @@ class Search:
         return Blocked(self._within_limit(found))
 
     def _may_serve(self, node: str, needed: int) -> bool:
-        if node in self.late_nodes or (self.most_gpus is not None and needed > self.most_gpus):
+        if node in self.late_nodes or (self.most_gpus is not None and needed * self.demand.nodes > self.most_gpus):
             return False
         return not ends_too_soon(self.ledger, self.demand, node, self.now)
 
     def _all_recent(self, node: str, gpus: Iterable[GpuRecord]) -> bool:
         observation = self.ledger.node_observations.get(node)
-        return all(is_recent(observation, gpu.device.uuid, self.now, self.policy, self.requested_at_s) for gpu in gpus)
+        return all(
+            is_recent(
+                observation,
+                gpu.device.uuid,
+                self.now,
+                self.policy,
+                self.requested_at_s,
+                for_gang=self.demand.nodes > 1,
+            )
+            for gpu in gpus
+        )
 
     def _choose(self, usable: list[str], needed: int) -> list[GpuRecord]:
         """The GPUs to be granted, in their order."""
@@ -286,7 +303,7 @@ class Search:
             and gpu.lease_id is None
             and not is_cordoned(self.ledger, gpu)
         ]
-        return NeedsReading(node, tuple(found[:needed])) if len(found) >= needed > 0 else None
+        return NeedsReading((node,), tuple(found[:needed])) if len(found) >= needed > 0 else None
 
     def _within_limit(self, found: Candidates) -> frozenset[str]:
         """The candidates on the nodes where a grant takes at most `most_gpus`, and that do not go too soon."""
@@ -295,7 +312,7 @@ class Search:
         allowed = (
             uuids
             for node, uuids in found.by_node.items()
-            if (self.most_gpus is None or gpus_needed(self.demand, uuids) <= self.most_gpus)
+            if (self.most_gpus is None or grant_size(self.demand, uuids) <= self.most_gpus)
             and not ends_too_soon(self.ledger, self.demand, node, self.now)
         )
         return frozenset(uuid for uuids in allowed for uuid in uuids)

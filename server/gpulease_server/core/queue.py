@@ -15,7 +15,8 @@ from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.node_ranking import NodeRankings
 from gpulease_server.core.pending import PendingRequest
-from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus, place
+from gpulease_server.core.place import place
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
@@ -74,8 +75,9 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 reservations.taken += (gpu.device.node for gpu in gpus)
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
                 walk.count_bypass(turn, record, gpus)
-            case NeedsReading(node, gpus):
-                turn.request_reading(node)
+            case NeedsReading(nodes, gpus):
+                for node in nodes:
+                    turn.request_reading(node)
                 waited_enough = pending is not None and pending.since_s < latest_s
                 if not waited_enough or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                     reservations.reserve(record, gpus)
@@ -112,8 +114,9 @@ def _adopt(
     match place_adopted(turn, record, adoption, reservations.users, waited_enough=waited_enough):
         case Placed(gpus):
             _grant(turn, with_adopted_gpus(record, gpus), gpus, turn.pending.pop(record.lease.id))
-        case NeedsReading(node):
-            turn.request_reading(node)
+        case NeedsReading(nodes):
+            for node in nodes:
+                turn.request_reading(node)
         case refused:
             _refuse(turn, record, turn.pending.pop(record.lease.id), refused)
 

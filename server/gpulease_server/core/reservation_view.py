@@ -5,7 +5,8 @@ from __future__ import annotations
 from gpulease_server.core.backfill import BlockedRequests, Reservations
 from gpulease_server.core.eligibility import is_over_user_limit
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import Blocked, place
+from gpulease_server.core.place import place
+from gpulease_server.core.placement import Blocked
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import BudgetRecord, Instant, LeaseRecord

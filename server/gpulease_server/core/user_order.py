@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from gpulease_protocol.model import Demand
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import min_gpus_of
-from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory
+from gpulease_server.core.placement import can_have, lacks_memory
 from gpulease_server.core.records import BypassCounts, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 
@@ -106,13 +106,15 @@ class UserOrder:
         return min_gpus_of(self.reservations.ledger, self.reservations.users, record.lease.demand)
 
     def _is_only_limited(self, record: LeaseRecord) -> bool:
-        """True when a node has enough GPUs for a request that are free or held by its own user."""
+        """True when so many nodes as a request asks for have enough GPUs that are free or held by its own user."""
         user, demand = record.lease.holder.user, record.lease.demand
         if (user, demand) not in self._only_limited:
-            nodes = candidates(self.reservations.ledger, demand, self.reservations.users.limits.gpus)
-            self._only_limited[user, demand] = any(
-                sum(self._is_free_or_own(record, gpu) for gpu in gpus) >= gpus_needed(demand, gpus)
-                for gpus in nodes.values()
+            self._only_limited[user, demand] = can_have(
+                self.reservations.ledger,
+                demand,
+                self.reservations.now,
+                self.reservations.users.limits.gpus,
+                lambda gpus: sum(self._is_free_or_own(record, gpu) for gpu in gpus),
             )
         return self._only_limited[user, demand]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpulease_protocol.model import Demand, Process, Selection
+from gpulease_protocol.model import Demand, Device, Process, Selection
 from gpulease_server.core.policy import Policy
 
 MAX_NAMED = 8
@@ -35,6 +35,7 @@ def describe_demand(demand: Demand) -> str:
         what = "GPU " + some_of([*map(str, demand.indices), *demand.uuids])
     else:
         what = f"{'at least ' if demand.selection is Selection.AUTO else ''}{count_gpus(demand.count)}"
+        what += f" on each of {demand.nodes} nodes" if demand.nodes > 1 else ""
     limits = [
         f"of model {demand.gpu_model}" if demand.gpu_model is not None else "",
         f"with {demand.min_free_memory_bytes / 2**30:.1f} GiB free" if demand.min_free_memory_bytes else "",
@@ -62,6 +63,14 @@ def some_of(names: Sequence[str]) -> str:
 def describe_gpus(indices: list[int]) -> str:
     """GPU indices in words."""
     return f"GPU{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def describe_places(gpus: Iterable[Device]) -> str:
+    """GPUs in words, by node: "GPUs 0, 1 of a; GPU 3 of b"."""
+    indices: dict[str, list[int]] = {}
+    for gpu in gpus:
+        indices.setdefault(gpu.node, []).append(gpu.index)
+    return "; ".join(f"{describe_gpus(found)} of {node}" for node, found in indices.items())
 
 
 def count_gpus(count: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, Text, and_, cast, func, or_, select
 
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
@@ -23,7 +23,7 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
-from gpulease_server.store.dialects import snapshot
+from gpulease_server.store.dialects import json_text, snapshot
 from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
 from gpulease_server.store.statements import Statements
 
@@ -167,9 +167,11 @@ class Store:
         number to continue after, None at the end; those whose id begins with `id_prefix`, of one user, with one label,
         with GPUs of one node, of one job (any when None). Those in `known` are taken from there instead of being
         read."""
-        holder, gpus = tables.lease.c.holder, tables.lease.c.gpus
-        given = {holder["user"]: user, holder["label"]: label, gpus[0, "node"]: node}
+        holder = tables.lease.c.holder
+        given = {holder["user"]: user, holder["label"]: label}
         only = _given({part.as_string(): value for part, value in given.items()} | {tables.lease.c.job_id: job})
+        if node is not None:
+            only.append(_on_node(node))
         if id_prefix is not None:
             only.append(_begins(tables.lease.c.id, id_prefix))
         return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit, *only)
@@ -269,6 +271,14 @@ def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
     """
     last = "0123456789abcdefg".index(prefix[-1])
     return and_(column >= prefix, column < prefix[:-1] + "0123456789abcdefg"[last + 1])
+
+
+def _on_node(node: str) -> ColumnElement[bool]:
+    """That a lease has or had GPUs of a node: its first GPU is there, or a member of a gang is."""
+    lease = tables.lease.c
+    texts = (f'"node":{separator}{json_text(node)}' for separator in ("", " "))  # see `json_text`
+    member = (cast(lease.members, Text).contains(text, autoescape=True) for text in texts)
+    return or_(lease.gpus[0, "node"].as_string() == node, *member)
 
 
 def _given(values: Mapping[ColumnElement[str], str | None]) -> list[ColumnElement[bool]]:

@@ -24,6 +24,7 @@ from gpulease_protocol.model import (
     JobSpec,
     JobState,
     Lease,
+    LeaseMember,
     LeaseState,
     Liveness,
     NodeMode,
@@ -63,7 +64,7 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
 """The table of each stored change, and its key there."""
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
 COMPUTED: dict[type, Collection[str]] = {
-    Lease: ("members", "expires_at", "ends_at", "position", "problems"),
+    Lease: ("expires_at", "ends_at", "position", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     BudgetRecord: ("counted_at_s",),
 }
@@ -97,6 +98,7 @@ def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:
 
 def _lease_row(record: LeaseRecord) -> dict[str, Any]:
     return _fields(record.lease) | {
+        "members": record.lease.members or None,
         "number": record.number,
         "cause": record.cause,
         "port": record.port,
@@ -151,6 +153,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
     values["holder"] = from_json(Holder, values["holder"])
     values["demand"] = from_json(Demand, values["demand"])
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
+    values["members"] = tuple(from_json(LeaseMember, item) for item in values["members"] or ())
     return LeaseRecord(lease=Lease(**values), **own)
 
 

@@ -60,6 +60,7 @@ lease = Table(
     Column("holder", JSON, nullable=False),
     Column("demand", JSON, nullable=False),
     Column("gpus", JSON, nullable=False),
+    Column("members", JSON(none_as_null=True)),
     Column("env", JSON, nullable=False),
     Column("port", Integer),
     Column("token", BigInteger, unique=True),

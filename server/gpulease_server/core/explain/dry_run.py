@@ -10,13 +10,14 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
-from gpulease_server.core.placement import Blocked, min_gpus, place
+from gpulease_server.core.place import place
+from gpulease_server.core.placement import Blocked, min_gpus
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
 from gpulease_server.core.token_budgets import new_budget
 from gpulease_server.core.user_limits import never_within_limits, user_queue_is_full
-from gpulease_server.core.wording import describe_gpus
+from gpulease_server.core.wording import describe_places
 
 PROMISE = "Nothing is reserved: another request may be first."
 
@@ -51,9 +52,8 @@ def dry_run(
         gpus_left = users.gpus_left(lease)
         placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=gpus_left)
         if not isinstance(placed, Blocked):
-            devices = [gpu.device for gpu in placed.gpus]
             first = f"the first of {further_jobs + 1} jobs would get " if further_jobs else ""
-            named = f"{describe_gpus([device.index for device in devices])} of {devices[0].node}"
+            named = describe_places(gpu.device for gpu in placed.gpus)
             return Explanation(verdict="fits_now", sentence=f"Fits now: {first}{named}. {PROMISE}")
     if queue and (full := _queue_is_full(ledger, lease, policy, further_jobs + 1)) is not None:
         return full

@@ -8,14 +8,16 @@ from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
 from gpulease_server.core.explain.compute_modes import mode_notes
+from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import NeedsReading, min_gpus, mismatch, place
+from gpulease_server.core.place import place
+from gpulease_server.core.placement import NeedsReading, min_gpus, mismatch
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
-from gpulease_server.core.wording import describe_demand, describe_gpus
+from gpulease_server.core.wording import describe_demand, describe_gpus, describe_places
 
 NONE_REPORTED = "No node has reported its GPUs yet."
 
@@ -36,12 +38,11 @@ def explain(
     """
     lease = record.lease
     if lease.state is LeaseState.ENDED:
-        why = str(lease.end_reason).replace("_", " ")
-        return Explanation(verdict="ended", sentence=f"The lease has ended: {why}.")
+        return Explanation(verdict="ended", sentence=f"The lease has ended: {str(lease.end_reason).replace('_', ' ')}.")
     if lease.state is LeaseState.ACTIVE:
         notes = mode_notes(ledger, ledger.held_by(lease))
-        granted = f"Granted: {describe_gpus([gpu.index for gpu in lease.gpus])}.{notes}"
-        return Explanation(verdict="granted", sentence=granted)
+        named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
+        return Explanation(verdict="granted", sentence=f"Granted: {named}.{notes}")
     unmet = dependencies.waits_for(ledger, record)
     if unmet:
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
@@ -55,18 +56,19 @@ def explain(
     gpus_left = reservations.users.gpus_left(lease)
     placed = place(ledger, lease.demand, reserved_for_older.keys(), now, policy, most_gpus=gpus_left)
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
-    limited = limit_obstacles(ledger, lease, gpus_left)
-    found = (
-        obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy) for gpu in ledger.gpus.values()
-    )
-    all_found = [*limited.values(), *(item for item in found if item and item.uuid not in limited)]
-    obstacles = tuple(sorted(all_found, key=lambda item: (item.node, item.index)))
+    found = limit_obstacles(ledger, lease, gpus_left)
+    for gpu in ledger.gpus.values():
+        item = obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy)
+        if item is not None:
+            found.setdefault(item.uuid, item)
+    obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
+    nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy)
     position = ledger.position(record) if stays_queued else None
     queued = f"; number {position} in the queue" if stays_queued else ""
     asked = describe_demand(lease.demand)
     if is_never(ledger, lease.demand):
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
-        return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles)
+        return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles, nodes=nodes)
     # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
     in_the_way = [item for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
     details = " ".join(list(dict.fromkeys(item.sentence for item in in_the_way))[:16]) or (
@@ -77,7 +79,8 @@ def explain(
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy) if stays_queued else ""
-    sentence = f"Not now: asked for {asked}{queued}.{bypassed} {details}{notes}"
+    ready = describe_readiness(lease.demand, nodes)
+    sentence = f"Not now: asked for {asked}{queued}.{bypassed}{ready} {details}{notes}"
     return Explanation(
         verdict="not_now",
         sentence=sentence,
@@ -87,6 +90,7 @@ def explain(
         held=held,
         behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
         obstacles=obstacles,
+        nodes=nodes,
     )
 
 

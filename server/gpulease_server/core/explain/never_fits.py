@@ -1,6 +1,8 @@
-"""Why no known node can ever serve a demand: the first condition that leaves too few GPUs."""
+"""Why the known nodes can never serve a demand: the first condition that leaves too few GPUs."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from gpulease_protocol.model import Demand, Selection
 from gpulease_server.core.ledger import Ledger
@@ -63,11 +65,23 @@ def _of_size(demand: Demand, gpus: list[GpuRecord]) -> tuple[list[GpuRecord], st
 
 
 def _on_one_node(demand: Demand, gpus: list[GpuRecord]) -> str:
+    if demand.nodes > 1:
+        return _on_several_nodes(demand, gpus)
     nodes = [gpu.device.node for gpu in gpus]
     most = max((nodes.count(node) for node in nodes), default=0)
     if demand.selection is Selection.LISTED:
         return f"They are on different nodes ({', '.join(sorted(set(nodes)))}), and a lease uses one node."
-    return f"No node has more than {most} such GPU{'' if most == 1 else 's'}, and a lease uses one node."
+    return f"No node has more than {most} such GPU{'' if most == 1 else 's'}, and the request is for one node."
+
+
+def _on_several_nodes(demand: Demand, gpus: list[GpuRecord]) -> str:
+    """How many nodes have enough GPUs of the model of which most have."""
+    counts = Counter((gpu.device.name or "", gpu.device.node) for gpu in gpus)
+    nodes = Counter(model for (model, _), count in counts.items() if count >= demand.count)
+    most = max(nodes.values(), default=0)
+    number = "no node has" if not most else "1 node has" if most == 1 else f"{most} nodes have"
+    models = "" if len({model for model, _ in counts}) == 1 else ", all of one model"
+    return f"No {demand.nodes} nodes have {count_gpus(demand.count)} like that each{models}; {number}."
 
 
 def is_never(ledger: Ledger, demand: Demand) -> bool:

@@ -11,7 +11,7 @@ from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import candidates, gpus_needed, lacks_memory, mismatch
+from gpulease_server.core.placement import candidates, grant_size, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant
 from gpulease_server.core.wording import count_gpus, duration
@@ -80,8 +80,8 @@ def limit_obstacles(ledger: Ledger, lease: Lease, most_gpus: int | None) -> dict
         gpu.device.uuid: _obstacle(
             gpu,
             "over_limit",
-            f"Node {node} has {count_gpus(gpus_needed(lease.demand, gpus))} for it, and user {lease.holder.user} may"
-            f" have {most_gpus} more{_with_token(lease)}.",
+            f"{_taken(lease.demand, node, gpus)}, and user {lease.holder.user} may have {most_gpus}"
+            f" more{_with_token(lease)}.",
         )
         for node, gpus in candidates(ledger, lease.demand).items()
         if node not in fitting
@@ -96,6 +96,11 @@ def _why_too_soon(ledger: Ledger, demand: Demand, node: str, now: Instant) -> st
         f"Node {node} goes at {until:%Y-%m-%d %H:%M:%S} UTC, in {duration(left_s)}, and this may take"
         f" {duration(demand.time_s or 0.0)}."
     )
+
+
+def _taken(demand: Demand, node: str, gpus: list[GpuRecord]) -> str:
+    size = count_gpus(grant_size(demand, gpus))
+    return f"Node {node} has {size} for it" if demand.nodes == 1 else f"The request takes {size}"
 
 
 def _with_token(lease: Lease) -> str:
