@@ -13,6 +13,8 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 LOOK_FIRST = {
+    "look_at_one_node": 2,
+    "end_on_the_first_node": 2,
     "grant_what_another_has": 4,
     "clean_by_an_old_reading": 14,
     "revive_over_another": 10,
