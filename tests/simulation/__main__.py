@@ -39,7 +39,7 @@ def _empty_ledger() -> bytes:
 def simulate(seed: int, steps: int = 10_000, url: str | None = None, *, gangs: bool = False) -> Outcome:
     """One run, on this empty database or on one of its own; with gangs where that is said."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
-        return World(seed, steps, place, gangs=gangs).run()
+        return World(seed, steps, place, clients=12 if gangs else 6, gangs=gangs).run()
 
 
 def main() -> int:

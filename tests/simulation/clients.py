@@ -40,7 +40,7 @@ class PlayedClient:
             "label": key,
         }
         if self.world.gangs:
-            body |= {"count": chance.choice((1, 1, 2)), "nodes": chance.choice((1, 1, 2, 2, 3, 4))}
+            body |= {"count": chance.choice((1, 1, 2)), "nodes": chance.choice((1, 2, 2, 3, 3, 4))}
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
         if lease is not None and lease["state"] == "queued":

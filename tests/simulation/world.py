@@ -149,7 +149,7 @@ def _refuse_the_dead(*_: object) -> None:
 
 class World:
     """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it. With
-    `gangs` there are two nodes more, and clients ask for GPUs on one to four nodes."""
+    `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes."""
 
     def __init__(self, seed: int, steps: int, url: str, *, clients: int = 6, gangs: bool = False) -> None:
         self.chance = random.Random(seed)
@@ -169,11 +169,11 @@ class World:
         self.loop = PlayedLoop(self._thread_delays)
         self.network = Network(self)
         self.gangs = gangs
-        sizes = (("a", 4), ("b", 2), ("c", 2), *((("d", 2), ("e", 2)) if gangs else ()))
+        sizes = (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
         self.owner_pids = itertools.count(5000)
         self.debts = PlayedDebts(self)
-        homes = [node for node in self.nodes.values() for _ in range(2)] if clients else []
+        homes = [node for node in self.nodes.values() for _ in range(2)] if clients and not gangs else []
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
         self.clients = [PlayedClient(self, f"c{number}") for number in range(clients)]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
