@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from gpulease_protocol.model import Device, EndReason, Holder, LeaseState
+from gpulease_protocol.model import Device, EndReason, Holder, LeaseMember, LeaseState
 from gpulease_protocol.usage import Usage, UsageKey
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.runtime import usage
@@ -107,6 +107,26 @@ def test_used_hours_are_known_for_jobs_and_clipped_to_the_period(store: Store) -
     assert (bob.gpu_hours_used, bob.gpu_hours_unknown) == (None, 1)
     half = gpu_usage(store, NOW - HOUR / 2, NOW, UsageKey.USER).shares[0]
     assert (half.gpu_hours_held, half.gpu_hours_used) == pytest.approx((1, 0.75))
+
+
+def test_a_gang_counts_on_each_of_its_nodes(store: Store) -> None:
+    one, two = (held(0, NOW, None, gpus=2, node=node).lease.gpus for node in ("n1", "n2"))
+    gang = held(1, NOW - HOUR, NOW, job_id="job-1")
+    members = tuple(
+        LeaseMember(rank=rank, node=f"n{rank + 1}", address="10.0.0.1", gpus=gpus)
+        for rank, gpus in enumerate((one, two))
+    )
+    put(store, [replace(gang, lease=replace(gang.lease, gpus=one + two, members=members))])
+    series = {device.uuid: busy(3600, 0.5 if device.node == "n1" else 1.0) for device in one + two}
+    job_metrics_table.save(store, gang.lease.id, encode_series(series))
+
+    by_node = gpu_usage(store, NOW - HOUR, NOW, UsageKey.NODE)
+    assert hours(by_node) == {"n1": 2.0, "n2": 2.0}
+    assert {share.key: share.gpu_hours_used for share in by_node.shares} == pytest.approx({"n1": 1.0, "n2": 2.0})
+    by_user = gpu_usage(store, NOW - HOUR, NOW, UsageKey.USER)
+    assert hours(by_user) == {"ada": 4.0}
+    for found in (by_node, by_user):
+        assert (found.leases, found.gpu_hours_held, found.gpu_hours_used) == pytest.approx((1, 4, 3))
 
 
 def test_an_answer_has_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

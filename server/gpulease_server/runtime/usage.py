@@ -55,13 +55,16 @@ def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, us
     """
     sums: dict[str | None, _Sum] = {}
     jobs: list[tuple[HeldTime, _Sum]] = []
-    for held in held_times(store.engine, from_at, to_at, user):
-        share = sums.setdefault(getattr(held, by.value) or None, _Sum())
-        share.leases += 1
-        begin, end = max(held.granted_at, from_at), min(held.ended_at or to_at, to_at)
-        share.held_s += max(0.0, (end - begin).total_seconds()) * held.gpus
-        if held.is_job and len(jobs) < MAX_SERIES:
-            jobs.append((held, share))
+    leases = 0
+    for lease in held_times(store.engine, from_at, to_at, user):
+        leases += 1
+        begin, end = max(lease.granted_at, from_at), min(lease.ended_at or to_at, to_at)
+        for held in lease.by_node() if by is UsageKey.NODE else (lease,):
+            share = sums.setdefault(getattr(held, by.value) or None, _Sum())
+            share.leases += 1
+            share.held_s += max(0.0, (end - begin).total_seconds()) * held.gpus
+            if held.is_job and len(jobs) < MAX_SERIES:
+                jobs.append((held, share))
     for some in _chunks(jobs):
         contents = job_metrics_table.load(store.engine, [held.lease_id for held, _ in some])
         for held, share in some:
@@ -69,6 +72,7 @@ def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, us
     whole = _Sum()
     for share in sums.values():
         whole.add(share)
+    whole.leases = leases  # a gang counts on each of its nodes
     shares = tuple(UsageShare(key=key, **share.hours()) for key, share in _largest(sums))  # type: ignore[arg-type]
     return Usage(from_at=from_at, to_at=to_at, by=by, shares=shares, **whole.hours())  # type: ignore[arg-type]
 
@@ -83,7 +87,7 @@ def _add_used(share: _Sum, held: HeldTime, content: bytes | None, from_at: datet
         log.error("the metrics of lease %s cannot be read: %s", held.lease_id, error)
         return
     from_s, to_s = (from_at - held.granted_at).total_seconds(), (to_at - held.granted_at).total_seconds()
-    for one in series.values():
+    for one in (one for uuid, one in series.items() if held.uuids is None or uuid in held.uuids):
         used_s, known_s = one.used_between(from_s, to_s)
         share.used_s += used_s
         share.known_s += known_s

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import Engine, func, or_, select
 
@@ -25,6 +26,18 @@ class HeldTime:
     gpus: int
     granted_at: datetime
     ended_at: datetime | None
+    members: list[dict[str, Any]] | None
+    """Those of a gang."""
+    uuids: frozenset[str] | None = None
+    """The GPUs that are meant; None for all of the lease."""
+
+    def by_node(self) -> Iterator[HeldTime]:
+        """The lease on each of its nodes."""
+        if not self.members:
+            yield self
+        for member in self.members or ():
+            uuids = frozenset(gpu["uuid"] for gpu in member["gpus"])
+            yield replace(self, node=member["node"], gpus=len(uuids), uuids=uuids)
 
 
 def held_times(engine: Engine, from_at: datetime, to_at: datetime, user: str | None = None) -> Iterator[HeldTime]:
@@ -46,6 +59,7 @@ def held_times(engine: Engine, from_at: datetime, to_at: datetime, user: str | N
             func.json_array_length(lease.c.gpus),
             lease.c.granted_at,
             lease.c.ended_at,
+            lease.c.members,
         )
         .where(lease.c.granted_at < to_at, or_(lease.c.ended_at.is_(None), lease.c.ended_at > from_at))
         .order_by(lease.c.number.desc())
