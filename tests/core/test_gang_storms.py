@@ -85,7 +85,7 @@ class Storm:
                 return number
             self.release()
             self.go_on(0.3)
-        raise AssertionError(f"{[one.lease.demand for one in self.world.ledger.queued()]} wait for ever")
+        raise AssertionError(f"{[one.lease.demand for one in self.world.ledger.queued()]} wait forever")
 
 
 @functools.cache
