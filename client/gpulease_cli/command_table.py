@@ -114,6 +114,20 @@ SUBJECTS: dict[str, dict[str, Row]] = {
                         ),
                     },
                 ),
+                "ray": Row(
+                    "Workers as actors of Ray",
+                    below={
+                        "up": Row(
+                            "Keep workers running as actors of Ray, one for each node, with all its GPUs",
+                            "fleet_ray:ray_up",
+                        ),
+                        "status": Row("Show a pool and its workers", "fleet_ray:ray_status"),
+                        "down": Row("End a pool", "fleet_ray:ray_down"),
+                        "doctor": Row(
+                            "Look for what would hurt on the cluster, and say what to do", "fleet_ray:ray_doctor"
+                        ),
+                    },
+                ),
             },
         ),
     },

@@ -14,7 +14,7 @@ What it knows is in a file of SQLite, `records.py`. What is authoritative:
 |---|---|
 | which pilots were ever submitted? | the records: a row is written before each submission |
 | which of them exist? | the scheduler's list, by name: `gpulease:POOL:ORDINAL:GENERATION` |
-| has one ended? | the scheduler says so; or it has not listed it for `GONE_S` |
+| has one ended? | the scheduler says so; or it has not listed it for a while (`Carrier.gone_s`) |
 | does its node work? | the daemon: a worker reports |
 
 The *generation* is the fence. Each submission has its own, one higher than the last of its ordinal, and none is ever

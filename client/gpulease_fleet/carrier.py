@@ -85,6 +85,8 @@ class Carrier(Protocol):
 
     engine: str
     """Its name."""
+    gone_s: float
+    """A pilot that is not listed for so long has ended. Seconds."""
 
     def doctor(self) -> list[Finding]:
         """What would go wrong on this cluster, before it does."""

@@ -14,9 +14,7 @@ from gpulease_fleet.records import PilotRow, PoolRecord, Records
 SUBMITTING, PENDING, RUNNING, ENDING, ENDED, GONE = "submitting", "pending", "running", "ending", "ended", "gone"
 LIVE = (SUBMITTING, PENDING, RUNNING, ENDING)
 """States in which the engine may have the pilot."""
-GONE_S = 60.0
-"""A pilot that is not listed for so long has ended. Seconds."""
-SEEN_S, ENDS_S = 20.0, 60.0
+SEEN_S, ENDS_S = 5.0, 60.0
 """What is written no more often: that a pilot is still listed, and an end that has moved by less. Seconds."""
 STOP_S = 180.0
 """A pilot that was asked to end is ended at once after this. Seconds."""
@@ -121,7 +119,7 @@ class Pool:
     def _compare(self, row: PilotRow, pilot: Carried | None, now: float) -> PilotRow:
         """A row after what the engine says of its pilot."""
         if pilot is None:
-            is_gone = now - max(row.last_seen, row.since) >= GONE_S
+            is_gone = now - max(row.last_seen, row.since) >= self._carrier.gone_s
             return replace(row, state=ENDED, why=row.why or "it is not listed any more") if is_gone else row
         ends_at = None if pilot.ends_at is None else pilot.ends_at.isoformat(timespec="seconds")
         node = self._carrier.node_of(pilot) or row.node

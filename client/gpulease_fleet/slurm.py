@@ -45,6 +45,7 @@ class SlurmCarrier:
     """Submits, lists and ends pilots with `sbatch`, `squeue` and `scancel`."""
 
     engine = "slurm"
+    gone_s = 60.0
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options

@@ -1,34 +1,15 @@
-"""The batch script of a pilot: keeps a worker running in its allocation, and has it leave in time."""
+"""The batch script of a pilot: what it asks Slurm for, and the worker that it keeps running."""
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from gpulease_fleet.carrier import PilotName
+from gpulease_fleet.worker_script import worker_script
 
 SIGNAL_BEFORE_S = 30
 """The worker leaves by itself, by the time that is left. This signal is for the case that it could not learn that;
 Slurm sends it up to 60 s earlier."""
-LOOP = """
-left= restarts=0
-trap 'left=1; kill -TERM "$worker" 2>/dev/null' TERM
-while :; do
-    began=$(date +%s)
-    "$@" &
-    worker=$!
-    while kill -0 "$worker" 2>/dev/null; do wait "$worker"; code=$?; done
-    # 0: it has left. Otherwise it was killed, and its jobs run on: the next one finds them again.
-    [ "$code" = 0 ] && exit 0
-    [ -n "$left" ] && exit "$code"
-    [ $(($(date +%s) - began)) -gt 60 ] && restarts=0
-    restarts=$((restarts + 1))
-    echo "the worker has ended with $code; start $restarts of 10"
-    [ "$restarts" -ge 10 ] && exit "$code"
-    sleep "$restarts" & wait $!
-done
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,29 +57,19 @@ def sbatch_options(options: SlurmOptions, name: PilotName) -> list[str]:
 
 def pilot_script(options: SlurmOptions, name: PilotName, token: str) -> str:
     """The script, with the token in it."""
-    node = "$SLURMD_NODENAME" if options.exclusive else f"$SLURMD_NODENAME-{name.pool}-{name.ordinal}"
-    worker = [
-        shlex.quote(options.program),
-        "worker",
-        f"--url={shlex.quote(options.url)}",
-        f'--node="{node}"',
-        f'--data-dir={shlex.quote(options.directory)}/"{node}"',
-        "--allocation=slurm",
-        f"--leave-s={options.leave_s:g}",
-        *map(shlex.quote, options.worker),
-    ]
     return "\n".join(
         [
             "#!/bin/sh",
             *(f"#SBATCH {option}" for option in sbatch_options(options, name)),
-            "umask 077",
-            f"export GPULEASE_TOKEN={shlex.quote(token)}",
-            f"set -- {' '.join(worker)}",
-            LOOP.lstrip("\n"),
+            worker_script(
+                program=options.program,
+                url=options.url,
+                token=token,
+                directory=options.directory,
+                node="$SLURMD_NODENAME" if options.exclusive else f"$SLURMD_NODENAME-{name.pool}-{name.ordinal}",
+                allocation="slurm",
+                leave_s=options.leave_s,
+                options=options.worker,
+            ),
         ]
     )
-
-
-def default_directory(pool: str) -> Path:
-    """Where the logs of a pool's pilots and the data of its workers are, unless said otherwise."""
-    return Path.home() / ".local/share/gpulease/fleet" / pool

@@ -99,6 +99,8 @@ WITHOUT_JSON = {
     ("db", "upgrade"): "it prints nothing",
     ("fleet", "slurm", "up"): "it logs",
     ("fleet", "slurm", "down"): "it logs",
+    ("fleet", "ray", "up"): "it logs",
+    ("fleet", "ray", "down"): "it logs",
     ("db", "backup"): "its result is the file that it creates",
     ("config", "check"): "its result is the exit code, and the error that names the line",
 }

@@ -13,6 +13,7 @@ from gpulease_fleet.pool import Pool
 from gpulease_fleet.records import PilotRow, PoolRecord, Records
 from gpulease_protocol.errors import Unavailable
 
+GONE_S = 60.0
 NOW = 1_800_000_000.0
 
 
@@ -164,6 +165,7 @@ class Engine:
 
     world: World
     engine: str = "play"
+    gone_s: float = GONE_S
 
     def doctor(self) -> list[Finding]:
         return []

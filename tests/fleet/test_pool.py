@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease_fleet.carrier import CarriedState, PilotName
-from gpulease_fleet.pool import GONE, GONE_S, MAX_FAILED_STARTS, MAX_FAILED_SUBMISSIONS, STOP_S
-from tests.fleet.play import World
+from gpulease_fleet.pool import GONE, MAX_FAILED_STARTS, MAX_FAILED_SUBMISSIONS, STOP_S
+from tests.fleet.play import GONE_S, World
 
 MAX_STEPS = 14
 """More than a round with one submission has."""

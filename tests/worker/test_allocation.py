@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 
 import pytest
 
@@ -10,8 +11,9 @@ from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.launchers import strip_launcher_variables, strip_reserved_variables
 from gpulease_protocol.model import GpuLink, GpuReading
 from gpulease_worker import allocation as allocations
-from gpulease_worker.allocation import SlurmAllocation, grace_within, parse_time_left
+from gpulease_worker.allocation import ProcessAllocation, SlurmAllocation, grace_within, parse_time_left
 from gpulease_worker.probe.simulation import idle_gpus
+from gpulease_worker.settings import WorkerSettings
 from gpulease_worker.shown_gpus import ShownGpus
 
 UUIDS = [gpu.uuid for gpu in idle_gpus(8, "n")]
@@ -98,6 +100,34 @@ class TestEnds:
     def test_jobs_have_a_grace_period_within_the_time_for_leaving(self, leave_s: float) -> None:
         assert 0 < grace_within(leave_s) < leave_s
         assert grace_within(leave_s) <= 35.0
+
+
+def test_an_allocation_of_processes_ends_with_the_first_of_them() -> None:
+    first, second = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
+    left: list[float | None] = []
+
+    async def play() -> None:
+        watching = asyncio.create_task(ProcessAllocation((first.pid, second.pid), left.append).watch())
+        await asyncio.sleep(0)
+        assert not watching.done()
+        second.kill()
+        await asyncio.wait_for(watching, 60)
+
+    try:
+        asyncio.run(play())
+        assert left == [allocations.LOST_GRACE_S]
+        second.wait()
+        asyncio.run(ProcessAllocation((first.pid, second.pid), left.append).watch())  # it has ended already
+        assert len(left) == 2
+    finally:
+        first.kill()
+        first.wait()
+
+
+@pytest.mark.parametrize("text", ["ray", "pid:", "pid:x", "pid:1,", "slurm:7"])
+def test_an_unknown_kind_of_allocation_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="is not known"):
+        _ = WorkerSettings(allocation=text).allocation_pids
 
 
 class TestShownGpus:

@@ -26,8 +26,9 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
-from gpulease_worker.settings import WorkerSettings
+from gpulease_worker.settings import SLURM, WorkerSettings
 
 GRACE_S, LOST_GRACE_S = 35.0, 3.0
 """What jobs have between SIGTERM and SIGKILL: at most, and where the allocation is gone already."""
@@ -61,12 +62,60 @@ def parse_time_left(text: str) -> float | None:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def allocation_of(settings: WorkerSettings, leave: Callable[[float | None], None]) -> SlurmAllocation | None:
+class Allocation(Protocol):
+    """What a worker runs in."""
+
+    def available_s(self) -> float | None:
+        """For how long jobs may still run; None while no end is known."""
+
+    def look_soon(self) -> None:
+        """Look at it now: the daemon refuses this worker, as it does once the allocation is known to have ended."""
+
+    async def watch(self) -> None:
+        """Look at it until cancelled, or until it is gone and the worker leaves."""
+
+
+def allocation_of(settings: WorkerSettings, leave: Callable[[float | None], None]) -> Allocation | None:
     """The allocation that the settings name; None where they name none."""
-    job_id = os.environ.get("SLURM_JOB_ID", "") if settings.in_slurm else ""
+    if settings.allocation_pids:
+        return ProcessAllocation(settings.allocation_pids, leave)
+    job_id = os.environ.get("SLURM_JOB_ID", "") if settings.allocation == SLURM else ""
     if not job_id:
         return None
     return SlurmAllocation(job_id, settings.allocation_poll_s, settings.leaves_within_s, leave)
+
+
+class ProcessAllocation:
+    """Lasts as long as each of some processes: those of an engine that gives this worker its GPUs."""
+
+    def __init__(self, pids: tuple[int, ...], leave: Callable[[float | None], None]) -> None:
+        self._pids, self._leave = pids, leave
+
+    def available_s(self) -> float | None:
+        """No end is known."""
+        return None
+
+    def look_soon(self) -> None:
+        """Its processes are watched all the time."""
+
+    async def watch(self) -> None:
+        """Wait until one of the processes has ended; the worker leaves then."""
+        loop, ended, pidfds = asyncio.get_running_loop(), asyncio.Event(), list[int]()
+        try:
+            for pid in self._pids:
+                try:
+                    pidfds.append(os.pidfd_open(pid))
+                except ProcessLookupError:
+                    ended.set()
+                else:
+                    loop.add_reader(pidfds[-1], ended.set)
+            await ended.wait()
+        finally:
+            for pidfd in pidfds:
+                loop.remove_reader(pidfd)
+                os.close(pidfd)
+        log.warning("a process has ended that this worker depends on: this node leaves")
+        self._leave(LOST_GRACE_S)
 
 
 class SlurmAllocation:

@@ -131,7 +131,7 @@ class WorkerLoop:
         """True when leases have ended since the answer before: their GPUs are to be read at once."""
         self._drain_hold_s = 0.0
         self._logged_error = ""
-        self._shown = ShownGpus(settings.gpus, os.environ if settings.in_slurm else {})
+        self._shown = ShownGpus(settings.gpus, os.environ if settings.allocation else {})
         self._allocation = allocation_of(settings, self.leave)
         self._running: asyncio.Task[None] | None = None
         self._leaves, self._has_left = False, False

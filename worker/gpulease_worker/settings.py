@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,9 @@ class WorkerSettings:
     )
     allocation: str | None = setting(
         None,
-        "What the worker runs in: `slurm`, for a job of Slurm. It then shows the GPUs of the allocation alone, tells "
-        "the daemon when that ends, and leaves before, or when it is gone.",
+        "What the worker runs in: `slurm`, for a job of Slurm; `pid:N,...` for an allocation that lasts as long as "
+        "these processes. It then shows the GPUs of the allocation alone, tells the daemon when that ends, and leaves "
+        "before, or when it is gone.",
         variable="GPULEASE_ALLOCATION",
         metavar="KIND",
         group=ALLOCATION,
@@ -216,14 +218,20 @@ class WorkerSettings:
     @property
     def leaves_within_s(self) -> float:
         """How long leaving may take; 0 for a worker that does not leave. Seconds."""
-        return self.leave_s or (ALLOCATION_LEAVE_S if self.in_slurm else 0.0)
+        return self.leave_s or (ALLOCATION_LEAVE_S if self.allocation else 0.0)
 
     @property
-    def in_slurm(self) -> bool:
-        """True for a worker in an allocation of Slurm. Raises `InvalidRequest` for an unknown kind."""
-        if self.allocation not in (None, SLURM):
-            raise InvalidRequest(f"allocation: {self.allocation!r} is not known.", remedy="The only kind is `slurm`.")
-        return self.allocation is not None
+    def allocation_pids(self) -> tuple[int, ...]:
+        """The processes that an allocation lasts as long as; none for another kind. Raises `InvalidRequest` for an
+        unknown kind."""
+        if self.allocation in (None, SLURM):
+            return ()
+        found = re.fullmatch(r"pid:(\d{1,9}(?:,\d{1,9})*)", self.allocation or "")
+        if found is None:
+            raise InvalidRequest(
+                f"allocation: {self.allocation!r} is not known.", remedy="It is `slurm`, or `pid:` and process ids."
+            )
+        return tuple(map(int, found[1].split(",")))
 
     @property
     def of_jobs(self) -> JobSettings:

@@ -30,7 +30,7 @@ from gpulease_protocol.host.logging import LogFormat, LogLevel, logging_to_stder
 from gpulease_protocol.status_table import align_columns
 
 if TYPE_CHECKING:
-    from gpulease_fleet.carrier import Finding
+    from gpulease_fleet.carrier import Carrier, Finding
     from gpulease_fleet.pool import Pool
     from gpulease_fleet.records import Records
     from gpulease_fleet.slurm_script import SlurmOptions
@@ -90,6 +90,18 @@ TICK = option(
     "--tick", type=DURATION, metavar="DURATION", default=15.0, show_default="15s", help="Time between two rounds."
 )
 
+IDLE = option(
+    "--idle",
+    type=DURATION,
+    metavar="DURATION",
+    default=600.0,
+    show_default="10m",
+    help="A node above --min goes when it was idle for so long.",
+)
+LEAVE = option(
+    "--leave", type=DURATION, metavar="DURATION", default=60.0, show_default="1m", help="Time for leaving a node."
+)
+
 
 @command(
     examples=(
@@ -101,14 +113,7 @@ TICK = option(
 @option("--nodes", type=Number(int, 0, MAX_PILOTS), metavar="N", help="So many nodes, always.")
 @option("--min", "least", type=Number(int, 0, MAX_PILOTS), metavar="N", help="So many nodes at least.")
 @option("--max", "most", type=Number(int, 0, MAX_PILOTS), metavar="N", help="So many while requests wait.")
-@option(
-    "--idle",
-    type=DURATION,
-    metavar="DURATION",
-    default=600.0,
-    show_default="10m",
-    help="A node above --min goes when it was idle for so long.",
-)
+@IDLE
 @GRES
 @TIME
 @SHARED
@@ -117,7 +122,7 @@ TICK = option(
 @WORKER_OPTION
 @WORKER_DIR
 @PROGRAM
-@option("--leave", type=DURATION, metavar="DURATION", default=60.0, show_default="1m", help="Time for leaving a node.")
+@LEAVE
 @TICK
 @option("--once", is_flag=True, help="Make one round and end, such as from cron.")
 @option("--no-doctor", is_flag=True, help="Start although `doctor` finds something.")
@@ -139,30 +144,21 @@ def slurm_up(
     Runs until it is stopped, which ends no pilot: the next `up` of the pool goes on with them. Needs an administrator's
     rights at the daemon, and of Slurm only sbatch, squeue and scancel.
     """
-    from gpulease_fleet.records import PoolRecord  # noqa: PLC0415 - for this command alone
-    from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - the same
+    from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - for this command alone
 
     options = _slurm_options(pool, **engine)
-    least, most = _size(nodes, least, most)
-    if not no_doctor and (found := [one for one in SlurmCarrier(options).doctor() if not one.ok]):
-        _print_findings(found)
-        output.print_error(
-            f"pool {pool} was not started",
-            "this cluster would hurt it, as said above",
-            "change that, or say --no-doctor",
-        )
-        return output.REFUSED
-    with closing(_records(state_dir, pool)) as records:
-        if not records.lock():
-            raise InvalidRequest(
-                f"Another process keeps pool {pool}.", remedy="Stop it, or give this one another --pool."
-            )
-        before = records.read_pool() if once else None  # rounds of one pool: what has failed in a row is counted on
-        record = before or PoolRecord(name=pool, options={})
-        records.put_pool(replace(record, least=least, most=most, idle_s=idle, down=False, options=asdict(options)))
-        with Client() as client, logging_to_stderr("fleet", LogFormat.AUTO, LogLevel.INFO):
-            keeper = _pool(records, options, client)
-            return _keep(keeper, tick, lambda: once or _is_down(records))
+    size = size_of(nodes, least, most)
+    return up(
+        pool,
+        SlurmCarrier(options),
+        asdict(options),
+        size,
+        idle,
+        tick,
+        once=once,
+        no_doctor=no_doctor,
+        state_dir=state_dir,
+    )
 
 
 @command(examples=("gpulease fleet slurm status", "gpulease fleet slurm status --pool night --json"))
@@ -171,12 +167,87 @@ def slurm_up(
 @JSON
 def slurm_status(pool: str, state_dir: Path | None, json: bool) -> None:
     """Show a pool and its workers."""
+    show_status(pool, state_dir, json)
+
+
+@command(examples=("gpulease fleet slurm down --pool night",))
+@POOL
+@TICK
+@STATE_DIR
+def slurm_down(pool: str, tick: float, state_dir: Path | None) -> int:
+    """End a pool: its nodes leave, their jobs go on elsewhere, and waits for that."""
+    from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - for this command alone
+    from gpulease_fleet.slurm_script import SlurmOptions  # noqa: PLC0415 - the same
+
+    def carrier(known: dict[str, Any]) -> Carrier:
+        return SlurmCarrier(SlurmOptions(**known | {name: tuple(known[name]) for name in ("sbatch", "worker")}))
+
+    return down(pool, tick, state_dir, carrier)
+
+
+@command(examples=("gpulease fleet slurm doctor --gres gpu:8 --time 24h",))
+@GRES
+@TIME
+@SHARED
+@SBATCH
+@JSON
+def slurm_doctor(gres: str, time: str, shared: bool, sbatch: tuple[str, ...], json: bool) -> int:
+    """Look for settings of the cluster that would hurt, and say what to do. Exits 1 if there is one."""
+    from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - for this command alone
+
+    options = _slurm_options(
+        "doctor", gres=gres, time=time, shared=shared, sbatch=sbatch, worker_url="http://127.0.0.1"
+    )
+    found = SlurmCarrier(options).doctor()
+    if json:
+        output.print_json([asdict(one) for one in found])
+    else:
+        print_findings(found)
+    return output.DONE if all(one.ok for one in found) else output.REFUSED
+
+
+def up(
+    pool: str,
+    carrier: Carrier,
+    options: dict[str, Any],
+    size: tuple[int, int],
+    idle_s: float,
+    tick_s: float,
+    *,
+    once: bool,
+    no_doctor: bool,
+    state_dir: Path | None,
+) -> int:
+    """Keep a pool of this size, at least and at most, until a signal comes or it was taken down."""
+    from gpulease_fleet.records import PoolRecord  # noqa: PLC0415 - for `up` alone
+
+    if not no_doctor and (found := [one for one in carrier.doctor() if not one.ok]):
+        print_findings(found)
+        output.print_error(
+            f"pool {pool} was not started",
+            "this cluster would hurt it, as said above",
+            "change that, or say --no-doctor",
+        )
+        return output.REFUSED
+    with closing(_records(state_dir, pool)) as records:
+        if not records.lock():
+            raise InvalidRequest(f"Another process keeps pool {pool}.", remedy="Stop it, or name another --pool.")
+        before = records.read_pool() if once else None  # rounds of one pool: what has failed in a row is counted on
+        record = before or PoolRecord(name=pool, options={})
+        least, most = size
+        records.put_pool(replace(record, least=least, most=most, idle_s=idle_s, down=False, options=options))
+        with Client() as client, logging_to_stderr("fleet", LogFormat.AUTO, LogLevel.INFO):
+            return _keep(_pool(records, carrier, client), tick_s, lambda: once or _is_down(records))
+
+
+def show_status(pool: str, state_dir: Path | None, json: bool) -> None:
+    """Print a pool and its workers."""
     from gpulease_fleet.pool import describe  # noqa: PLC0415 - for this command alone
 
     with closing(_records(state_dir, pool)) as records:
         record, rows = records.read_pool(), records.pilots()
     if record is None:
-        raise NotFound(f"There is no pool {pool}.", remedy="`gpulease fleet slurm up` makes one.")
+        raise NotFound(f"There is no pool {pool}.", remedy="`gpulease fleet slurm up`, or `ray up`, makes one.")
     if json:
         output.print_json(describe(record, rows))
         return
@@ -198,54 +269,25 @@ def slurm_status(pool: str, state_dir: Path | None, json: bool) -> None:
     output.print_table(align_columns(heads, table, output.terminal_width()))
 
 
-@command(examples=("gpulease fleet slurm down --pool night",))
-@POOL
-@TICK
-@STATE_DIR
-def slurm_down(pool: str, tick: float, state_dir: Path | None) -> int:
-    """End a pool: its nodes leave, their jobs go on elsewhere, and waits for that."""
-    from gpulease_fleet.pool import GONE  # noqa: PLC0415 - for this command alone
-    from gpulease_fleet.slurm_script import SlurmOptions  # noqa: PLC0415 - the same
+def down(pool: str, tick_s: float, state_dir: Path | None, make: Callable[[dict[str, Any]], Carrier]) -> int:
+    """End a pool, and wait for that. `make`: its carrier, of the options on record."""
+    from gpulease_fleet.pool import GONE  # noqa: PLC0415 - for `down` alone
 
     with closing(_records(state_dir, pool)) as records:
         record = records.read_pool()
         if record is None:
-            raise NotFound(f"There is no pool {pool}.", remedy="`gpulease fleet slurm up` makes one.")
+            raise NotFound(f"There is no pool {pool}.", remedy="`gpulease fleet slurm up`, or `ray up`, makes one.")
         records.change_pool(down=True)
         until_s = time.monotonic() + DOWN_S
         while any(row.state != GONE for row in records.pilots()):
             if records.lock():
-                fields = record.options | {name: tuple(record.options[name]) for name in ("sbatch", "worker")}
                 with Client() as client, logging_to_stderr("fleet", LogFormat.AUTO, LogLevel.INFO):
-                    return _keep(_pool(records, SlurmOptions(**fields), client), tick, lambda: _is_down(records))
+                    return _keep(_pool(records, make(record.options), client), tick_s, lambda: _is_down(records))
             if time.monotonic() > until_s:
-                output.print_error(
-                    f"pool {pool} is not down yet", "its pilots take long", "gpulease fleet slurm status"
-                )
+                output.print_error(f"pool {pool} is not down yet", "its pilots take long", f"look at it: {STATUS}")
                 return output.REFUSED
             time.sleep(BUSY_TICK_S)
     return output.DONE
-
-
-@command(examples=("gpulease fleet slurm doctor --gres gpu:8 --time 24h",))
-@GRES
-@TIME
-@SHARED
-@SBATCH
-@JSON
-def slurm_doctor(gres: str, time: str, shared: bool, sbatch: tuple[str, ...], json: bool) -> int:
-    """Look for settings of the cluster that would hurt, and say what to do. Exits 1 if there is one."""
-    from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - for this command alone
-
-    options = _slurm_options(
-        "doctor", gres=gres, time=time, shared=shared, sbatch=sbatch, worker_url="http://127.0.0.1"
-    )
-    found = SlurmCarrier(options).doctor()
-    if json:
-        output.print_json([asdict(one) for one in found])
-    else:
-        _print_findings(found)
-    return output.DONE if all(one.ok for one in found) else output.REFUSED
 
 
 def _keep(pool: Pool, tick_s: float, is_done: Callable[[], bool]) -> int:
@@ -275,12 +317,11 @@ def _is_down(records: Records) -> bool:
     return record is not None and record.down and all(row.state == "gone" for row in records.pilots())
 
 
-def _pool(records: Records, options: SlurmOptions, client: Client) -> Pool:
+def _pool(records: Records, carrier: Carrier, client: Client) -> Pool:
     from gpulease_fleet.daemon_client import DaemonClient  # noqa: PLC0415 - for `up` and `down` alone
     from gpulease_fleet.pool import Pool  # noqa: PLC0415 - the same
-    from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - the same
 
-    return Pool(records, SlurmCarrier(options), DaemonClient(client))
+    return Pool(records, carrier, DaemonClient(client))
 
 
 def _records(state_dir: Path | None, pool: str) -> Records:
@@ -295,7 +336,8 @@ def _records(state_dir: Path | None, pool: str) -> Records:
         raise InvalidRequest(f"--state-dir: cannot be used: {error}.") from error
 
 
-def _size(nodes: int | None, least: int | None, most: int | None) -> tuple[int, int]:
+def size_of(nodes: int | None, least: int | None, most: int | None) -> tuple[int, int]:
+    """The fewest and the most nodes of a pool. Raises `InvalidRequest`."""
     if nodes is not None:
         if least is not None or most is not None:
             raise InvalidRequest("--nodes: is for a fixed number; leave it out with --min and --max.")
@@ -320,13 +362,14 @@ def _slurm_options(
     program: str | None = None,
     leave: float = 60.0,
 ) -> SlurmOptions:
-    from gpulease_fleet.slurm_script import SlurmOptions, default_directory  # noqa: PLC0415 - for `slurm` alone
+    from gpulease_fleet.slurm_script import SlurmOptions  # noqa: PLC0415 - for `slurm` alone
+    from gpulease_fleet.worker_script import default_directory  # noqa: PLC0415 - the same
 
     for words, name in ((sbatch, "--sbatch"), (worker_option, "--worker-option")):
         if any(not word.startswith("--") or "\n" in word for word in words):
             raise InvalidRequest(f"{name}: each must begin with --, such as {name}=--partition=gpu.")
     url = worker_url or os.environ.get("GPULEASE_URL") or ""
-    _check_url(url, plain="--plain-http" in worker_option)
+    check_url(url, plain="--plain-http" in worker_option)
     directory = Path(worker_dir).absolute() if worker_dir else default_directory(pool)
     if worker_dir or pool != "doctor":
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -343,7 +386,7 @@ def _slurm_options(
     )
 
 
-def _check_url(url: str, *, plain: bool) -> None:
+def check_url(url: str, *, plain: bool) -> None:
     """Raises `InvalidRequest` for an address at which a worker on another host could not reach the daemon."""
     if not url.startswith(("https://", "http://")):
         raise InvalidRequest(
@@ -365,7 +408,8 @@ def _slurm_time(text: str) -> str:
     return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def _print_findings(found: list[Finding]) -> None:
+def print_findings(found: list[Finding]) -> None:
+    """Print what `doctor` has found."""
     for one in found:
         click.echo(f"{'ok  ' if one.ok else 'BAD '} {one.what}")
         if one.remedy:

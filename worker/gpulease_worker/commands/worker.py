@@ -24,7 +24,7 @@ def worker(settings: WorkerSettings, with_parent: bool) -> int:
     with needs_extra("worker"):
         from gpulease_worker.main import run  # noqa: PLC0415 - an extra
     settings = replace(settings, token=_token(settings), with_parent=with_parent)
-    _ = settings.urls, settings.in_slurm  # raises for what is not known, before anything has been done
+    _ = settings.urls, settings.allocation_pids  # raises for what is not known, before anything has been done
     return run(settings)
 
 
