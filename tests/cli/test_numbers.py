@@ -49,7 +49,7 @@ REQUIRED = {
     "token create": ("--user", "ada"),
 }
 """Required arguments of commands, after their options."""
-OF_THE_REQUEST = {"gpus": (1, 4096), "retries": (0, 100), "max_restarts": (0, 100)}
+OF_THE_REQUEST = {"gpus": (1, 4096), "nodes": (1, 256), "retries": (0, 100), "max_restarts": (0, 100)}
 """Numbers with bounds in the request body, for the library and the command line alike."""
 
 
