@@ -68,7 +68,8 @@ def impossible(option: Any) -> list[str]:
     if isinstance(number_type(option), Duration):
         return ["nan", "inf", "-1", "9" * 400, "99999999999d"]
     kind = number_type(option)
-    least, most = OF_THE_REQUEST.get(option.name, (kind.minimum, kind.maximum))
+    own = kind.minimum, kind.maximum
+    least, most = OF_THE_REQUEST[option.name] if own == (None, None) else own
     assert least is not None, f"{option.opts[0]} has no least value"
     assert most is not None, f"{option.opts[0]} has no greatest value"
     below, above = least - 1, most * 2 + 1
