@@ -125,7 +125,7 @@ class Pool:
         node = self._carrier.node_of(pilot) or row.node
         seen = now if now - row.last_seen >= SEEN_S else row.last_seen
         ends_at = row.ends_at if _is_same(row.ends_at, pilot.ends_at) else ends_at
-        row = replace(row, handle=pilot.handle, last_seen=seen, ends_at=ends_at, node=node, why=pilot.why or row.why)
+        row = replace(row, handle=pilot.handle, last_seen=seen, ends_at=ends_at, node=node, why=pilot.why)
         if pilot.state is CarriedState.GONE:
             return replace(row, state=ENDED)
         if row.state == ENDING or pilot.state is CarriedState.ENDING:
