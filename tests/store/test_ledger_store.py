@@ -319,6 +319,17 @@ def test_a_row_that_cannot_be_kept_is_not_taken_for_a_database_that_fails(store:
     assert lasting(store.load()) == lasting(world.ledger)
 
 
+def test_a_list_never_shows_a_lease_in_another_state_than_it_asks_for(store: Store) -> None:
+    world = World().node(gpus=1)
+    lease = world.lease()
+    before = world.ledger.leases[lease.id]
+    save(store, world)
+    world.release(lease)
+    save(store, world)  # a reader still has the lease as it was before this commit
+    ended, _ = store.leases([LeaseState.ENDED], None, 10, known={lease.id: before})
+    assert [record.lease.end_reason for record in ended] == ["released"]
+
+
 def test_pages_come_newest_first_and_end(store: Store) -> None:
     world = World().node(gpus=8)
     ids = [world.lease().id for _ in range(5)]

@@ -235,14 +235,14 @@ class Store:
         *where: ColumnElement[bool],
     ) -> tuple[list[Record], int | None]:
         newest_first = table.c.number.desc()
-        query = select(table.c.id).where(*where).order_by(newest_first).limit(limit)
+        query = select(table.c.id, table.c.state).where(*where).order_by(newest_first).limit(limit)
         if states:
             query = query.where(table.c.state.in_(states))
         if after is not None:
             query = query.where(table.c.number < after)
         page: list[Record] = []
         with snapshot(self.engine) as connection:
-            found = {key: known.get(key) for key in connection.execute(query).scalars()}
+            found = {key: _known_in(known, key, state) for key, state in connection.execute(query)}
             unknown = [key for key, record in found.items() if record is None]
             rest = select(table).where(table.c.id.in_(unknown)).order_by(newest_first)
             with connection.execute(rest.execution_options(yield_per=20)) as others:
@@ -262,6 +262,15 @@ class Store:
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
     return not isinstance(change, (NodeObservation, Deadline, NotBefore, DependencyMet, BypassCounts))
+
+
+def _known_in(known: Mapping[str, Record], key: str, state: str) -> Record | None:
+    """A record as readers know it, unless its state is already committed that they are to see next."""
+    record = known.get(key)
+    if record is None:
+        return None
+    noun = record.lease if isinstance(record, LeaseRecord) else record.job
+    return record if noun.state == state else None
 
 
 def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
