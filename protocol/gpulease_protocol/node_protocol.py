@@ -39,9 +39,11 @@ def parse_attempt_name(name: str) -> tuple[str, int]:
 
 
 class RunState(StrEnum):
-    """How far the worker has come with one attempt of a job."""
+    """How far the worker has come with one attempt of a job. `prepared`: what its node needs is there, and it waits for
+    the other nodes of the job."""
 
     STARTING = "starting"
+    PREPARED = "prepared"
     RUNNING = "running"
     EXITED = "exited"
 
@@ -80,6 +82,9 @@ class JobReport(Noun):
     and before the supervisor runs."""
     log_directory: str | None = None
     """Where its log files lie on the node: `launcher.log`, `rank-0.log`, `rank-1.log`, ..."""
+    follows: bool = False
+    """True where it failed because its part on another node had ended or could not be reached, as far as that can be
+    told here."""
 
 
 def final_state(report: JobReport, *, cancelled: bool) -> tuple[JobState, str | None]:
@@ -197,6 +202,8 @@ class NodeReport(Noun):
     """What it sees of each owner that it was told to watch."""
     sends_logs: bool = False
     """True when this worker does what `DesiredState.log_requests` asks for."""
+    takes_gangs: bool = False
+    """True when this worker can run its part of a job that runs on several nodes."""
     hold_s: float = 1.0
     """How long the daemon may hold its answer while nothing has changed, at most 30."""
     available_s: float | None = None
@@ -234,6 +241,24 @@ class NodeLease(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GangPlace(Noun):
+    """Which part of a job that runs on several nodes is this node's. Every node has as many ranks as it has GPUs of the
+    job, and all have the same number."""
+
+    rank: int
+    """Rank of the node, from 0: its first global rank is this times its number of GPUs."""
+    nodes: tuple[str, ...]
+    """Names of all nodes of the job, by rank."""
+    addresses: tuple[str, ...]
+    """Their addresses, by rank. The ranks rendezvous at the first one, on the port in the lease's environment."""
+
+    @property
+    def leader(self) -> str:
+        """The address at which the others meet."""
+        return self.addresses[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobOrder(Noun):
     """A job that should run on this node."""
 
@@ -264,6 +289,12 @@ class JobOrder(Noun):
     """Seconds between SIGTERM and SIGKILL."""
     job: Job | None = None
     """The job, where its supervisor is to tell someone of its end (`JobSpec.notify`)."""
+    gang: GangPlace | None = None
+    """This node's part of a job that runs on several nodes; null for one on this node alone. Only a worker that takes
+    gangs is given one."""
+    go: bool = True
+    """False while a node of the job is not prepared: then it is to be prepared, and not launched. Once launched, it
+    stays launched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

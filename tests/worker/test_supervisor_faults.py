@@ -103,7 +103,7 @@ def test_a_job_that_does_not_reach_exec_in_time_fails(tmp_path: Path) -> None:
 
 def test_the_exit_status_is_not_lost_while_the_disk_is_full(tmp_path: Path) -> None:
     directory = furnished(tmp_path / "j", order("j", spec("sh", "-c", "exit 7")))
-    with supervising(directory, "supervisor.RECORD_RETRY_S = 0.01" + full(job_records.EXIT, 5)) as supervisor:
+    with supervising(directory, "supervisor.job_end.RETRY_S = 0.01" + full(job_records.EXIT, 5)) as supervisor:
         assert supervisor.wait(60) == 0
     assert end_of(directory).exit_code == 7
 

@@ -33,6 +33,7 @@ gpulease worker
 ```
 The first job starts the fork server and does not wait for it: its supervisor is a program, below the worker itself. So
 is every supervisor while there is no fork server that is ready (`jobs.supervisor_start`).
+The supervisors of a job that runs on several nodes are connected (`jobs.gang_link`).
 With `--pam-service` each supervisor starts one more process, which keeps its job's PAM session (`jobs.pam_session`).
 
 The life of a job
@@ -48,6 +49,8 @@ The life of a job
    (`jobs.spawn`): root does nothing for a user that the user may not do. If the user's file system hangs, that
    process hangs, and the supervisor still reacts to a stop. Until a process has executed its program it has no marker,
    so the kernel ends it with the supervisor; the same holds for the launcher.
+   A job on several nodes is launched in two steps (`jobs.gang_part`): the supervisor checks everything, meets those of
+   the other nodes, and records that its node is `prepared`; it launches when the daemon says that all are (`go`).
 3. Running. `start.json` is written again with the launcher in it, and once more when the first rank has started. The
    supervisor gives the worker news of that (`jobs.record_news`), which reports `running` at once with its last reading.
    torchrun, accelerate, deepspeed and horovodrun start ranks, which have their rank in their environment. What any
@@ -103,6 +106,7 @@ What each failure does
 - The disk is full: a new job is refused with that reason; running jobs continue. The space for `exit.json` was reserved
   with the directory. An order to stop that cannot be written is passed on as SIGTERM alone, which means the default
   grace period, and is written later.
+- Another node's part of a job ends, or cannot be reached for 12 s: this one ends too, with or without a daemon.
 - A job's processes survive SIGKILL, because they hang in the kernel or run as another user: 5 s after the first SIGKILL
   they are recorded in `stuck.json` and reported, and SIGKILL is re-sent once a second until they exit. A process whose
   first thread alone has ended is one of them, although the kernel shows it as a zombie.

@@ -360,6 +360,7 @@ class WorkerLoop:
             realm=realm(),
             owners=self._owners.reports(),
             sends_logs=True,
+            takes_gangs=True,
             hold_s=hold_s,
             available_s=self._available_s(),
             leaving=self._leaves,

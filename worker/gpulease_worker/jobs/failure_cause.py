@@ -38,6 +38,12 @@ TRACEBACK = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|
 
 NOT_READY = re.compile(r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady")
 """The wordings of CUDA's error 802."""
+LOST_PEER = re.compile(
+    r"Connection (?:closed|reset|refused|aborted)|Broken pipe|DistNetworkError|remote process exited|NCCL communicator"
+    r"|(?:Timed out|timed out|timeout) waiting|recvValue failed|Socket Timeout",
+    re.IGNORECASE,
+)
+"""The wordings of gloo, NCCL and torch where a rank has lost another one. They say that the cause is elsewhere."""
 FABRIC = " CUDA did not start (error 802): the node's fabric manager is not running, or has not finished starting."
 """What that means; appended to the reason."""
 
@@ -52,6 +58,8 @@ class Failure:
     """Why, as a sentence."""
     traceback: str | None = None
     """The rank's traceback; None where it left none."""
+    lost_peer: bool = False
+    """True where it says that it lost its connection to another rank."""
 
 
 def first_failure(logs: Path, code: int) -> Failure:
@@ -60,12 +68,13 @@ def first_failure(logs: Path, code: int) -> Failure:
     root_cause = _root_cause(output)
     if root_cause is None:
         traceback = _last_traceback(output)
-        return Failure(code, f"The command {_ended(code)}{_line(traceback)}.{_cuda(output)}", traceback)
+        reason = f"The command {_ended(code)}{_line(traceback)}.{_cuda(output)}"
+        return Failure(code, reason, traceback, _lost_peer(traceback))
     rank, rank_code, error_file = root_cause
     own = tail(logs, f"rank-{rank}.log", size_bytes=TAIL_BYTES)
     traceback = _recorded(logs, error_file) or _last_traceback(own)
     reason = f"Rank {rank} failed first: it {_ended(rank_code)}{_line(traceback)}.{_cuda(own + output)}"
-    return Failure(rank_code, reason, traceback)
+    return Failure(rank_code, reason, traceback, _lost_peer(traceback))
 
 
 def _root_cause(output: str) -> tuple[int, int, str] | None:
@@ -119,6 +128,11 @@ def _line(traceback: str | None) -> str:
     if traceback is None:
         return ""
     return f" ({traceback.splitlines()[-1].strip()[:LINE_CHARACTERS].rstrip('.')})"
+
+
+def _lost_peer(traceback: str | None) -> bool:
+    """True where the exception is about the connection to another rank."""
+    return traceback is not None and LOST_PEER.search(traceback.splitlines()[-1][: LINE_CHARACTERS * 4]) is not None
 
 
 def _cuda(output: str) -> str:

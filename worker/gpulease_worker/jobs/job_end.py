@@ -1,15 +1,24 @@
-"""What a supervisor records of the end of its job."""
+"""What a supervisor records of the end of its job, and writing that although the disk may be full for a while."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from gpulease_worker.jobs import failure_cause, job_records
+from gpulease_worker.jobs.fence import Fence
+from gpulease_worker.jobs.gang_part import GangPart
+from gpulease_worker.jobs.launch_plan import LaunchPlan
 
 STOPPED = "It was stopped on request."
 """Why a job has ended that its worker, or a SIGTERM of another, has told to stop."""
+RETRY_S = 0.5
+"""Pause before another attempt to write the record."""
+DEADLINE_S = 60.0
+"""How long to try to write it; after that the worker, which sees the supervisor end, writes one."""
 
 
 def exit_code(status: int) -> int:
@@ -18,19 +27,64 @@ def exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def end_record(logs: Path, code: int | None, *, timed_out: bool, why: str | None) -> job_records.ExitRecord:
-    """The record of the end, with the reason if there is one.
+def of_launched(
+    directory: Path,
+    plan: LaunchPlan,
+    status: int | None,
+    fence: Fence,
+    part: GangPart | None,
+    *,
+    stopped: bool,
+    timed_out: bool,
+) -> job_records.ExitRecord:
+    """The record of a job that was launched, with the reason if there is one.
 
     Args:
-        logs: Where a failure is looked for.
-        code: Exit code of the launcher; None if that was not observed.
+        directory: The job's: a failure is looked for in its logs.
+        plan: What was to run.
+        status: The launcher's wait status; None if that was not observed.
+        fence: The fence that its supervisor keeps.
+        part: This node's part of a job on several nodes; None for a job on one.
+        stopped: It was told to stop.
         timed_out: It was ended because of its time limit.
-        why: Why its supervisor has ended it; None if it has ended by itself.
     """
-    end = job_records.ExitRecord(
-        exit_code=code, timed_out=timed_out, stopped=why == STOPPED, ended_at=job_records.now(), reason=why
-    )
-    if why is not None or code in (0, None):
+    code = None if status is None else exit_code(status)
+    end = job_records.ExitRecord(exit_code=code, timed_out=timed_out, ended_at=job_records.now())
+    if timed_out:
+        return replace(end, reason=f"It ran longer than its time limit of {plan.timeout_s:g} s.")
+    if fence.was_reached and code != 0:
+        return replace(end, reason=fence.reason)
+    if stopped:
+        return replace(end, reason=STOPPED, stopped=True, follows=part is not None)
+    if code in (0, None):
         return end
-    failure = failure_cause.first_failure(logs, code)
-    return replace(end, exit_code=failure.code, reason=failure.reason, traceback=failure.traceback)
+    peer_end = None if part is None else part.peer_end
+    if part is not None and part.is_stopped and peer_end is not None:
+        return replace(end, reason=peer_end.sentence, follows=True)
+    failure = failure_cause.first_failure(directory / job_records.LOGS, code)
+    follows = part is not None and (peer_end is not None or failure.lost_peer)
+    return replace(end, exit_code=failure.code, reason=failure.reason, traceback=failure.traceback, follows=follows)
+
+
+def of_never_launched(reason: str, part: GangPart | None, *, stopped: bool) -> job_records.ExitRecord:
+    """The record of a job that was never launched."""
+    follows = part is not None and (stopped or part.peer_end is not None)
+    return replace(job_records.never_launched(reason, stopped=stopped), follows=follows)
+
+
+def write(
+    directory: Path, end: job_records.ExitRecord, sleep: Callable[[float], object], log_error: Callable[[str], object]
+) -> None:
+    """Write the record of the end. Raises OSError when that has failed for DEADLINE_S."""
+    end = replace(end, reason=failure_cause.reportable(end.reason))
+    give_up_s = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            job_records.write(directory, job_records.EXIT, end)
+        except OSError as error:
+            log_error(f"the end could not be recorded: {error}")
+            if time.monotonic() > give_up_s:
+                raise
+            sleep(RETRY_S)
+        else:
+            return

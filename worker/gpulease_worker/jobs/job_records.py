@@ -4,6 +4,7 @@
 JOB_DIR/            mode 0700, as the environment in order.json may hold secrets; 0711 where the job is another user's
   order.json        what to run (`LaunchPlan`)             written by the worker, with the directory itself
   start.json        the supervisor and the launcher        written by the supervisor, before and after it launches
+  go                all nodes of the job are prepared      written by the worker, then SIGUSR1 to the supervisor
   stop.json         an order to stop                       written by the worker, then SIGTERM to the supervisor
   stuck.json        processes that survive SIGKILL         written by the holder of the lock
   exit.json         how it ended                           written by the holder of the lock, once
@@ -34,7 +35,7 @@ from gpulease_protocol.host.process_id import ProcessId, boot_id
 from gpulease_protocol.model import Noun
 
 ORDER, START, STOP, UNKILLABLE, EXIT = "order.json", "start.json", "stop.json", "stuck.json", "exit.json"
-FORGOTTEN, LOGS, WORK, LOCK = "forgotten", "logs", "work", "lock"
+FORGOTTEN, LOGS, WORK, LOCK, GO = "forgotten", "logs", "work", "lock", "go"
 NOTIFY_LOG = "notify.log"
 """Beside the job's logs: what its `notify` command printed, or why a URL was not told."""
 RESERVED_BYTES = 32768
@@ -61,6 +62,10 @@ class StartRecord(Noun):
     """Directory of the job's cgroup; null where it has none."""
     fence_s: float | None = None
     """The fence that the supervisor keeps; null where the job has none."""
+    prepared_at: datetime | None = None
+    """When its node was prepared, for a job on several nodes; null until then."""
+    waits_for: str | None = None
+    """What its node still waits for, as a sentence; null where that is nothing of another node's."""
 
     def supervised(self) -> bool:
         """True while the supervisor is alive."""
@@ -102,6 +107,8 @@ class ExitRecord(Noun):
     """True when it was ended because of its `timeout_s`."""
     stopped: bool = False
     """True when it was told to stop, by its worker or by a SIGTERM of another."""
+    follows: bool = False
+    """As `JobReport.follows`."""
     ended_at: datetime
     """When its last process ended."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from gpulease.cuda import index_mask
 from gpulease_protocol.launchers import LAUNCHERS, choose_mask, strip_launcher_variables, strip_reserved_variables
 from gpulease_protocol.model import Job, Launcher, Mask, Noun
-from gpulease_protocol.node_protocol import JobOrder
+from gpulease_protocol.node_protocol import GangPlace, JobOrder
 from gpulease_worker.jobs import launcher_argv
 from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.user_accounts import UserAccount
@@ -67,11 +67,28 @@ class LaunchPlan(Noun):
     """The job, for that; null where the daemon is of an older version."""
     fence_s: float | None = None
     """End it after so long without an answer of a daemon, as in `JobSpec`."""
+    gang: GangPlace | None = None
+    """This node's part of a job on several nodes; null for a job on this node alone."""
 
     @property
     def uid(self) -> int:
         """The user id of its processes."""
         return os.getuid() if self.account is None else self.account.uid
+
+    @property
+    def part(self) -> int | None:
+        """Rank of this node in a job on several; None for a job on one."""
+        return None if self.gang is None else self.gang.rank
+
+    @property
+    def cgroup_name(self) -> str:
+        """Name of its cgroup: two nodes of a job can share a host."""
+        return self.lease_id if self.gang is None else f"{self.lease_id}.{self.gang.rank}"
+
+    @property
+    def leased_port(self) -> int:
+        """The port at which the nodes of the job meet."""
+        return int(self.environment["MASTER_PORT"])
 
 
 def plan_launch(
@@ -85,6 +102,7 @@ def plan_launch(
     account: UserAccount | None = None,
     settings: JobSettings | None = None,
     ca_file: str | None = None,
+    interface: str | None = None,
 ) -> LaunchPlan:
     """How a job is run.
 
@@ -98,6 +116,8 @@ def plan_launch(
         account: The user it runs as, where that is not the worker's own.
         settings: What the worker's settings say; the defaults where None.
         ca_file: Certificates to trust for https to the daemon; the system's where None.
+        interface: The network interface through which the nodes of a job on several reach each other; None where that
+            is not known.
 
     Raises:
         ValueError: the lease lacks something that the launcher needs.
@@ -111,7 +131,7 @@ def plan_launch(
         job_id=order.job_id,
         lease_id=order.lease_id,
         argv=launcher_argv.argv(order, interpreter, logs),
-        environment=environment(order, own, url, account, ca_file),
+        environment=environment(order, own, url, account, ca_file) | gang_variables(order, interface),
         working_directory=spec.working_directory or str(work),
         timeout_s=spec.timeout_s,
         starts_ranks=traits.starts_ranks,
@@ -127,6 +147,7 @@ def plan_launch(
         notify=spec.notify,
         job=order.job,
         fence_s=spec.fence_s,
+        gang=order.gang,
     )
 
 
@@ -169,6 +190,23 @@ def environment(
         | _simulated_mask(order)
         | {"GPULEASE_LEASE_ID": order.lease_id, "GPULEASE_JOB_ID": order.job_id}
     )
+
+
+def gang_variables(order: JobOrder, interface: str | None) -> dict[str, str]:
+    """What a job on several nodes finds in its environment on one of them, beside the lease's variables.
+
+    gloo listens on the address that the host's own name resolves to, which is 127.0.1.1 on many hosts, and NCCL on an
+    interface of its own choice, which may be a bridge of containers. So both are given the interface that leads to the
+    other nodes, unless the job names one itself. NCCL takes a name as a prefix without "=".
+    """
+    place = order.gang
+    if place is None:
+        return {}
+    given = order.spec.environment
+    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+    return {"NODE_RANK": str(place.rank), "GPULEASE_NODES": ",".join(place.addresses)} | {
+        name: value for name, value in sockets.items() if name not in given
+    }
 
 
 def _simulated_mask(order: JobOrder) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gpulease_protocol.launchers import LAUNCHERS
 from gpulease_protocol.model import Launcher
-from gpulease_protocol.node_protocol import JobOrder
+from gpulease_protocol.node_protocol import GangPlace, JobOrder
 
 RANK_SCRIPT = 'ln -f "${TORCHELASTIC_ERROR_FILE%/*}/stdout.log" "$0/rank-$RANK.log"; exec "$@" 2>&1'
 """Shell script that torchrun starts for each rank. torchrun opens one file for stdout and one for stderr in a directory
@@ -19,6 +19,8 @@ with a random name; this joins both streams, in order, in the first and links it
 so torchrun watches and signals the rank itself. `$0` is the log directory."""
 ACCELERATE_CONFIG = "accelerate.json"
 """Name of the configuration of `accelerate launch` in the job's directory, in place of the user's own."""
+HOST_FILE = "hostfile"
+"""Name of deepspeed's host file in the job's directory, for a job on several nodes."""
 
 
 def argv(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...]:
@@ -37,7 +39,7 @@ def argv(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...]:
         case Launcher.ACCELERATE:
             return _accelerate(order, interpreter, logs)
         case Launcher.DEEPSPEED:
-            return _deepspeed(order, interpreter)
+            return _deepspeed(order, interpreter, logs)
         case Launcher.HOROVODRUN:
             return _horovodrun(order, interpreter)
         case Launcher.BAGUA:
@@ -49,21 +51,31 @@ def argv(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...]:
 
 
 def ranks(order: JobOrder) -> int:
-    """How many ranks a launcher starts: one per GPU."""
+    """How many ranks a launcher starts on this node: one per GPU."""
     return len(order.gpus) or order.spec.gpus
+
+
+def nodes(order: JobOrder) -> int:
+    """On how many nodes the job runs."""
+    return 1 if order.gang is None else len(order.gang.nodes)
+
+
+def first_rank(order: JobOrder) -> int:
+    """Global rank of the first rank on this node."""
+    return 0 if order.gang is None else order.gang.rank * ranks(order)
 
 
 def accelerate_config(order: JobOrder) -> str:
     """The configuration of `accelerate launch`. Given this one, it ignores the user's own, which may name GPUs, a port
     or a number of processes."""
-    several = ranks(order) > 1
+    total = ranks(order) * nodes(order)
     return json.dumps(
         {
             "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "MULTI_GPU" if several else "NO",
-            "num_processes": ranks(order),
-            "num_machines": 1,
-            "machine_rank": 0,
+            "distributed_type": "MULTI_GPU" if total > 1 else "NO",
+            "num_processes": total,
+            "num_machines": nodes(order),
+            "machine_rank": 0 if order.gang is None else order.gang.rank,
             "gpu_ids": "all",
             "mixed_precision": "no",
             "use_cpu": False,
@@ -80,9 +92,10 @@ def _torchrun(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...]:
     MASTER_ADDR and MASTER_PORT. With c10d, torch 2.13 gives the ranks a port of its own choice, outside the lease.
     """
     restarts = ("--max-restarts", str(order.spec.max_restarts)) if order.spec.max_restarts else ()
+    place = () if order.gang is None else ("--node-rank", str(order.gang.rank))
     return (
         *(interpreter, "-m", "torch.distributed.run"),
-        *("--nnodes", "1", "--nproc-per-node", str(ranks(order))),
+        *("--nnodes", str(nodes(order)), "--nproc-per-node", str(ranks(order)), *place),
         *("--master-addr", order.env["MASTER_ADDR"], "--master-port", order.env["MASTER_PORT"], *restarts),
         *("--log-dir", str(logs / "torchrun"), "--redirects", "3", "--tee", "3"),
         *("--no-python", "/bin/sh", "-c", RANK_SCRIPT, str(logs)),
@@ -94,10 +107,15 @@ def _accelerate(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...
     """accelerate runs torchrun for two or more ranks, and starts the script itself for one."""
     start = (interpreter, "-m", "accelerate.commands.launch", "--config_file", str(logs.parent / ACCELERATE_CONFIG))
     one = (*start, "--num_processes", "1", "--gpu_ids", "all", "--main_process_port", order.env["MASTER_PORT"])
-    if ranks(order) == 1:
+    if ranks(order) * nodes(order) == 1:
         return (*one, "--no_python", interpreter, "-u", *order.spec.command)
+    place = (
+        ()
+        if order.gang is None
+        else ("--num_machines", str(nodes(order)), "--machine_rank", str(order.gang.rank), "--rdzv_backend", "static")
+    )
     return (
-        *(*start, "--multi_gpu", "--num_processes", str(ranks(order)), "--gpu_ids", "all"),
+        *(*start, "--multi_gpu", "--num_processes", str(ranks(order) * nodes(order)), "--gpu_ids", "all", *place),
         *("--main_process_ip", order.env["MASTER_ADDR"], "--main_process_port", order.env["MASTER_PORT"]),
         *("--max_restarts", str(order.spec.max_restarts)),
         *("--log_dir", str(logs / "torchrun"), "--tee", "3"),
@@ -106,13 +124,23 @@ def _accelerate(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...
     )
 
 
-def _deepspeed(order: JobOrder, interpreter: str) -> tuple[str, ...]:
+def host_file(order: JobOrder, place: GangPlace) -> str:
+    """deepspeed's list of the nodes, by rank, with the number of ranks on each."""
+    return "".join(f"{address} slots={ranks(order)}\n" for address in place.addresses)
+
+
+def _deepspeed(order: JobOrder, interpreter: str, logs: Path) -> tuple[str, ...]:
     """deepspeed takes its GPUs from the mask, which `environment` gives it as indices. /dev/null as the host file keeps
-    it from reading the machine's own, which may be that of a cluster."""
+    it from reading the machine's own, which may be that of a cluster. On several nodes its own way is ssh to each of
+    them; with `--no_ssh` it starts the ranks of one node alone."""
+    place = order.gang
+    hosts: tuple[str, ...] = ("--hostfile", "/dev/null")
+    if place is not None:
+        hosts = ("--hostfile", str(logs.parent / HOST_FILE), "--no_ssh", "--node_rank", str(place.rank))
     command = order.spec.command
     script = ("--module", *command[1:]) if command[0] == "-m" else command
     return (
-        *(interpreter, "-m", "deepspeed.launcher.runner", "--hostfile", "/dev/null"),
+        *(interpreter, "-m", "deepspeed.launcher.runner", *hosts),
         *("--master_addr", order.env["MASTER_ADDR"], "--master_port", order.env["MASTER_PORT"], *script),
     )
 

@@ -28,6 +28,8 @@ class LocalJob:
     """The marker of its processes; None while its order is unreadable."""
     uid: int = lease_claims.NO_USER
     """The user of its processes; NO_USER while its order is unreadable."""
+    part: int | None = None
+    """Rank of this node in a job on several nodes; None for a job on one, and while its order is unreadable."""
     start: job_records.StartRecord | None = None
     exit: job_records.ExitRecord | None = None
     unkillable: job_records.UnkillableRecord | None = None
@@ -44,6 +46,8 @@ class LocalJob:
     """The lock of its directory, while this worker records the end; until that is on disk, no one can launch it."""
     stop: job_records.StopRecord | None = None
     """The last order to stop that is on disk."""
+    may_go: bool = False
+    """True once it is on disk that all nodes of the job are prepared."""
     unreadable_since_s: float | None = None
     """Since when its records are unreadable, by the monotonic clock; None while they are readable."""
     last_error: str = ""
@@ -84,6 +88,7 @@ class LocalJob:
             plan = job_records.read(self.directory, job_records.ORDER, LaunchPlan)
             if plan is not None:
                 self.lease_id, self.uid = plan.lease_id, plan.uid
+                self.part = plan.part
 
     def release_lock(self) -> None:
         """Release the lock of the directory, if this worker holds it."""
@@ -99,20 +104,36 @@ class LocalJob:
 
     def report(self) -> JobReport:
         """Its report to the daemon."""
-        started = self.start is not None and self.start.rank_at is not None
         job_id, attempt = parse_attempt_name(self.name)
-        state = RunState.EXITED if self.exit else RunState.RUNNING if started else RunState.STARTING
         return JobReport(
             job_id=job_id,
             attempt=attempt,
-            state=state,
+            state=self._state(),
             started_at=(self.start.rank_at or (self.start.started_at if self.exit else None)) if self.start else None,
             ended_at=self.exit.ended_at if self.exit else None,
             exit_code=self.exit.exit_code if self.exit else None,
-            reason=reportable(self.exit.reason if self.exit else self.unkillable.reason if self.unkillable else None),
+            reason=reportable(self._reason()),
             traceback=self.exit.traceback if self.exit else None,
             unkillable=self.unkillable.pids if self.unkillable and not self.exit else (),
             timed_out=self.exit.timed_out if self.exit else False,
             fence_s=self.start.fence_s if self.start else None,
             log_directory=str(self.directory / job_records.LOGS),
+            follows=self.exit.follows if self.exit else False,
         )
+
+    def _state(self) -> RunState:
+        if self.exit is not None:
+            return RunState.EXITED
+        if self.start is None:
+            return RunState.STARTING
+        if self.start.rank_at is not None:
+            return RunState.RUNNING
+        waits = self.start.prepared_at is not None and self.start.launcher is None
+        return RunState.PREPARED if waits else RunState.STARTING
+
+    def _reason(self) -> str | None:
+        if self.exit is not None:
+            return self.exit.reason
+        if self.unkillable is not None:
+            return self.unkillable.reason
+        return None if self.start is None else self.start.waits_for

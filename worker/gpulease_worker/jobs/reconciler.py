@@ -31,6 +31,7 @@ from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.local_job import LocalJob
 from gpulease_worker.jobs.record_news import NewsListener
 from gpulease_worker.jobs.supervisor_watch import SupervisorWatcher
+from gpulease_worker.processes import network_interface
 
 GONE_GRACE_S = 2.0
 """Grace period of a running job that the daemon does not order."""
@@ -174,6 +175,8 @@ class JobReconciler:
                 self._supervisors.start(job)
         if order.stop:
             self._stop(job, order.grace_s)
+        elif order.gang is not None and order.go:
+            self._let_go(job)
 
     def _reload(self, order: JobOrder) -> bool:
         """Load the job of an existing directory: it was forgotten, and is ordered again. False if there is none."""
@@ -260,6 +263,7 @@ class JobReconciler:
             account=None if order.uid in (None, own) else user_accounts.account_of(order.uid, order.gid),
             settings=self._settings,
             ca_file=self._ca_file,
+            interface=None if order.gang is None else network_interface.towards(order.gang.leader),
         )
 
     def _make(self, order: JobOrder, plan: LaunchPlan) -> None:
@@ -274,7 +278,7 @@ class JobReconciler:
 
     def _add(self, order: JobOrder, plan: LaunchPlan) -> None:
         """Take a new job in. If it cannot start, record its end at once."""
-        job = LocalJob(directory=self._root / _attempt(order), lease_id=plan.lease_id, uid=plan.uid)
+        job = LocalJob(directory=self._root / _attempt(order), lease_id=plan.lease_id, uid=plan.uid, part=plan.part)
         self._jobs[_attempt(order)] = job
         refusal = user_accounts.reason_to_refuse(order.uid, user_accounts.own_uid())
         if refusal is not None and self._supervisors.claim(job):
@@ -288,13 +292,16 @@ class JobReconciler:
         work.mkdir(mode=0o700)
         (logs / "launcher.log").touch()
         if not plan.starts_ranks:
-            # The launched process is rank 0, so both names belong to one log.
-            os.link(logs / "launcher.log", logs / "rank-0.log")
+            # The launched process is the first rank of its node, so both names belong to one log.
+            os.link(logs / "launcher.log", logs / f"rank-{launcher_argv.first_rank(order)}.log")
         if plan.notify is not None:
             (logs / job_records.NOTIFY_LOG).touch()
         if order.spec.launcher is Launcher.ACCELERATE:
             (made / launcher_argv.ACCELERATE_CONFIG).write_text(launcher_argv.accelerate_config(order))
             (made / launcher_argv.ACCELERATE_CONFIG).chmod(0o644)
+        if order.spec.launcher is Launcher.DEEPSPEED and order.gang is not None:
+            (made / launcher_argv.HOST_FILE).write_text(launcher_argv.host_file(order, order.gang))
+            (made / launcher_argv.HOST_FILE).chmod(0o644)
         job_records.reserve(made, job_records.EXIT)
         job_records.write(made, job_records.ORDER, plan)
         account = plan.account
@@ -324,6 +331,16 @@ class JobReconciler:
         if job.pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(job.pidfd, signal.SIGTERM)
+
+    def _let_go(self, job: LocalJob) -> None:
+        """Tell the supervisor of a job on several nodes that all of them are prepared. Raises OSError."""
+        if not job.may_go:
+            (job.directory / job_records.GO).touch()
+            job.may_go = True
+            if job.pidfd is not None and job.start is not None and job.start.prepared_at is not None:
+                # It catches the signal by now. Without it, it finds the file a moment later.
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(job.pidfd, signal.SIGUSR1)
 
     def _drop(self, job: LocalJob) -> None:
         """Stop a job that the daemon does not order; forget it once it has ended. Its logs stay."""

@@ -16,9 +16,7 @@ supervisor stays in memory for every job.
 from __future__ import annotations
 
 import os
-import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,13 +27,14 @@ from pathlib import Path
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.log_files import open_beneath
 from gpulease_protocol.host.process_id import ProcessId, boot_id
-from gpulease_worker.jobs import cgroup, failure_cause, job_index_mask, job_records, record_news, spawn
+from gpulease_worker.jobs import cgroup, gang_part, job_end, job_index_mask, job_records, record_news, spawn
 from gpulease_worker.jobs.fence import GRACE_S, Fence
-from gpulease_worker.jobs.job_end import STOPPED, end_record, exit_code
+from gpulease_worker.jobs.gang_part import GangPart
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.log_size_limit import LogSizeLimiter
 from gpulease_worker.jobs.notification_process import start_notification
 from gpulease_worker.jobs.pam_session import OPEN_S, LoginLimits, PamSession, SessionRefusedError
+from gpulease_worker.jobs.signal_wakeup import SignalWakeup
 from gpulease_worker.jobs.unkillable_processes import unkillable_record
 from gpulease_worker.jobs.user_accounts import account_of
 from gpulease_worker.processes import lease_claims, procfs
@@ -56,9 +55,7 @@ SWEEP_ROUND_S = 0.05
 IDLE_S = 60.0
 """Longest sleep; every signal ends it."""
 RECORD_RETRY_S = 0.5
-"""Pause before another attempt to write a record."""
-RECORD_DEADLINE_S = 60.0
-"""How long to try to write the record of the end; after that the worker, which sees the supervisor end, writes one."""
+"""Pause before another attempt to write the record of the start."""
 DEFAULT_GRACE_S = 35.0
 """Between SIGTERM and SIGKILL where no record says how long; as `JobOrder.grace_s`."""
 OUTPUT_BYTES = 65536
@@ -93,15 +90,13 @@ class Supervisor:
         self._cgroup: cgroup.Cgroup | None = None
         self._uids = {plan.lease_id: plan.uid}
         self._logs = LogSizeLimiter(directory / job_records.LOGS, plan.settings.log_bytes, plan.uid, self._log_error)
-        self._wake, wake_end = socket.socketpair()
-        self._wake.setblocking(False)
-        wake_end.setblocking(False)
-        self._wake_end = wake_end
+        self._signals = SignalWakeup()
+        self._part = None if plan.gang is None else GangPart(plan, plan.gang, directory)
 
     def run(self) -> None:
         """Launch the job, watch it, end what it left, and record the end."""
         self._catch_signals()
-        self._cgroup = cgroup.create(self._plan.lease_id, self._plan.settings.cgroup_limits)
+        self._cgroup = cgroup.create(self._plan.cgroup_name, self._plan.settings.cgroup_limits)
         place = None if self._cgroup is None else str(self._cgroup.path)
         this, fence_s = ProcessId.this_process(), self._plan.fence_s
         self._start = job_records.StartRecord(boot_id=boot_id(), supervisor=this, cgroup=place, fence_s=fence_s)
@@ -128,16 +123,17 @@ class Supervisor:
         stopped = self._stopped or self._stop_requested
         self._sweep()
         self._logs.finish()
-        code, logs = None if self._status is None else exit_code(self._status), self._directory / job_records.LOGS
-        self._record(end_record(logs, code, timed_out=self._timed_out, why=self._why_ended(code, stopped)))
+        facts = self._directory, self._plan, self._status, self._fence, self._part
+        self._record(job_end.of_launched(*facts, stopped=stopped, timed_out=self._timed_out))
         if self._cgroup is not None and not self._cgroup.remove():
             self._log_error(f"{self._cgroup.path} is not empty and stays")
         self._notify(cancelled=stopped)
 
     def _catch_signals(self) -> None:
         """Have SIGTERM and the end of children wake the loop, instead of interrupting it."""
-        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
+        self._signals.install()
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         # The worker starts this process with SIGTERM blocked, so that no stop is lost before this line.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -162,6 +158,8 @@ class Supervisor:
             plan = self._plan
             if plan.indexed_gpus:
                 plan = job_index_mask.with_cuda_indices(plan, self._run_briefly)
+            if self._part is not None:
+                self._prepare_together(self._part, log)
             return self._spawn(plan, log)
         finally:
             os.close(log)
@@ -203,14 +201,28 @@ class Supervisor:
             output = ""
             with suppress(BlockingIOError):
                 output = os.read(reading, OUTPUT_BYTES).decode(errors="replace").strip()
-            return exit_code(self._statuses[child.pid]), output
+            return job_end.exit_code(self._statuses[child.pid]), output
         finally:
             os.close(reading)
 
-    def _spawn(self, plan: LaunchPlan, output: int) -> spawn.SpawnedProcess:
+    def _prepare_together(self, part: GangPart, log: int) -> None:
+        """Prepare this node's part of a job on several nodes, and wait until all are prepared. Raises LaunchError."""
+        self._spawn(self._plan, log, lambda: None)  # it enters the directory, as the user, and finds the program
+        part.open()
+        while not part.may_launch():
+            self._reap()
+            self._check_before_launch()
+            prepared_at = (self._start.prepared_at or job_records.now()) if part.is_prepared else None
+            noted = replace(self._start, prepared_at=prepared_at, waits_for=part.problem)
+            if noted != self._start or not self._start_recorded:
+                self._start = noted
+                self._record_start()
+            self._signals.sleep(gang_part.POLL_S, *part.descriptors())
+
+    def _spawn(self, plan: LaunchPlan, output: int, call: Callable[[], object] | None = None) -> spawn.SpawnedProcess:
         """Fork a process of the job, and wait until it has executed its program. Raises LaunchError."""
         self._fence.require(spawn.LaunchError)
-        child = spawn.spawn(plan, output, self._cgroup, self._login)
+        child = spawn.spawn(plan, output, self._cgroup, self._login, call)
         self._forked.add(child.pid)
         where = f"the file system of {plan.working_directory} or of {plan.argv[0]!r} does not answer"
         timeout_error = f"It could not be started within {spawn.EXEC_S:g} s: {where}."
@@ -229,16 +241,19 @@ class Supervisor:
             self._fence.require(spawn.LaunchError)
             if condition():
                 return
-            if self._stop_requested:
-                raise spawn.StoppedBeforeLaunch("It was stopped before it started.")
+            self._check_before_launch()
             if (left_s := until_s - time.monotonic()) <= 0:
                 raise spawn.LaunchError(timeout_error)
-            self._sleep(min(left_s, self._fence.next_look_s()), *descriptors)
+            self._signals.sleep(min(left_s, self._fence.next_look_s()), *descriptors)
+
+    def _check_before_launch(self) -> None:
+        if self._stop_requested:
+            raise spawn.StoppedBeforeLaunch("It was stopped before it started.")
 
     def _record_never_launched(self, reason: str) -> None:
         """Record the end of a job that was never launched."""
         self._sweep()
-        self._record(job_records.never_launched(reason, stopped=self._stop_requested))
+        self._record(job_end.of_never_launched(reason, self._part, stopped=self._stop_requested))
         if self._cgroup is not None:
             self._cgroup.remove()
         self._notify(cancelled=self._stop_requested)
@@ -273,14 +288,19 @@ class Supervisor:
                 self._terminate(TIMEOUT_GRACE_S)
             if self._kill_at_s is not None and now >= self._kill_at_s:
                 self._kill()
-                self._sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
+                self._signals.sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
                 continue
-            waits = [at - now for at in (timeout_at_s, self._kill_at_s) if at is not None and at > now]
+            with_peers_at_s = None if self._part is None else self._part.stop_at_s(now)
+            if self._part is not None and with_peers_at_s is not None and now >= with_peers_at_s:
+                self._terminate(self._part.stop())
+            ends_s = (timeout_at_s, self._kill_at_s, with_peers_at_s)
+            waits = [at - now for at in ends_s if at is not None and at > now]
             waits.append(self._logs.next_at_s - now)
             waits.append(self._fence.next_look_s())
             if self._start.rank_at is None:
                 waits.append(self._rank_poll_s)
-            self._sleep(min([IDLE_S if self._start_recorded else RECORD_RETRY_S, *waits]))
+            watched = [] if self._part is None else self._part.descriptors()
+            self._signals.sleep(min([IDLE_S if self._start_recorded else RECORD_RETRY_S, *waits]), *watched)
 
     def _look_for_rank(self) -> None:
         """Record when the launcher's first rank has started: a process with a rank in its environment."""
@@ -344,7 +364,7 @@ class Supervisor:
                 process_tree.signal_all((own | claimed) - terminated, signal.SIGTERM)
                 terminated |= own | claimed
             self._logs.check()
-            self._sleep(UNKILLABLE_ROUND_S if self._unkillable and own else SWEEP_ROUND_S)
+            self._signals.sleep(UNKILLABLE_ROUND_S if self._unkillable and own else SWEEP_ROUND_S)
 
     def _kill(self) -> None:
         """SIGKILL every process of the job: through its cgroup, and one by one, as some may have left that."""
@@ -378,7 +398,8 @@ class Supervisor:
         if self._cgroup is not None:
             own |= self._cgroup.members() - this
             since_ticks = self._start.supervisor.start_ticks  # no process of the job is older, or can have left it
-        return own, lease_claims.claimants(self._uids, since_ticks=since_ticks).keys() - own - this
+        claimed = lease_claims.claimants(self._uids, since_ticks=since_ticks, part=self._plan.part)
+        return own, claimed.keys() - own - this
 
     def _reap(self) -> bool:
         """Reap every child that has ended, the adopted ones too. False if there is no other child."""
@@ -389,34 +410,11 @@ class Supervisor:
             return True
         return False
 
-    def _sleep(self, seconds: float, *descriptors: int) -> None:
-        wake = self._wake.fileno()
-        if wake in select.select([wake, *descriptors], [], [], max(0.0, seconds))[0]:
-            with suppress(BlockingIOError):
-                self._wake.recv(4096)
-
-    def _why_ended(self, code: int | None, stopped: bool) -> str | None:
-        """Why this supervisor has ended the job; None if it has not."""
-        if self._timed_out:
-            return f"It ran longer than its time limit of {self._plan.timeout_s:g} s."
-        if self._fence.was_reached and code != 0:
-            return self._fence.reason
-        return STOPPED if stopped else None
-
     def _record(self, end: job_records.ExitRecord) -> None:
-        """Write the record of the end. Raises OSError when that has failed for RECORD_DEADLINE_S."""
-        end = replace(end, reason=failure_cause.reportable(end.reason))
-        give_up_s = time.monotonic() + RECORD_DEADLINE_S
-        while True:
-            try:
-                job_records.write(self._directory, job_records.EXIT, end)
-            except OSError as error:
-                self._log_error(f"the end could not be recorded: {error}")
-                if time.monotonic() > give_up_s:
-                    raise
-                self._sleep(RECORD_RETRY_S)
-            else:
-                return
+        """Write the record of the end. Raises OSError."""
+        job_end.write(self._directory, end, self._signals.sleep, self._log_error)
+        if self._part is not None:
+            self._part.close(ended_well=end.exit_code == 0)
 
     def _log_error(self, line: str) -> None:
         """Write a line to supervisor.log, once until there is another. A full disk must not make it an error."""

@@ -249,7 +249,7 @@ class SupervisorWatcher:
         deadline_s = ORPHANS_DEADLINE_S
         while True:
             try:
-                left = await asyncio.to_thread(_kill_all, lease_id, job.uid, group, deadline_s, self._closing)
+                left = await asyncio.to_thread(_kill_all, lease_id, job, group, deadline_s, self._closing)
                 if not left:
                     return
                 if survivors and survivors.isdisjoint(left):
@@ -276,12 +276,12 @@ class SupervisorWatcher:
 
 
 def _kill_all(
-    lease_id: str, uid: int, group: cgroup.Cgroup | None, deadline_s: float, closing: threading.Event
+    lease_id: str, job: LocalJob, group: cgroup.Cgroup | None, deadline_s: float, closing: threading.Event
 ) -> set[ProcessId]:
     """SIGKILL everything in the job's cgroup and everything of its user with its marker. Returns the survivors."""
     if group is not None and group.path.exists():
         group.kill()
-    left = lease_claims.kill_claimants(lease_id, uid, deadline_s, closing)
+    left = lease_claims.kill_claimants(lease_id, job.uid, deadline_s, closing, job.part)
     if group is not None and group.path.exists() and not left and not group.remove():
         left |= group.members()
     return left

@@ -25,6 +25,8 @@ from gpulease_worker.processes import bounded_read, cgroup_directory, procfs
 
 MARKER = "GPULEASE_LEASE_ID"
 """Environment variable that says under which lease a process works."""
+PART = "NODE_RANK"
+"""Environment variable that says of which node of a job on several nodes a process is."""
 NO_USER = -1
 """The user id of a lease whose user is not known yet."""
 ENVIRONMENT_BYTES = 256 * 1024
@@ -105,10 +107,14 @@ def lineage(pid: int, stats: dict[int, Stat | None]) -> Sequence[int]:
     return line
 
 
-def claimants(uids: Uids, budget: Budget | None = None, since_ticks: int = 0) -> dict[ProcessId, str]:
+def claimants(
+    uids: Uids, budget: Budget | None = None, since_ticks: int = 0, part: int | None = None
+) -> dict[ProcessId, str]:
     """Every living process whose own claim of one of these leases counts, with that lease. One walk of /proc.
 
     `since_ticks`: only those that were started then or later, as `ProcessId.start_ticks`; of others little is read.
+    `part`: the rank of this node in the lease's job on several nodes. Two of those can share a host; so without the
+    processes that say that they are of another.
     """
     if not uids:
         return {}
@@ -119,20 +125,27 @@ def claimants(uids: Uids, budget: Budget | None = None, since_ticks: int = 0) ->
         for lease_id in cgroup_directory.leases_of(pid, uids):
             if (process := ProcessId.of(pid)) is not None:
                 found[process] = lease_id
-    return found
+    if part is None or not found:
+        return found
+    parts = bounded_read.read_each(_part, [process.pid for process in found])
+    return {process: lease_id for process, lease_id in found.items() if parts.get(process.pid) in (None, str(part))}
 
 
 def kill_claimants(
-    lease_id: str, uid: int | None, deadline_s: float, cancelled: threading.Event | None = None
+    lease_id: str,
+    uid: int | None,
+    deadline_s: float,
+    cancelled: threading.Event | None = None,
+    part: int | None = None,
 ) -> set[ProcessId]:
     """SIGKILL everything whose claim of the lease counts until nothing is left, never the caller. Returns the
-    survivors.
+    survivors. `part` as in `claimants`.
 
     Nothing is left only once every process could be read. `deadline_s` bounds it, and `cancelled` ends it early.
     """
 
     def find() -> set[ProcessId]:
-        return {process for process in claimants({lease_id: uid}) if process.pid != os.getpid()}
+        return {process for process in claimants({lease_id: uid}, part=part) if process.pid != os.getpid()}
 
     return process_tree.kill_all(
         find, deadline_s, cancelled=cancelled, complete=lambda: not bounded_read.abandoned_recently()
@@ -174,7 +187,7 @@ def _marker(pid: int, status: Stat, uids: Uids, budget: Budget | None) -> str | 
     if budget is not None and budget.is_spent(uid):
         return None
     begun_s = time.thread_time()
-    marker = _find(procfs.environment(pid, ENVIRONMENT_BYTES))
+    marker = _find(procfs.environment(pid, ENVIRONMENT_BYTES), MARKER)
     if budget is not None:
         budget.spend(uid, time.thread_time() - begun_s)
     if status.stack_start and (now := stat(pid)) is not None and key == (pid, now.start_ticks, now.stack_start):
@@ -184,9 +197,14 @@ def _marker(pid: int, status: Stat, uids: Uids, budget: Budget | None) -> str | 
     return marker
 
 
-def _find(environment: bytes) -> str | None:
-    """The value of the marker in an environment."""
-    prefix = MARKER.encode() + b"="
+def _part(pid: int) -> str | None:
+    """The rank of the node that a process of a job on several nodes says it is of."""
+    return _find(procfs.environment(pid, ENVIRONMENT_BYTES), PART)
+
+
+def _find(environment: bytes, variable: str) -> str | None:
+    """The value of a variable in an environment; None where it is longer than a lease's id."""
+    prefix = variable.encode() + b"="
     start = 0 if environment.startswith(prefix) else environment.find(b"\0" + prefix) + 1
     if start == 0 and not environment.startswith(prefix):
         return None

@@ -1,0 +1,237 @@
+"""The parts of one job on several nodes: real supervisors of several workers on this host, and no daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gpulease_protocol.model import JobSpec, Launcher
+from gpulease_protocol.node_protocol import GangPlace, JobOrder, JobReport, RunState
+from gpulease_worker.jobs import job_records
+from tests.ports import free_port
+from tests.worker.build import kill, living, number_in, order, spec
+from tests.worker.play import DEADLINE_S, Worker, play
+
+NODES = ("a", "b", "c")
+FAILS_AT_B = "test $NODE_RANK = 1 && exit 7; exec sleep 600"
+
+
+class Nodes:
+    """The workers of some nodes, which follow the orders of one job."""
+
+    def __init__(self, tmp_path: Path, job: JobSpec, first: Worker, nodes: Sequence[str] = NODES[:2]) -> None:
+        self.port, lease = free_port(), f"lease-gang-{os.urandom(4).hex()}"
+        self.lease_id = lease
+        addresses = ("127.0.0.1",) * len(nodes)
+        self.orders = [
+            order(
+                "j",
+                job,
+                lease=lease,
+                port=self.port,
+                gang=GangPlace(rank=rank, nodes=tuple(nodes), addresses=addresses),
+                go=False,
+            )
+            for rank in range(len(nodes))
+        ]
+        self.workers = [first, *(Worker(tmp_path / node) for node in nodes[1:])]
+
+    async def until(
+        self, condition: Callable[[list[JobReport]], object], *, only: Sequence[int] | None = None
+    ) -> list[JobReport]:
+        """Follow the orders, on these nodes alone, until the reports meet a condition."""
+        ranks = range(len(self.workers)) if only is None else only
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for rank in ranks:
+                    self.workers[rank].jobs.reconcile([self.orders[rank]])
+                reports = [report for worker in self.workers for report in worker.jobs.reports()]
+                if condition(reports):
+                    return reports
+                await asyncio.sleep(0.02)
+
+    async def go(self) -> None:
+        """Prepare all, and let them go."""
+        await self.until(all_are(RunState.PREPARED, len(self.orders)))
+        self.orders = [replace(one, go=True) for one in self.orders]
+
+    async def end(self) -> list[JobReport]:
+        await self.go()
+        return await self.until(all_are(RunState.EXITED, len(self.orders)))
+
+    def directory(self, rank: int, tmp_path: Path) -> Path:
+        return tmp_path / NODES[rank] / "jobs" / "j"
+
+
+def all_are(state: RunState, number: int) -> Callable[[list[JobReport]], bool]:
+    return lambda reports: len(reports) == number and all(report.state is state for report in reports)
+
+
+def story(
+    tmp_path: Path, job: JobSpec, tell: Callable[[Nodes], Awaitable[None]], nodes: Sequence[str] = NODES[:2]
+) -> None:
+    """Play a story on the nodes `a`, `b`, ..."""
+
+    async def act(worker: Worker) -> None:
+        told = Nodes(tmp_path, job, worker, nodes)
+        await tell(told)
+
+    play(tmp_path / "a", act)
+
+
+def test_no_part_starts_before_all_are_prepared(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+
+    async def tell(nodes: Nodes) -> None:
+        await nodes.until(lambda reports: [one.state for one in reports] == [RunState.PREPARED], only=[0])
+        await nodes.until(all_are(RunState.PREPARED, 2))
+        assert not begun.exists()
+        assert [report.exit_code for report in await nodes.end()] == [0, 0]
+        lines = sorted(begun.read_text().splitlines())
+        assert lines == [f"{rank} 127.0.0.1:{nodes.port} 127.0.0.1,127.0.0.1 lo =lo" for rank in range(2)]
+        for rank in range(2):
+            assert (nodes.directory(rank, tmp_path) / "logs" / f"rank-{2 * rank}.log").exists(), "ranks are global"
+
+    words = "$NODE_RANK $MASTER_ADDR:$MASTER_PORT $GPULEASE_NODES $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"
+    story(tmp_path, spec("sh", "-c", f"echo {words} >> {begun}"), tell)
+
+
+def test_torchrun_trains_over_two_nodes_with_global_ranks(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "kept = torch.ones(1)\n"
+        "dist.all_reduce(kept)\n"
+        "print(dist.get_rank(), kept.item(), flush=True)\n"
+        "dist.barrier()\n"
+        "os._exit(0)\n"
+    )
+
+    async def tell(nodes: Nodes) -> None:
+        reports = await nodes.end()
+        assert [report.exit_code for report in reports] == [0, 0], reports
+        for rank in range(4):
+            log = nodes.directory(rank // 2, tmp_path) / "logs" / f"rank-{rank}.log"
+            assert log.read_text().split() == [str(rank), "4.0"]
+
+    story(tmp_path, spec(str(script), launcher=Launcher.TORCHRUN), tell)
+
+
+def test_what_the_first_part_that_fails_says_is_known_from_what_only_follows(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        first, second = await nodes.end()
+        assert (second.exit_code, second.follows) == (7, False)
+        assert (first.follows, first.reason) == (True, "Its part on node b had ended.")
+        assert not living(nodes.lease_id)
+
+    story(tmp_path, spec("sh", "-c", FAILS_AT_B), tell)
+
+
+def test_the_parts_that_are_not_the_first_learn_of_an_end_through_it(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        reports = await nodes.end()
+        assert [report.follows for report in reports] == [True, False, True]
+
+    story(tmp_path, spec("sh", "-c", FAILS_AT_B), tell, NODES)
+
+
+def test_a_part_that_has_ended_well_ends_no_other(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        await nodes.go()
+        await nodes.until(lambda reports: [one.state for one in reports] == [RunState.RUNNING, RunState.EXITED])
+        (tmp_path / "on").touch()
+        assert [report.exit_code for report in await nodes.until(all_are(RunState.EXITED, 2))] == [0, 0]
+
+    wait = f"until test -e {tmp_path}/on; do sleep 0.05; done"
+    story(tmp_path, spec("sh", "-c", f"test $NODE_RANK = 1 || {wait}"), tell)
+
+
+def test_a_killed_supervisor_ends_the_other_part_without_any_daemon(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        await nodes.go()
+        await nodes.until(all_are(RunState.RUNNING, 2))
+        start = job_records.read(nodes.directory(1, tmp_path), job_records.START, job_records.StartRecord)
+        assert start is not None
+        kill(start.supervisor.pid)
+        first, second = await nodes.until(all_are(RunState.EXITED, 2))
+        assert second.reason == "The job's supervisor died; its processes were killed."
+        assert (first.follows, second.follows) == (True, False)
+        assert not living(nodes.lease_id)
+
+    story(tmp_path, spec("sleep", "600"), tell)
+
+
+def test_the_end_of_a_part_leaves_the_processes_of_the_other_alone(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        await nodes.go()
+        await nodes.until(lambda _: number_in(tmp_path / "pid"))
+        await nodes.until(lambda reports: reports[1].state is RunState.EXITED)
+        assert number_in(tmp_path / "pid") in living(nodes.lease_id)
+
+    first = f"echo $$ > {tmp_path}/pid; exec sleep 600"
+    story(tmp_path, spec("sh", "-c", f"test $NODE_RANK = 1 || {{ {first}; }}"), tell)
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        with socket.create_server(("127.0.0.1", nodes.port)):
+            (report,) = await nodes.until(all_are(RunState.EXITED, 1), only=[0])
+        assert report.reason == (
+            f"Port {nodes.port} of node a cannot be used for the rendezvous: Address already in use."
+        )
+
+    story(tmp_path, spec("true"), tell)
+
+
+def test_a_leader_that_cannot_be_reached_is_named_while_its_part_waits(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        (report,) = await nodes.until(lambda reports: reports and reports[0].reason, only=[1])
+        assert report.state is RunState.STARTING
+        assert report.reason == f"Node b cannot reach node a at 127.0.0.1:{nodes.port}: connection refused."
+        nodes.orders[1] = replace(nodes.orders[1], stop=True, grace_s=1)
+        (report,) = await nodes.until(all_are(RunState.EXITED, 1), only=[1])
+        assert report.reason == "It was stopped before it started."
+
+    story(tmp_path, spec("true"), tell)
+
+
+def test_a_working_directory_that_is_missing_on_one_node_ends_the_others_before_anything_starts(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        spec = replace(nodes.orders[0].spec, working_directory=str(tmp_path))
+        nodes.orders[0] = replace(nodes.orders[0], spec=spec)
+        (report,) = await nodes.until(all_are(RunState.EXITED, 1), only=[1])
+        assert report.reason == f"The working directory {tmp_path}/none does not exist on this node."
+        await nodes.until(lambda reports: RunState.PREPARED in [one.state for one in reports])
+
+    story(tmp_path, spec("true", working_directory=f"{tmp_path}/none"), tell)
+
+
+def test_a_new_worker_finds_a_prepared_part_and_lets_it_go(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        await nodes.until(all_are(RunState.PREPARED, 2))
+        nodes.workers[1].jobs.close()
+        nodes.workers[1] = Worker(tmp_path / "b")
+        assert [report.exit_code for report in await nodes.end()] == [0, 0]
+
+    story(tmp_path, spec("true"), tell)
+
+
+def test_strangers_at_the_leased_port_change_nothing(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        await nodes.until(all_are(RunState.PREPARED, 2))
+        for words in ("hello\n", "gpulease another-lease 1\n", "gpulease LEASE 2\n", "gpulease LEASE x\n", "x" * 300):
+            with socket.create_connection(("127.0.0.1", nodes.port)) as stranger:
+                stranger.sendall(words.replace("LEASE", nodes.lease_id).encode())
+                assert await asyncio.to_thread(stranger.recv, 100) == b"", words
+        assert [report.exit_code for report in await nodes.end()] == [0, 0]
+
+    story(tmp_path, spec("true"), tell)
+
+
+def test_an_order_without_other_nodes_is_as_before() -> None:
+    assert JobOrder(job_id="j", lease_id="l", gpus=(), spec=spec("true"), env={}).go is True
