@@ -2,8 +2,9 @@
 
     gpulease submit -n 2 --launcher lightning -- examples/lightning_digits.py
 
-The job is given its GPUs as all that it can see, and a MASTER_PORT of its own: `devices` is how many there are. Each
-rank ends by printing one JSON line, as `ddp_digits.py` does.
+The job is given its GPUs as all that it can see, and a MASTER_PORT of its own: `devices` is how many there are. With
+`--nodes 2` it is started on two nodes, and NNODES says so. Each rank ends by printing one JSON line, as
+`ddp_digits.py` does.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def train() -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cuda" if torch.cuda.is_available() else "cpu",
         devices=len(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")),
+        num_nodes=int(os.environ.get("NNODES", "1")),
         strategy="ddp",
         max_epochs=EPOCHS,
         logger=False,

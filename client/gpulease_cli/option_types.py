@@ -61,6 +61,17 @@ class Number(ParamType):
         return f"{self.minimum} to {self.maximum}"
 
 
+class NodeCount(Number):
+    """A number of nodes, which does not change while a job runs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number. Fails for a range of numbers, as torchrun takes it."""
+        if isinstance(value, str) and ":" in value:
+            least = value.partition(":")[0].strip() or "2"
+            self.fail(f"must be one number, not the range {value!r}: a job keeps its nodes; use {least}", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 class OneOf(ParamType):
     """A member of an enumeration, or one of some of its members, by its value."""
 

@@ -1,4 +1,4 @@
-"""Parts of a job: which jobs it waits for, and its earlier attempts."""
+"""Parts of a job: which jobs it waits for, what runs on each of its nodes, and its earlier attempts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol.bounds import Bounds
 from gpulease_protocol.noun import Noun
+from gpulease_protocol.states import PartState
 
 DEPENDENCY_PATTERN = "^(job|array)-[A-Za-z0-9._-]{1,64}$"
 NO_DEPENDENCY = "must be the id of a job or an array"
@@ -24,6 +25,35 @@ class JobDependency(Noun):
     when: Literal["succeeded", "ended"] = "succeeded"
     """`succeeded`: it must end well; if it does not, the job that waits is cancelled. `ended`: any end will do. A job
     that is tried again has not ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobMember(Noun):
+    """The part of a job on one of its nodes, where it runs on several."""
+
+    rank: int
+    """Rank of the node: its first global rank is this times the GPUs of a node."""
+    node: str
+    """Its name."""
+    address: str
+    """IP address at which the other nodes reach it."""
+    state: PartState = PartState.STARTING
+    """How far it is."""
+    exit_code: int | None = None
+    """As `Job.exit_code`, of this part; null before its end, and if nothing could be started."""
+    reason: str | None = None
+    """A sentence that says what it waits for, or why it failed."""
+    failure: int | None = None
+    """Which of the parts it was to fail, as the daemon learned of it: 1 for the first; null if it has not failed."""
+    follows: bool = False
+    """True where it failed because another part had ended or was out of reach, as far as that can be told on its
+    node."""
+    timed_out: bool = False
+    """True when it was ended because of the job's `timeout_s`."""
+    node_left: bool = False
+    """True where it ended because its node left."""
+    log_directory: str | None = None
+    """Where its log files are on its node; null until it starts, and for other users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

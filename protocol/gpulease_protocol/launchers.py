@@ -28,6 +28,8 @@ class LauncherTraits:
     """False when the process that is launched is rank 0 itself; any further ranks are the script's own doing."""
     restarts_ranks: bool = False
     """True when it can restart its ranks (`max_restarts`)."""
+    spans_nodes: bool = True
+    """True when its ranks can be on several nodes, with the launcher started on each."""
 
 
 LAUNCHERS: Mapping[Launcher, LauncherTraits] = {
@@ -36,8 +38,8 @@ LAUNCHERS: Mapping[Launcher, LauncherTraits] = {
     Launcher.DEEPSPEED: LauncherTraits(("deepspeed",)),
     Launcher.LIGHTNING: LauncherTraits(("lightning", "pytorch_lightning"), starts_ranks=False),
     Launcher.FABRIC: LauncherTraits(("lightning", "lightning_fabric"), starts_ranks=False),
-    Launcher.HOROVODRUN: LauncherTraits(("horovod",)),
-    Launcher.BAGUA: LauncherTraits(("bagua",)),
+    Launcher.HOROVODRUN: LauncherTraits(("horovod",), spans_nodes=False),
+    Launcher.BAGUA: LauncherTraits(("bagua",), spans_nodes=False),
     Launcher.PLAIN: LauncherTraits(starts_ranks=False),
 }
 
@@ -72,13 +74,18 @@ READS_INDICES = {
 """Launchers, programs and Python modules that cannot read UUIDs in CUDA_VISIBLE_DEVICES, and why."""
 
 
-def usage_error(launcher: Launcher, command: Sequence[str], max_restarts: int = 0) -> str | None:
+def usage_error(launcher: Launcher, command: Sequence[str], max_restarts: int = 0, nodes: int = 1) -> str | None:
     """What is wrong with a command for a launcher, as `FIELD: why`; None when nothing is.
 
     The command begins with a script, or `-m MODULE`: the lease determines the launcher's options. All words after the
     script are the script's own. With launcher `plain` it is any command.
     """
     first = command[0]
+    if nodes > 1 and not LAUNCHERS[launcher].spans_nodes:
+        able = ", ".join(other for other, traits in LAUNCHERS.items() if traits.spans_nodes)
+        return f"nodes: {launcher} cannot run on several nodes here, only {able} can"
+    if nodes > 1 and max_restarts:
+        return "max_restarts: must be 0 with nodes over 1, where all nodes have to start again; use retries"
     if max_restarts and not LAUNCHERS[launcher].restarts_ranks:
         able = " and ".join(other for other, traits in LAUNCHERS.items() if traits.restarts_ranks)
         return f"max_restarts: {launcher} cannot restart its ranks, only {able} can; use retries"

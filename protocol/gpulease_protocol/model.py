@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Generic, TypeVar
 
 from gpulease_protocol.device import Device
 from gpulease_protocol.holder import Holder
-from gpulease_protocol.job_parts import JobAttempt, JobDependency
+from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember
 from gpulease_protocol.lease_parts import LeaseMember
 from gpulease_protocol.noun import Noun
+from gpulease_protocol.page import Page
 from gpulease_protocol.states import (
     Activity,
     ComputeMode,
@@ -27,6 +27,7 @@ from gpulease_protocol.states import (
     Mask,
     NodeMode,
     NodeState,
+    PartState,
     ProcessType,
     Selection,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "Job",
     "JobAttempt",
     "JobDependency",
+    "JobMember",
     "JobSpec",
     "JobState",
     "Launcher",
@@ -58,12 +60,11 @@ __all__ = [
     "NodeState",
     "Noun",
     "Page",
+    "PartState",
     "Process",
     "ProcessType",
     "Selection",
 ]
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,6 +300,8 @@ class Job(Noun):
     """Script and arguments."""
     gpus: tuple[Device, ...] = ()
     """The GPUs it is bound to; empty while queued."""
+    members: tuple[JobMember, ...] = ()
+    """Its parts on its nodes, by rank, where it runs on several; empty while queued."""
     exit_code: int | None = None
     """Exit code of the rank that failed first, else of the launcher; 128 + N when signal N ended it; null before."""
     traceback: str | None = None
@@ -424,16 +427,6 @@ class Event(Noun):
     """Fencing token of the grant concerned."""
     reason: str | None = None
     """A word or sentence that says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page(Noun, Generic[Item]):
-    """One page of a list."""
-
-    items: tuple[Item, ...]
-    """The nouns of this page."""
-    next: str | None = None
-    """Pass as `cursor` for the next page; null at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

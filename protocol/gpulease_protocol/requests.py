@@ -250,7 +250,7 @@ class JobRequest(RequestBody):
         check_gang(self.nodes, self.gpus, self.node)
         check_field(bool(self.command[0]), "command", NO_COMMAND)
         check_field(not any("\0" in word for word in self.command), "command", "must not contain NUL")
-        wrong = usage_error(self.effective_launcher, self.command, self.max_restarts)
+        wrong = usage_error(self.effective_launcher, self.command, self.max_restarts, self.nodes)
         if wrong is not None:
             raise ValueError(wrong)
         check_environment(self.environment, self.command)

@@ -93,6 +93,22 @@ class JobState(StrEnum):
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT, JobState.LOST)
 
 
+class PartState(StrEnum):
+    """How far the part of a job on one of its nodes is. `starting`: it is being prepared, or was launched just now;
+    `prepared`: it waits for the others; `lost`: how it ended is not known."""
+
+    STARTING = "starting"
+    PREPARED = "prepared"
+    RUNNING = "running"
+    EXITED = "exited"
+    LOST = "lost"
+
+    @property
+    def final(self) -> bool:
+        """True when nothing of it runs any more."""
+        return self in (PartState.EXITED, PartState.LOST)
+
+
 class NodeState(StrEnum):
     """Whether a node's readings can be trusted."""
 

@@ -171,7 +171,7 @@ class World:
             partial=partial,
             address=self.addresses.get(name, f"10.0.0.{ord(name[0])}"),
             interface="eth0",
-            **what,
+            **{"takes_gangs": True} | what,
             gpus=()
             if problem
             else tuple(one for index, one in enumerate(self.nodes[name]) if not partial or index in reread),
@@ -248,17 +248,18 @@ class World:
         after: Mapping[str, Literal["succeeded", "ended"]] | None = None,
         token: str | None = None,
         budget: Budget | None = None,
+        nodes: int = 1,
         **what: Any,
     ) -> str:
         """Submit a job, after others if need be; its id. The answer is that of `submit-` and its number."""
-        number, spec = next(self.ids), JobSpec(command=("train.py",), gpus=gpus, **what)
+        number, spec = next(self.ids), JobSpec(command=("train.py",), gpus=gpus, nodes=nodes, **what)
         waits = tuple(JobDependency(job=name, when=when) for name, when in (after or {}).items())
         self.turn(
             JobSubmitted(
                 cause=f"submit-{number}",
                 jobs=(SubmittedJob(job_id=f"job-{number}", lease_id=f"lease-{number}", spec=spec),),
                 name="",
-                demand=Demand(count=gpus, time_s=spec.timeout_s),
+                demand=Demand(count=gpus, nodes=nodes, time_s=spec.timeout_s),
                 holder=Holder(token_id=token),
                 budget=budget,
                 after=waits,
@@ -315,7 +316,7 @@ class World:
     def cancel(self, job_id: str) -> Answer:
         return self.turn(CancelRequested(cause=f"cancel-{next(self.ids)}", job_id=job_id, grace_s=1.0))[0]
 
-    def pass_time(self, seconds: float, *, silent: tuple[str, ...] = ()) -> None:
+    def pass_time(self, seconds: float, *, silent: tuple[str, ...] = (), stalled_s: float = 0.0) -> None:
         """Let time pass in ticks of 0.25 s; the nodes go on reporting, but for the silent ones."""
         until_s = self.at_s + seconds
         while self.at_s < until_s:
@@ -324,7 +325,9 @@ class World:
             for name in self.nodes:
                 if name not in silent:
                     self.report(name)
-            self.turn(Ticked(cause=f"tick-{next(self.ids)}", since_last_s=step_s))
+            ticked = Ticked(cause=f"tick-{next(self.ids)}", since_last_s=step_s + stalled_s, stalled_s=stalled_s)
+            self.turn(ticked)
+            stalled_s = 0.0
 
     def state(self, index: int = 0, node: str = "a") -> GpuState:
         return state_of(self.ledger, self.ledger.gpus[uuid(index, node)], self.now, self.policy)
@@ -463,8 +466,8 @@ class World:
         assert running == ledger.job_index.running_in_array
         there: dict[str, dict[str, None]] = {}
         for job in jobs:
-            if job.gpus:
-                there.setdefault(job.gpus[0].node, {})[job.id] = None
+            for node_name in dict.fromkeys(one.node for one in job.gpus):
+                there.setdefault(node_name, {})[job.id] = None
         assert there == ledger.job_index.of_node
         assert {(at_s, lease_id) for lease_id, at_s in ledger.deadlines.items()} <= set(ledger.due.heap)
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import pytest
 
-from gpulease_protocol.states import Activity, EndReason, GpuState, JobState, LeaseState, NodeMode
+from gpulease_protocol.states import Activity, EndReason, GpuState, JobState, LeaseState, NodeMode, PartState
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "states.md").read_text()
@@ -18,7 +18,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize(
-    ("place", "kind"), list(enumerate([GpuState, Activity, LeaseState, EndReason, JobState, NodeMode]))
+    ("place", "kind"), list(enumerate([GpuState, Activity, LeaseState, EndReason, JobState, PartState, NodeMode]))
 )
 def test_a_table_has_the_words_of_the_program(place: int, kind: type[StrEnum]) -> None:
     assert TABLES[place] == list(kind)

@@ -92,11 +92,11 @@ def test_no_part_starts_before_all_are_prepared(tmp_path: Path) -> None:
         assert not begun.exists()
         assert [report.exit_code for report in await nodes.end()] == [0, 0]
         lines = sorted(begun.read_text().splitlines())
-        assert lines == [f"{rank} 127.0.0.1:{nodes.port} 127.0.0.1,127.0.0.1 lo =lo" for rank in range(2)]
+        assert lines == [f"{rank} 127.0.0.1:{nodes.port} lo =lo" for rank in range(2)]
         for rank in range(2):
             assert (nodes.directory(rank, tmp_path) / "logs" / f"rank-{2 * rank}.log").exists(), "ranks are global"
 
-    words = "$NODE_RANK $MASTER_ADDR:$MASTER_PORT $GPULEASE_NODES $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"
+    words = "$NODE_RANK $MASTER_ADDR:$MASTER_PORT $GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"
     story(tmp_path, spec("sh", "-c", f"echo {words} >> {begun}"), tell)
 
 

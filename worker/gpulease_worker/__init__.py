@@ -106,7 +106,7 @@ What each failure does
 - The disk is full: a new job is refused with that reason; running jobs continue. The space for `exit.json` was reserved
   with the directory. An order to stop that cannot be written is passed on as SIGTERM alone, which means the default
   grace period, and is written later.
-- Another node's part of a job ends, or cannot be reached for 12 s: this one ends too, with or without a daemon.
+- Another node's part of a job ends, or cannot be reached for 9 s: this one ends too, with or without a daemon.
 - A job's processes survive SIGKILL, because they hang in the kernel or run as another user: 5 s after the first SIGKILL
   they are recorded in `stuck.json` and reported, and SIGKILL is re-sent once a second until they exit. A process whose
   first thread alone has ended is one of them, although the kernel shows it as a zombie.

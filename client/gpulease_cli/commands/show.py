@@ -12,7 +12,7 @@ from gpulease_cli import id_completion, names, output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import argument
-from gpulease_protocol.model import Gpu, GpuState, Job, JobState, Lease, LeaseState, Node
+from gpulease_protocol.model import Gpu, GpuState, Job, JobMember, JobState, Lease, LeaseState, Node
 from gpulease_protocol.status_table import (
     count_gpus,
     describe_demand,
@@ -88,6 +88,8 @@ def _job_facts(client: Client, job: Job, now: datetime) -> Facts:
     yield "launcher", job.launcher
     yield "directory", job.working_directory
     yield "GPUs", _places(job.gpus) if job.gpus else count_gpus(job.gpu_count) if job.gpu_count else None
+    for member in job.members:
+        yield f"node {member.rank}", _part(member)
     yield "submitted", _moment(job.created_at, now)
     yield "started", _moment(job.started_at, now)
     yield "ended", _moment(job.ended_at, now)
@@ -102,6 +104,13 @@ def _job_facts(client: Client, job: Job, now: datetime) -> Facts:
     yield "logs", job.log_directory and f"{job.log_directory}{f' on {job.gpus[0].node}' if job.gpus else ''}"
     yield "array", job.array_id and f"{job.array_id}, index {job.array_index}"
     yield "lease", job.lease_id
+
+
+def _part(member: JobMember) -> str:
+    """The part of a job on one node."""
+    code = f", exit code {member.exit_code}" if member.exit_code else ""
+    reason = f": {member.reason}" if member.reason and member.failure is not None else ""
+    return f"{member.node} ({member.address}): {output.spelled(member.state)}{code}{reason}"
 
 
 def _array_facts(jobs: tuple[Job, ...]) -> Facts:

@@ -16,7 +16,7 @@ from gpulease_cli import id_completion, names, output, submitted_command, wait_p
 from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
-from gpulease_cli.option_types import DURATION, Field, Number, OneOf
+from gpulease_cli.option_types import DURATION, Field, NodeCount, Number, OneOf
 from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
@@ -27,7 +27,18 @@ from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask
 from gpulease_protocol.requests import ArrayRequest, JobRequest
 from gpulease_protocol.status_table import printable
 
-LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "--dry-run", "--retries", "--follow")
+LIKELY_OURS = (
+    "-n",
+    "--gpus",
+    "--nodes",
+    "--launcher",
+    "--array",
+    "--after",
+    "--notify",
+    "--dry-run",
+    "--retries",
+    "--follow",
+)
 """Options after the script that were probably meant for `submit`."""
 
 
@@ -37,6 +48,7 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
     examples=(
         "gpulease submit -n 2 -- train.py --epochs 20       # torchrun, one process per GPU",
         "gpulease submit -- python train.py                 # any program, or a script: train.sh",
+        "gpulease submit --nodes 2 -n 4 -- train.py         # torchrun on two nodes, 8 ranks",
         "gpulease submit --array 0-19%3 -- train.py --seed {index}",
         "gpulease submit --after job-82c4b92c1f47e880 --dry-run -- evaluate.py",
     ),
@@ -50,6 +62,13 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
     " have options at its head: #GPULEASE -n 2 --time 1h",
 )
 @GPUS
+@option(
+    "--nodes",
+    type=Field(NodeCount(), JobRequest, "nodes"),
+    metavar="N",
+    default=1,
+    help="Number of nodes: a launcher starts on each, with so many GPUs as -n says, all or none.",
+)
 @option(
     "--launcher",
     type=OneOf(Launcher),
@@ -129,6 +148,7 @@ LIKELY_OURS = ("-n", "--gpus", "--launcher", "--array", "--after", "--notify", "
 def submit(
     words: tuple[str, ...],
     gpus: int,
+    nodes: int,
     launcher: Launcher | None,
     interpreter: str | None,
     name: str,
@@ -161,6 +181,7 @@ def submit(
         lambda: JobRequest(
             command=command,
             gpus=gpus,
+            nodes=nodes,
             launcher=launcher.value,
             name=name,
             timeout_s=timeout,

@@ -34,6 +34,7 @@ def job_bytes(spec: JobSpec, job: Job | None = None) -> int:
     if job is not None:
         size += sum(_text_bytes([one.job]) + 5 * ENTRY_BYTES for one in job.after)
         size += sum(RECORD_BYTES + _text_bytes([one.reason, one.log_directory]) for one in job.attempt_history)
+        size += sum(RECORD_BYTES + _text_bytes([one.reason, one.log_directory]) for one in job.members)
     return size
 
 
@@ -48,6 +49,7 @@ def shown_characters(record: LeaseRecord | JobRecord) -> int:
     if isinstance(record, JobRecord):
         job = record.job
         history = sum(len(one.reason or "") for one in job.attempt_history) + 80 * len(job.after)
+        history += sum(len(one.reason or "") + 200 for one in job.members)
         return sum(map(len, job.command)) + len(job.name) + len(job.traceback or "") + history
     demand = record.lease.demand
     return sum(map(len, demand.among or ())) + sum(map(len, demand.uuids)) + len(record.lease.holder.label)

@@ -7,14 +7,13 @@ attempt's lease goes to the end of the queue, and takes part in it after a pause
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from gpulease_protocol.errors import NotFound, OverQuota
 from gpulease_protocol.model import EndReason, Job, JobAttempt, JobState, Lease, LeaseState, Liveness
-from gpulease_protocol.node_protocol import JobReport, RunState, final_state
+from gpulease_protocol.node_protocol import JobReport
 from gpulease_server.core import dependencies
 from gpulease_server.core.budget_records import enter_budget
 from gpulease_server.core.happenings import CancelRequested, JobSubmitted, SubmittedJob
@@ -148,67 +147,17 @@ def cancel_job(turn: Turn, record: JobRecord, grace_s: float, why: str) -> None:
         record = replace(record, grace_s=grace_s, cancelled_at=record.cancelled_at or turn.now.at)
         # What keeps one that stops already is worth more than who wanted it to.
         reason = why if first and record.job.state is not JobState.STOPPING else record.job.reason
-        _change(turn, record, JobState.STOPPING, reason=reason)
+        change_job(turn, record, JobState.STOPPING, reason=reason)
 
 
-def on_job_reports(turn: Turn, node: str, reports: Iterable[JobReport]) -> None:
-    """Take in what the worker says of every job it knows. A job it should run and has lost the record of is lost.
-
-    Also by a worker's first report: were the job ordered again, it would run twice.
-    """
-    by_run = {(report.job_id, report.attempt): report for report in reports}
-    for record in list(turn.ledger.live_jobs.values()):
-        if record.job.gpus and record.job.gpus[0].node == node:
-            report = by_run.get((record.job.id, record.job.attempts))
-            if report is not None:
-                _apply_job_report(turn, record, report)
-            elif record.log_directory is not None or record.job.started_at is not None:
-                finish_job(turn, record, JobState.LOST, f"the worker of {node} has lost its record of the job")
-            elif record.cancelled_at is not None:
-                finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")
-
-
-def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
-    if report.log_directory is not None and report.log_directory != record.log_directory:
-        record = replace(record, log_directory=report.log_directory)
-        turn.put(record)
-    if not record.fenced and report.fence_s is not None and report.fence_s == record.spec.fence_s:
-        record = replace(record, fenced=True)
-        turn.put(record)
-    if report.state is RunState.RUNNING and record.job.started_at is None:
-        state = JobState.STOPPING if record.job.state is JobState.STOPPING else JobState.RUNNING
-        _change(turn, record, state, started_at=report.started_at or turn.now.at)
-        record = turn.ledger.jobs[record.job.id]
-    if report.unkillable and report.state is not RunState.EXITED:
-        _mark_stuck(turn, record, report)
-    elif report.state is RunState.EXITED:
-        started = record.job.started_at or report.started_at
-        changes: dict[str, Any] = {
-            "exit_code": report.exit_code,
-            "traceback": report.traceback,
-            "started_at": started,
-            "ended_at": report.ended_at or turn.now.at,
-        }
-        state, reason = final_state(report, cancelled=record.cancelled_at is not None)
-        left = report.node_left
-        if left and state is JobState.FAILED:
-            reason = f"its node {record.job.gpus[0].node} left"
-        if state is JobState.FAILED and (started is not None or left) and may_retry(record, node_left=left):
-            failed = replace(record, job=replace(record.job, started_at=started, exit_code=report.exit_code))
-            end = EndReason.NODE_LOST if left else EndReason.JOB_FINISHED
-            retry_job(turn, failed, reason, end, ended_at=changes["ended_at"], node_left=left)
-        else:
-            finish_job(turn, record, state, reason, **changes)
-
-
-def _mark_stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
+def mark_stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
     """Some of its processes do not die. It stops for as long as they live, and its GPUs stay its own: it is not
     known what those processes still do with them."""
     kept = report.reason or f"processes that SIGKILL does not end: {', '.join(map(str, report.unkillable))}"
     reason = f"cancelled; {kept}" if record.cancelled_at else kept
     if (record.job.state, record.job.reason) == (JobState.STOPPING, reason):
         return
-    _change(turn, record, JobState.STOPPING, reason=reason)
+    change_job(turn, record, JobState.STOPPING, reason=reason)
     turn.emit("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason)
 
 
@@ -275,14 +224,16 @@ def retry_job(
         exit_code=None,
         started_at=None,
         traceback=None,
+        members=(),
         attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
     )
-    turn.put(replace(record, job=again, log_directory=None, fenced=False))
+    turn.put(replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None))
     turn.emit("job.retried", job_id=job.id, lease_id=lease.id, reason=said)
     turn.emit("lease.queued", lease_id=lease.id, job_id=job.id)
 
 
-def _change(turn: Turn, record: JobRecord, state: JobState, **changes: Any) -> None:
+def change_job(turn: Turn, record: JobRecord, state: JobState, **changes: Any) -> None:
+    """Change a job's state and whatever else is given, with an event where the state is another one."""
     turn.put(replace(record, job=replace(record.job, state=state, **changes)))
     lease_id, reason = record.job.lease_id, changes.get("reason")
     if state is not record.job.state:

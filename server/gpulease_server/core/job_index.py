@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gpulease_protocol.model import JobState
 from gpulease_server.core.fleet import discard
-from gpulease_server.core.records import JobRecord
+from gpulease_server.core.records import GangTimes, JobRecord
 
 
 @dataclass(slots=True)
@@ -16,6 +16,10 @@ class JobIndex:
 
     of_node: dict[str, dict[str, None]] = field(default_factory=dict)
     """By node: ids of the jobs that have GPUs there and have not ended, in the order of their starts."""
+    gangs: dict[str, None] = field(default_factory=dict)
+    """Ids of those that run on several nodes and for which time counts: they are yet to start, or are to end."""
+    gang_times: dict[str, GangTimes] = field(default_factory=dict)
+    """By id: since when each of these waits."""
     running_in_array: Counter[str] = field(default_factory=Counter)
     """By array, how many of its jobs have GPUs."""
     live_in_array: Counter[str] = field(default_factory=Counter)
@@ -26,6 +30,11 @@ class JobIndex:
     def put(self, before: JobRecord | None, record: JobRecord) -> None:
         """Add or change a job."""
         self._put_on_node(before, record)
+        if _waits_for_parts(record):
+            self.gangs.setdefault(record.job.id)
+        elif record.job.id in self.gangs:
+            del self.gangs[record.job.id]
+            self.gang_times.pop(record.job.id, None)
         array, state = record.job.array_id, record.job.state
         if array is None:
             return
@@ -40,24 +49,37 @@ class JobIndex:
 
     def _put_on_node(self, before: JobRecord | None, record: JobRecord) -> None:
         """Note where a job runs. One that stays there keeps its place in the order."""
-        former, node = _node_of(before), _node_of(record)
-        if former == node:
+        former, nodes, job_id = _nodes_of(before), _nodes_of(record), record.job.id
+        if former == nodes:
             return
-        if former is not None:
-            discard(self.of_node, former, record.job.id)
-        if node is not None:
-            self.of_node.setdefault(node, {})[record.job.id] = None
+        for node in former.keys() - nodes.keys():
+            discard(self.of_node, node, job_id)
+        for node in nodes:
+            self.of_node.setdefault(node, {}).setdefault(job_id)
+
+    def put_times(self, times: GangTimes) -> None:
+        """Note since when a job on several nodes waits, unless it has ended."""
+        if times.job_id in self.gangs:
+            self.gang_times[times.job_id] = times
+
+
+def _waits_for_parts(record: JobRecord) -> bool:
+    """True for a job on several nodes of which a part may be late: to be prepared, or to end."""
+    if not record.job.members or record.job.state.final:
+        return False
+    stops = record.cancelled_at is not None or record.parts_stopped_at is not None
+    return stops or record.go_at is None or any(one.failure is not None for one in record.job.members)
 
 
 def _is_running(record: JobRecord) -> bool:
     return record.job.state is not JobState.QUEUED and not record.job.state.final
 
 
-def _node_of(record: JobRecord | None) -> str | None:
-    """The node on which a job that has not ended has GPUs."""
-    if record is None or record.job.state.final or not record.job.gpus:
-        return None
-    return record.job.gpus[0].node
+def _nodes_of(record: JobRecord | None) -> dict[str, None]:
+    """The nodes on which a job that has not ended has GPUs, by rank."""
+    if record is None or record.job.state.final:
+        return {}
+    return dict.fromkeys(gpu.node for gpu in record.job.gpus)
 
 
 def _add(counts: Counter[str], key: str, number: int) -> None:

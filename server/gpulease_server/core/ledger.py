@@ -22,6 +22,7 @@ from gpulease_server.core.records import (
     Change,
     Deadline,
     DependencyMet,
+    GangTimes,
     GpuRecord,
     GpuRemoved,
     JobRecord,
@@ -154,6 +155,8 @@ class Ledger:
                 self.silent_s.pop(change.name, None)
             case NotBefore():
                 self._put_pause(change)
+            case GangTimes():
+                self.job_index.put_times(change)
             case DependencyMet():
                 self._meet_dependency(change)
             case BypassCounts():
@@ -389,8 +392,7 @@ class Ledger:
     def _wait_for_jobs(self, record: JobRecord) -> None:
         """Take a new job out of the queue if a job of its `after` has not ended."""
         job = record.job
-        unmet = {one.job: None for one in job.after if self.is_live(one.job)}
-        if not unmet:
+        if not (unmet := {one.job: None for one in job.after if self.is_live(one.job)}):
             return
         self.unmet[job.id] = unmet
         for one in job.after:
@@ -409,8 +411,7 @@ class Ledger:
         if not waiting:
             del self.dependents[met.name, when]
         if not unmet:
-            del self.unmet[met.job_id]
-            del self.waiting_for_jobs[record.job.lease_id]
+            del self.unmet[met.job_id], self.waiting_for_jobs[record.job.lease_id]
             self.waiting_for_jobs_by_user[record.job.user] -= 1
             if not self.waiting_for_jobs_by_user[record.job.user]:
                 del self.waiting_for_jobs_by_user[record.job.user]
@@ -437,8 +438,7 @@ class Ledger:
 
     def position(self, record: LeaseRecord) -> int | None:
         """Place in the queue, 1 is next; None for one that is not in it."""
-        place = self.place_of(record)
-        return None if place is None else bisect.bisect_left(self.queue, place) + 1
+        return None if (place := self.place_of(record)) is None else bisect.bisect_left(self.queue, place) + 1
 
     def queued(self) -> Iterator[LeaseRecord]:
         """Queued leases in order of arrival."""

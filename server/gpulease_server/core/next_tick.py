@@ -5,6 +5,7 @@ What may become due with time alone, and from when on it is due:
 | what | from when on |
 |---|---|
 | a request waits: its pause ends, its token has a new day, its verdict has waited long enough | at once |
+| a job on several nodes is yet to start, or is to end, see `core.gang_run` | at once |
 | a lease of a token while there are budgets: a day ends, and the wall clock may jump | at once |
 | a deadline of a lease | its time |
 | a pause of a request that has left the queue | its end |
@@ -30,7 +31,7 @@ AT_ONCE, NEVER = float("-inf"), float("inf")
 
 def next_tick_s(ledger: Ledger, pending: PendingRequests, policy: Policy) -> float:
     """The monotonic time before which no tick changes anything, if nothing else happens; `AT_ONCE` or `NEVER`."""
-    if pending or ledger.queue or ledger.unreported or ledger.silent_s:
+    if pending or ledger.queue or ledger.unreported or ledger.silent_s or ledger.job_index.gangs:
         return AT_ONCE
     if ledger.budgets and ledger.leases_of_tokens:
         return AT_ONCE

@@ -13,20 +13,20 @@ from gpulease_protocol.node_protocol import (
     LEASE_PORTS,
     ClaimedGpu,
     DesiredState,
-    JobOrder,
     NodeLease,
     NodeReport,
 )
 from gpulease_server.core.draining import free_clean_gpus
+from gpulease_server.core.gang_run import takes_part
 from gpulease_server.core.gpu import is_silent, is_unheard, mark_bystanders, node_mode, node_problem
 from gpulease_server.core.gpu_observation import observe_gpus, observe_shown_gpus, remove_missing_gpus
 from gpulease_server.core.happenings import NodeReported
-from gpulease_server.core.job import on_job_reports
+from gpulease_server.core.job_orders import job_order
+from gpulease_server.core.job_reports import on_job_reports
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import on_owner_reports, on_silence_over
 from gpulease_server.core.maintenance import discard_if_paused
 from gpulease_server.core.node_loss import SEEN_INTERVAL_S, on_node_left
-from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import GpuRecord, LeaseRecord, NodeObservation, NodeRecord
 from gpulease_server.core.turn import Turn
 
@@ -165,6 +165,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         sends_logs=report.sends_logs,
         available_until_s=_available_until_s(turn, report, before),
         leaving=report.leaving,
+        takes_gangs=report.takes_gangs,
     )
     if not readable or (
         report.repeated
@@ -260,22 +261,9 @@ def desired_state(ledger: Ledger, node: str, ticket: int) -> DesiredState:
     leases = tuple(_node_lease(ledger, node, ledger.leases[lease_id], gpus) for lease_id, gpus in held.items())
     simulated = (known := ledger.nodes.get(node)) is not None and known.simulated
     jobs = tuple(
-        JobOrder(
-            job_id=record.job.id,
-            attempt=record.job.attempts,
-            lease_id=record.job.lease_id,
-            uid=record.uid,
-            gid=record.gid,
-            gpus=tuple(device.uuid for device in record.job.gpus),
-            indices=tuple(device.index for device in record.job.gpus),
-            simulated=simulated,
-            spec=record.spec,
-            env=ledger.leases[record.job.lease_id].lease.env,
-            stop=record.cancelled_at is not None,
-            grace_s=record.grace_s,
-            job=job_view(record) if record.spec.notify is not None else None,
-        )
-        for record in (ledger.live_jobs[job_id] for job_id in ledger.job_index.of_node.get(node, ()))
+        job_order(ledger, ledger.live_jobs[job_id], node, simulated=simulated)
+        for job_id in ledger.job_index.of_node.get(node, ())
+        if not ledger.live_jobs[job_id].job.members or takes_part(ledger, node)
     )
     paused = node_mode(ledger, node) is NodeMode.PAUSED
     owners = tuple(ledger.watched_owners.get(node, ()))

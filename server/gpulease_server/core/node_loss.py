@@ -46,6 +46,7 @@ from dataclasses import replace
 from gpulease_protocol.errors import InUse, NotFound
 from gpulease_protocol.fencing import certain_after_s
 from gpulease_protocol.model import EndReason, JobState, NodeMode
+from gpulease_server.core.gang_run import lose_part
 from gpulease_server.core.gpu import is_unheard, unheard_nodes
 from gpulease_server.core.happenings import NodeForgetRequested
 from gpulease_server.core.job import finish_job, may_retry, retry_job
@@ -146,8 +147,10 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
     """End the jobs of a node, and its leases of which nothing was heard since. `is_off`: no process of it is left;
     `has_left`: no attempt counts that ends by that."""
     ledger, ended = turn.ledger, 0
-    for record in [one for one in ledger.live_jobs.values() if any(gpu.node == node for gpu in one.job.gpus)]:
-        if is_off:
+    for record in [ledger.jobs[job_id] for job_id in ledger.job_index.of_node.get(node, ())]:
+        if record.job.members:
+            lose_part(turn, record, node, reason, node_left=has_left)
+        elif is_off:
             _end_job_that_is_off(turn, record, reason, has_left=has_left)
         else:
             finish_job(turn, record, JobState.LOST, f"{reason}; how the job ended is not known", EndReason.NODE_LOST)
@@ -155,6 +158,8 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
     held = (gpu.lease_id for gpu in ledger.gpus_on(node) if not gpu.draining)
     for lease_id in dict.fromkeys(one for one in held if one is not None):
         lease = ledger.leases[lease_id].lease
+        if lease.job_id in ledger.live_jobs:
+            continue  # it ends with its job, whose parts on other nodes are ending
         heard_s = ledger.deadlines.get(lease_id, float("-inf")) - lease.ttl_s
         if heard_s <= unheard_since_s:
             end_lease(turn, ledger.leases[lease_id], EndReason.NODE_LOST)

@@ -76,6 +76,8 @@ class Policy:
     """Programs that keep device files open only to watch."""
     retry_pause_s: tuple[float, float] = (2.0, 300.0)
     """Pause before the first retry of a job that has failed, and the longest; it doubles from one to the next."""
+    gang_start_s: float = 60.0
+    """How long the nodes of a job on several may take to be prepared, see `core.gang_run`."""
     max_bypass: int = 10
     """How many newer requests may start before a waiting one until GPUs are held for it; 0: none."""
     max_bypass_s: float = 300.0

@@ -83,7 +83,7 @@ def job_view(record: JobRecord) -> Job:
     """A job with what its holder asked for and where its logs are."""
     return replace(
         record.job,
-        gpu_count=record.spec.gpus,
+        gpu_count=record.spec.gpus * record.spec.nodes,
         timeout_s=record.spec.timeout_s,
         retries=record.spec.retries,
         fence_s=record.spec.fence_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
-from gpulease_protocol.model import JobState
+from gpulease_protocol.model import JobMember, JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
 from gpulease_server.core.eligibility import is_over_user_limit
@@ -135,7 +135,14 @@ def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending
     if job is not None:
         lease = turn.ledger.leases[record.lease.id].lease
         attempts = job.job.attempts + 1
-        starting = replace(job.job, state=JobState.STARTING, gpus=lease.gpus, reason=None, attempts=attempts)
+        starting = replace(
+            job.job,
+            state=JobState.STARTING,
+            gpus=lease.gpus,
+            members=tuple(JobMember(rank=one.rank, node=one.node, address=one.address) for one in lease.members),
+            reason=None,
+            attempts=attempts,
+        )
         turn.put(replace(job, job=starting))
         turn.emit("job.starting", job_id=job.job.id, lease_id=lease.id, node=lease.gpus[0].node)
     if pending is not None:

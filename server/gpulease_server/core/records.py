@@ -103,6 +103,10 @@ class JobRecord:
     """When it was first cancelled; None if it was not."""
     fenced: bool = False
     """True once its node has said that the last attempt keeps its `fence_s`."""
+    go_at: datetime | None = None
+    """When all nodes of a job on several were prepared; None before, and for a job on one."""
+    parts_stopped_at: datetime | None = None
+    """Since when all its parts are to end, because one of them has failed; None while none has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +222,8 @@ class NodeObservation:
     """When the node goes, on the monotonic clock; None where no end is known."""
     leaving: bool = False
     """It is about to go, and nothing is granted there."""
+    takes_gangs: bool = False
+    """True when its worker can run its part of a job on several nodes."""
     clear: frozenset[str] = field(init=False, compare=False)
     """UUIDs of the GPUs that are free by this report where no lease holds them and no one has taken them out of use:
     an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""
@@ -269,6 +275,29 @@ class NotBefore:
     lease_id: str
     at_s: float | None
     """On the monotonic clock; None when that moment has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class GangTimes:
+    """Since when a job on several nodes waits, on the monotonic clock, see `core.gang_run`. In memory only: after a
+    restart the times begin again."""
+
+    job_id: str
+    since_s: float
+    """When its parts were first ordered."""
+    led_s: float | None = None
+    """When the leader was prepared."""
+    failed_s: float | None = None
+    """When a part had failed that only followed another."""
+    stop_s: float | None = None
+    """When all parts were ordered to end."""
+
+    def later_by(self, seconds: float) -> GangTimes:
+        """The same, after the daemon did not run for so long."""
+        if seconds <= 0:
+            return self
+        later = [None if at_s is None else at_s + seconds for at_s in (self.led_s, self.failed_s, self.stop_s)]
+        return GangTimes(self.job_id, self.since_s + seconds, *later)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +376,7 @@ Change = (
     | NodeRemoved
     | Deadline
     | NotBefore
+    | GangTimes
     | DependencyMet
     | BypassCounts
     | KeyRecord

@@ -16,6 +16,7 @@ from gpulease_server.core.records import (
     Change,
     Deadline,
     DependencyMet,
+    GangTimes,
     JobRecord,
     LeaseRecord,
     NodeObservation,
@@ -261,7 +262,7 @@ class Store:
 
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
-    return not isinstance(change, (NodeObservation, Deadline, NotBefore, DependencyMet, BypassCounts))
+    return not isinstance(change, (NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts))
 
 
 def _known_in(known: Mapping[str, Record], key: str, state: str) -> Record | None:

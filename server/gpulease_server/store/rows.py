@@ -21,6 +21,7 @@ from gpulease_protocol.model import (
     Job,
     JobAttempt,
     JobDependency,
+    JobMember,
     JobSpec,
     JobState,
     Lease,
@@ -63,6 +64,10 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
 }
 """The table of each stored change, and its key there."""
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
+JOB_RECORD_COLUMNS = (
+    *("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid"),
+    *("fenced", "go_at", "parts_stopped_at"),
+)
 COMPUTED: dict[type, Collection[str]] = {
     Lease: ("expires_at", "ends_at", "position", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
@@ -133,6 +138,9 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "spec": record.spec,
         "grace_s": record.grace_s,
         "cancelled_at": record.cancelled_at,
+        "go_at": record.go_at,
+        "parts_stopped_at": record.parts_stopped_at,
+        "members": record.job.members or None,
         "log_directory": record.log_directory,
         "attempt_history": record.job.attempt_history or None,
         "after": record.job.after or None,
@@ -160,12 +168,12 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
 def job_record(row: Row[Any]) -> JobRecord:
     """A job as it was stored."""
     values = _values(row)
-    names = ("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid", "fenced")
-    own = {name: values.pop(name) for name in names}
+    own = {name: values.pop(name) for name in JOB_RECORD_COLUMNS}
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
     values["user"] = values.pop("user_name")
     values["attempt_history"] = tuple(from_json(JobAttempt, item) for item in values["attempt_history"] or ())
+    values["members"] = tuple(from_json(JobMember, item) for item in values["members"] or ())
     values["after"] = tuple(from_json(JobDependency, item) for item in values["after"] or ())
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
     return JobRecord(job=Job(launcher=spec.launcher, command=spec.command, **values), spec=spec, **own)

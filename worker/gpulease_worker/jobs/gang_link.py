@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from gpulease_protocol.node_protocol import GangPlace
 
-LOST_S = 12
+LOST_S = 9
 """A connection without an answer for so long is lost: the kernel asks after KEEPALIVE_S without traffic, and again."""
 KEEPALIVE_S = 3
 CONNECT_S = 5.0

@@ -19,7 +19,7 @@ GO_S = 300.0
 """How long a prepared node waits for the others of its job. The daemon gives the attempt up long before."""
 POLL_S = 0.1
 """Pause between two looks at the others, until all are prepared."""
-PEER_END_S = 5.0
+PEER_END_S = 3.0
 """How long a part may take to fail by itself, with a reason of its own, after another part has ended."""
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for a part that ends because of another."""

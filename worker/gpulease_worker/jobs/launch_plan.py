@@ -197,16 +197,16 @@ def gang_variables(order: JobOrder, interface: str | None) -> dict[str, str]:
 
     gloo listens on the address that the host's own name resolves to, which is 127.0.1.1 on many hosts, and NCCL on an
     interface of its own choice, which may be a bridge of containers. So both are given the interface that leads to the
-    other nodes, unless the job names one itself. NCCL takes a name as a prefix without "=".
+    other nodes, unless the job names one itself: that which has the node's address, or else is on the way to the first
+    node. NCCL takes a name as a prefix without "=".
     """
     place = order.gang
     if place is None:
         return {}
-    given = order.spec.environment
+    interface = order.env.get("GLOO_SOCKET_IFNAME") or interface
     sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
-    return {"NODE_RANK": str(place.rank), "GPULEASE_NODES": ",".join(place.addresses)} | {
-        name: value for name, value in sockets.items() if name not in given
-    }
+    chosen = {name: order.spec.environment.get(name, value) for name, value in sockets.items()}
+    return {"NODE_RANK": str(place.rank)} | chosen
 
 
 def _simulated_mask(order: JobOrder) -> dict[str, str]:

@@ -44,6 +44,7 @@ def redact_job(caller: Caller, record: JobRecord, ledger: Ledger, access: Access
         command=job.command if access.show_commands else (),
         working_directory=None,
         log_directory=None,
+        members=tuple(replace(one, reason=None, log_directory=None) for one in job.members),
         attempt_history=tuple(replace(one, reason=None, log_directory=None) for one in job.attempt_history),
     )
 
