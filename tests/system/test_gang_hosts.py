@@ -16,7 +16,7 @@ import pytest
 
 from gpulease_worker.processes import lease_claims
 from tests.daemon import eventually
-from tests.fleet import Fleet, fleet
+from tests.host_fleet import Fleet, fleet
 from tests.hosts import Host
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

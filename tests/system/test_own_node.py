@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fleet import Fleet, fleet
+from tests.host_fleet import Fleet, fleet
 from tests.hosts import Host
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(60)]

@@ -15,7 +15,7 @@ import pytest
 
 from gpulease_protocol.host.process_id import ProcessId
 from tests.daemon import eventually
-from tests.fleet import Fleet, fleet
+from tests.host_fleet import Fleet, fleet
 from tests.hosts import Host
 
 pytestmark = [pytest.mark.slow, pytest.mark.budget(180)]
