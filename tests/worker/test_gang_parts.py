@@ -12,6 +12,7 @@ from pathlib import Path
 from gpulease_protocol.model import JobSpec, Launcher
 from gpulease_protocol.node_protocol import GangPlace, JobOrder, JobReport, RunState
 from gpulease_worker.jobs import job_records
+from gpulease_worker.jobs.fence import ContactFile, since_boot_s
 from tests.ports import free_port
 from tests.worker.build import kill, living, number_in, order, spec
 from tests.worker.play import DEADLINE_S, Worker, play
@@ -231,6 +232,48 @@ def test_strangers_at_the_leased_port_change_nothing(tmp_path: Path) -> None:
         assert [report.exit_code for report in await nodes.end()] == [0, 0]
 
     story(tmp_path, spec("true"), tell)
+
+
+def test_a_part_that_is_stopped_is_missed_although_it_ends_with_0(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        await nodes.go()
+        await nodes.until(all_are(RunState.RUNNING, 2))
+        await nodes.until(lambda _: (tmp_path / "waits").exists())
+        nodes.orders[1] = replace(nodes.orders[1], stop=True, grace_s=5)
+        first, second = await nodes.until(all_are(RunState.EXITED, 2))
+        assert (second.exit_code, second.reason, second.follows) == (0, "It was stopped on request.", True)
+        assert (first.reason, first.follows) == ("Its part on node b had ended.", True)
+
+    saves = f"trap 'exit 0' TERM; touch {tmp_path}/waits; while :; do sleep 0.05; done"
+    story(tmp_path, spec("sh", "-c", f"test $NODE_RANK = 0 && exec sleep 600; {saves}"), tell)
+
+
+def test_a_part_ends_at_its_fence_while_it_waits_for_the_others(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        ContactFile(tmp_path / "a").note(since_boot_s())
+        (report,) = await nodes.until(all_are(RunState.EXITED, 1), only=[0])
+        said = "No daemon has answered this node for 2 s, which is the job's fence (fence_s)."
+        assert (report.exit_code, report.reason, report.follows) == (None, said, False)
+
+    story(tmp_path, spec("true", fence_s=2.0), tell)
+
+
+def test_the_fence_of_one_node_ends_the_job_on_all(tmp_path: Path) -> None:
+    async def tell(nodes: Nodes) -> None:
+        def is_heard(reports: list[JobReport]) -> bool:
+            ContactFile(tmp_path / "b").note(since_boot_s())
+            return all_are(RunState.PREPARED, 2)(reports)
+
+        fenced = replace(nodes.orders[1].spec, fence_s=10.0)
+        nodes.orders[1] = replace(nodes.orders[1], spec=fenced)
+        await nodes.until(is_heard)
+        first, second = await nodes.end()
+        said = "No daemon has answered this node for 10 s, which is the job's fence (fence_s)."
+        assert (second.reason, second.follows) == (said, False)
+        assert (first.reason, first.follows) == ("Its part on node b had ended.", True)
+        assert not living(nodes.lease_id)
+
+    story(tmp_path, spec("sleep", "600"), tell)
 
 
 def test_an_order_without_other_nodes_is_as_before() -> None:

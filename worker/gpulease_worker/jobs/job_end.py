@@ -56,11 +56,11 @@ def of_launched(
         return replace(end, reason=fence.reason)
     if stopped:
         return replace(end, reason=STOPPED, stopped=True, follows=part is not None)
-    if code in (0, None):
-        return end
     peer_end = None if part is None else part.peer_end
     if part is not None and part.is_stopped and peer_end is not None:
         return replace(end, reason=peer_end.sentence, follows=True)
+    if code in (0, None):
+        return end
     failure = failure_cause.first_failure(directory / job_records.LOGS, code)
     follows = part is not None and (peer_end is not None or failure.lost_peer)
     return replace(end, exit_code=failure.code, reason=failure.reason, traceback=failure.traceback, follows=follows)

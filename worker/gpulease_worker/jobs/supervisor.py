@@ -211,6 +211,7 @@ class Supervisor:
         part.open()
         while not part.may_launch():
             self._reap()
+            self._fence.require(spawn.LaunchError)
             self._check_before_launch()
             prepared_at = (self._start.prepared_at or job_records.now()) if part.is_prepared else None
             noted = replace(self._start, prepared_at=prepared_at, waits_for=part.problem)
@@ -414,7 +415,7 @@ class Supervisor:
         """Write the record of the end. Raises OSError."""
         job_end.write(self._directory, end, self._signals.sleep, self._log_error)
         if self._part is not None:
-            self._part.close(ended_well=end.exit_code == 0)
+            self._part.close(ended_well=end.exit_code == 0 and end.reason is None)
 
     def _log_error(self, line: str) -> None:
         """Write a line to supervisor.log, once until there is another. A full disk must not make it an error."""
