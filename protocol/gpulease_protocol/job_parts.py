@@ -52,6 +52,8 @@ class JobMember(Noun):
     """True when it was ended because of the job's `timeout_s`."""
     node_left: bool = False
     """True where it ended because its node left."""
+    fenced: bool = False
+    """True once its node has said that it keeps the job's `fence_s`."""
     log_directory: str | None = None
     """Where its log files are on its node; null until it starts, and for other users."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from gpulease_protocol.fencing import certain_after_s
 from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, PartState
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S
 from gpulease_server.core.node import desired_state
+from gpulease_server.core.policy import Policy
 from tests.core.build import World
 
 LOGS = "/d/jobs/j/logs"
@@ -309,3 +311,109 @@ def test_a_start_goes_on_where_it_was_after_the_daemon_was_stopped() -> None:
     assert not order(world, job_id, "a").stop
     prepared(world, job_id, "b")
     assert order(world, job_id, "a").go
+
+
+def test_a_silent_part_counts_as_ended_only_so_long_after_the_last_of_the_others() -> None:
+    world = fleet("a", "b", "c")
+    job_id = running(world, retries=1)
+    part(world, job_id, "a", RunState.EXITED, exit_code=1)
+    part(world, job_id, "b", RunState.RUNNING, unkillable=(77,))
+    world.pass_time(3 * FENCE_S, silent=("c",))
+    assert job_of(world, job_id).state is JobState.STOPPING, "what is connected with c still runs"
+    part(world, job_id, "b", RunState.EXITED, exit_code=137, follows=True)
+    world.pass_time(FENCE_S - 1, silent=("c",))
+    assert job_of(world, job_id).state is JobState.STOPPING
+    world.pass_time(2, silent=("c",))
+    assert (job_of(world, job_id).state, job_of(world, job_id).attempts) == (JobState.QUEUED, 1)
+
+
+def test_a_node_that_is_silent_for_good_ends_with_the_others_and_not_before() -> None:
+    world = fleet("a", "b")
+    world.policy = Policy(node_lost_after_s=100.0)
+    job_id = running(world, retries=1)
+    world.pass_time(99, silent=("b",))
+    assert not order(world, job_id, "a").stop
+    world.pass_time(5, silent=("b",))
+    assert order(world, job_id, "a").stop
+    part(world, job_id, "a", RunState.EXITED, exit_code=143, follows=True)
+    assert job_of(world, job_id).state is JobState.STOPPING, "b was never told"
+    world.pass_time(FENCE_S + 1, silent=("b",))
+    job = job_of(world, job_id)
+    assert (job.state, job.attempt_history[0].reason) == (JobState.QUEUED, "node b has been silent for over 100 s.")
+
+
+def test_if_all_nodes_are_silent_for_good_the_job_is_not_tried_again() -> None:
+    world = fleet("a", "b")
+    world.policy = Policy(node_lost_after_s=100.0)
+    job_id = running(world, retries=1)
+    world.node("c", gpus=2).node("d", gpus=2)
+    world.pass_time(120, silent=("a", "b"))
+    job = job_of(world, job_id)
+    assert (job.state, job.attempts) == (JobState.LOST, 1), "its parts are connected with each other, and go on"
+    assert "how the job ended is not known" in str(job.reason)
+
+
+def test_a_cancelled_job_whose_nodes_are_all_silent_has_not_ended() -> None:
+    world = fleet("a", "b")
+    job_id = running(world)
+    world.pass_time(5, silent=("a", "b"))
+    world.cancel(job_id)
+    world.pass_time(3 * FENCE_S, silent=("a", "b"))
+    assert job_of(world, job_id).state is JobState.STOPPING
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, follows=True)
+    assert job_of(world, job_id).state is JobState.CANCELLED
+
+
+def test_a_fence_that_all_nodes_keep_lets_the_job_be_tried_again_although_all_are_silent() -> None:
+    world, fence_s = fleet("a", "b"), 60.0
+    job_id = world.submit(2, nodes=2, retries=1, fence_s=fence_s)
+    prepared(world, job_id, "a", "b")
+    for node in "ab":
+        part(world, job_id, node, RunState.RUNNING, fence_s=fence_s)
+    assert [one.fenced for one in job_of(world, job_id).members] == [True, True]
+    world.node("c", gpus=2).node("d", gpus=2)
+    for node in "cd":
+        world.report(node)
+    world.pass_time(certain_after_s(fence_s) - 1, silent=("a", "b"))
+    assert job_of(world, job_id).state is JobState.RUNNING, "it may still run"
+    world.pass_time(10, silent=("a", "b"))
+    job = job_of(world, job_id)
+    assert (job.state, [one.node for one in job.members]) == (JobState.STARTING, ["c", "d"])
+    assert "the job's fence is 60 s" in str(job.attempt_history[0].reason)
+    assert [one.fenced for one in job.members] == [False, False], "the fence of the first attempt counts for no other"
+
+
+def test_a_fence_that_one_of_two_silent_nodes_has_not_confirmed_lets_nothing_be_tried_again() -> None:
+    world, fence_s = fleet("a", "b"), 60.0
+    job_id = world.submit(2, nodes=2, retries=1, fence_s=fence_s)
+    prepared(world, job_id, "a", "b")
+    part(world, job_id, "a", RunState.RUNNING, fence_s=fence_s)
+    part(world, job_id, "b", RunState.RUNNING)
+    world.node("c", gpus=2).node("d", gpus=2)
+    world.pass_time(certain_after_s(fence_s) + 10, silent=("a", "b"))
+    assert job_of(world, job_id).attempts == 1
+
+
+def test_nothing_is_known_of_a_silent_part_after_one_that_has_ended_well() -> None:
+    world = fleet("a", "b")
+    world.policy = Policy(node_lost_after_s=200.0)
+    job_id = running(world, retries=1)
+    part(world, job_id, "a", RunState.EXITED, exit_code=0)
+    world.cancel(job_id)
+    world.pass_time(100, silent=("b",))
+    assert job_of(world, job_id).state is JobState.STOPPING, "the end of a is not missed, so b goes on"
+    world.pass_time(120, silent=("b",))
+    assert job_of(world, job_id).state is JobState.LOST
+
+
+def test_without_the_leader_a_silent_part_learns_of_no_other() -> None:
+    world = fleet("a", "b", "c")
+    world.policy = Policy(node_lost_after_s=200.0)
+    job_id = running(world, retries=1)
+    part(world, job_id, "a", RunState.EXITED, exit_code=0)
+    part(world, job_id, "b", RunState.EXITED, exit_code=7)
+    world.pass_time(150, silent=("c",))
+    assert job_of(world, job_id).state is JobState.STOPPING
+    world.pass_time(100, silent=("c",))
+    assert (job_of(world, job_id).state, job_of(world, job_id).attempts) == (JobState.LOST, 1)

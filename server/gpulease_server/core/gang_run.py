@@ -14,7 +14,9 @@ What must always hold
   differ. So a part says of itself whether it only followed another (`JobReport.follows`); of those that did not, the
   first that the daemon hears of counts. While only followers have failed, the others get ORIGIN_S to say what happened.
 - The next attempt starts when no process of this one is left: a part has exited, or it has ended by itself, because its
-  supervisor has lost those of the others (`gpulease_worker.jobs.gang_link`), FENCE_S after all others were stopped.
+  supervisor has lost those of the others (`gpulease_worker.jobs.gang_link`), FENCE_S after all others have ended. While
+  none has, no part on a silent node is known to have ended: the supervisors may be connected all the same. Nor does one
+  learn anything from a part that has ended well.
 
 What each failure does
 ----------------------
@@ -26,11 +28,14 @@ again if a retry is left |
 | the leased port is taken, the directory is missing | that part has exited: the same at once |
 | a rank, a launcher or a supervisor is killed | that part exits: all others are stopped |
 | a host dies, or its link to the others is cut | the supervisors see it and end their parts, there as well; its part \
-is `lost` FENCE_S after the others were stopped, unless it reports its end |
+is `lost` FENCE_S after the others have ended, unless it reports its end |
 | only the daemon cannot reach a node, or a worker is away | nothing: the parts go on |
 | the daemon is away | parts that have started go on, and end with the first that fails; others wait for `go` |
 | the daemon restarts | prepared parts report again; the times begin again |
-| a node is lost for good, or forgotten (`core.node_loss`) | its part is `lost`: all others are stopped |
+| a node is forgotten, or silent for longer than the job's fence (`core.node_loss`) | its part is `lost`: all others \
+are stopped |
+| a node is silent for too long | all others are stopped; its part is `lost` FENCE_S after they have ended |
+| all nodes are silent for too long | the job is lost, and not tried again |
 | a node leaves | its part ends, and all others; the attempt does not count as a retry |
 | a user cancels | all parts are stopped, with the grace period of the user |
 """
@@ -58,10 +63,10 @@ ORIGIN_S = 3.0
 """How long the part that failed first may take to say so after one that only followed."""
 GRACE_S = 5.0
 """Between SIGTERM and SIGKILL for parts that are stopped because of another."""
-FENCE_S = 17.0
-"""A part whose node is silent has ended by itself so long after all others were stopped and their grace has passed: its
-supervisor has lost theirs within 9 s, or has learned of their end and has waited for 3 s, and has ended it within 5 s.
-The rest is for the last one of the others to end, and for searching processes."""
+FENCE_S = 26.0
+"""A part whose node is silent has ended by itself so long after the last of the others: the leader's supervisor has
+lost those of the others within 9 s, and has ended its part within 5 s; then that of another silent node has learned of
+it, has waited for 3 s, and has ended its own within 5 s. The rest is for searching processes."""
 
 STATES = {
     RunState.STARTING: PartState.STARTING,
@@ -88,18 +93,29 @@ def on_part_reported(turn: Turn, record: JobRecord, node: str, report: JobReport
     if before.state is PartState.EXITED:
         return
     after = _unknown(record, before) if report is None else _reported(before, report)
+    if report is not None and report.fence_s is not None and report.fence_s == record.spec.fence_s:
+        after = replace(after, fenced=True)
     if report is not None and report.unkillable and report.state is not RunState.EXITED:
         mark_stuck(turn, record, report)
         record = turn.ledger.jobs[record.job.id]
     _advance(turn, _put(turn, record, before, after, None if report is None else report.traceback))
 
 
-def lose_part(turn: Turn, record: JobRecord, node: str, reason: str, *, node_left: bool = False) -> None:
-    """End the part on a node that is gone for good. `node_left`: it has said so itself."""
+def lose_part(turn: Turn, record: JobRecord, node: str, reason: str, *, is_off: bool, node_left: bool = False) -> None:
+    """End the part on a node that is gone for good. `is_off`: no process of it is left; `node_left`: its node has said
+    that it goes. Else it has failed, and ends with the others."""
     before = next(one for one in record.job.members if one.node == node)
-    if not before.state.final:
-        lost = replace(before, state=PartState.LOST, reason=f"{reason}.", node_left=node_left)
-        _advance(turn, _put(turn, record, before, lost))
+    others = [one for one in record.job.members if one is not before]
+    if before.state.final:
+        return
+    if is_off:
+        after = replace(before, state=PartState.LOST, reason=f"{reason}.", node_left=node_left)
+    elif _tell([one for one in others if one.state.final or not _is_unheard(turn, one)]):
+        after = before if before.failure is not None else _failed(record, replace(before, reason=f"{reason}."))
+    else:
+        finish_job(turn, record, JobState.LOST, f"{reason}; how the job ended is not known", EndReason.NODE_LOST)
+        return
+    _advance(turn, _put(turn, record, before, after))
 
 
 def watch_gangs(turn: Turn, stalled_s: float) -> None:
@@ -149,11 +165,21 @@ def _has_failed(part: JobMember) -> bool:
     return ended_badly or part.state is PartState.LOST
 
 
+def _is_unheard(turn: Turn, part: JobMember) -> bool:
+    return is_unheard(turn.ledger, part.node, turn.now, turn.policy)
+
+
+def _tell(parts: Sequence[JobMember]) -> bool:
+    """True when the ends of these parts, of which some may be yet to be stopped, end those on all other nodes. One that
+    has ended well is not missed; and without the leader the others are not connected."""
+    missed = [one for one in parts if one.state is not PartState.EXITED or one.exit_code != 0 or one.follows]
+    return bool(missed) and all(one in missed for one in parts if one.rank == 0)
+
+
 def _put(turn: Turn, record: JobRecord, before: JobMember, after: JobMember, traceback: str | None = None) -> JobRecord:
     """Record what has changed of a part, and that it has failed."""
     if after.failure is None and _has_failed(after):
-        number = sum(one.failure is not None for one in record.job.members)
-        after = replace(after, failure=number + 1)
+        after = _failed(record, after)
     if after == before:
         return record
     members = tuple(after if one.rank == after.rank else one for one in record.job.members)
@@ -162,7 +188,20 @@ def _put(turn: Turn, record: JobRecord, before: JobMember, after: JobMember, tra
         changes |= {"exit_code": after.exit_code, "traceback": traceback}
     logs = after.log_directory if after.rank == 0 else record.log_directory
     turn.put(replace(record, log_directory=logs, job=replace(record.job, **changes)))
+    if after.state.final and not before.state.final and must_stop(record):
+        _note_stop(turn, record)
     return turn.ledger.jobs[record.job.id]
+
+
+def _failed(record: JobRecord, part: JobMember) -> JobMember:
+    """A part as one that has failed, after all those that have already."""
+    return replace(part, failure=1 + sum(one.failure is not None for one in record.job.members))
+
+
+def _note_stop(turn: Turn, record: JobRecord) -> None:
+    """Note that all parts were ordered to end, or that one has since then."""
+    times = turn.ledger.job_index.gang_times.get(record.job.id) or GangTimes(record.job.id, turn.now.mono_s)
+    turn.put(replace(times, stop_s=turn.now.mono_s))
 
 
 def _advance(turn: Turn, record: JobRecord) -> None:
@@ -201,7 +240,7 @@ def _check_start(turn: Turn, record: JobRecord) -> None:
         turn.put(times)
     cut_off = next((one for one in waiting if one.reason is not None), None) if is_led else None
     since_s, most_s = now_s - times.since_s, turn.policy.gang_start_s
-    silent = next((one for one in waiting if is_unheard(turn.ledger, one.node, turn.now, turn.policy)), None)
+    silent = next((one for one in waiting if _is_unheard(turn, one)), None)
     late = since_s >= most_s
     if cut_off is not None and (late or now_s - (times.led_s or now_s) >= REACH_S):
         _give_up(turn, record, cut_off, cut_off.reason)
@@ -221,23 +260,23 @@ def _stop_parts(turn: Turn, record: JobRecord) -> None:
     turn.put(replace(record, parts_stopped_at=turn.now.at))
     reason = f"{_sentence(record.job)} The other nodes are being stopped."
     change_job(turn, turn.ledger.jobs[record.job.id], JobState.STOPPING, reason=reason)
-    times = turn.ledger.job_index.gang_times.get(record.job.id) or GangTimes(record.job.id, turn.now.mono_s)
-    turn.put(replace(times, stop_s=turn.now.mono_s))
+    _note_stop(turn, record)
 
 
 def _end_silent_parts(turn: Turn, record: JobRecord) -> None:
     """Count parts on silent nodes as ended once they must have ended by themselves."""
     times = turn.ledger.job_index.gang_times[record.job.id]
     if times.stop_s is None:
-        turn.put(replace(times, stop_s=turn.now.mono_s))
+        _note_stop(turn, record)
         return
-    grace_s = GRACE_S if record.cancelled_at is None else record.grace_s
-    if turn.now.mono_s - times.stop_s < max(FENCE_S, grace_s + FENCE_S - GRACE_S):
+    left = [one for one in record.job.members if not one.state.final]
+    if turn.now.mono_s - times.stop_s < FENCE_S or not _tell([one for one in record.job.members if one not in left]):
         return
-    for one in record.job.members:
-        if not one.state.final and is_unheard(turn.ledger, one.node, turn.now, turn.policy):
-            reason = one.reason if one.failure is not None else f"Node {one.node} is silent."
-            record = _put(turn, record, one, replace(one, state=PartState.LOST, reason=reason))
+    if not all(_is_unheard(turn, one) for one in left):
+        return
+    for one in left:
+        reason = one.reason if one.failure is not None else f"Node {one.node} is silent."
+        record = _put(turn, record, one, replace(one, state=PartState.LOST, reason=reason))
     _advance(turn, record)
 
 

@@ -93,8 +93,13 @@ def _lose_fenced_jobs(turn: Turn, node: str, silent_s: float) -> None:
     for job_id in list(turn.ledger.job_index.of_node.get(node, ())):
         record = turn.ledger.live_jobs[job_id]
         fence_s = record.spec.fence_s
-        if record.fenced and fence_s is not None and silent_s >= certain_after_s(fence_s):
-            reason = f"node {node} has been silent for over {silent_s:.0f} s, and the job's fence is {fence_s:g} s"
+        is_fenced = record.fenced or any(one.fenced for one in record.job.members if one.node == node)
+        if not is_fenced or fence_s is None or silent_s < certain_after_s(fence_s):
+            continue
+        reason = f"node {node} has been silent for over {silent_s:.0f} s, and the job's fence is {fence_s:g} s"
+        if record.job.members:
+            lose_part(turn, record, node, reason, is_off=True)
+        else:
             _end_job_that_is_off(turn, record, reason)
 
 
@@ -149,7 +154,7 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
     ledger, ended = turn.ledger, 0
     for record in [ledger.jobs[job_id] for job_id in ledger.job_index.of_node.get(node, ())]:
         if record.job.members:
-            lose_part(turn, record, node, reason, node_left=has_left)
+            lose_part(turn, record, node, reason, is_off=is_off, node_left=has_left)
         elif is_off:
             _end_job_that_is_off(turn, record, reason, has_left=has_left)
         else:

@@ -290,7 +290,7 @@ class GangTimes:
     failed_s: float | None = None
     """When a part had failed that only followed another."""
     stop_s: float | None = None
-    """When all parts were ordered to end."""
+    """When all parts were ordered to end, or one of them has ended since then."""
 
     def later_by(self, seconds: float) -> GangTimes:
         """The same, after the daemon did not run for so long."""
