@@ -52,8 +52,6 @@ async def job_submitted(
     peer: PeerDep,
 ) -> JobSubmitted:
     """The happening that a request for a job is."""
-    if body.nodes > 1:
-        raise InvalidRequest("nodes: a job runs on one node; lease GPUs of several, and start a launcher on each.")
     jobs, array_id = _submitted_jobs(body)
     after_live, after_refused = await job_dependencies.look_up(daemon, body.after)
     if array_id is not None:
