@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-EPOCHS, TEST_IMAGES = 16, 359
+EPOCHS, TEST_IMAGES = 8, 359
 
 
 def train() -> dict[str, Any]:
