@@ -82,7 +82,11 @@ class Pool:
         """Bring the rows up to date with the engine's list. Cancels pilots that are none of the rows'."""
         rows = {row.ordinal: row for row in self._records.pilots()}
         seen: dict[int, Carried] = {}
-        for pilot in sorted(listed, key=lambda one: (one.state is CarriedState.GONE, one.name.generation, one.handle)):
+        own = {row.handle for row in rows.values() if row.handle}
+        for pilot in sorted(
+            listed,
+            key=lambda one: (one.state is CarriedState.GONE, one.name.generation, one.handle not in own, one.handle),
+        ):
             row, name = rows.get(pilot.name.ordinal), pilot.name
             lost = row is None or name.generation > row.generation
             if lost and pilot.state is not CarriedState.GONE:
@@ -240,9 +244,9 @@ class Pool:
         for row in self._records.pilots():
             pilot = by_handle.get(row.handle)
             if row.state == ENDING and row.stops_since is not None and pilot is not None:
-                late = now - row.stops_since >= STOP_S
-                if late or pilot.state is CarriedState.PENDING:
-                    self._carrier.stop(pilot, at_once=True)
+                at_once = now - row.stops_since >= STOP_S or pilot.state is CarriedState.PENDING
+                if at_once or pilot.state is CarriedState.RUNNING:
+                    self._carrier.stop(pilot, at_once=at_once)
 
     def __repr__(self) -> str:
         return f"Pool({self._records.pool!r})"

@@ -22,6 +22,7 @@ while :; do
     echo "the worker has ended with $code; start $restarts of 10"
     [ "$restarts" -ge 10 ] && exit "$code"
     sleep "$restarts" & wait $!
+    [ -n "$left" ] && exit "$code"
 done
 """
 

@@ -187,7 +187,7 @@ def test_a_certificate_beside_the_pinned_one_is_not_kept(
     if more:
         with pytest.raises(node_join.DaemonUnavailable, match="another authority"):
             node_join._trusted(found, fingerprint(true), tmp_path)
-        assert not (tmp_path / "ca.pem").exists()
+        assert not (tmp_path / ".new-ca.pem").exists()
     else:
-        assert node_join._trusted(found, fingerprint(true), tmp_path) == str(tmp_path / "ca.pem")
-        assert (tmp_path / "ca.pem").read_text() == true
+        assert node_join._trusted(found, fingerprint(true), tmp_path) == str(tmp_path / ".new-ca.pem")
+        assert (tmp_path / ".new-ca.pem").read_text() == true

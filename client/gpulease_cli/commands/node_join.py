@@ -30,7 +30,7 @@ FETCH_S = 10.0
 """How long the daemon may take to answer."""
 MAX_BYTES = 2**16
 """Size limit of what it may say before it is trusted."""
-ENVIRONMENT, TOKEN, CA = "environment", "token", "ca.pem"
+ENVIRONMENT, TOKEN, CA, NEW_CA = "environment", "token", "ca.pem", ".new-ca.pem"
 """Files in the worker's directory."""
 
 
@@ -65,6 +65,9 @@ def join(address: str, join_token: str, node: str | None, data_dir: Path | None)
             Destination(found, True, bearer, FETCH_S, obeys=True, plain_http=False, ca_file=ca_file), retry_s=0.0
         ) as client:
             made = client.send(endpoints.join_node(name))
+        if expected is not None:  # not before: a join that fails leaves a host as it was
+            ca_file = str(directory / CA)
+            os.replace(directory / NEW_CA, ca_file)
         _write(directory / TOKEN, f"{made.bearer}\n", 0o600)
         own = {
             variables.URL: ",".join(one.url for one in found),
@@ -84,7 +87,8 @@ def join(address: str, join_token: str, node: str | None, data_dir: Path | None)
         raise _as_command(error, name) from error
     click.echo(f"This host is node {name} of {found[0].shown} once its worker runs. Start it in one of these ways:")
     click.echo("  systemctl enable --now gpulease-worker    (docs/many-hosts.md says how to install the unit)")
-    click.echo(f"  set -a; . {shlex.quote(str(directory / ENVIRONMENT))}; gpulease worker")
+    click.echo(f"  (set -a; . {shlex.quote(str(directory / ENVIRONMENT))}; exec gpulease worker)")
+    click.echo("A worker that runs already is to be started again: it knows its former token.")
     return output.DONE
 
 
@@ -112,7 +116,11 @@ def _trusted(found: tuple[Address, ...], expected: str | None, directory: Path) 
     if expected is None:
         named = certificates.ca_file(found)
         return named and os.path.abspath(named)
-    certificate = _fetch(next(one for one in found if one.origin.startswith("https:")))
+    secure = next((one for one in found if one.origin.startswith("https:")), None)
+    if secure is None:
+        detail = f"URL: {found[0].shown} is not https, and the join token names a certificate."
+        raise InvalidRequest(detail, remedy="Give the daemon's https address; through a tunnel https://127.0.0.1:PORT.")
+    certificate = _fetch(secure)
     try:
         shown = fingerprint(certificate)
         alone = ssl.DER_cert_to_PEM_cert(ssl.PEM_cert_to_DER_cert(certificate))
@@ -124,7 +132,7 @@ def _trusted(found: tuple[Address, ...], expected: str | None, directory: Path) 
             " token was not sent.",
             remedy="Check the address. If it is right, someone is between this host and the daemon.",
         )
-    path = directory / CA
+    path = directory / NEW_CA
     _write(path, alone, 0o644)
     return str(path)
 

@@ -36,6 +36,8 @@ DEVICE_FIELDS = tuple(one.name for one in fields(Device))
 DEVICE_VALUES = attrgetter(*DEVICE_FIELDS)
 REPORT_MARGIN_S = 0.5
 """What a report may be late, beside its hold and its reading, before the node counts as silent."""
+MAX_AVAILABLE_S = 3.2e8
+"""An end of a node that is more than ten years away is none."""
 AVAILABLE_JITTER_S = 5.0
 """An end of a node that is so much later is the same end, from a report that was on its way for longer."""
 
@@ -181,7 +183,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
 
 def _available_until_s(turn: Turn, report: NodeReport, before: NodeObservation | None) -> float | None:
     """When the node goes; as before where the report says the same but for what it took on its way."""
-    if report.available_s is None:
+    if report.available_s is None or not report.available_s <= MAX_AVAILABLE_S:  # NaN is none either
         return None
     until_s = turn.now.mono_s + max(0.0, report.available_s)
     known = None if before is None else before.available_until_s

@@ -235,7 +235,8 @@ def _require_storable(node: str, report: NodeReport, known: Container[str]) -> N
             raise InvalidRequest(f"{field}: must be at most {max_length} characters.")
     if report.address is not None:
         try:
-            ipaddress.ip_address(report.address)
+            if "%" in report.address or ipaddress.ip_address(report.address).is_unspecified:
+                raise ValueError
         except ValueError:
             raise InvalidRequest("address: must be an IP address.") from None
     if report.interface is not None and not INTERFACE.fullmatch(report.interface):
