@@ -173,6 +173,8 @@ def test_the_end_of_a_part_leaves_the_processes_of_the_other_alone(tmp_path: Pat
         await nodes.until(lambda _: number_in(tmp_path / "pid"))
         await nodes.until(lambda reports: reports[1].state is RunState.EXITED)
         assert number_in(tmp_path / "pid") in living(nodes.lease_id)
+        nodes.orders[0] = replace(nodes.orders[0], stop=True, grace_s=1)
+        await nodes.until(all_are(RunState.EXITED, 2))
 
     first = f"echo $$ > {tmp_path}/pid; exec sleep 600"
     story(tmp_path, spec("sh", "-c", f"test $NODE_RANK = 1 || {{ {first}; }}"), tell)
