@@ -50,6 +50,12 @@ class TestEnds:
         assert job_of(world, world.submit(1, timeout_s=HOUR_S / 2)).gpus[0].node == "a"
         world.check()
 
+    @pytest.mark.parametrize("available_s", [1e12, float("inf"), float("nan")])
+    def test_an_end_that_no_calendar_has_is_none(self, available_s: float) -> None:
+        world = World().node("a", gpus=1)
+        world.report("a", available_s=available_s)
+        assert node_view(world.ledger, world.ledger.nodes["a"], world.now, world.policy).available_until is None
+
     def test_one_without_a_declared_end_is_placed_there(self) -> None:
         world = World().node("a", gpus=1)
         world.report("a", available_s=HOUR_S)

@@ -218,6 +218,17 @@ async def _bind_token(daemon: DaemonState, caller: Caller, name: str) -> None:
         raise other_node("that it reported for first")
 
 
+def _require_address(address: str | None) -> None:
+    """Raise `InvalidRequest` unless other nodes can be told to reach this one there."""
+    if address is None:
+        return
+    try:
+        if "%" in address or ipaddress.ip_address(address).is_unspecified:
+            raise ValueError
+    except ValueError:
+        raise InvalidRequest("address: must be an IP address.") from None
+
+
 def _require_storable(node: str, report: NodeReport, known: Container[str]) -> None:
     """Raise `InvalidRequest` for values that do not fit their database column, because one such report would fail the
     whole turn, and for a GPU that cannot be named in a URL. `known`: UUIDs of GPUs that were found in order."""
@@ -233,12 +244,7 @@ def _require_storable(node: str, report: NodeReport, known: Container[str]) -> N
     for field, (text, max_length) in texts.items():
         if text is not None and len(text) > max_length:
             raise InvalidRequest(f"{field}: must be at most {max_length} characters.")
-    if report.address is not None:
-        try:
-            if "%" in report.address or ipaddress.ip_address(report.address).is_unspecified:
-                raise ValueError
-        except ValueError:
-            raise InvalidRequest("address: must be an IP address.") from None
+    _require_address(report.address)
     if report.interface is not None and not INTERFACE.fullmatch(report.interface):
         raise InvalidRequest("interface: must be the name of a network interface.")
     for name, devices in (
