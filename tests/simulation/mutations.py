@@ -18,7 +18,7 @@ from unittest import mock
 from gpulease_cli import main
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.api import report_body
-from gpulease_server.core import backfill, gpu_state, grant, lease, node, placement, queue
+from gpulease_server.core import backfill, gpu_state, grant, lease, node, placement, queue, records
 from gpulease_server.core import decide as deciding
 from gpulease_server.core.draining import observe_draining
 from gpulease_server.core.ledger import Ledger
@@ -124,7 +124,13 @@ def clean_with_leftovers() -> Patches:
         return tuple(one for one in gpu_occupants(reading) if one.lease_id is None)
 
     gpu_occupants = gpu_state.occupants
-    return [(f"{CORE}.draining.occupants", without_lease), (f"{CORE}.gpu_state.occupants", without_lease)]
+
+    def unused(reading: Any) -> bool:
+        return is_unused(replace(reading, processes=without_lease(reading)))
+
+    is_unused = records.is_unused
+    occupants = [(f"{CORE}.draining.occupants", without_lease), (f"{CORE}.gpu_state.occupants", without_lease)]
+    return [*occupants, (f"{CORE}.records.is_unused", unused)]
 
 
 def strangers_keep() -> Patches:
@@ -147,7 +153,16 @@ def any_reading_will_do() -> Patches:
 
 def ignore_strangers() -> Patches:
     """A foreign process does not keep a GPU from being granted."""
-    return [(f"{CORE}.gpu_state.occupants", lambda reading: ()), (f"{CORE}.gpu_state.awaits_memory", lambda *_: False)]
+
+    def unused(reading: Any) -> bool:
+        return is_unused(replace(reading, processes=(), hidden_use=False))
+
+    is_unused = records.is_unused
+    return [
+        (f"{CORE}.gpu_state.occupants", lambda reading: ()),
+        *[(f"{CORE}.{place}.awaits_memory", lambda *_: False) for place in ("gpu_state", "records")],
+        (f"{CORE}.records.is_unused", unused),
+    ]
 
 
 def grant_what_another_has() -> Patches:
@@ -165,7 +180,7 @@ def grant_what_another_has() -> Patches:
 
 def ignore_cordons() -> Patches:
     """A cordon is written down and not obeyed."""
-    return [(f"{CORE}.gpu_state.is_cordoned", lambda *_: False)]
+    return [(f"{CORE}.{place}.is_cordoned", lambda *_: False) for place in ("gpu_state", "fleet")]
 
 
 def half_a_gang() -> Patches:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpulease_protocol.model import ComputeMode, GpuReading, GpuState, NodeMode, Process
-from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
+from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord, awaits_memory
 
 
 def occupants(reading: GpuReading) -> tuple[Process, ...]:
@@ -32,9 +32,3 @@ def state_by_report(gpu: GpuRecord, observation: NodeObservation | None, node: N
 def is_cordoned(gpu: GpuRecord, node: NodeRecord | None) -> bool:
     """True when an administrator has taken the GPU, or all of its node, out of use."""
     return gpu.cordoned or (node is not None and node.mode is not NodeMode.ACTIVE)
-
-
-def awaits_memory(observation: NodeObservation, uuid: str) -> bool:
-    """True when a process without a lease has left the GPU, and its memory is not back yet."""
-    watch = observation.gpus.get(uuid)
-    return watch is not None and watch.memory_awaited

@@ -231,9 +231,14 @@ class NodeObservation:
     def __post_init__(self) -> None:
         nothing = self.problem is not None or self.leaving
         found = [] if nothing else [uuid for uuid, one in self.readings.items() if is_unused(one)]
-        awaits = self.gpus
-        clear = frozenset([uuid for uuid in found if (watch := awaits.get(uuid)) is None or not watch.memory_awaited])
+        clear = frozenset([uuid for uuid in found if not awaits_memory(self, uuid)])
         object.__setattr__(self, "clear", clear)
+
+
+def awaits_memory(observation: NodeObservation, uuid: str) -> bool:
+    """True when a process without a lease has left the GPU, and its memory is not back yet."""
+    watch = observation.gpus.get(uuid)
+    return watch is not None and watch.memory_awaited
 
 
 def is_unused(reading: GpuReading) -> bool:
