@@ -211,7 +211,10 @@ class BearerTokens:
                 return None
             used = record.token
             asked = TokenRequest(user=used.user, role=Role.WORKER, node=node, note=used.note)
-            return await self.create(asked, used.created_by, instead_of=used)
+            try:
+                return await self.create(asked, used.created_by, instead_of=used)
+            except NotFound:  # revoked in this very moment
+                return None
 
     async def create(
         self,

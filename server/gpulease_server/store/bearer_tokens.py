@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import Engine, bindparam, delete, func, insert, select, update
 
-from gpulease_protocol.errors import OverQuota
+from gpulease_protocol.errors import NotFound, OverQuota
 from gpulease_protocol.tokens import BearerToken, Role
 from gpulease_server.store import tables
 from gpulease_server.store.ledger_store import Store
@@ -46,7 +46,7 @@ def load(engine: Engine) -> dict[str, BearerTokenRecord]:
 def add(store: Store, record: BearerTokenRecord, now: datetime, instead_of: str | None = None) -> None:
     """Store a new token, and delete those that expired long ago. Blocks. Raises `StoreFailed`, `OverQuota`.
 
-    `instead_of`: id of the token that is used up by it, in the same transaction.
+    `instead_of`: id of the token that is used up by it, in the same transaction. Raises `NotFound` where it is gone.
     """
     table, token = tables.bearer_token, record.token
     row = {
@@ -69,7 +69,9 @@ def add(store: Store, record: BearerTokenRecord, now: datetime, instead_of: str 
     with store.writing() as connection:
         connection.execute(delete(table).where(table.c.expires_at < now - EXPIRED_KEPT))
         if instead_of is not None:
-            connection.execute(delete(table).where(table.c.id == instead_of))
+            used = connection.execute(delete(table).where(table.c.id == instead_of))
+            if used.rowcount != 1:
+                raise NotFound(f"Token {instead_of} was used or revoked meanwhile.", remedy="Have another one made.")
         if (connection.execute(select(func.count()).select_from(table)).scalar() or 0) >= MAX_TOKENS:
             raise OverQuota(f"There are {MAX_TOKENS} tokens already.", remedy="Revoke tokens that are no longer used.")
         connection.execute(insert(table), row)
