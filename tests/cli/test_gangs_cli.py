@@ -12,7 +12,7 @@ import pytest
 
 from gpulease import Client, GpuleaseError, GpuState
 from tests.cli.programs import Program, environ, wait_until
-from tests.imported_program import ForkedProgram, completed
+from tests.imported_program import ForkedProgram
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +45,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 program.kill()
                 program.wait()
-
-
-@pytest.fixture
-def client(url: str) -> Iterator[Client]:
-    with Client(url) as connected:
-        wait_until(lambda: {gpu.state for gpu in connected.gpus()} == {GpuState.FREE})
-        yield connected
-
-
-@pytest.fixture
-def gpulease(url: str) -> Program:
-    def run(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return completed(arguments, environ(GPULEASE_URL=url) | more, timeout_s=60)
-
-    return run
 
 
 def test_a_gang_is_acquired_shown_explained_and_released(client: Client, gpulease: Program) -> None:

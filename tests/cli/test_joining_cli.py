@@ -79,7 +79,11 @@ def test_the_command_that_is_printed_makes_a_host_a_node(running: OverSocket, tm
             worker.create_token(TokenRequest(user="eve"))
         with pytest.raises(NotAllowed):
             worker.jobs()
+    (tmp_path / "w2").mkdir()
+    (tmp_path / "w2" / "ca.pem").write_text("of another daemon")
     again = completed([*command, "--data-dir", str(tmp_path / "w2")], {}, 60)
+    kept = {path.name: path.read_text() for path in (tmp_path / "w2").iterdir()}
+    assert kept == {"ca.pem": "of another daemon"}, "a join that fails leaves a host as it was"
     assert again.returncode == 1
     assert "was used already, has expired, or was revoked" in again.stderr
     assert "gpulease node add gpubox2" in again.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,26 @@ def test_a_pilot_that_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     world.tick(STOP_S)
     world.tick()
     assert world.alive() == []
+
+
+def test_one_that_was_not_told_to_end_is_told_again_before_it_is_ended(tmp_path: Path) -> None:
+    world = world_of(tmp_path, 1)
+    world.rounds(6)
+    world.up(1, down=True)
+    world.crash_at = 2  # the row is written, and the engine is not told
+    world.tick()
+    assert (states(world), [one.state for one in world.alive()]) == (["ending"], [CarriedState.RUNNING])
+    world.tick()
+    assert [one.state for one in world.alive()] == [CarriedState.ENDING], "its jobs have their grace period"
+
+
+def test_of_two_pilots_of_one_name_the_one_on_record_stays(tmp_path: Path) -> None:
+    world = world_of(tmp_path, 1)
+    world.rounds(6)
+    (own,) = world.alive()
+    world.engine["0000"] = replace(own, handle="0000", host="n7")  # as text it comes before
+    world.tick()
+    assert [one.handle for one in world.alive()] == [own.handle]
 
 
 def test_nodes_come_while_requests_wait_and_go_when_idle(tmp_path: Path) -> None:

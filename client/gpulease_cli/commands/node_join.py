@@ -9,6 +9,7 @@ import shlex
 import ssl
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,6 +86,9 @@ def join(address: str, join_token: str, node: str | None, data_dir: Path | None)
         raise NotAuthenticated(detail, remedy=f"Have an administrator run `gpulease node add {name}` again.") from error
     except NotAllowed as error:
         raise _as_command(error, name) from error
+    finally:
+        with suppress(OSError):
+            (directory / NEW_CA).unlink(missing_ok=True)
     click.echo(f"This host is node {name} of {found[0].shown} once its worker runs. Start it in one of these ways:")
     click.echo("  systemctl enable --now gpulease-worker    (docs/many-hosts.md says how to install the unit)")
     click.echo(f"  (set -a; . {shlex.quote(str(directory / ENVIRONMENT))}; exec gpulease worker)")
