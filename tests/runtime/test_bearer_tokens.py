@@ -369,3 +369,24 @@ def test_a_directory_of_users_that_hangs_keeps_known_tokens_valid_and_delays_no_
 
     with daemon(database_url) as (bearers, _):
         asyncio.run(story(bearers))
+
+
+def test_a_join_token_that_is_revoked_while_it_is_used_makes_none(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon(database_url) as (bearers, store):
+
+        async def work() -> None:
+            asked = TokenRequest(user="root", role=Role.JOIN, node="n", expires_s=60)
+            token_id = (await bearers.create(asked, "root")).id
+            find = bearer_tokens_module.find_account
+
+            def revoked_meanwhile(user: str) -> object:
+                stored.remove(store, token_id)
+                return find(user)
+
+            monkeypatch.setattr(bearer_tokens_module, "find_account", revoked_meanwhile)
+            assert await bearers.join(token_id, "n") is None
+            assert stored.load(store.engine) == {}
+
+        asyncio.run(work())
