@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from gpulease.agent_fields import agent_fields
 from gpulease.brief_errors import brief_errors, brief_errors_of
@@ -26,6 +26,7 @@ from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
 
 if TYPE_CHECKING:
     from gpulease.lease import HeldLease
+    from gpulease_protocol.event_choice import EventChoice
     from gpulease_protocol.job_metrics import JobMetrics
     from gpulease_protocol.requests import JobRequest, LeaseRequest
     from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
@@ -163,15 +164,14 @@ class Client:
         """GPUs, holders and the queue as a text table."""
         return self.send(endpoints.front_page())
 
-    def events(self, after: int = 0, limit: int | None = None) -> Iterator[Event]:
-        """The events with a `seq` over `after`, oldest first, up to the newest one; fetched in pages of `limit`.
-
-        With `after=0` they begin with the oldest one that is kept; otherwise this raises EventsPruned if any of them is
-        gone.
+    def events(
+        self, after: int = 0, limit: int | None = None, *, newest_first: bool = False, **choice: Unpack[EventChoice]
+    ) -> Iterator[Event]:
+        """The events with a `seq` over `after`, oldest first, fetched in pages of `limit`.
+        With `after=0` they begin with the oldest that is kept; else this raises EventsPruned if any of them is gone.
+        `choice`: see `EventChoice`, as in `client.events(kinds=["lease.ended"], user="ada")`.
         """
-        while (page := self.send(endpoints.events(after, limit))).items:
-            yield from page.items
-            after = page.items[-1].seq
+        return self._transport.emitted(self._flows.events(after, limit, newest_first, choice))
 
     def watch_events(self, after: int | None = None) -> Iterator[Event]:
         """Each event as it is recorded, forever: those with a `seq` over `after`, or new ones if `after` is None.

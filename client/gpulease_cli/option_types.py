@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, time, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     ParamType = click.ParamType[Any]
 else:
     ParamType = click.ParamType  # not generic before 8.5
+
+OLDEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Duration(ParamType):
@@ -31,6 +35,32 @@ class Duration(ParamType):
             return parse_duration(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class Moment(ParamType):
+    """A point in time: `03:00` (the last time that it was so late), `2026-11-23T18:00`, or how long ago as a duration.
+
+    In this computer's time zone, unless an offset is given.
+    """
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        """The point in time in UTC."""
+        if isinstance(value, datetime):
+            return value
+        now = datetime.now(UTC)
+        try:
+            if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", value):
+                at = datetime.combine(now.astimezone(), time.fromisoformat(value.zfill(5))).astimezone(UTC)
+                return at if at <= now else at - timedelta(days=1)
+            if re.fullmatch(r"[0-9.]+[smhd]?", value):
+                return max(now - timedelta(seconds=parse_duration(value)), OLDEST)
+            return datetime.fromisoformat(value).astimezone(UTC)
+        except (ValueError, OverflowError, OSError):
+            self.fail(
+                f"{value!r} is no time; write it like 03:00, 2026-11-23T18:00, or 2h for two hours ago", param, ctx
+            )
 
 
 class Number(ParamType):
@@ -149,4 +179,5 @@ class Field(ParamType):
 
 
 DURATION = Duration()
+MOMENT = Moment()
 DEVICE_FORM = Devices()

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
 from urllib.parse import quote
 
 from gpulease_protocol.codec import from_json, to_body
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.event_choice import EventChoice, query_of
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
 
@@ -319,11 +320,17 @@ def join_node(name: str) -> ApiCall[NewBearerToken]:
     return ApiCall(method="POST", path=f"/v1/nodes/{_encoded(name)}/join", read=_reader(NewBearerToken))
 
 
-def events(after: int = 0, limit: int | None = None) -> ApiCall[EventPage]:
-    """`GET /v1/events`: events with a `seq` over `after`, oldest first; after 0, all that are kept."""
-    query = [("after", str(after))]
-    if limit is not None:
-        query.append(("limit", str(limit)))
+def events(
+    after: int = 0,
+    limit: int | None = None,
+    *,
+    before: int | None = None,
+    newest_first: bool = False,
+    **choice: Unpack[EventChoice],
+) -> ApiCall[EventPage]:
+    """`GET /v1/events`: a page of those events that have `after` < `seq` < `before`; after 0, all that are kept."""
+    place = {"after": after, "limit": limit, "before": before, "order": "desc" if newest_first else None}
+    query = [(name, str(value)) for name, value in place.items() if value is not None] + query_of(choice)
     return ApiCall(method="GET", path="/v1/events", query=tuple(query), read=_reader(EventPage))
 
 

@@ -431,12 +431,12 @@ class Event(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPage(Noun):
-    """One page of the events, oldest first."""
+    """One page of the events, oldest first, or newest first."""
 
     items: tuple[Event, ...]
     """The events of this page."""
     next: str | None = None
-    """Pass as `after` for the next page; null at the end."""
+    """Pass as `after` for the next page, or as `before` when the newest come first; null at the end."""
     pruned_seq: int = 0
     """Events up to this `seq` are no longer kept; 0 while all are. If it is greater than `after`, there is a gap."""
     last_seq: int = 0

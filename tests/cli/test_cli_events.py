@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import signal
 import sqlite3
@@ -119,6 +120,41 @@ def test_the_newest_are_those_that_the_caller_may_see(client: Client, gpulease: 
     everything = gpulease("events", "--after", "0").stdout.splitlines()
     assert "token.revoked" in everything[-1]
     assert newest == [line for line in everything if "token." not in line][-2:]
+
+
+def test_events_are_chosen_by_time_and_subject(client: Client, gpulease: Program) -> None:
+    with client.lease(1, wait_s=60, label="chosen") as lease:
+        pass
+    wait_until(lambda: all(gpu.state == "free" for gpu in client.gpus()))
+
+    def kinds(*options: str) -> list[str]:
+        lines = gpulease("events", "--json", *options).stdout.splitlines()
+        return [event["kind"] for event in map(json.loads, lines) if event["lease_id"] == lease.id]
+
+    everything = kinds("--after", "0")
+    assert {"lease.granted", "lease.ended"} < set(everything)
+    assert kinds("--lease", lease.id, "--limit", "1000") == everything
+    assert kinds("--lease", lease.id[:14], "--kind", "lease.granted", "--since", "1h") == ["lease.granted"]
+    assert kinds("--gpu", lease.gpus[0].uuid[:12], "--kind", "lease.ended", "--limit", "1") == ["lease.ended"]
+    assert kinds("--user", getpass.getuser(), "--since", "1h", "--kind", "lease.granted") == ["lease.granted"]
+    assert kinds("--until", "1h", "--after", "0") == kinds("--node", "no-such-node") == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--since", "noon"], "'noon' is no time; write it like 03:00"),
+        (["--since", "25:00"], "'25:00' is no time"),
+        (["--gpu", "77"], "There is no GPU 77"),
+        (["--job", "no-such-job"], "no-such-job"),
+        (["--follow", "--kind", "lease", "--user", "ada"], "--follow shows all events, and takes no --kind or --user."),
+    ],
+)
+def test_what_is_no_choice_of_events_is_said(gpulease: Program, options: list[str], said: str) -> None:
+    refused = gpulease("events", *options)
+    assert refused.returncode != 0
+    assert said in refused.stderr
+    assert refused.stdout == ""
 
 
 @contextmanager

@@ -56,7 +56,6 @@ REPLACEMENTS = {
     r"print\(client\.wait_job\(job\.id\)\.exit_code\)": "print((await client.wait_job(job.id)).exit_code)",
     # Calls
     r"Iterator\[(?=Event|str)": "AsyncIterator[",
-    r"( +)yield from (\S+)": r"\1for item in \2:\n\1    yield item",
     r"(?<!def )self\.(send|_transport\.run)\(": r"await self.\1(",
 }
 """Patterns of `client.py`, each of which occurs, and what replaces them."""

@@ -53,7 +53,7 @@ def arguments(name: str, method: Any) -> dict[str, Any]:
     wanted = [
         parameter.name
         for parameter in inspect.signature(method).parameters.values()
-        if parameter.default is parameter.empty and parameter.name != "self"
+        if parameter.default is parameter.empty and parameter.name not in ("self", "choice")
     ]
     return {word: requests[name] if word == "request" else GIVEN[word] for word in wanted}
 

@@ -39,6 +39,7 @@ from gpulease_protocol.obstacle_groups import obstacle_groups
 from gpulease_protocol.sse import EventStreamParser
 
 if TYPE_CHECKING:
+    from gpulease_protocol.event_choice import EventChoice
     from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import describe_demand
 
@@ -228,6 +229,18 @@ class Flows:
                     raise
                 pause = backoff.pause(error)
             yield pause
+
+    def events(self, after: int, limit: int | None, newest_first: bool, choice: EventChoice) -> Flow[None]:
+        """Emit each of these recorded events, fetched page by page."""
+        before: int | None = None
+        while True:
+            page = yield from self.send(
+                endpoints.events(after, limit, before=before, newest_first=newest_first, **choice)
+            )
+            yield from map(Emit, page.items)
+            if page.next is None:
+                return
+            after, before = (after, int(page.next)) if newest_first else (int(page.next), None)
 
     def watch_events(self, after: int | None) -> Flow[None]:
         """Emit each event as it is recorded, forever. Resumes after an outage where it broke off, without a gap.

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
+from typing import Any
 
 from gpulease.client import Client
 from gpulease_cli import output
 from gpulease_cli.help_format import command
-from gpulease_cli.option_types import Number
+from gpulease_cli.names import find_gpu, find_job, find_lease
+from gpulease_cli.option_types import MOMENT, Number
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
-from gpulease_protocol import endpoints
+from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.event_choice import EventChoice
 from gpulease_protocol.model import Event
 from gpulease_protocol.status_table import printable, short_id, shortened
 
@@ -24,7 +26,14 @@ PAGE = 1000
 """Maximum number of events in one answer."""
 
 
-@command("events", examples=("gpulease events --limit 20", "gpulease events --after 0 --follow --json"))
+@command(
+    "events",
+    examples=(
+        "gpulease events --limit 20",
+        "gpulease events --since 03:00 --until 04:00 --kind gpu --kind lease.ended",
+        "gpulease events --after 0 --follow --json",
+    ),
+)
 @option("-f", "--follow", is_flag=True, help="Show new events, or all after --after, until Ctrl-C.")
 @option(
     "--after",
@@ -33,17 +42,38 @@ PAGE = 1000
     help="Only events after this number; 0 means all that are kept.",
 )
 @option(
+    "--since", type=MOMENT, metavar="TIME", help="Only events from then on: 03:00, 2026-11-23T18:00, or 2h ago as 2h."
+)
+@option("--until", type=MOMENT, metavar="TIME", help="Only events before then.")
+@option("--kind", "kinds", metavar="KIND", multiple=True, help="Only these: lease.granted, or lease for all of leases.")
+@option("--user", metavar="USER", help="Only events of leases and jobs of this user.")
+@option("--gpu", metavar="GPU", help="Only events of this GPU: INDEX, NODE:INDEX or UUID.")
+@option("--node", metavar="NODE", help="Only events of this node.")
+@option("--lease", metavar="LEASE", help="Only events of this lease.")
+@option("--job", metavar="JOB", help="Only events of this job.")
+@option(
     "--limit",
     type=Number(int, 1, 1_000_000_000),
     metavar="N",
-    show_default=f"the newest {NEWEST}; all with --after or --follow",
+    show_default=f"the newest {NEWEST}; all with --after, --since or --follow",
     help="Show at most N events.",
 )
 @JSON
-def list_events(follow: bool, after: int | None, limit: int | None, json: bool) -> None:
+def list_events(follow: bool, after: int | None, limit: int | None, json: bool, **wanted: Any) -> None:
     """Show events, oldest first: number, kind, subject and reason."""
+    if follow and (given := [f"--{name.rstrip('s')}" for name, value in wanted.items() if value]):
+        raise InvalidRequest(
+            f"--follow shows all events, and takes no {' or '.join(given)}.",
+            remedy="Leave one of them out, or choose with `--follow --json | grep`.",
+        )
     with Client() as client:
-        events = client.watch_events(after) if follow else _recorded(client, after, limit)
+        choice = _choice(client, **wanted)
+        if follow:
+            events = client.watch_events(after)
+        elif after is None and choice["from_at"] is None:
+            events = _newest(client, NEWEST if limit is None else limit, choice)
+        else:
+            events = client.events(after or 0, PAGE if limit is None else min(limit, PAGE), **choice)
         for event in islice(events, limit):
             if json:
                 output.print_json_line(event)
@@ -54,22 +84,34 @@ def list_events(follow: bool, after: int | None, limit: int | None, json: bool) 
         output.warn_if_stale(client.as_of)
 
 
-def _recorded(client: Client, after: int | None, limit: int | None) -> Iterator[Event]:
-    """Recorded events after a number, or the newest."""
-    if after is None:
-        return iter(_newest(client, NEWEST if limit is None else limit))
-    return client.events(after, PAGE if limit is None else min(limit, PAGE))
+def _choice(
+    client: Client,
+    since: datetime | None,
+    until: datetime | None,
+    kinds: tuple[str, ...],
+    user: str | None,
+    gpu: str | None,
+    node: str | None,
+    lease: str | None,
+    job: str | None,
+) -> EventChoice:
+    """The events that these options mean. Raises NotFound, InvalidRequest."""
+    return EventChoice(
+        from_at=since,
+        to_at=until,
+        kinds=kinds,
+        user=user,
+        gpu=gpu and find_gpu(client, gpu).uuid,
+        node=node,
+        lease=lease and find_lease(client, lease)[0],
+        job=job and find_job(client, job).id,
+    )
 
 
-def _newest(client: Client, count: int) -> Collection[Event]:
-    """The newest events that this caller may see; events of others may lie between them."""
-    page, window = client.send(endpoints.events(0, 1)), count
-    while True:
-        after = max(page.pruned_seq, page.last_seq - window)
-        newest = deque(client.events(after, min(window, PAGE)), maxlen=count)
-        if len(newest) == count or after == page.pruned_seq:
-            return newest
-        window *= 4
+def _newest(client: Client, count: int, choice: EventChoice) -> Iterator[Event]:
+    """The newest of these events that this caller may see, oldest first."""
+    newest = islice(client.events(0, min(count, PAGE), newest_first=True, **choice), count)
+    return reversed(tuple(newest))
 
 
 def format_event(event: Event, width: int | None = None) -> str:

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import click
 
 from gpulease.client import Client
 from gpulease_cli import output
 from gpulease_cli.help_format import command
-from gpulease_cli.option_types import DURATION, OneOf
+from gpulease_cli.option_types import MOMENT, OneOf
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.status_table import printable
 from gpulease_protocol.usage import GpuTime, UsageKey
 
-WEEK_S = 7 * 86400.0
-OLDEST = datetime(1970, 1, 1, tzinfo=UTC)
-
 
 @command(examples=("gpulease usage", "gpulease usage --since 30d --by label --user ada"))
-@option("--since", type=DURATION, metavar="DURATION", default=WEEK_S, show_default="7d", help="How far to look back.")
+@option(
+    "--since",
+    type=MOMENT,
+    metavar="TIME",
+    default="7d",
+    show_default=True,
+    help="From then on: 2026-11-23T18:00, 03:00, or how long ago.",
+)
+@option("--until", type=MOMENT, metavar="TIME", show_default="now", help="Until then.")
 @option("--user", metavar="USER", help="Only this user.")
 @option("--by", type=OneOf(UsageKey), default=UsageKey.USER, show_default="user", help="What to group by.")
 @JSON
-def usage(since: float, user: str | None, by: UsageKey, json: bool) -> None:
+def usage(since: datetime, until: datetime | None, user: str | None, by: UsageKey, json: bool) -> None:
     """Show GPU-hours held and used, by user, label, node, agent or session.
 
     Used is utilization times time. It is known for jobs only; UNKNOWN is the part of HELD for which it is not.
     """
-    if since <= 0:
-        raise InvalidRequest("--since: must be over 0.", remedy="Write it like 12h, 7d or 30d.")
+    now = datetime.now(UTC)
+    if since >= min(until or now, now):
+        raise InvalidRequest("--since: must be before now and before --until.", remedy="Write it like 12h, 7d or 30d.")
     with Client() as client:
-        now = datetime.now(UTC)
-        used = client.usage(max(OLDEST, now - timedelta(seconds=since)), None, by, user)
+        used = client.usage(since, until, by, user)
     if json:
         output.print_json(used)
         return

@@ -25,6 +25,7 @@ from gpulease_server.core.records import (
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
 from gpulease_server.store.dialects import json_text, snapshot
+from gpulease_server.store.event_pages import EventFilter, find_events
 from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
 from gpulease_server.store.statements import Statements
 
@@ -207,23 +208,10 @@ class Store:
         row = self._one(select(tables.job).where(tables.job.c.id == job_id))
         return None if row is None else rows.job_record(row)
 
-    def history(self, after: int, limit: int, without: str | None = None) -> tuple[list[Event], int]:
-        """Events with a `seq` over `after`, oldest first, and the `seq` up to which events are pruned.
-
-        `without`: kinds with this prefix are left out. Both are read in one snapshot: otherwise events pruned between
-        the two queries would be missed silently.
-        """
-        query = select(tables.event).where(tables.event.c.seq > after).order_by(tables.event.c.seq).limit(limit)
-        if without is not None:
-            query = query.where(tables.event.c.kind.not_like(f"{without}%"))
-        with snapshot(self.engine) as connection:
-            found = [rows.event(row) for row in connection.execute(query)]
-            return found, connection.execute(select(tables.pruned.c.seq)).scalar() or 0
-
-    def last_seq(self) -> int:
-        """`seq` of the newest event; 0 while there is none."""
-        with self.engine.connect() as connection:
-            return connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0
+    def history(self, after: int, limit: int) -> tuple[list[Event], int]:
+        """Events with a `seq` over `after`, oldest first, and the `seq` up to which events are pruned."""
+        found = find_events(self.engine, EventFilter(), limit, after=after)
+        return found.events, found.pruned_seq
 
     def _page(
         self,

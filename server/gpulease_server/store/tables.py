@@ -164,6 +164,7 @@ event = Table(
     Column("token", BigInteger),
     Column("reason", Text),
     Index("ix_event_lease_id", "lease_id"),
+    Index("ix_event_at", "at", "seq"),
 )
 
 pruned = Table(

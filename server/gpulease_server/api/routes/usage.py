@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Annotated
 
 from fastapi import Query
-from pydantic import BeforeValidator
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.usage import Usage, UsageKey
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep
+from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.runtime.usage import gpu_usage
 
 router = new_router("/v1/usage", "usage")
 DEFAULT_PERIOD = timedelta(days=7)
-
-
-def _no_number(moment: str) -> str:
-    """A time as text; pydantic would take a number for seconds since 1970. Raises ValueError."""
-    if moment.replace(".", "").lstrip("-").isdigit():
-        raise ValueError("must be a time in ISO 8601, such as 2026-11-23T18:00:00Z")
-    return moment
-
-
-Moment = Annotated[datetime, BeforeValidator(_no_number)]
 
 
 @router.get("", operation_id="getUsage")
@@ -48,19 +38,11 @@ async def show_usage(
     in the period are read. A time without an offset is UTC.
     """
     now = daemon.now().at
-    end = min(_aware(to_at) if to_at else now, now)
+    end = min(in_utc(to_at) if to_at else now, now)
     try:
-        begin = _aware(from_at) if from_at else end - DEFAULT_PERIOD
+        begin = in_utc(from_at) if from_at else end - DEFAULT_PERIOD
     except OverflowError:
         begin = end
     if begin >= end:
         raise InvalidRequest("from: must be before to, and before now.")
     return await asyncio.to_thread(gpu_usage, daemon.store, begin, end, by, user)
-
-
-def _aware(moment: datetime) -> datetime:
-    """The moment in UTC."""
-    try:
-        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
-    except OverflowError:
-        raise InvalidRequest("from, to: must be after the year 1 and before the year 9999.") from None

@@ -1,0 +1,55 @@
+"""`GET /v1/events` as a page of it is asked for: a period, a subject, the newest first."""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+import pytest
+
+from tests.daemon import DaemonProcess
+
+
+def seqs(api: DaemonProcess, query: str) -> list[int]:
+    return [event["seq"] for event in api.get(f"/v1/events?limit=1000&{query}").json["items"]]
+
+
+def test_the_events_of_a_lease_are_found_by_all_that_it_is(api: DaemonProcess) -> None:
+    lease = api.call("POST", "/v1/leases", {"count": 1, "label": "found"}).json
+    gpu = lease["gpus"][0]
+    everything = {event["seq"]: event for event in api.get("/v1/events?limit=1000").json["items"]}
+    of_it = [seq for seq, event in everything.items() if event["lease_id"] == lease["id"]]
+    assert of_it == seqs(api, f"lease={lease['id']}")
+    (granted,) = seqs(api, f"lease={lease['id']}&kind=lease.granted")
+    at = everything[granted]["at"]
+    for query in (
+        f"kind=lease&user={lease['holder']['user']}",
+        f"kind=lease.granted&gpu={gpu['uuid']}",
+        f"kind=lease.granted&node={gpu['node']}",
+        f"from={quote(at)}",
+    ):
+        assert granted in seqs(api, query), query
+    assert granted not in seqs(api, f"to={quote(at)}")
+    assert seqs(api, "user=no-such-user") == seqs(api, "gpu=GPU-none") == seqs(api, "job=job-none") == []
+
+
+def test_the_newest_come_first_page_by_page(api: DaemonProcess) -> None:
+    everything = seqs(api, "")
+    page = api.get("/v1/events?order=desc&limit=2")
+    assert [event["seq"] for event in page.json["items"]] == everything[::-1][:2]
+    assert f"before={page.json['next']}" in page.headers["link"]
+    older = api.get(f"/v1/events?order=desc&limit=2&before={page.json['next']}").json
+    assert [event["seq"] for event in older["items"]] == everything[::-1][2:4]
+
+
+@pytest.mark.parametrize(
+    "query", ["order=up", "from=yesterday", "to=1700000000", "kind=Lease", "kind=a.b.c", "gpu=%22", "before=0"]
+)
+def test_a_page_that_is_none_is_refused(api: DaemonProcess, query: str) -> None:
+    assert api.call("GET", f"/v1/events?{query}").problem() == (422, "invalid_request")
+
+
+@pytest.mark.parametrize("query", ["kind=lease", "order=desc", "from=2026-11-22T12:00:00Z", "user=ada&after=0"])
+def test_a_stream_has_all_events_and_says_so(api: DaemonProcess, query: str) -> None:
+    refused = api.call("GET", f"/v1/events?{query}", None, Accept="text/event-stream")
+    assert refused.problem() == (422, "invalid_request")
+    assert "a stream has all events" in refused.json["detail"]
