@@ -53,3 +53,26 @@ def test_a_stream_has_all_events_and_says_so(api: DaemonProcess, query: str) -> 
     refused = api.call("GET", f"/v1/events?{query}", None, Accept="text/event-stream")
     assert refused.problem() == (422, "invalid_request")
     assert "a stream has all events" in refused.json["detail"]
+
+
+def lease_ids(api: DaemonProcess, query: str) -> list[str]:
+    return [lease["id"] for lease in api.get(f"/v1/leases?limit=1000&{query}").json["items"]]
+
+
+def test_leases_are_found_by_when_they_held_which_gpu(api: DaemonProcess) -> None:
+    first = api.call("POST", "/v1/leases", {"count": 1}).json
+    api.call("POST", f"/v1/leases/{first['id']}/release", {"token": first["token"]})
+    second = api.call("POST", "/v1/leases", {"count": 1}).json
+    queued = api.call("POST", "/v1/leases", {"count": 4, "queue": True}).json
+    ended = quote(api.get(f"/v1/leases/{first['id']}").json["ended_at"])
+    begun = quote(second["granted_at"])
+    assert {first["id"], second["id"]} & set(lease_ids(api, f"from={begun}")) == {second["id"]}
+    assert {first["id"], second["id"]} & set(lease_ids(api, f"to={begun}")) == {first["id"]}
+    assert second["id"] in lease_ids(api, f"from={ended}&to=2999-01-01T00:00:00Z")
+    assert queued["id"] not in lease_ids(api, "from=2000-01-01T00:00:00Z")
+    (gpu,) = second["gpus"]
+    of_gpu = lease_ids(api, f"gpu={gpu['uuid']}")
+    assert of_gpu[0] == second["id"]
+    assert (first["id"] in of_gpu) == (first["gpus"] == second["gpus"])
+    assert lease_ids(api, "gpu=GPU-none") == []
+    assert api.call("GET", "/v1/leases?from=yesterday").problem() == (422, "invalid_request")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
 from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, Table, Text, and_, cast, func, or_, select
@@ -163,19 +164,28 @@ class Store:
         label: str | None = None,
         node: str | None = None,
         job: str | None = None,
+        gpu: str | None = None,
+        from_at: datetime | None = None,
+        to_at: datetime | None = None,
         known: Mapping[str, LeaseRecord] | None = None,
     ) -> tuple[list[LeaseRecord], int | None]:
         """Leases in these states (all when empty), newest first, those that arrived before number `after`, and the
         number to continue after, None at the end; those whose id begins with `id_prefix`, of one user, with one label,
-        with GPUs of one node, of one job (any when None). Those in `known` are taken from there instead of being
-        read."""
+        with GPUs of one node, of one job, with one GPU, that held GPUs after `from_at` or before `to_at` (any when
+        None). Those in `known` are taken from there instead of being read."""
         holder = tables.lease.c.holder
         given = {holder["user"]: user, holder["label"]: label}
         only = _given({part.as_string(): value for part, value in given.items()} | {tables.lease.c.job_id: job})
         if node is not None:
             only.append(_on_node(node))
+        if gpu is not None:
+            only.append(_has_value("uuid", gpu, tables.lease.c.gpus, tables.lease.c.members))
         if id_prefix is not None:
             only.append(_begins(tables.lease.c.id, id_prefix))
+        if from_at is not None:
+            only += [tables.lease.c.granted_at.is_not(None), _is_after(tables.lease.c.ended_at, from_at)]
+        if to_at is not None:
+            only.append(tables.lease.c.granted_at < to_at)
         return self._page(tables.lease, rows.lease_record, known or {}, states, after, limit, *only)
 
     def jobs(
@@ -274,9 +284,18 @@ def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
 def _on_node(node: str) -> ColumnElement[bool]:
     """That a lease has or had GPUs of a node: its first GPU is there, or a member of a gang is."""
     lease = tables.lease.c
-    texts = (f'"node":{separator}{json_text(node)}' for separator in ("", " "))  # see `json_text`
-    member = (cast(lease.members, Text).contains(text, autoescape=True) for text in texts)
-    return or_(lease.gpus[0, "node"].as_string() == node, *member)
+    return or_(lease.gpus[0, "node"].as_string() == node, _has_value("node", node, lease.members))
+
+
+def _has_value(key: str, value: str, *columns: ColumnElement[Any]) -> ColumnElement[bool]:
+    """That one of these JSON columns has this key with this value somewhere."""
+    texts = [f'"{key}":{separator}{json_text(value)}' for separator in ("", " ")]  # see `json_text`
+    return or_(*(cast(column, Text).contains(text, autoescape=True) for column in columns for text in texts))
+
+
+def _is_after(column: ColumnElement[Any], moment: datetime) -> ColumnElement[bool]:
+    """That a time is after this one, or has not come yet."""
+    return or_(column.is_(None), column > moment)
 
 
 def _given(values: Mapping[ColumnElement[str], str | None]) -> list[ColumnElement[bool]]:

@@ -22,6 +22,7 @@ from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredentials
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
 from gpulease_server.api.routes.adopted_process import adopted_elsewhere, adopted_here
@@ -191,6 +192,15 @@ async def list_leases(
     job: Annotated[
         str | None, Query(description="Only leases of this job, one for each attempt.", max_length=64)
     ] = None,
+    gpu: Annotated[
+        str | None, Query(description="Only leases that have or had the GPU with this UUID.", max_length=96)
+    ] = None,
+    from_at: Annotated[
+        Moment | None, Query(alias="from", description="Only leases that held GPUs after this time, ISO 8601.")
+    ] = None,
+    to_at: Annotated[
+        Moment | None, Query(alias="to", description="Only leases that held GPUs before this time, ISO 8601.")
+    ] = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[Lease]:
@@ -206,6 +216,9 @@ async def list_leases(
         label=label,
         node=node,
         job=job,
+        gpu=gpu,
+        from_at=None if from_at is None else in_utc(from_at),
+        to_at=None if to_at is None else in_utc(to_at),
         known=daemon.ledger.leases,
     )
     views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
