@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
-# One lane of tests: several at once on two cores, because most long tests only wait; then those that measure time: two at once
+# One lane of tests: several at once on two cores, because most long tests only wait; then those that measure time: some at once
 # in the fast lane, where they have bounds in seconds, and one by one in the slow lane, where some are ratios.
 # build/tests/*.xml records what each took. tests/lanes.py says more.
 LANE = $(BIN)/python -m pytest -q --lane $(1) --junit-xml=build/tests/$(1).xml $(PYTEST_ARGS)
@@ -40,10 +40,10 @@ demo: $(STAMP) ## three DDP training runs share four GPUs: see them held, waited
 	@$(BIN)/python examples/demo.py
 
 test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
-	$(call lane,fast,6,2)
+	$(call lane,fast,6,3)
 
 test-slow: $(STAMP) packages promtool generators tools ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
-	$(call lane,slow,4,0)
+	$(call lane,slow,6,0)
 
 test-all: test test-slow ## both lanes
 

@@ -1,15 +1,16 @@
 """pytest plugin: which lane a test runs in, what runs beside what, and how long a test may take.
 
 Lanes: `make test` runs the fast lane, `make test-slow` the tests marked `slow`, `make soak` those marked `soak`.
-Within a lane, `-n 6 --dist loadgroup` runs six tests at once on two cores, because most long tests only wait (four in
-the slow lane):
+Within a lane, `-n 6 --dist loadgroup` runs six tests at once on two cores, because most long tests only wait:
 
 - `busy` tests load the CPU. They form one group and run one at a time, beside tests that wait. Those marked
-  `busy("compute")`, which compute in one process and measure no time, form another.
-- `alone` tests measure time. They run in a second pass, with at most one of their kind beside them.
+  `busy("compute")`, which compute in one process and measure no time, form another; so do `busy("torch")`, real
+  trainings.
+- `alone` tests measure time. They run in a second pass: in the fast lane with at most two of their kind beside them, in
+  the slow lane one by one.
 - The tests of a file or folder that share a daemon (any fixture of module or package scope) stay together, so that it
   starts once and ends with them.
-- The groups with the largest budgets start first.
+- The groups that take longest start first, as far as budgets tell.
 
 A budget is what a test takes on a quiet machine, fixtures included: 10 s in the fast lane, 60 s in the slow one, or
 `@pytest.mark.budget(seconds)`. With CI=true the run fails if a test takes more than four times its budget, or more
@@ -28,6 +29,8 @@ from pathlib import Path
 import pytest
 
 BUDGETS_S = {"fast": 10.0, "slow": 60.0, "soak": 1000.0}
+USUAL_S = {"fast": 0.5, "slow": 5.0, "soak": 100.0}
+"""What a test without a budget takes as a rule."""
 LARGEST_FAST_S = 30.0
 """A test that needs more belongs to the slow lane."""
 ALLOWANCE, USUAL_LOAD = 4.0, 6.0
@@ -62,8 +65,17 @@ def budget_s(item: pytest.Item) -> float:
     return float(mark.args[0]) if mark is not None else BUDGETS_S[lane(item)]
 
 
+def weight_s(item: pytest.Item) -> float:
+    """Seconds that a test adds to its group, by which the groups are ordered. Few take what they may; those that load
+    the CPU wait for each other, so that theirs count as if they did."""
+    marked = any(map(item.get_closest_marker, ("budget", "busy")))
+    return budget_s(item) if marked else USUAL_S[lane(item)]
+
+
 def group(item: pytest.Item) -> str | None:
     """Tests of one group run one after the other in one process; None for a test that may run anywhere."""
+    if (named := item.get_closest_marker("xdist_group")) is not None:
+        return str(named.args[0])
     if (busy := item.get_closest_marker("busy")) is not None:
         return " ".join(["busy", *busy.args])
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - private, and there is no other
@@ -94,7 +106,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Check the markers, select the lane, form the groups, and put those with the largest budgets first."""
+    """Check the markers, select the lane, form the groups, and put those that take longest first."""
     for item in items:
         check(item)
         if item.get_closest_marker("timeout") is None:
@@ -109,10 +121,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups = {item: group(item) for item in items}
     weights: dict[str, float] = defaultdict(float)
     for item, name in groups.items():
-        weights[name or item.nodeid] += budget_s(item) if any(map(item.get_closest_marker, ("budget", "busy"))) else 0.1
+        weights[name or item.nodeid] += weight_s(item)
     items.sort(key=lambda item: -weights[groups[item] or item.nodeid])
     for item, name in groups.items():
-        if name is not None:
+        if name is not None and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(name))
 
 
@@ -141,7 +153,8 @@ def cpu_s() -> float:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Record durations in the process that reports."""
+    """Record durations in the process that reports, and let it start the groups in the order made here."""
+    config.option.loadscopereorder = False  # xdist would start those of the most tests first
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations(), "durations")
 

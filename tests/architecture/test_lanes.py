@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,12 +81,24 @@ def test_busy_tests_and_those_that_share_a_fixture_stay_together(tmp_path: Path)
         + "@pytest.mark.busy('compute')\n" + PASSES.format(name="computes")
         + "@pytest.fixture(scope='module')\ndef shared():\n    pass\n"
         + "def test_shares(shared):\n    pass\n" + PASSES.format(name="free")
+        + "@pytest.mark.xdist_group('cluster')\ndef test_named(shared):\n    pass\n"
     )  # fmt: skip
     ran = run(tmp_path, content, "-n", "2", "--dist", "loadgroup")
     assert "test_some.py::test_loads@busy\n" in ran.stdout.replace(" \n", "\n")
     assert "test_some.py::test_computes@busy compute" in ran.stdout
     assert "test_some.py::test_shares@" in ran.stdout
     assert "test_some.py::test_free@" not in ran.stdout
+    assert "test_some.py::test_named@cluster\n" in ran.stdout.replace(" \n", "\n")
+
+
+def test_the_group_that_takes_longest_starts_first(tmp_path: Path) -> None:
+    content = (
+        "@pytest.fixture(scope='module')\ndef shared():\n    pass\n"
+        + "".join(f"def test_{name}(shared):\n    pass\n" for name in ("one", "two", "three"))
+        + PASSES.format(name="short") + "@pytest.mark.budget(20)\n" + PASSES.format(name="long")
+    )  # fmt: skip
+    ran = run(tmp_path, content, "-n", "1", "--dist", "loadgroup")
+    assert re.findall(r"PASSED \S+::test_(\w+)", ran.stdout) == ["long", "one", "two", "three", "short"], ran.stdout
 
 
 @pytest.mark.parametrize("budget", [0.01, 20])

@@ -9,7 +9,7 @@ import pytest
 
 from tests.daemon import DaemonProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy]
+pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
 RANK = """
 import os, sys

@@ -13,7 +13,7 @@ import pytest
 
 from tests.daemon import DaemonProcess, events, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy]
+pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
 PAGES = Path(__file__).parents[2] / "docs" / "launchers"
 LEARNT = "devices [0, 1], weight 3.0, bias 1.0"

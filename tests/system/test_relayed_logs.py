@@ -39,7 +39,7 @@ __all__ = [
     "test_who_follows_goes_on_after_a_restart_of_the_daemon",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy]
+pytestmark = pytest.mark.slow
 
 
 class BehindProxy(DaemonProcess):

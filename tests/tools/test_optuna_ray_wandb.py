@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT, blocks
 from tests.sweep_events import most_at_once
 from tests.tools.sweep import Sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy]
+pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
 
 def run_page(sweep: Sweep, page: str) -> list[tuple[str, list[dict[str, object]]]]:
