@@ -76,7 +76,7 @@ generators: $(STAMP) packages
 		echo "No generators: tests of generated clients will fail. They come from PyPI and npm." >&2
 
 # What hands out GPUs in docs/tools: Hydra, Ray, submitit, notebooks.
-tools: $(STAMP)
+tools: $(STAMP) packages
 	@bash tests/tools/install.sh $(VENV)/tools || \
 		echo "No sweep tools: tests/tools will fail. They come from PyPI." >&2
 
