@@ -16,6 +16,7 @@ systemd-analyze                            systemd        reading the units
 zsh                                        zsh            completion in it
 fish                                       fish           the same
 /usr/lib/python3*/ensurepip                python3-venv   installing as docs/install.md says
+kubectl                                    kubernetes-client  building the Kubernetes manifests
 buildah                                    buildah        building the container image
 debootstrap                                debootstrap    the base of that image
 /usr/sbin/slurmctld                        slurm-wlm      pilots on a real cluster
