@@ -60,6 +60,8 @@ def test_the_life_of_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             await side.send("POST", f"{path}/release", proof, peer=peer)
             await side.send("POST", f"{path}/release", proof, peer=peer)
             await side.send("POST", f"{path}/renew", proof, peer=peer)
+            for state in ("queued", "active"):
+                await side.send("GET", f"{path}?wait_s=5&wait_while={state}", peer=peer)
             await side.send("GET", f"{path}?wait_s=5", peer=peer)
             await side.send("DELETE", f"{path}?token={lease['token']}", peer=peer)
             await report_free(side)
@@ -190,6 +192,12 @@ def targets(lease_id: str) -> list[str]:
         ),
         *(f"{lease}/", f"{lease}/renew/", f"{lease}/renew?x=1", f"{lease}/renew?wait_s=1", f"{lease}/Renew"),
         *(f"{lease}?token=x", f"{lease}?token=1&token=1", f"{lease}?wait_while=queued", f"{lease}?wait_s=1&x=y"),
+        *(
+            f"{lease}?wait_s=0&wait_while={word}"
+            for word in ("active", "none", "", "Queued", "queued&wait_while=ended")
+        ),
+        *(f"{lease}?wait_while=queued&wait_s=0", f"{lease}?wait_s=0&wait_while=queued&token=1"),
+        *("/v1/leases?wait_s=0&wait_while=queued", f"{lease}?wait_s=0&wait_while=%71ueued"),
         *(f"{lease}?wait_while=none", f"{lease}?token={2**63}", f"{lease}x", "/v1/leases/%00", "/v1/leases/\u00e9"),
         *("/v1/leases/x/renew", "/v1/leases/" + "x" * 300, "/v1/leases/" + "x" * 300 + "/renew", "/v1/leases/./renew"),
         *(
@@ -270,12 +278,14 @@ def test_a_wait_ends_with_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
             await asyncio.sleep(0.001)
         (queued,) = (lease_id for lease_id in side.daemon.ledger.leases if lease_id != first["id"])
         reading = asyncio.create_task(side.send("GET", f"/v1/leases/{queued}?wait_s=60", peer=ROOT))
+        known = f"/v1/leases/{queued}?wait_s=60&wait_while=queued"
+        also = [asyncio.create_task(side.send("GET", known, peer=peer)) for peer in (ROOT, EVE, ADA)]
         await asyncio.sleep(0)
         await side.send("POST", f"/v1/leases/{first['id']}/release", {"token": first["token"]}, peer=ADA)
         await report_free(side)
         granted = await waiting
         assert (granted.status, granted.json["state"]) == (201, "active")
-        assert (await reading).json["state"] == "active"
+        assert {(await one).json["state"] for one in (reading, *also)} == {"active"}
 
     found = same(tmp_path, monkeypatch, conversation)
     assert found.hot.total() == len(found.replies)

@@ -26,7 +26,7 @@ GROWTH = 4.0
 """What a decision may take with 1,000 GPUs and 1,000 waiting, in multiples of the same with 8 GPUs and 10 waiting."""
 IDLE_PERCENT, IDLE_MIB = 1.3, 125.0
 """Of daemon, worker and probe with 8 GPUs, of a core, and PSS."""
-LONG_POLL_KIB, LONG_POLL_PERCENT = 62.0, 3.5
+LONG_POLL_KIB, LONG_POLL_PERCENT = 27.0, 3.5
 """Of each of 500 waiting clients with its lease, and of a core for all of them."""
 POLLS, POLLS_S, IDLE_S = 500, 12.0, 15.0
 NODES, NODES_S = 100, 8.0

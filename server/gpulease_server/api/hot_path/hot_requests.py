@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
+from gpulease_protocol.model import LeaseState
 from gpulease_server.api.hot_path import operations
 from gpulease_server.api.hot_path.operations import Operation
 from gpulease_server.api.request_body import LARGE_BYTES, MAX_BODY_BYTES
@@ -17,6 +18,11 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """An ordinary id or name in a path."""
 NO_QUERY = re.compile(rb"")
 WAIT = re.compile(rb"(?:wait_s=(?P<wait_s>[0-9]{1,4}(?:\.[0-9]{1,9})?))?")
+WAIT_WHILE = re.compile(
+    rb"(?:wait_s=(?P<wait_s>[0-9]{1,4}(?:\.[0-9]{1,9})?)(?:&wait_while=(?P<wait_while>%b))?)?"
+    % "|".join(LeaseState).encode()
+)
+"""As every client of gpulease waits: in this order."""
 TOKEN = re.compile(rb"(?:token=(?P<token>[0-9]{1,18}))?")
 UNUSUAL_FIELDS = frozenset({b"origin", b"if-none-match", b"transfer-encoding", b"expect", b"upgrade"})
 """Fields of a head that need what the hot path does not have."""
@@ -49,7 +55,7 @@ class HotRoute:
 
 HOT_ROUTES = (
     HotRoute("POST", "/v1/leases", operations.request_lease, "", WAIT, LARGE_BYTES),
-    HotRoute("GET", "/v1/leases/{lease_id}", operations.show_lease, "lease_id", WAIT),
+    HotRoute("GET", "/v1/leases/{lease_id}", operations.show_lease, "lease_id", WAIT_WHILE),
     HotRoute("DELETE", "/v1/leases/{lease_id}", operations.delete_lease, "lease_id", TOKEN),
     HotRoute("POST", "/v1/leases/{lease_id}/renew", operations.renew_lease, "lease_id", NO_QUERY, LARGE_BYTES),
     HotRoute("POST", "/v1/leases/{lease_id}/release", operations.release_lease, "lease_id", NO_QUERY, LARGE_BYTES),

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
-from gpulease_protocol.model import Lease
+from gpulease_protocol.model import Lease, LeaseState
 from gpulease_protocol.node_protocol import DesiredState
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller
@@ -112,7 +112,9 @@ async def request_lease(call: Call) -> Answer:
 
 async def show_lease(call: Call) -> Answer:
     """Show a lease, or wait until it changes."""
-    lease = await leases.show_lease(call.name, call.daemon, call.caller, call.connection, call.wait_s)
+    word = call.query["wait_while"]
+    state = None if word is None else LeaseState(word.decode())
+    lease = await leases.show_lease(call.name, call.daemon, call.caller, call.connection, call.wait_s, state)
     return _json(LEASE.dump_json(lease))
 
 
