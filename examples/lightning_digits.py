@@ -51,7 +51,8 @@ def train() -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     images, digits = load_digits(return_X_y=True)
-    pixels, classes = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(digits)
+    order = torch.randperm(len(digits))  # the images are sorted by who wrote them
+    pixels, classes = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(digits)[order]
     training = DataLoader(TensorDataset(pixels[TEST_IMAGES:], classes[TEST_IMAGES:]), batch_size=16, shuffle=True)
     test = DataLoader(TensorDataset(pixels[:TEST_IMAGES], classes[:TEST_IMAGES]), batch_size=60)
     trainer = Trainer(
