@@ -37,7 +37,7 @@ def fleet(cluster: SlurmCluster, tmp_path: Path) -> Iterator[Fleet]:
         eventually(lambda: not cluster.jobs(), WITHIN_S, cluster.story)
 
 
-@pytest.mark.budget(300)
+@pytest.mark.budget(60)
 def test_a_pool_comes_up_grants_and_goes_down(cluster: SlurmCluster, fleet: Fleet) -> None:
     assert fleet.type("doctor", "--gres", "gpu:8", "--time", "24h").returncode == 0
     with fleet.up("--nodes", "3"):
@@ -56,19 +56,27 @@ def test_a_pool_comes_up_grants_and_goes_down(cluster: SlurmCluster, fleet: Flee
     eventually(lambda: not leftovers(fleet.place / "workers"), WITHIN_S)  # a worker whose pilot was killed finds out
 
 
-@pytest.mark.budget(900)
-@pytest.mark.parametrize("kind", ["ends", "survived"])
-def test_no_gpu_is_granted_twice_whatever_happens_to_a_pilot(cluster: SlurmCluster, fleet: Fleet, kind: str) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("scancel", "kill_stepd", "down"), id="it ends", marks=pytest.mark.budget(120)),
+        pytest.param(("kill_worker", "requeue", "controller_away"), id="it goes on", marks=pytest.mark.budget(120)),
+        pytest.param(("kill_slurmd", "time_limit"), id="Slurm takes a minute to notice", marks=pytest.mark.soak),
+    ],
+)
+def test_no_gpu_is_granted_twice_whatever_happens_to_a_pilot(
+    cluster: SlurmCluster, fleet: Fleet, names: tuple[str, ...]
+) -> None:
     faults = Faults(cluster, fleet)
     with watched(fleet), fleet.up("--nodes", "3"):
-        for place, name in enumerate(getattr(faults, kind)):
+        for place, name in enumerate(names):
             print(f"{name}: {strike(faults, name, cluster.nodes[place % 3]):.1f} s")
     assert fleet.type("down", "--tick", "1s").returncode == 0
     assert not trainings()
     eventually(lambda: not leftovers(fleet.place / "workers"), WITHIN_S)  # a worker whose pilot was killed finds out
 
 
-@pytest.mark.budget(120)
+@pytest.mark.budget(60)
 def test_doctor_refuses_linuxproc(tmp_path: Path) -> None:
     with slurm_cluster(tmp_path / "slurm", 1, proctrack="proctrack/linuxproc") as other, daemon(tmp_path) as running:
         fleet = Fleet(running, tmp_path, other.environment, "--gres", "gpu:8", "--time", "1h")
