@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.daemon import DaemonProcess, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy]
+pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EPOCHS = 25
@@ -37,6 +36,8 @@ def view(running: DaemonProcess, job_id: str) -> dict[str, Any]:
 def test_a_job_cancelled_at_epoch_3_and_resumed_ends_as_an_uninterrupted_one(
     running: DaemonProcess, tmp_path: Path
 ) -> None:
+    import torch  # noqa: PLC0415 - it takes seconds, and each process of tests imports this file
+
     cut = submit(running, tmp_path / "cut")
     eventually(lambda: "epoch 3 of" in running.job_log(cut), 90, lambda: running.job_log(cut))
     running.call("POST", f"/v1/jobs/{cut}/cancel", {"grace_s": 30})

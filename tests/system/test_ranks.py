@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from tests.daemon import DaemonProcess, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy]
+pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
 SAY = """
 import json, os, sys, time
@@ -59,8 +60,16 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("end", ["exit", "exception", "SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("launched_by", COMMANDS)
+ENDS = ("exit", "exception", "SIGTERM", "SIGKILL")
+SHOWN_BY_ITS_PAGE = ("lightning", "exit")
+"""In the slow lane `test_launcher_pages.py` shows this one."""
+CASES = [
+    pytest.param(*case, marks=[pytest.mark.soak] if case == SHOWN_BY_ITS_PAGE else [])
+    for case in itertools.product(COMMANDS, ENDS)
+]
+
+
+@pytest.mark.parametrize(("launched_by", "end"), CASES)
 def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
     running: DaemonProcess, tmp_path: Path, launched_by: str, end: str
 ) -> None:

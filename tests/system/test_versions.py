@@ -174,7 +174,8 @@ def test_leases_and_jobs_go_on_while_daemon_and_worker_are_upgraded(
     for job in jobs:
         here.daemon.wait_job(job, "running")
 
-    everything_works(here, former, leases, jobs)
+    if order[0] == "daemon":  # the other order begins as this one
+        everything_works(here, former, leases, jobs)
     for part in order:
         here.upgrade(part)
         everything_works(here, former, leases, jobs)
