@@ -26,7 +26,7 @@ from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.busy("compute"),
+    pytest.mark.busy("image"),
     pytest.mark.budget(300),
     pytest.mark.timeout(1800),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a root file system"),
