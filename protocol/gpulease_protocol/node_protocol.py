@@ -85,6 +85,9 @@ class JobReport(Noun):
     follows: bool = False
     """True where it failed because its part on another node had ended or could not be reached, as far as that can be
     told here."""
+    fence_reached: bool = False
+    """True when it was ended, or was not started, because no daemon had answered its node for `fence_s`. It may be
+    tried again although it has not started."""
 
 
 def final_state(report: JobReport, *, cancelled: bool) -> tuple[JobState, str | None]:

@@ -127,6 +127,28 @@ def test_the_next_attempt_has_to_be_confirmed_again() -> None:
     assert job_of(world, job_id).attempts == 2
 
 
+@pytest.mark.parametrize(
+    ("fence_reached", "retries", "state"),
+    [(True, 1, JobState.QUEUED), (True, 0, JobState.FAILED), (False, 1, JobState.FAILED)],
+)
+def test_one_that_was_not_launched_yet_at_its_fence_is_tried_again(
+    fence_reached: bool, retries: int, state: JobState
+) -> None:
+    """What else keeps a job from its start, it will lack again."""
+    world = world_of()
+    job_id = world.submit(1, fence_s=FENCE_S, retries=retries)
+    node = job_of(world, job_id).gpus[0].node
+    why = "No daemon has answered this node for 60 s, which is the job's fence (fence_s)."
+    world.jobs[node] = [
+        JobReport(job_id=job_id, state=RunState.EXITED, reason=why, fence_reached=fence_reached, log_directory="/j")
+    ]
+    world.report(node)
+    job = job_of(world, job_id)
+    assert job.state is state
+    assert [one.reason for one in job.attempt_history] == ([why] if state is JobState.QUEUED else [])
+    world.check()
+
+
 def test_the_margin_covers_what_a_supervisor_may_take_and_how_far_two_clocks_may_drift() -> None:
     from gpulease_worker.jobs import fence, supervisor  # noqa: PLC0415 - the other side of the promise
 

@@ -64,6 +64,7 @@ def test_a_job_ends_at_its_fence_although_its_worker_is_gone(tmp_path: Path) -> 
     async def find(worker: Worker) -> None:
         report = await worker.end_of(job)
         assert report.reason == "No daemon has answered this node for 2 s, which is the job's fence (fence_s)."
+        assert report.fence_reached
         assert (report.exit_code, report.timed_out) == (143, False)
 
     play(tmp_path, find)
@@ -96,6 +97,7 @@ def test_an_order_from_before_the_cut_starts_nothing_past_the_fence(tmp_path: Pa
         report = await worker.end_of(job)
         assert "which is the job's fence" in str(report.reason)
         assert report.exit_code is None
+        assert report.fence_reached, "so that it is tried again, which never started"
 
     play(tmp_path, story)
     assert not (tmp_path / "started").exists()

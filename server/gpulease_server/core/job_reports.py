@@ -57,7 +57,8 @@ def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
         left = report.node_left
         if left and state is JobState.FAILED:
             reason = f"its node {record.job.gpus[0].node} left"
-        if state is JobState.FAILED and (started is not None or left) and may_retry(record, node_left=left):
+        is_retried = started is not None or left or report.fence_reached
+        if state is JobState.FAILED and is_retried and may_retry(record, node_left=left):
             failed = replace(record, job=replace(record.job, started_at=started, exit_code=report.exit_code))
             end = EndReason.NODE_LOST if left else EndReason.JOB_FINISHED
             retry_job(turn, failed, reason, end, ended_at=changes["ended_at"], node_left=left)

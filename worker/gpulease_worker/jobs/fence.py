@@ -82,8 +82,9 @@ class Fence:
         return self._contact_s + self._fence_s - now_s
 
     def require(self, error: type[Exception]) -> None:
-        """Raise an error with the reason when the job must not run."""
+        """Raise an error with the reason when the job must not run: it is then not launched any more."""
         if self.left_s() <= 0:
+            self.was_reached = True
             raise error(self.reason)
 
     def is_reached(self) -> bool:

@@ -53,7 +53,7 @@ def of_launched(
     if timed_out:
         return replace(end, reason=f"It ran longer than its time limit of {plan.timeout_s:g} s.")
     if fence.was_reached and code != 0:
-        return replace(end, reason=fence.reason)
+        return replace(end, reason=fence.reason, fence_reached=True)
     if stopped:
         return replace(end, reason=STOPPED, stopped=True, follows=part is not None)
     peer_end = None if part is None else part.peer_end
@@ -66,10 +66,11 @@ def of_launched(
     return replace(end, exit_code=failure.code, reason=failure.reason, traceback=failure.traceback, follows=follows)
 
 
-def of_never_launched(reason: str, part: GangPart | None, *, stopped: bool) -> job_records.ExitRecord:
+def of_never_launched(reason: str, fence: Fence, part: GangPart | None, *, stopped: bool) -> job_records.ExitRecord:
     """The record of a job that was never launched."""
     follows = part is not None and (stopped or part.peer_end is not None)
-    return replace(job_records.never_launched(reason, stopped=stopped), follows=follows)
+    end = job_records.never_launched(reason, stopped=stopped)
+    return replace(end, follows=follows, fence_reached=fence.was_reached and not stopped)
 
 
 def write(

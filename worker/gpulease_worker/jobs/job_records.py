@@ -109,6 +109,8 @@ class ExitRecord(Noun):
     """True when it was told to stop, by its worker or by a SIGTERM of another."""
     follows: bool = False
     """As `JobReport.follows`."""
+    fence_reached: bool = False
+    """As `JobReport.fence_reached`."""
     ended_at: datetime
     """When its last process ended."""
 

@@ -119,6 +119,7 @@ class LocalJob:
             fence_s=self.start.fence_s if self.start else None,
             log_directory=str(self.directory / job_records.LOGS),
             follows=self.exit.follows if self.exit else False,
+            fence_reached=self.exit.fence_reached if self.exit else False,
         )
 
     def _state(self) -> RunState:

@@ -254,7 +254,7 @@ class Supervisor:
     def _record_never_launched(self, reason: str) -> None:
         """Record the end of a job that was never launched."""
         self._sweep()
-        self._record(job_end.of_never_launched(reason, self._part, stopped=self._stop_requested))
+        self._record(job_end.of_never_launched(reason, self._fence, self._part, stopped=self._stop_requested))
         if self._cgroup is not None:
             self._cgroup.remove()
         self._notify(cancelled=self._stop_requested)
