@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from gpulease_protocol.launchers import strip_launcher_variables, strip_reserved
 from gpulease_protocol.model import GpuLink, GpuReading
 from gpulease_worker import allocation as allocations
 from gpulease_worker.allocation import ProcessAllocation, SlurmAllocation, grace_within, parse_time_left
+from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.probe.simulation import idle_gpus
 from gpulease_worker.settings import WorkerSettings
 from gpulease_worker.shown_gpus import ShownGpus
@@ -100,6 +102,37 @@ class TestEnds:
     def test_jobs_have_a_grace_period_within_the_time_for_leaving(self, leave_s: float) -> None:
         assert 0 < grace_within(leave_s) < leave_s
         assert grace_within(leave_s) <= 35.0
+
+
+def test_a_uuid_that_the_host_does_not_have_is_named_once_and_again_after_it_was_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    shown = ShownGpus(f"{UUIDS[0].upper()},{UUIDS[2]}", {})
+    assert indices(shown.of(gpus(2))) == [0], "in whatever case it was typed"
+    assert indices(shown.of(gpus(2))) == [0]
+    assert [record.message for record in caplog.records] == [
+        f"this host has no GPU {UUIDS[2]}, which was given to this worker; it has 0 {UUIDS[0]}, 1 {UUIDS[1]}"
+    ]
+    assert indices(shown.of(gpus(3))) == [0, 2]
+    assert len(caplog.records) == 1
+    shown.of(gpus(2))
+    assert len(caplog.records) == 2, "it was lost"
+
+
+def test_what_leaves_already_leaves_sooner_when_its_allocation_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graces: list[float] = []
+    settings = WorkerSettings(url="http://127.0.0.1:1", node="n", data_dir=tmp_path, simulate="1", leave_s=60.0)
+
+    async def play() -> None:
+        worker = WorkerLoop(settings)
+        monkeypatch.setattr(worker._jobs, "leave", graces.append)
+        for grace_s in (None, None, allocations.LOST_GRACE_S, 10.0, None):
+            worker.leave(grace_s)
+
+    asyncio.run(play())
+    assert graces == [35.0, allocations.LOST_GRACE_S]
 
 
 def test_an_allocation_of_processes_ends_with_the_first_of_them() -> None:

@@ -134,7 +134,7 @@ class WorkerLoop:
         self._shown = ShownGpus(settings.gpus, os.environ if settings.allocation else {})
         self._allocation = allocation_of(settings, self.leave)
         self._running: asyncio.Task[None] | None = None
-        self._leaves, self._has_left = False, False
+        self._leaves, self._has_left, self._grace_s = False, False, 0.0
         self._leaving_is_known = False
         """The daemon has answered a report that says so: it grants nothing here any more."""
 
@@ -142,13 +142,15 @@ class WorkerLoop:
         """Begin to leave, see `gpulease_worker.allocation`; `run` returns once the daemon knows that the node has left.
 
         Args:
-            grace_s: What jobs have between SIGTERM and SIGKILL; None: as much as `leave_s` allows.
+            grace_s: What jobs have between SIGTERM and SIGKILL; None: as much as `leave_s` allows. A later call can
+                only shorten it, as when the allocation is gone meanwhile.
         """
-        if self._leaves:
-            return
-        self._leaves = True
         within_s = self._settings.leaves_within_s
-        self._jobs.leave(grace_within(within_s) if grace_s is None else grace_s)
+        of_jobs_s = grace_within(within_s) if grace_s is None else grace_s
+        if self._leaves and of_jobs_s >= self._grace_s:
+            return
+        self._leaves, self._grace_s = True, of_jobs_s
+        self._jobs.leave(of_jobs_s)
         give_up_s = max(within_s, MIN_LEAVE_S) if grace_s is None else grace_s + MIN_LEAVE_S
         asyncio.get_running_loop().call_later(give_up_s, self._give_up_leaving)
         self._changed.set()

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.gpu_uuid import canonical_uuid
 from gpulease_protocol.model import GpuLink, GpuReading
 
 UUID = re.compile(r"(?:GPU|MIG)-[0-9a-fA-F-]+")
@@ -27,7 +28,7 @@ def parse_gpus(text: str) -> tuple[frozenset[str], frozenset[int]]:
     uuids, numbers = set[str](), set[int]()
     for word in filter(None, (part.strip() for part in text.split(","))):
         if UUID.fullmatch(word):
-            uuids.add(word)
+            uuids.add(canonical_uuid(word) if word.startswith("GPU-") else word)
         elif (found := NUMBERS.fullmatch(word)) is not None:
             numbers |= set(range(int(found[1]), int(found[2] or found[1]) + 1))
         else:
@@ -54,6 +55,8 @@ class ShownGpus:
         self._shows_all = named is None
         self._found: frozenset[str] = frozenset()
         """UUIDs of the GPUs that were found by a number: they stay the same when another GPU is lost."""
+        self._missing: list[str] = []
+        """UUIDs that were given, and that the last reading did not show."""
 
     def of(self, gpus: Sequence[GpuReading]) -> tuple[GpuReading, ...]:
         """Those that are shown."""
@@ -61,6 +64,11 @@ class ShownGpus:
             return tuple(gpus)
         if self._numbers and not self._found:
             self._found = self._find(gpus)
+        missing = sorted(self._uuids - {gpu.uuid for gpu in gpus})
+        if missing and missing != self._missing:
+            of = ", ".join(f"{gpu.index} {gpu.uuid}" for gpu in gpus[:16])
+            log.error("this host has no GPU %s, which was given to this worker; it has %s", ", ".join(missing), of)
+        self._missing = missing
         return tuple(gpu for gpu in gpus if gpu.uuid in self._uuids or gpu.uuid in self._found)
 
     def links_between(self, gpus: Sequence[GpuReading], links: Sequence[GpuLink]) -> tuple[GpuLink, ...]:
