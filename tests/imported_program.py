@@ -23,6 +23,7 @@ CONTEXT.set_forkserver_preload(
         "gpulease_cli.program",
         "gpulease_server.commands.serve",
         "gpulease_server.main",
+        "gpulease_server.serving",
         "sqlalchemy.dialects.sqlite",
         "uvicorn.lifespan.on",
         "uvicorn.loops.auto",

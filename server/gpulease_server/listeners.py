@@ -185,7 +185,7 @@ def _cannot_listen(address: TcpAddress, error: Exception) -> CannotStart:
 
 
 def listen_unix(path: Path, mode: int) -> socket.socket:
-    """A bound Unix socket with this mode.
+    """A listening Unix socket with this mode.
 
     A socket file that an earlier daemon left is replaced, since the lock on the data directory is held. Raises
     `CannotStart` if a process listens on it.
@@ -204,6 +204,7 @@ def listen_unix(path: Path, mode: int) -> socket.socket:
     before = os.umask(0o777 & ~mode)
     try:
         listener.bind(str(path))
+        listener.listen(BACKLOG)  # the worker of this host reports before the daemon accepts
     except OSError as error:
         listener.close()
         raise CannotStart(f"{path} cannot be created: {error.strerror}.", remedy="Give another --socket.") from None

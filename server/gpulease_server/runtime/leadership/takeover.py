@@ -1,0 +1,29 @@
+"""Becomes the writer of a database, once its lock is held."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gpulease_server.runtime.leadership.lock import this_process
+from gpulease_server.store.database import database_file, redacted, unusable_error, upgrade
+from gpulease_server.store.ledger_store import Store
+
+log = logging.getLogger("gpulease.serve")
+
+
+def take_over(store: Store, url: str) -> None:
+    """Upgrade the schema and become the writer. The lock must be held. Raises `DatabaseUnusable`."""
+    file = database_file(url)
+    if file is not None:
+        with contextlib.suppress(OSError):  # if this fails, the upgrade reports it
+            file.touch(mode=0o600)
+            file.chmod(0o600)  # it contains the environments of jobs
+    upgrade(url)
+    try:
+        store.fence.end_open_transaction()
+        log.info("writing to %s in term %d", redacted(url), store.fence.take_over(this_process()))
+    except SQLAlchemyError as error:
+        raise unusable_error(url, error) from error

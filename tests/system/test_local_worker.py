@@ -1,0 +1,91 @@
+"""The worker of the daemon's own host: started before the daemon serves, started again, and ended with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gpulease_server import local_worker
+from gpulease_server.local_worker import LocalWorker
+from tests.daemon import DaemonProcess, eventually
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The workers that this process has started, and that have not ended."""
+    found = []
+    for one in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # it ends at this moment
+            found += [one] if "worker" in one.cmdline() else []
+    return found
+
+
+def test_the_first_report_waits_until_the_daemon_serves(tmp_path: Path) -> None:
+    # Executed, not forked: the worker has read its GPUs before the daemon has imported what serves.
+    daemon = DaemonProcess(tmp_path / "d", "--simulate", "1", environment={"PYTHONUNBUFFERED": "1"})
+    daemon.start()
+    try:
+        assert daemon.process is not None
+        pid = daemon.process.pid
+        (first,) = workers_of(pid)
+        first.kill()
+        eventually(lambda: [one.pid for one in workers_of(pid)] not in ([], [first.pid]), 60, daemon.story)
+        (second,) = workers_of(pid)
+    finally:
+        daemon.stop()
+    assert not second.is_running()
+    before, restarted, _ = daemon.output.read_text().partition("ended with code -9; starting it again")
+    assert restarted
+    assert "cannot report" not in before
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> LocalWorker:
+    """A worker whose daemon does not serve."""
+    return LocalWorker((f"unix://{tmp_path / 'none.sock'}",), tmp_path / "worker", "n", "1")
+
+
+def test_it_ends_with_a_daemon_that_does_not_come_to_serve(worker: LocalWorker) -> None:
+    with worker:
+        worker.start()
+        (process,) = workers_of(os.getpid())
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_its_end_is_noticed(monkeypatch: pytest.MonkeyPatch, worker: LocalWorker, has_pidfd: bool) -> None:
+    def forbidden(_: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(local_worker, "RESTART_S", 0.01)
+    if not has_pidfd:
+        monkeypatch.setattr(os, "pidfd_open", forbidden)
+    started: list[subprocess.Popen[bytes]] = []
+    begin = subprocess.Popen
+
+    def start(*_: object, **options: object) -> subprocess.Popen[bytes]:
+        started.append(begin(["sleep", "600"]))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+    async def main() -> None:
+        supervising = asyncio.create_task(worker.supervise())
+        for number in range(3):
+            while len(started) == number:  # noqa: ASYNC110 - no one signals to a test
+                await asyncio.sleep(0.001)
+            os.kill(started[number].pid, signal.SIGKILL)
+        while len(started) == 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        supervising.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervising
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert [one.poll() for one in started] == [-signal.SIGKILL] * 3 + [-signal.SIGTERM]
