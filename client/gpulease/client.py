@@ -394,15 +394,15 @@ class Client:
         rank: int | str | None = None,
         tail: int | None = None,
         offset: str | int | None = None,
+        node: str | None = None,
     ) -> Iterator[str]:
         """The text of the job's log, in pieces; with `follow` until the job has ended.
 
-        It is the log of the launcher, of one `rank`, or with `rank="all"` of all ranks, each line prefixed with its
-        rank. It begins with the last `tail` lines, or at `offset` in bytes.
+        It is the log of the launcher, of one `rank`, or with `rank="all"` of all ranks, by lines; on several nodes of
+        all of them, or of one `node`. It begins with the last `tail` lines, or at `offset` in bytes.
         """
-        return self._transport.emitted(
-            self._flows.job_log(partial(endpoints.job_logs, job_id, follow, rank), tail, offset)
-        )
+        call_at = partial(endpoints.job_logs, job_id, follow, rank, node=node)
+        return self._transport.emitted(self._flows.job_log(call_at, tail, offset))
 
 
 @brief_errors

@@ -28,14 +28,15 @@ CONTROL_SEQUENCES = re.compile(
 INCOMPLETE_SEQUENCE = re.compile(
     r"(?:(?:\x1b\[|\x9b)[0-?]*[ -/]*|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c]*\x1b?|\x1b[ -/]*)\Z"
 )
-PREFIX = re.compile(r"(^|[\n\r])\[(rank (\d+)|launcher)\]")
+PREFIX = re.compile(r"(^|[\n\r])\[(rank (\d+)|(?!\.\.\. )[^\]\n\r]{1,253})\]")
+"""The name of a rank, of the launcher, or of a node."""
 
 
 class TerminalLog:
     """Turns the pieces of a log into text that is safe for a terminal.
 
     Args:
-        prefixed: Each line begins with the name of its rank, and each piece begins with a line.
+        prefixed: Each line begins with the name of its rank or node, and each piece begins with a line.
         colored: Color these names.
     """
 

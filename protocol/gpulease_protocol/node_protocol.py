@@ -312,6 +312,8 @@ class LogRequest(Noun):
     """Which of its attempts."""
     name: str | None = None
     """Name of the file; null: those of all ranks, merged by lines."""
+    label: str | None = None
+    """The launcher's lines come after this name in brackets: that of the node, where the logs of several are merged."""
     offsets: dict[str, int] = field(default_factory=dict)
     """Where to begin in each file, by its rank or `launcher`."""
     tail: int | None = None

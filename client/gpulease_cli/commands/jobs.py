@@ -42,19 +42,27 @@ def jobs_or_arrays(required: bool) -> Callable[[Any], Any]:
     )
 
 
-@command(examples=("gpulease logs -f job-82c4b92c1f47e880", "gpulease logs -n 20 --rank 1 resnet"))
+@command(
+    examples=(
+        "gpulease logs -f job-82c4b92c1f47e880",
+        "gpulease logs -n 20 --rank 1 resnet",
+        "gpulease logs --node gpubox2 resnet",
+    )
+)
 @JOB
 @option("-f", "--follow", is_flag=True, help="Keep printing until the job ends.")
 @option("--rank", type=Number(int, 0, 9999), metavar="N", help="Show only this rank.")
+@option("--node", metavar="NAME", help="Show only what runs on this node.", shell_complete=id_completion.nodes)
 @option("-n", "--tail", type=Number(int, 0, 1_000_000), metavar="N", help="Start with the last N lines (per rank).")
-def logs(job: str, follow: bool, rank: int | None, tail: int | None) -> None:
-    """Show a job's output: with torchrun and accelerate that of all ranks, each line prefixed with its rank."""
+def logs(job: str, follow: bool, rank: int | None, node: str | None, tail: int | None) -> None:
+    """Show a job's output: with torchrun and accelerate that of all ranks, each line prefixed with its rank; of a job
+    on several nodes that of all nodes, with other lines prefixed with their node."""
     with Client() as client:
         found = names.find_job(client, job)
         with wait_progress.hint_on_interrupt(found.id, "logs -f"):
             if follow and found.state is JobState.QUEUED:
                 print(f"{found.id} waits: {printable(found.reason or '', 500)}", file=sys.stderr)
-            if not print_log(client, found, follow, rank, tail) and tail != 0:
+            if not print_log(client, found, follow, rank, tail, node) and tail != 0:
                 _say_why_empty(client.job(found.id))
 
 
@@ -127,18 +135,25 @@ def wait(words: tuple[str, ...], json: bool) -> int:
     return exit_code(min(failed, key=lambda job: job.ended_at or job.created_at)) if failed else output.DONE
 
 
-def print_log(client: Client, job: Job, follow: bool, rank: int | None = None, tail: int | None = None) -> bool:
+def print_log(
+    client: Client,
+    job: Job,
+    follow: bool,
+    rank: int | None = None,
+    tail: int | None = None,
+    node: str | None = None,
+) -> bool:
     """Write a job's log to stdout. Returns whether there was anything."""
     merged = rank is None and job.launcher in RANKED
     any_text = False
 
     def pieces() -> Iterator[str]:
         nonlocal any_text
-        for piece in client.job_logs(job.id, follow, "all" if merged else rank, tail):
+        for piece in client.job_logs(job.id, follow, "all" if merged else rank, tail, node=node):
             any_text = any_text or bool(piece)
             yield piece
 
-    log_colors.write(pieces(), merged)
+    log_colors.write(pieces(), merged or (len(job.members) > 1 and rank is None and node is None))
     return any_text
 
 
@@ -161,6 +176,9 @@ def _say_why_empty(job: Job) -> None:
     else:
         node = f" on {job.gpus[0].node}" if job.gpus else ""
         where = f"; its logs are in {job.log_directory}{node}" if job.log_directory else ""
+        if job.members:
+            places = [f"{one.log_directory} on {one.node}" for one in job.members if one.log_directory]
+            where = f"; its logs are in {', '.join(places)}" if places else ""
         said = f"({output.spelled(job.state)}) has written nothing{'' if job.ended else ' yet'}{where}"
     print(f"{job.id} {said}", file=sys.stderr)
 

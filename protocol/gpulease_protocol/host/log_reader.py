@@ -2,7 +2,8 @@
 
 Output that was dropped from a file (`gpulease_protocol.host.log_files`) is skipped, with a note in its place. Several
 files are merged by lines: a line, which ends with a line feed or carriage return, is sent when it is complete, after
-the name of its rank. A line over `LINE_BYTES` is split.
+the name of its rank. A line over `LINE_BYTES` is split. Lines of the launcher on one of several nodes follow the name
+of that node.
 """
 
 from __future__ import annotations
@@ -174,6 +175,8 @@ class LogReader:
         name: The file to read; None merges those of all ranks and what only the launcher has printed.
         offsets: Where to begin in each file, by its key: its rank, or `launcher`. Default: at its start.
         tail: Begin with this number of last lines of each file; None: at its offset.
+        label: The launcher's lines come after this name in brackets, also where no other file is read; None: after
+            `[launcher]`, and unchanged where no other file is read.
         chunk_bytes: How much of a file is read at a time.
     """
 
@@ -184,9 +187,11 @@ class LogReader:
         offsets: dict[str, int],
         tail: int | None = None,
         *,
+        label: str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.logs = logs
+        self._label = label
         self._offsets = offsets
         self._tail = tail
         self._merged = name is None
@@ -197,7 +202,8 @@ class LogReader:
         self._lock = threading.Lock()
         self._closed = False
         if name is not None:
-            self._files[name] = _File(name, None, offsets.get(key_of(name), 0), chunk_bytes)
+            prefix = None if label is None or name != LAUNCHER else f"[{label}] ".encode()
+            self._files[name] = _File(name, prefix, offsets.get(key_of(name), 0), chunk_bytes)
 
     def open(self) -> None:
         """Open the files that exist by now."""
@@ -280,15 +286,19 @@ class LogReader:
                 if name not in self._files:
                     self._files[name] = self._file(name, f"[rank {key_of(name)}] ")
             if LAUNCHER not in self._files and not self._launcher_is_a_rank():
-                self._files[LAUNCHER] = self._file(LAUNCHER, "[launcher] ")
+                self._files[LAUNCHER] = self._file(LAUNCHER, f"[{self._label or 'launcher'}] ")
                 self._files[LAUNCHER].skip_copies = True
 
     def _file(self, name: str, prefix: str) -> _File:
         return _File(name, prefix.encode(), self._offsets.get(key_of(name), 0), self._chunk_bytes)
 
     def _launcher_is_a_rank(self) -> bool:
+        """True where it has the file of the first rank on this node, which is 0 on the first of several nodes."""
+        ranks = [name for name in self._files if name != LAUNCHER]
         try:
-            return os.path.samestat(stat_beneath(self.logs, LAUNCHER), stat_beneath(self.logs, "rank-0.log"))
+            return bool(ranks) and os.path.samestat(
+                stat_beneath(self.logs, LAUNCHER), stat_beneath(self.logs, ranks[0])
+            )
         except OSError:
             return False
 

@@ -185,7 +185,8 @@ class _Sender:
         directory = self._senders.directory(self._request)
         if directory is None or not await asyncio.to_thread(directory.parent.is_dir):
             return False
-        self._reader = LogReader(directory, self._request.name, offsets, tail, chunk_bytes=CHUNK_BYTES)
+        name, label = self._request.name, self._request.label
+        self._reader = LogReader(directory, name, offsets, tail, label=label, chunk_bytes=CHUNK_BYTES)
         await self._senders.read(self._reader.open)
         return True
 

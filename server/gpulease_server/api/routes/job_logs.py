@@ -1,4 +1,4 @@
-"""Logs of a job: as they are now, or followed until the job has ended.
+"""Logs of a job: as they are now, or followed until the job has ended; of one on several nodes, those of all of them.
 
 Followers notice changes through one poller (`file_poller`) and read (`log_reader`) in a few shared threads
 (`log_reader_pool`). There are at most `MAX_FOLLOWERS`.
@@ -7,11 +7,9 @@ Followers notice changes through one poller (`file_poller`) and read (`log_reade
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +17,12 @@ from fastapi import Query, Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gpulease_protocol.errors import InvalidRequest, NotFound, Unavailable
+from gpulease_protocol.bounds import MAX_NAME
+from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.host.file_poller import POLL_S
-from gpulease_protocol.host.log_reader import LAUNCHER, LogReader, key_of
+from gpulease_protocol.host.log_reader import LogReader
 from gpulease_protocol.log_frames import MEDIA_TYPE, LogFrame
+from gpulease_protocol.model import Job, JobMember
 from gpulease_protocol.node_protocol import LogRequest
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.access_rules import CallerDep, holder_of
@@ -33,8 +33,10 @@ from gpulease_server.api.headers import LOG_BYTES, LOG_KEPT_BYTES, LOG_OFFSET
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.routes.jobs import find_job
+from gpulease_server.api.streams.gang_log import GangLog
+from gpulease_server.api.streams.log_query import LogQuery, by_file, by_node
 from gpulease_server.api.streams.log_reader_pool import LogReaderPool
-from gpulease_server.api.streams.log_source import LocalLog, LogSource, ask_node, attempt_of
+from gpulease_server.api.streams.log_source import LocalLog, LogSource, ask_node
 from gpulease_server.core.records import JobRecord
 
 router = new_router("/v1/jobs", "jobs")
@@ -47,52 +49,6 @@ MAX_LINES = 1_000_000
 LOG_RESPONSE: dict[int | str, dict[str, Any]] = {
     200: {"content": {kind: {"schema": {"type": "string"}} for kind in ("text/plain", MEDIA_TYPE)}}
 }
-OFFSET_FORMAT = re.compile(
-    r"(?:(?P<attempt>\d{1,6})@)?(?:(?P<offset>\d{1,18})|(?P<several>(?:\d{1,4}|launcher):\d{1,18}"
-    r"(?:,(?:\d{1,4}|launcher):\d{1,18})*))"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class LogQuery:
-    """The part of a job's logs that a request asks for."""
-
-    name: str | None
-    """Name of the file; None for those of all ranks, merged."""
-    attempt: int | None
-    """The attempt that `offsets` belong to; None for the last one."""
-    offsets: dict[str, int]
-    """Where to begin in each file, by `log_reader.key_of`."""
-    tail: int | None
-    """Begin with this number of last lines of each file."""
-    follow: bool
-    """Continue until the job has ended."""
-
-    @classmethod
-    def parse(cls, rank: str | None, offset: str | None, tail: int | None, follow: bool) -> LogQuery:
-        """The query parameters, checked. Raises InvalidRequest."""
-        name = None if rank == "all" else LAUNCHER if rank is None else f"rank-{int(rank)}.log"
-        if offset is None:
-            return cls(name, None, {}, tail, follow)
-        if tail is not None:
-            raise InvalidRequest("offset: cannot be combined with tail.", remedy="Give one of them.")
-        match = OFFSET_FORMAT.fullmatch(offset)
-        if match is None or (match["several"] is None) == (name is None and offset != "0"):
-            raise InvalidRequest(
-                f"offset: {offset[:60]!r} is no offset in {'the logs of all ranks' if name is None else 'one log'}.",
-                remedy="Give a number of bytes, or the Gpulease-Log-Offset or `at` of an answer for the same rank.",
-            )
-        attempt = int(match["attempt"]) if match["attempt"] else None
-        if match["several"] is None:
-            return cls(name, attempt, {} if name is None else {key_of(name): int(match["offset"])}, tail, follow)
-        parts = dict(part.split(":") for part in match["several"].split(","))
-        return cls(name, attempt, {key: int(number) for key, number in parts.items()}, tail, follow)
-
-    def begin(self, directory: str, first: bool) -> tuple[dict[str, int], int | None]:
-        """Where to begin in an attempt's files, and with how many last lines; `first` is False if an earlier attempt
-        was read before."""
-        same_attempt = first and self.attempt in (None, attempt_of(directory))
-        return self.offsets if same_attempt else {}, self.tail if first else None
 
 
 class LogTail:
@@ -110,6 +66,10 @@ class LogTail:
         self._owner: str | None = None
         """The user of the job; None until it is open."""
         self._source: LogSource | None = None
+        self._place = ""
+        """What the source reads."""
+        self._attempt = query.attempt or 1
+        """The attempt that it is of."""
         self._changed = asyncio.Event()
         self._interrupted = False
         """True if more may be written than this answer has sent."""
@@ -119,18 +79,17 @@ class LogTail:
     async def open(self) -> dict[str, str]:
         """Open the files. Returns the headers that say where the answer begins and how long the log is."""
         record = await self._record()
+        self._query.check(record.job)
         _, holder = await holder_of(self._daemon, None, self._job_id)
         self._owner = None if holder is None else holder.user
-        await self._open_directory(record.log_directory)
+        await self._open_source(record)
         length, kept = await self._source.sizes() if self._source else (0, 0)
         return {LOG_OFFSET: self.offset, LOG_BYTES: str(length), LOG_KEPT_BYTES: str(kept)}
 
     @property
     def offset(self) -> str:
         """Where to continue reading: the attempt, and the offset in its files."""
-        if self._source is None:
-            return f"{self._query.attempt or 1}@0"
-        return f"{attempt_of(self._source.directory)}@{self._source.offset}"
+        return f"{self._attempt}@{'0' if self._source is None else self._source.offset}"
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The log in frames."""
@@ -167,47 +126,78 @@ class LogTail:
     async def _available(self, last: bool) -> AsyncIterator[bytes]:
         """All that can be read now; with `last`, also lines that are not ended."""
         self._changed.clear()
-        directory = (await self._record()).log_directory
-        if directory is not None and (self._source is None or self._source.directory != directory):
-            is_retry = self._source is not None
-            if self._source is not None:  # first the rest of the attempt before
-                while piece := await self._source.take(True):
-                    yield piece
-            try:
-                await self._open_directory(directory)
-            except Unavailable:
-                if last:
-                    raise
-                return  # its node may answer the next time
-            if is_retry:
-                yield f"[... attempt {attempt_of(directory)} begins]\n".encode()
+        record = await self._record()
+        if self._place_of(record) not in (None, self._place):
+            async for piece in self._begin_attempt(record, last):
+                yield piece
         if self._source is None:
             return
+        if isinstance(self._source, GangLog):
+            self._source.update(record.job.members, last=last)
         while piece := await self._source.take(last and not self._interrupted):
             yield piece
         if not last:
             self._source.watch()
 
-    async def _open_directory(self, directory: str | None) -> None:
-        if directory is None:
+    async def _begin_attempt(self, record: JobRecord, last: bool) -> AsyncIterator[bytes]:
+        """Open the logs of an attempt. The rest of the one before comes first."""
+        is_retry = self._source is not None
+        if self._source is not None:
+            while piece := await self._source.take(True):
+                yield piece
+        try:
+            await self._open_source(record)
+        except Unavailable:
+            if last:
+                raise
+            return  # its node may answer the next time
+        if is_retry:
+            yield f"[... attempt {self._attempt} begins]\n".encode()
+
+    def _place_of(self, record: JobRecord) -> str | None:
+        """What there is to read of an attempt; None while nothing is, or where it has no part on what is asked for."""
+        job = record.job
+        if not job.members:
+            return record.log_directory
+        rank = self._query.member_rank(job)
+        if rank is not None:
+            return next((one.log_directory for one in job.members if one.rank == rank), None)
+        has_started = any(one.log_directory is not None for one in job.members)
+        return f"attempt {job.attempts}" if has_started else None
+
+    async def _open_source(self, record: JobRecord) -> None:
+        place = self._place_of(record)
+        if place is None:
             return
-        source = self._source_of(directory, *self._query.begin(directory, self._source is None))
+        source = self._source_of(record.job, place)
         try:
             await source.open()
         except BaseException:
             source.close()
             raise
         self._close_source()
-        self._source = source
+        self._source, self._place, self._attempt = source, place, record.job.attempts
 
-    def _source_of(self, directory: str, offsets: dict[str, int], tail: int | None) -> LogSource:
-        if not _is_elsewhere(directory):
-            reader = LogReader(Path(directory), self._query.name, offsets, tail)
-            follower = self._pool.poller.follow(self._changed)
-            return LocalLog(self._pool, self._owner, reader, follower, directory)
+    def _source_of(self, job: Job, place: str) -> LogSource:
+        offset, tail = self._query.begin(job.attempts, self._source is None)
+        if not job.members or self._query.member_rank(job) is not None:
+            return self._source_in(place, job.attempts, None, offset, tail)
+
+        def of_node(member: JobMember, offset: str, tail: int | None) -> LogSource:
+            return self._source_in(member.log_directory or "", job.attempts, member.node, offset, tail)
+
+        source = GangLog(of_node, by_node(offset), tail, self._changed)
+        source.update(job.members, last=False)
+        return source
+
+    def _source_in(self, directory: str, attempt: int, label: str | None, offset: str, tail: int | None) -> LogSource:
         name, follow = self._query.name, self._query.follow
+        offsets = by_file(name, offset)
+        if directory.startswith("/"):
+            reader = LogReader(Path(directory), name, offsets, tail, label=label)
+            return LocalLog(self._pool, self._owner, reader, self._pool.poller.follow(self._changed))
         request = LogRequest(
-            job_id=self._job_id, attempt=attempt_of(directory), name=name, offsets=offsets, tail=tail, follow=follow
+            job_id=self._job_id, attempt=attempt, name=name, label=label, offsets=offsets, tail=tail, follow=follow
         )
         return ask_node(self._daemon, request, directory, self._caller.user, self._changed)
 
@@ -250,11 +240,6 @@ class LogTail:
         return await find_job(self._daemon, self._job_id)
 
 
-def _is_elsewhere(directory: str | None) -> bool:
-    """True for a directory that is kept as `NODE:DIRECTORY`, see `api.report_body`."""
-    return directory is not None and not directory.startswith("/")
-
-
 class LogResponse(StreamingResponse):
     """Sends a `LogTail` and closes it, even if the client has disconnected before anything was sent."""
 
@@ -288,8 +273,13 @@ async def logs(
         Query(
             pattern=r"^(all|\d{1,4})$",
             description="Only the lines of this rank; `all`: those of all ranks and of the launcher, each after"
-            " `[rank N] ` or `[launcher] `; if absent, the launcher's log, which contains all of them.",
+            " `[rank N] ` or `[launcher] `; if absent, the launcher's log, which contains all of them. On several"
+            " nodes the launchers' lines come after the names of their nodes, as `[gpubox2] `.",
         ),
+    ] = None,
+    node: Annotated[
+        str | None,
+        Query(max_length=MAX_NAME, description="Only what runs on this node; if absent, on all nodes of the job."),
     ] = None,
     offset: Annotated[
         str | None,
@@ -305,13 +295,14 @@ async def logs(
         bool, Query(description="Answer in frames that say where to continue: a line of JSON, then `bytes` bytes.")
     ] = False,
 ) -> StreamingResponse:
-    """The output of a job, byte for byte. Where older output was dropped, a line says how much.
+    """The output of a job, byte for byte; of one on several nodes merged by lines. Where older output was dropped, a
+    line says how much; where the log of one of several nodes cannot be read, why.
 
     `Gpulease-Log-Offset` says where the answer begins, `Gpulease-Log-Bytes` how long the log is, and
     `Gpulease-Log-Kept-Bytes` how much of it has not been dropped.
     """
     await find_job(daemon, job_id)
-    query = LogQuery.parse(rank, offset, tail, follow)
+    query = LogQuery.parse(rank, node, offset, tail, follow)
     pool = LogReaderPool.of(request)
     own = 0 if caller.is_admin else pool.followers_by_user[caller.user]
     if follow and (pool.follower_count >= MAX_FOLLOWERS or own >= MAX_FOLLOWERS // USER_SHARE):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.host.file_poller import FileFollower
 from gpulease_protocol.host.log_reader import LogReader
-from gpulease_protocol.node_protocol import LogRequest, parse_attempt_name
+from gpulease_protocol.node_protocol import LogRequest
 from gpulease_server.api import fair_share
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.streams.log_reader_pool import LogReaderPool
@@ -22,9 +23,6 @@ FIRST_PIECE_S = 20.0
 
 class LogSource(Protocol):
     """The log of one attempt. It is opened first and closed in any case."""
-
-    directory: str
-    """Where it is, as the ledger knows it."""
 
     @property
     def offset(self) -> str:
@@ -55,13 +53,9 @@ class LocalLog:
         owner: The user of the job.
         reader: Of the files.
         follower: Is told of changes.
-        directory: Where they are.
     """
 
-    def __init__(
-        self, pool: LogReaderPool, owner: str | None, reader: LogReader, follower: FileFollower, directory: str
-    ) -> None:
-        self.directory = directory
+    def __init__(self, pool: LogReaderPool, owner: str | None, reader: LogReader, follower: FileFollower) -> None:
         self._pool, self._owner, self._reader, self._follower = pool, owner, reader, follower
 
     @property
@@ -92,11 +86,16 @@ class LocalLog:
 
 
 class RemoteLog:
-    """Files that the worker of another node reads and sends."""
+    """Files that the worker of another node reads and sends.
 
-    def __init__(self, log: RelayedLog, directory: str) -> None:
-        self.directory = directory
+    Args:
+        log: What it sends.
+        check: Raises Unavailable or NotFound when the node cannot send now.
+    """
+
+    def __init__(self, log: RelayedLog, check: Callable[[], None]) -> None:
         self._log = log
+        self._check = check
 
     @property
     def offset(self) -> str:
@@ -117,8 +116,9 @@ class RemoteLog:
 
     async def take(self, last: bool) -> bytes:
         """What has arrived; with `last`, what is still to come too."""
-        if not last:
-            return self._log.take()
+        if (piece := self._log.take()) or not last:
+            return piece
+        self._check()
         async with fair_share.waiting():
             return await self._log.rest()
 
@@ -135,8 +135,20 @@ def ask_node(
 ) -> RemoteLog:
     """Ask the node of `NODE:DIRECTORY`, see `api.report_body`. Raises NotFound and Unavailable, with the place."""
     node, _, path = directory.partition(":/")
-    ledger, now = daemon.ledger, daemon.now()
     place = f"The log of job {request.job_id} is on node {node}, in /{path}"
+    check = partial(_check_sends, daemon, node, place)
+    check()
+    return RemoteLog(daemon.log_relay.ask(node, request, user, changed), check)
+
+
+def _check_sends(daemon: DaemonState, node: str, place: str) -> None:
+    """Raises NotFound or Unavailable when a node does not send the log that is in this place."""
+    ledger, now = daemon.ledger, daemon.now()
+    if daemon.writer.problem is None and node not in ledger.nodes:
+        raise NotFound(
+            f"{place}, and that node is gone: it has left, or was forgotten.",
+            remedy=f"Read it there, if its host still has it, or start a worker for {node} again.",
+        )
     observation = ledger.node_observations.get(node)
     if daemon.writer.problem is not None or observation is None or is_unheard(ledger, node, now, daemon.policy):
         why = daemon.writer.problem or node_problem(ledger, node, now, daemon.policy) or f"{node} does not report"
@@ -146,9 +158,3 @@ def ask_node(
             f"{place}, and the worker there is of a release that does not send logs.",
             remedy=f"Read it there, or upgrade gpulease on {node}.",
         )
-    return RemoteLog(daemon.log_relay.ask(node, request, user, changed), directory)
-
-
-def attempt_of(directory: str) -> int:
-    """The attempt whose logs are in `.../jobs/ATTEMPT/logs`."""
-    return parse_attempt_name(Path(directory).parent.name)[1]
