@@ -61,16 +61,17 @@ class Host:
             process.kill()
             process.wait()
 
-    def _inside(self, *words: str) -> list[str]:
+    def inside(self, *words: str) -> list[str]:
+        """The command line that runs a program there."""
         return ["nsenter", "--target", str(self.pid), "--mount", "--uts", "--net", "--pid", "--", *words]
 
     def _words(self, *words: str) -> None:
-        subprocess.run(self._inside(*words), check=True, timeout=60)
+        subprocess.run(self.inside(*words), check=True, timeout=60)
 
     def run(self, *words: str, text: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
         """Run a program there, until it ends."""
         return subprocess.run(
-            self._inside(*words),
+            self.inside(*words),
             input=text,
             env=environment(variables),
             capture_output=True,
@@ -85,9 +86,13 @@ class Host:
 
     def start(self, output: Path, *words: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start the command line there, and let it run."""
+        return self.launch(output, sys.executable, "-m", "gpulease_cli", *words, **variables)
+
+    def launch(self, output: Path, *words: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start a program there, and let it run."""
         with output.open("ab") as log:
             process = subprocess.Popen(
-                self._inside(sys.executable, "-m", "gpulease_cli", *words),
+                self.inside(*words),
                 env=environment(variables),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
