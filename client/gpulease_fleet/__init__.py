@@ -34,6 +34,7 @@ when the pilot has ended: a worker that lives on, because its `slurmstepd` was k
 |---|---|
 | this program is killed at any step | the next one goes on from the row: adopts by name, or gives up the generation |
 | the scheduler does not answer | nothing at all is decided in that round |
+| a submission fails, or a pilot ends before its worker reports | the next one waits 1 s, 3 s, 7 s, ... a minute |
 | 10 submissions in a row fail, or 3 pilots in a row end before a worker reports | the pool pauses, and says why |
 | two pilots of one ordinal are listed | the one of the row stays; the others are cancelled |
 | a pilot ends without having left | its node is forgotten: its jobs are tried elsewhere while they have a retry left |

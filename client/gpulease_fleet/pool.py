@@ -20,6 +20,8 @@ STOP_S = 180.0
 """A pilot that was asked to end is ended at once after this. Seconds."""
 MAX_FAILED_SUBMISSIONS, MAX_FAILED_STARTS = 10, 3
 """So many in a row pause the pool."""
+AGAIN_S = 60.0
+"""After a failure the next submission comes 1 s after the last one, then 3, 7, ... and at most this. Seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,6 @@ class Pool:
 
     def __init__(self, records: Records, carrier: Carrier, daemon: DaemonView) -> None:
         self._records, self._carrier, self._daemon = records, carrier, daemon
-        self._idle_since: dict[str, float] = {}
-        """By node: since when it has been idle. Seconds since the epoch."""
 
     def tick(self, now: float) -> bool:
         """One round. True when something is under way that the next round should not wait long for.
@@ -140,6 +140,8 @@ class Pool:
         """Count a pilot that has ended before its worker reported, and pause the pool after several in a row."""
         if after.state != ENDED or after.was_ready or before.stops_since is not None:
             return
+        if not after.handle:
+            return  # this program was killed before the engine was asked
         pool = self._records.read_pool()
         assert pool is not None
         failed = pool.failed_starts + 1
@@ -174,30 +176,37 @@ class Pool:
 
     def _grow_or_shrink(self, pool: PoolRecord, live: list[PilotRow], listed: Sequence[Carried], now: float) -> None:
         waits = any(row.state in (SUBMITTING, PENDING) for row in live)
-        if len(live) < pool.least or (len(live) < pool.most and self._daemon.has_queue()):
+        queued = pool.least < pool.most and self._daemon.has_queue()
+        idle = self._idle_rows(pool, live, queued, now)
+        if len(live) < pool.least or (len(live) < pool.most and queued):
             starting = any(row.state == RUNNING and not row.was_ready for row in live)
             if not waits and not pool.paused and (len(live) < pool.least or not starting):
                 self._start(pool, now)
             return
-        if len(live) <= pool.least or pool.least == pool.most:
-            return
-        idle = self._idle_rows(live, pool.idle_s, now)
-        if idle:
+        if idle and len(live) > pool.least:
             self._stop_some(idle, len(live) - pool.least, listed, now)
 
-    def _idle_rows(self, live: list[PilotRow], idle_s: float, now: float) -> list[PilotRow]:
-        """Those whose node has been idle for long, while no one waits; last ordinals first."""
-        idle = frozenset() if self._daemon.has_queue() else self._daemon.idle_nodes()
-        for node in set(self._idle_since) - idle:
-            del self._idle_since[node]
-        for node in idle:
-            self._idle_since.setdefault(node, now)
-        rows = (row for row in reversed(live) if row.node in idle and row.was_ready)
-        return [row for row in rows if now - self._idle_since[row.node] >= idle_s]
+    def _idle_rows(self, pool: PoolRecord, live: list[PilotRow], queued: bool, now: float) -> list[PilotRow]:
+        """Those whose node has been idle for long, while no one waits; last ordinals first.
+
+        Since when each has been idle is on record, so that rounds of several programs (`--once`) add up.
+        """
+        if pool.least == pool.most:
+            return []
+        idle = frozenset() if queued else self._daemon.idle_nodes()
+        nodes = sorted(row.node for row in live if row.was_ready and row.node in idle)
+        since = {node: pool.idle_since.get(node, now) for node in nodes}
+        if since != pool.idle_since:
+            self._records.change_pool(idle_since=since)
+        rows = (row for row in reversed(live) if row.node in since)
+        return [row for row in rows if now - since[row.node] >= pool.idle_s]
 
     def _start(self, pool: PoolRecord, now: float) -> None:
         """Submit the next pilot: token, row, submission, in this order."""
         rows = {row.ordinal: row for row in self._records.pilots()}
+        wait_s = min(AGAIN_S, 2.0 ** (pool.failed_submissions + pool.failed_starts) - 1.0)
+        if any(now - row.since < wait_s for row in rows.values()):
+            return
         free = (ordinal for ordinal in range(pool.most) if ordinal not in rows or rows[ordinal].state == GONE)
         ordinal = next(free, None)
         if ordinal is None:

@@ -9,7 +9,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,6 +66,8 @@ class PoolRecord:
     """How many pilots in a row ended before their worker reported."""
     paused: str = ""
     """Why nothing is submitted any more; empty while it is."""
+    idle_since: dict[str, float] = field(default_factory=dict)
+    """By node: since when all of it has been idle while no one waited. Seconds since the epoch."""
     options: dict[str, Any]
     """Those of the engine."""
 
@@ -79,7 +81,7 @@ class Records:
     """
 
     SYNCHRONOUS: ClassVar[str] = "FULL"
-    COLUMNS: ClassVar[tuple[str, ...]] = tuple(field.name for field in fields(PilotRow))
+    COLUMNS: ClassVar[tuple[str, ...]] = tuple(column.name for column in fields(PilotRow))
 
     def __init__(self, directory: Path, pool: str) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +113,10 @@ class Records:
     def read_pool(self) -> PoolRecord | None:
         """The pool; None before it was ever brought up."""
         found = self._database.execute("SELECT record FROM pool WHERE name = ?", (self.pool,)).fetchone()
-        return None if found is None else PoolRecord(**json.loads(found[0]))
+        if found is None:
+            return None
+        known = {one.name for one in fields(PoolRecord)}  # a newer release may have written more
+        return PoolRecord(**{name: value for name, value in json.loads(found[0]).items() if name in known})
 
     def put_pool(self, record: PoolRecord) -> None:
         """Record the pool."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 from gpulease_fleet.carrier import Carried, CarriedState, EngineUnavailable, Finding, PilotName, SubmitError
 from gpulease_fleet.slurm_doctor import findings
-from gpulease_fleet.slurm_script import SlurmOptions, pilot_script
+from gpulease_fleet.slurm_script import SlurmOptions, pilot_script, sbatch_options
 from gpulease_fleet.time_left import parse_time_left
 
 ANSWER_S = 60.0
@@ -20,15 +21,35 @@ STATES = {
     "PENDING": CarriedState.PENDING,
     "REQUEUED": CarriedState.PENDING,
     "REQUEUE_HOLD": CarriedState.PENDING,
+    "REQUEUE_FED": CarriedState.PENDING,
+    "RESV_DEL_HOLD": CarriedState.PENDING,
+    "SPECIAL_EXIT": CarriedState.PENDING,
     "CONFIGURING": CarriedState.RUNNING,
     "RUNNING": CarriedState.RUNNING,
     "SUSPENDED": CarriedState.RUNNING,
     "STOPPED": CarriedState.RUNNING,
     "SIGNALING": CarriedState.RUNNING,
     "STAGE_OUT": CarriedState.RUNNING,
+    "RESIZING": CarriedState.RUNNING,
     "COMPLETING": CarriedState.ENDING,
 }
-"""Every other state of Slurm is one in which a job has ended."""
+ENDED = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""A pilot in a state that is in neither counts as running where it has a host: a word of a newer Slurm ends no job."""
+IGNORED = ("SQUEUE_", "SCANCEL_", "SBATCH_ARRAY_INX", "SBATCH_WAIT")
+"""Variables by which a user has these commands hide jobs, ask back, or wait for the end of a job: not of ours."""
 NO_REASON = ("None", "(null)", "")
 
 
@@ -61,7 +82,9 @@ class SlurmCarrier:
         administrators, while the environment of a job is shown more widely.
         """
         try:
-            answer = self._run(("sbatch", "--parsable"), pilot_script(self._options, name, token))
+            answer = self._run(
+                ("sbatch", "--parsable", *sbatch_options(self._options, name)), pilot_script(self._options, name, token)
+            )
         except EngineUnavailable as error:
             raise SubmitError(str(error)) from error
         handle = answer.output.strip().partition(";")[0]
@@ -74,6 +97,7 @@ class SlurmCarrier:
         command = (
             "squeue",
             "--noheader",
+            "--all",
             "--states=all",
             f"--user={getpass.getuser()}",
             "--format=%i|%j|%T|%L|%N|%r",
@@ -98,7 +122,15 @@ class SlurmCarrier:
 
     def _run(self, command: Sequence[str], text: str = "") -> Answer:
         try:
-            ended = subprocess.run(command, input=text, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+            ended = subprocess.run(
+                command,
+                input=text,
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_S,
+                check=False,
+                env={name: value for name, value in os.environ.items() if not name.startswith(IGNORED)},
+            )
         except OSError as error:
             raise EngineUnavailable(f"{command[0]} cannot be run: {error.strerror}") from error
         except subprocess.TimeoutExpired as error:
@@ -119,10 +151,16 @@ def read_list(pool: str, output: str, now: datetime) -> list[Carried]:
         pilot = Carried(
             name=name,
             handle=handle.strip(),
-            state=STATES.get(state, CarriedState.GONE),
+            state=_state(state, host.strip()),
             host=host.strip(),
             ends_at=None if left_s is None else now + timedelta(seconds=left_s),
             why=state if why.strip() in NO_REASON else f"{state}: {why.strip()}",
         )
         found.append(pilot)
     return found
+
+
+def _state(word: str, host: str) -> CarriedState:
+    if word in ENDED:
+        return CarriedState.GONE
+    return STATES.get(word, CarriedState.RUNNING if host else CarriedState.PENDING)

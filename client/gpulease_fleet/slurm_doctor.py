@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from gpulease_fleet.carrier import EngineUnavailable, Finding, PilotName
-from gpulease_fleet.slurm_script import SlurmOptions, pilot_script
+from gpulease_fleet.slurm_script import SlurmOptions, pilot_script, sbatch_options
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
 ENDS_ALL = "proctrack/cgroup"
@@ -44,8 +44,8 @@ def findings(options: SlurmOptions, run: Run) -> list[Finding]:
         answer = run(("scontrol", "show", "config"), "")
         if answer.code != 0:
             raise EngineUnavailable(" ".join(answer.errors.split()))
-        script = pilot_script(options, PilotName(pool="doctor", ordinal=0, generation=1), "")
-        tried = run(("sbatch", "--test-only"), script)
+        name = PilotName(pool="doctor", ordinal=0, generation=1)
+        tried = run(("sbatch", "--test-only", *sbatch_options(options, name)), pilot_script(options, name, ""))
     except EngineUnavailable as error:
         remedy = "Check `sinfo`; SLURM_CONF must name the cluster's slurm.conf."
         return [Finding(ok=False, what=f"Slurm does not answer: {error}", remedy=remedy)]

@@ -1,4 +1,4 @@
-"""The batch script of a pilot: what it asks Slurm for, and the worker that it keeps running."""
+"""What a pilot asks Slurm for, and its batch script: the worker that it keeps running."""
 
 from __future__ import annotations
 
@@ -37,21 +37,24 @@ class SlurmOptions:
 
 
 def sbatch_options(options: SlurmOptions, name: PilotName) -> list[str]:
-    """The options of `sbatch` for a pilot."""
+    """The options of `sbatch` for a pilot, for its command line: there they outrank the variables `SBATCH_...`.
+
+    What keeps a pilot the only one of its name comes after the options of the user.
+    """
     return [
-        f"--job-name={name}",
-        "--nodes=1",
-        "--ntasks=1",
         f"--gres={options.gres}",
         f"--time={options.time}",
         *(["--exclusive"] if options.exclusive else []),
-        # Put back into the queue, it would come back under the same generation while the old one may still run.
-        "--no-requeue",
         "--open-mode=append",
         f"--signal=B:TERM@{SIGNAL_BEFORE_S}",
         f"--output={options.directory}/pilot-%j.log",
         "--export=GPULEASE_CACERT,HOME,LANG,PATH,SSL_CERT_FILE,USER",
         *options.sbatch,
+        f"--job-name={name}",
+        "--nodes=1",
+        "--ntasks=1",
+        # Put back into the queue, it would come back under the same generation while the old one may still run.
+        "--no-requeue",
     ]
 
 
@@ -60,7 +63,6 @@ def pilot_script(options: SlurmOptions, name: PilotName, token: str) -> str:
     return "\n".join(
         [
             "#!/bin/sh",
-            *(f"#SBATCH {option}" for option in sbatch_options(options, name)),
             worker_script(
                 program=options.program,
                 url=options.url,

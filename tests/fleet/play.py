@@ -7,9 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from gpulease_fleet.carrier import Carried, CarriedState, EngineUnavailable, Finding, PilotName, SubmitError
-from gpulease_fleet.pool import Pool
+from gpulease_fleet.pool import LIVE, Pool
 from gpulease_fleet.records import PilotRow, PoolRecord, Records
 from gpulease_protocol.errors import Unavailable
 
@@ -138,6 +139,9 @@ class World:
         for row in self.rows():
             names = [one.name.generation for one in self.alive() if one.name.ordinal == row.ordinal]
             assert all(generation <= row.generation for generation in names), "a pilot is newer than its row"
+        known = {(row.ordinal, row.generation) for row in self.rows() if row.state in LIVE}
+        waiting = [one for one in self.alive() if one.state is CarriedState.PENDING]
+        assert sum((one.name.ordinal, one.name.generation) in known for one in waiting) <= 1, "one waits at a time"
 
 
 class FastRecords(Records):
@@ -157,6 +161,12 @@ class CrashingRecords(FastRecords):
         self._world.step()
         super().put(row)
         self._world.step()
+
+    def change_pool(self, **changes: Any) -> PoolRecord:
+        self._world.step()
+        changed = super().change_pool(**changes)
+        self._world.step()
+        return changed
 
 
 @dataclass

@@ -2,12 +2,14 @@
 
 Each is this file, under that name. Jobs are directories in `SMALL_SLURM`; a job's script runs at once, in a session of
 its own, and `scancel` sends all of its processes SIGTERM, as the real one does.
+
+A file `kill` with `sbatch before` in it has the next call of `sbatch` kill its caller before it does anything; `after`,
+when it has done it and before it says so.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -36,6 +38,27 @@ def install(place: Path, proctrack: str = "proctrack/cgroup") -> dict[str, str]:
 def main(program: str, *arguments: str) -> int:
     """One call of one of the programs."""
     place = Path(os.environ["SMALL_SLURM"])
+    kill_caller(place, program, "before")
+    with suppress(FileNotFoundError):
+        if (place / "kill").read_text() == f"{program} after":
+            sys.stdout = (place / "unsaid").open("w")
+    code = call(place, program, arguments)
+    kill_caller(place, program, "after")
+    return code
+
+
+def kill_caller(place: Path, program: str, when: str) -> None:
+    """SIGKILL for the caller, where the file `kill` asks for that."""
+    with suppress(FileNotFoundError):
+        if (place / "kill").read_text() == f"{program} {when}":
+            (place / "kill").unlink()
+            if (caller := os.getppid()) > 1:
+                os.kill(caller, signal.SIGKILL)
+            sys.exit(1)
+
+
+def call(place: Path, program: str, arguments: tuple[str, ...]) -> int:
+    """What one of the programs does."""
     match program:
         case "sbatch":
             return sbatch(place, arguments)
@@ -63,8 +86,8 @@ def sbatch(place: Path, arguments: tuple[str, ...]) -> int:
     number = len(list((place / "jobs").iterdir())) + 1
     job = place / "jobs" / str(number)
     job.mkdir()
-    name = re.search(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)
-    (job / "name").write_text(name[1] if name else "sbatch")
+    names = [word.removeprefix("--job-name=") for word in arguments if word.startswith("--job-name=")]
+    (job / "name").write_text(names[-1])
     (job / "script").write_text(script)
     (job / "script").chmod(0o700)
     own = {"SLURM_JOB_ID": str(number), "SLURMD_NODENAME": f"n{number}", "SLURM_JOB_GPUS": "0,1"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease_fleet.carrier import CarriedState, PilotName
-from gpulease_fleet.pool import GONE, MAX_FAILED_STARTS, MAX_FAILED_SUBMISSIONS, STOP_S
+from gpulease_fleet.pool import AGAIN_S, GONE, MAX_FAILED_STARTS, MAX_FAILED_SUBMISSIONS, STOP_S
 from tests.fleet.play import GONE_S, World
 
 MAX_STEPS = 14
@@ -91,6 +91,30 @@ def test_killed_at_any_step_the_next_program_goes_on(tmp_path: Path, step: int) 
     world.check()
 
 
+@pytest.mark.parametrize("step", range(MAX_STEPS))
+@pytest.mark.parametrize("what", ["end", "down", "idle"])
+def test_killed_at_any_step_of_an_end_the_next_program_goes_on(tmp_path: Path, what: str, step: int) -> None:
+    world = world_of(tmp_path, 0 if what == "idle" else 2, 2, idle_s=0.0)
+    world.waits = what == "idle"
+    world.rounds(12)
+    world.waits = False
+    if what == "end":
+        world.end(handle_of(world, 0))
+    world.up(0 if what == "idle" else 2, 2, down=what == "down")
+    world.crash_at = step
+    for _ in range(4):
+        world.tick()
+        world.advance()
+        world.check()
+    world.crash_at = None
+    world.rounds(int(STOP_S) + 10)
+    world.check()
+    expected = 2 if what == "end" else 0
+    assert len(world.alive()) == expected
+    assert set(world.tokens.values()) == {str(one.name) for one in world.alive()}, "only those that run are heard"
+    assert world.pool().paused == ""
+
+
 def test_a_submission_of_unknown_outcome_is_adopted_by_its_name(tmp_path: Path) -> None:
     world = world_of(tmp_path, 1)
     world.crash_at = 5  # token twice, row twice, before the engine; then it has it
@@ -137,6 +161,9 @@ def test_an_engine_that_refuses_is_asked_ten_times(tmp_path: Path) -> None:
     world = world_of(tmp_path, 1)
     world.refuses = "Invalid partition name specified"
     world.rounds(60)
+    assert 4 <= world.pool().failed_submissions < MAX_FAILED_SUBMISSIONS, "each waits longer than the last"
+    for _ in range(2 * MAX_FAILED_SUBMISSIONS):
+        world.tick(AGAIN_S)
     pool = world.pool()
     assert pool.failed_submissions == MAX_FAILED_SUBMISSIONS
     assert pool.paused == "10 submissions in a row failed; the last: Invalid partition name specified"
@@ -157,6 +184,21 @@ def test_pilots_that_end_before_their_worker_reports_pause_the_pool(tmp_path: Pa
             world.end(pilot.handle, why="FAILED: NonZeroExitCode")
     assert world.submitted.total() == MAX_FAILED_STARTS
     assert "3 pilots in a row ended before their worker reported; the last: FAILED: NonZero" in world.pool().paused
+
+
+def test_programs_that_are_killed_before_the_engine_is_asked_do_not_pause_the_pool(tmp_path: Path) -> None:
+    world = world_of(tmp_path, 1)
+    world.crash_at = 4  # token twice, row twice
+    world.tick()
+    for generation in range(2, MAX_FAILED_STARTS + 3):
+        assert [(row.generation, row.state) for row in world.rows()] == [(generation - 1, "submitting")]
+        world.crash_at = 10  # before that the last one is given up: ended, revoked, gone
+        world.tick(GONE_S)
+        assert world.pool().paused == ""
+    assert world.alive() == []
+    world.tick(GONE_S)
+    world.rounds(10)
+    assert states(world) == ["running"]
 
 
 def test_a_pool_that_goes_down_ends_its_pilots_and_starts_none(tmp_path: Path) -> None:
@@ -217,6 +259,35 @@ def test_nodes_come_while_requests_wait_and_go_when_idle(tmp_path: Path) -> None
     world.rounds(20)
     assert len(world.alive()) == 3
     world.check()
+
+
+def test_rounds_of_several_programs_end_an_idle_node(tmp_path: Path) -> None:
+    """`up --once` from cron: what one has seen, the next one knows."""
+    world = world_of(tmp_path, 0, 1, idle_s=30.0)
+    world.waits = True
+    world.rounds(5)
+    world.waits, world.busy = False, {"n0"}
+    world.tick(60.0)
+    world.busy = set()
+    world.tick(60.0)
+    assert states(world) == ["running"], "idle from now on"
+    world.tick(20.0)
+    assert states(world) == ["running"]
+    world.tick(20.0)
+    assert states(world) == ["ending"]
+
+
+def test_a_node_that_was_needed_meanwhile_was_not_idle(tmp_path: Path) -> None:
+    world = world_of(tmp_path, 0, 2, idle_s=30.0)
+    world.waits, world.hosts = True, 1
+    world.rounds(8)
+    world.waits = False
+    world.tick(20.0)
+    world.waits = True
+    world.tick(20.0)
+    world.waits = False
+    world.tick(20.0)
+    assert states(world)[0] == "running", "it may have served that request"
 
 
 def test_pilots_are_adopted_when_the_records_are_lost(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ MIN_LEAVE_S = 10.0
 """A worker whose allocation is gone tries for at least so long to tell the daemon."""
 ANSWER_S = 20.0
 """How long the scheduler may take for an answer."""
-RUNS = frozenset({"RUNNING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"})
+RUNS = frozenset({"RUNNING", "RESIZING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"})
 """States in which a job of Slurm has its allocation. One that was put back into the queue has none."""
 TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 SLURM_SAYS_GONE = "Invalid job id"
@@ -129,7 +129,7 @@ class SlurmAllocation:
     """
 
     def __init__(self, job_id: str, poll_s: float, leave_s: float, leave: Callable[[float | None], None]) -> None:
-        self._command = ("squeue", "--noheader", f"--jobs={job_id}", "--states=all", "--format=%T|%L")
+        self._command = ("squeue", "--noheader", "--all", f"--jobs={job_id}", "--states=all", "--format=%T|%L")
         self._poll_s, self._leave_s, self._leave = poll_s, leave_s, leave
         self._ends_at_s: float | None = None
         """On the monotonic clock; None while no end is known."""
