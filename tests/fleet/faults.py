@@ -1,17 +1,12 @@
 """Pilots on a real cluster of Slurm, each of which ends in another way; what must hold is looked at all the time.
 
-`python -m tests.fleet.faults 200` does it for 200 pilots and prints what it saw. It needs root, slurm-wlm and munge.
+`tests.fleet.soak` does it for hundreds of pilots.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
-import shutil
 import signal
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
@@ -20,21 +15,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.daemon import daemon, eventually
+from tests.daemon import eventually
 from tests.fleet.fleet import Fleet
-from tests.fleet.slurm_cluster import SlurmCluster, leftovers, slurm_cluster
+from tests.fleet.slurm_cluster import SlurmCluster
 
 TRAINING = "98765"
 """Argument of the `sleep` that stands for a training."""
 WITHIN_S = 240.0
 
 
-def trainings() -> dict[int, tuple[str, frozenset[str]]]:
-    """By pid: the lease and the GPUs of each training that runs."""
+def trainings(argument: str = TRAINING) -> dict[int, tuple[str, frozenset[str]]]:
+    """By pid: the lease and the GPUs of each training that runs, a `sleep` with that argument."""
     found = {}
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
-            if (entry / "cmdline").read_bytes().split(b"\0")[:2] != [b"sleep", TRAINING.encode()]:
+            if (entry / "cmdline").read_bytes().split(b"\0")[:2] != [b"sleep", argument.encode()]:
                 continue
             pairs = (one.partition(b"=") for one in (entry / "environ").read_bytes().split(b"\0"))
             own = {name.decode(): value.decode() for name, _, value in pairs}
@@ -208,47 +203,3 @@ def strike(faults: Faults, name: str, node: str) -> float:
     fleet.running.call("POST", f"/v1/jobs/{job}/cancel", {"grace_s": 1})
     fleet.running.wait_job(job, "cancelled", within_s=WITHIN_S)
     return took_s
-
-
-def ended_pilots(fleet: Fleet) -> int:
-    """How many pilots were ever submitted."""
-    return sum(int(str(pilot["generation"])) for pilot in fleet.pilots())
-
-
-def soak(pilots: int, seed: int) -> int:
-    """So many pilots on three nodes, with faults in a random order; prints what it saw."""
-    place = Path(tempfile.mkdtemp(prefix="gpulease-slurm-"))
-    place.chmod(0o755)
-    took: dict[str, list[float]] = defaultdict(list)
-    drawn, began = random.Random(seed), time.monotonic()
-    try:
-        with slurm_cluster(place / "slurm") as cluster, daemon(place, "--no-worker") as running:
-            fleet = Fleet(running, place, cluster.environment, "--gres", "gpu:8", "--time", "24h")
-            faults = Faults(cluster, fleet)
-            often = ("scancel", "kill_stepd", "down")
-            seldom = ("kill_slurmd", "time_limit", *faults.survived)
-            with watched(fleet) as watch, fleet.up("--nodes", "3"):
-                nodes = itertools.cycle(cluster.nodes)
-                while ended_pilots(fleet) < pilots:
-                    name = drawn.choice(seldom if drawn.random() < 0.1 else often)
-                    took[name].append(strike(faults, name, next(nodes)))
-                    print(f"{ended_pilots(fleet)} pilots, {name}: {took[name][-1]:.1f} s", flush=True)
-            assert fleet.type("down", "--tick", "1s").returncode == 0
-            looks, left = (
-                watch.looks,
-                {pid: one for pid, one in leftovers(place / "workers").items() if "worker" in one},
-            )
-            assert not left, left
-            assert not trainings()
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-    print(f"{pilots} pilots in {time.monotonic() - began:.0f} s, {looks} looks, no GPU granted twice, no process left")
-    for name, times in sorted(took.items()):
-        print(
-            f"{name:16} {len(times):4} times, median {sorted(times)[len(times) // 2]:6.1f} s, most {max(times):6.1f} s"
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(soak(int(sys.argv[1]) if len(sys.argv) > 1 else 200, int(sys.argv[2]) if len(sys.argv) > 2 else 1))

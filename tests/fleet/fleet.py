@@ -17,6 +17,8 @@ from tests.daemon import DaemonProcess
 class Fleet:
     """A daemon without nodes, and what a user of the cluster types."""
 
+    worker_options = ("--simulate=8", "--allocation-poll-s=0.5", "--poll-s=0.2")
+
     def __init__(self, running: DaemonProcess, place: Path, variables: Mapping[str, str], *options: str) -> None:
         self.running, self.place, self._options = running, place, options
         self.variables = dict(variables) | {"GPULEASE_FLEET_DIR": str(place / "fleet")}
@@ -27,11 +29,10 @@ class Fleet:
 
     @property
     def options(self) -> tuple[str, ...]:
-        workers = ("--simulate=8", "--allocation-poll-s=0.5", "--poll-s=0.2")
         return (
             *("--tick", "1s", "--leave", "20s", *self._options),
             *("--program", f"{Path(sys.executable).parent}/gpulease", "--worker-dir", str(self.place / "workers")),
-            *(f"--worker-option={option}" for option in workers),
+            *(f"--worker-option={option}" for option in self.worker_options),
         )
 
     @contextmanager
@@ -59,6 +60,11 @@ class Fleet:
             pool, rows = records.read_pool(), records.pilots()
         found: list[dict[str, object]] = [] if pool is None else describe(pool, rows)["pilots"]
         return found
+
+    def submitted_at(self, ordinal: int) -> float:
+        """When the last pilot of an ordinal was submitted. Seconds since the epoch."""
+        with closing(Records(self.place / "fleet", "main")) as records:
+            return next(row.since for row in records.pilots() if row.ordinal == ordinal)
 
     def story(self) -> str:
         """What the pool and its pilots printed."""

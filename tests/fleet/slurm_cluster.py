@@ -145,10 +145,13 @@ def has_freezer() -> bool:
 
 
 @contextmanager
-def slurm_cluster(place: Path, nodes: int = 3, *, proctrack: str = "proctrack/cgroup") -> Iterator[SlurmCluster]:
-    """A cluster whose nodes are idle. Everything of it is gone afterwards."""
+def slurm_cluster(
+    place: Path, nodes: int = 3, *, proctrack: str = "proctrack/cgroup", prefix: str = "n"
+) -> Iterator[SlurmCluster]:
+    """A cluster whose nodes are idle. Everything of it is gone afterwards. `prefix`: of the names of its nodes, which
+    no other cluster of this host may have."""
     place.mkdir(mode=0o755)
-    cluster = SlurmCluster(place, tuple(f"n{number}" for number in range(1, nodes + 1)))
+    cluster = SlurmCluster(place, tuple(f"{prefix}{number}" for number in range(1, nodes + 1)))
     _write(cluster, proctrack)
     try:
         cluster.start("munged")
