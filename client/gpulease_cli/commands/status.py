@@ -12,7 +12,6 @@ from gpulease_cli import output
 from gpulease_cli.help_format import command
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
-from gpulease_cli.screen import Screen, redraw
 from gpulease_cli.snapshot import Snapshot
 from gpulease_protocol.errors import InvalidRequest
 
@@ -40,6 +39,8 @@ def status(watch: bool, json: bool) -> None:
             return
         with suppress(KeyboardInterrupt):
             if sys.stdout.isatty():
+                from gpulease_cli.screen import Screen, redraw  # noqa: PLC0415 - for --watch only
+
                 with Screen() as screen:
                     redraw(screen, partial(_picture, client), REFRESH_S, output.colored)
                 return

@@ -17,7 +17,6 @@ Importing this module reads no file.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -193,6 +192,8 @@ def _unread(path: Path, error: OSError) -> ConfigurationRefused:
 
 
 def _known(word: str, known: tuple[str, ...], form: str) -> str:
+    import difflib  # noqa: PLC0415 - after a slip only
+
     near = difflib.get_close_matches(word, known, 1, 0.5)
     return f"Did you mean {form.format(near[0])}?" if near else f"Known: {', '.join(map(form.format, known))}."
 
