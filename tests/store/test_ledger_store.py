@@ -142,13 +142,37 @@ def test_of_a_lease_that_is_only_renewed_nothing_else_is_written(store: Store) -
     assert lasting(store.load()) == lasting(world.ledger)
 
 
-def test_a_renewal_of_a_lease_that_the_database_lacks_fails(store: Store) -> None:
+def test_of_a_lease_that_has_ended_only_the_end_is_written(store: Store) -> None:
+    world = World().node(gpus=4)
+    released, expired, renewed, watched = world.lease(1), world.lease(1, ttl_s=1), world.lease(1), world.lease(owner=7)
+    save(store, world)
+    texts: list[str] = []
+    event.listen(store.engine, "before_cursor_execute", lambda *given: texts.append(given[2]))
+    world.release(released)
+    world.pass_time(2)
+    world.owners[7] = OwnerState.GONE
+    world.report()
+    save(store, world)
+    assert not [text for text in texts if text.startswith("INSERT INTO lease ")]
+    assert lasting(store.load()) == lasting(world.ledger)
+    world.renew(expired)  # which revives it
+    world.renew(renewed)
+    world.release(renewed)
+    save(store, world)
+    loaded = store.load()
+    assert lasting(loaded) == lasting(world.ledger)
+    ends = {one.id: loaded.leases[one.id].lease.end_reason for one in (released, expired, renewed, watched)}
+    assert list(ends.values()) == [EndReason.RELEASED, None, EndReason.RELEASED, EndReason.HOLDER_DIED]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_renewal_or_end_of_a_lease_that_the_database_lacks_fails(store: Store, ends: bool) -> None:
     world = World().node(gpus=2)
     lease = world.lease(1)
     save(store, world)
     with store.engine.begin() as connection:
         connection.execute(text("DELETE FROM lease"))
-    world.renew(lease)
+    (world.release if ends else world.renew)(lease)
     with pytest.raises(StoreFailed, match="not in the database"):
         save(store, world)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import date, datetime
+from operator import attrgetter
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import (
@@ -19,6 +20,10 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+
+END_FIELDS = ("state", "end_reason", "ended_at")
+UNENDED_VALUES = attrgetter(*(item.name for item in fields(Lease) if item.name not in END_FIELDS))
+"""What the end of a lease leaves as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,14 @@ class LeaseRecord:
             and (self.number, self.port, self.cause) == (before.number, before.port, before.cause)
         )
         return same and self.lease.state is LeaseState.ACTIVE and self.renewed_at is not None
+
+    def is_end_of(self, before: LeaseRecord) -> bool:
+        """True where an active lease has ended, and nothing else of it has changed."""
+        states = before.lease.state, self.lease.state
+        if states != (LeaseState.ACTIVE, LeaseState.ENDED) or self.renewed_at != before.renewed_at:
+            return False
+        same = self.watched_owner is before.watched_owner and self.port == before.port
+        return same and UNENDED_VALUES(self.lease) == UNENDED_VALUES(before.lease)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar
@@ -37,6 +37,9 @@ Record = TypeVar("Record", LeaseRecord, JobRecord)
 MAX_PAGE_CHARACTERS = 2**17
 """Of the texts of a page's records: a page of longer ones ends earlier. It has one record at least."""
 COUNTERS = ("number", "token", "seq")
+RENEWAL = (tables.lease.c.renewed_at,)
+END = (tables.lease.c.state, tables.lease.c.end_reason, tables.lease.c.ended_at)
+"""What changes of an active lease, in nearly all changes."""
 LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseState.ENDED)
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
 
@@ -55,7 +58,8 @@ class Store:
         self._counters: dict[str, int] = {}
         """The next number, token and seq, as this store last committed them since it last loaded the ledger."""
         self._active: dict[str, LeaseRecord] = {}
-        """The active leases that it has committed since then: of one that is only renewed, only that is written."""
+        """The active leases that it has committed since then: of one that is only renewed or ended, only that is
+        written."""
 
     def close(self) -> None:
         """Close every connection."""
@@ -125,13 +129,13 @@ class Store:
         events = [rows.to_row(change)[1] for change in decided if isinstance(change, Event)]
         latest = {rows.place(change): change for change in decided if isinstance(change, rows.Stored)}
         leases = {key: last for (_, key), last in latest.items() if isinstance(last, LeaseRecord)}
-        renewed = {key: last.renewed_at for key, last in leases.items() if self._is_only_renewed(last)}
+        renewed, ended = self._only_renewed(leases), self._only_ended(leases)
         removed: dict[Table, list[str]] = {}
         written: dict[Table, list[dict[str, Any]]] = {}
         for (table, key), last in latest.items():
             if isinstance(last, rows.Removal):
                 removed.setdefault(table, []).append(key)
-            elif table is not tables.lease or key not in renewed:
+            elif table is not tables.lease or not (key in renewed or key in ended):
                 written.setdefault(table, []).append(rows.to_row(last)[1])
         counters = {name: getattr(ledger, f"next_{name}") for name in COUNTERS}
         new = counters.items() - self._counters.items()
@@ -141,17 +145,33 @@ class Store:
                 self.statements.delete(connection, table, keys)
             for table, changed in written.items():
                 self.statements.upsert(connection, table, changed)
-            if self.statements.update(connection, tables.lease.c.renewed_at, renewed) != len(renewed):
-                raise StoreFailed("A lease that was renewed is not in the database.", remedy="Ask again.")
+            found = self.statements.update(connection, RENEWAL, renewed)
+            found += self.statements.update(connection, END, ended)
+            if found != len(renewed) + len(ended):
+                raise StoreFailed("A lease that was renewed or has ended is not in the database.", remedy="Ask again.")
             self.statements.insert(connection, tables.event, events)
         self._counters = counters
         self._active |= leases
         for key in [key for key, record in leases.items() if record.lease.state is not LeaseState.ACTIVE]:
             del self._active[key]
 
-    def _is_only_renewed(self, record: LeaseRecord) -> bool:
-        before = self._active.get(record.lease.id)
-        return before is not None and record.is_renewal_of(before)
+    def _only_renewed(self, leases: Mapping[str, LeaseRecord]) -> dict[str, Sequence[Any]]:
+        """By id, the new values of the columns `RENEWAL` of those leases of which no other is to be written."""
+        active = self._active
+        return {
+            key: (record.renewed_at,)
+            for key, record in leases.items()
+            if (before := active.get(key)) is not None and record.is_renewal_of(before)
+        }
+
+    def _only_ended(self, leases: Mapping[str, LeaseRecord]) -> dict[str, Sequence[Any]]:
+        """The same of `END`."""
+        active = self._active
+        return {
+            key: (record.lease.state, record.lease.end_reason, record.lease.ended_at)
+            for key, record in leases.items()
+            if (before := active.get(key)) is not None and record.is_end_of(before)
+        }
 
     def leases(
         self,

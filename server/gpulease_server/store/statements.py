@@ -7,7 +7,7 @@ statement. That took more time than all that the database does for a small turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ class Statements:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._of_table: dict[Table, _TableStatements] = {}
-        self._of_column: dict[Column[Any], tuple[str, Converter | None]] = {}
+        self._of_columns: dict[tuple[Column[Any], ...], tuple[str, tuple[tuple[str, Converter | None], ...]]] = {}
 
     def insert(self, connection: Connection, table: Table, rows: Iterable[Row]) -> None:
         """Add new rows."""
@@ -54,15 +54,23 @@ class Statements:
         statements = self._statements(table)
         _execute(connection, statements.upsert, [_converted(row, statements.converters) for row in rows])
 
-    def update(self, connection: Connection, column: Column[Any], values: Mapping[str, Any]) -> int:
-        """Change one column of rows, by their keys. Returns how many there are."""
-        if column not in self._of_column:
-            (key,) = column.table.primary_key
-            changed = update(column.table).where(key == bindparam("key"))
-            changed = changed.values({column: bindparam("value", type_=column.type)})
-            self._of_column[column] = statement_text(self._engine, changed), self._converter(column)
-        text, converter = self._of_column[column]
-        rows = [{"key": key, "value": converter(one) if converter else one} for key, one in values.items()]
+    def update(
+        self, connection: Connection, columns: tuple[Column[Any], ...], values: Mapping[str, Sequence[Any]]
+    ) -> int:
+        """Change some columns of rows, by their keys. Returns how many there are."""
+        if columns not in self._of_columns:
+            (key,) = columns[0].table.primary_key
+            changed = update(columns[0].table).where(key == bindparam("key"))
+            changed = changed.values({one: bindparam(f"new_{one.name}", type_=one.type) for one in columns})
+            made = tuple((f"new_{one.name}", self._converter(one)) for one in columns)
+            self._of_columns[columns] = statement_text(self._engine, changed), made
+        text, converters = self._of_columns[columns]
+        rows = []
+        for key, new in values.items():
+            row = {"key": key}
+            for (name, converter), value in zip(converters, new, strict=True):
+                row[name] = converter(value) if converter is not None and value is not None else value
+            rows.append(row)
         return connection.exec_driver_sql(text, rows).rowcount if rows else 0
 
     def delete(self, connection: Connection, table: Table, keys: Iterable[str]) -> None:
