@@ -124,6 +124,18 @@ def test_ports_come_from_what_the_worker_has_reserved() -> None:
     assert sorted(given) == list(range(21000, 21032))
 
 
+def test_leases_that_one_turn_grants_have_ports_of_their_own() -> None:
+    world = World(ports_reserved=(21000, 21001, 21002)).node(gpus=4)
+    held = world.lease()
+    world.at_s += 1  # the reading is too old by now
+    calls = [world.ask() for _ in range(3)]
+    assert not world.answers.keys() & set(calls)
+    world.answer_wanted()
+    others = [answer for call in calls if isinstance(answer := world.answers[call], Lease)]
+    assert len(set(ports([held, *others]))) == 4
+    assert {21000, 21001, 21002} < set(ports([held, *others]))
+
+
 def test_a_reserved_port_on_which_something_listens_is_passed_over() -> None:
     world = World(ports_reserved=(21000, 21001, 21002), ports_in_use=(21000, 21002)).node(gpus=1)
     assert ports([world.lease()]) == [21001]

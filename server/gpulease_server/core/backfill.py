@@ -92,6 +92,8 @@ class Reservations:
     """A free GPU that is not reserved; None when there is none, and at first no GPU."""
     _nodes: list[str] | None = None
     """Nodes that may have such a GPU; None at first."""
+    _of_node: Iterator[str] | None = None
+    """The GPUs of the last of these nodes that were not looked at yet; those before are taken for good."""
     _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
     _reserved_nodes: dict[str, int] = field(default_factory=dict)
 
@@ -112,10 +114,12 @@ class Reservations:
             self._nodes = list(self.ledger.fleet.free)
         while self._nodes:
             node = self._nodes[-1]
-            left = filter(self._is_left, self.ledger.fleet.free.get(node, ()))
-            if self._is_heard(node) and (uuid := next(left, None)) is not None:
+            if self._of_node is None:
+                self._of_node = iter(self.ledger.fleet.free.get(node, ()) if self._is_heard(node) else ())
+            if (uuid := next(filter(self._is_left, self._of_node), None)) is not None:
                 return uuid
             self._nodes.pop()
+            self._of_node = None
         return None
 
     def _is_heard(self, node: str) -> bool:

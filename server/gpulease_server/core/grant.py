@@ -72,15 +72,24 @@ def _free_port(turn: Turn, node: str, lease_id: str) -> int:
     has reserved none, or too few, any port of the range. The search begins at a place that follows from the lease's
     random id, so that even then two daemons are unlikely to choose the same port before a process listens on it.
     """
-    ledger = turn.ledger
-    here = _same_host(ledger, node) & ledger.node_observations.keys()
-    busy = {port for name in here for port in ledger.node_observations[name].ports_in_use}
-    busy |= {ledger.leases[holder].port or 0 for holder in _holders(ledger, node)}
+    ledger, host = turn.ledger, turn.ledger.nodes[node].host
+    busy = turn.busy_ports.get(host)
+    if busy is None:
+        busy = turn.busy_ports[host] = _busy_ports(ledger, node)
     begin = zlib.crc32(lease_id.encode())
     observation = ledger.node_observations.get(node)
-    reserved = sorted(observation.ports_reserved) if observation is not None else []
+    reserved = () if observation is None else observation.ports_reserved
     order = (ports[(begin + step) % len(ports)] for ports in (reserved, LEASE_PORTS) for step in range(len(ports)))
-    return next((port for port in order if port not in busy), LEASE_PORTS[begin % len(LEASE_PORTS)])
+    found = next((port for port in order if port not in busy), LEASE_PORTS[begin % len(LEASE_PORTS)])
+    busy.add(found)
+    return found
+
+
+def _busy_ports(ledger: Ledger, node: str) -> set[int]:
+    """The ports of the leases of a node's host, and those on which something there listens."""
+    here = _same_host(ledger, node) & ledger.node_observations.keys()
+    busy = {port for name in here for port in ledger.node_observations[name].ports_in_use}
+    return busy | {ledger.leases[holder].port or 0 for holder in _holders(ledger, node)}
 
 
 def _same_host(ledger: Ledger, node: str) -> set[str]:

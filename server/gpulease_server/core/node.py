@@ -155,7 +155,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         links=report.links if readable else (),
         claimed_elsewhere={one.device.uuid: one.reason for one in report.claimed_elsewhere},
         ports_in_use=frozenset(report.ports_in_use),
-        ports_reserved=frozenset([port for port in report.ports_reserved if port in LEASE_PORTS]),
+        ports_reserved=tuple(sorted({port for port in report.ports_reserved if port in LEASE_PORTS})),
         read_s=report.read_s,
         reading_limit_s=limit_s,
         silence_s=min(max(report.hold_s, 0.0), MAX_READING_S) + limit_s + REPORT_MARGIN_S,

@@ -216,8 +216,8 @@ class NodeObservation:
     claimed_elsewhere: dict[str, str] = field(default_factory=dict)
     """By UUID: GPUs of the node that are in the ledger of another daemon, with the reason."""
     ports_in_use: frozenset[int] = frozenset()
-    ports_reserved: frozenset[int] = frozenset()
-    """Ports that no other daemon gives out on the node's host; empty where its worker could reserve none."""
+    ports_reserved: tuple[int, ...] = ()
+    """In order: ports that no other daemon gives out on the node's host; empty where its worker could reserve none."""
     links: tuple[GpuLink, ...] = ()
     """How its GPUs are connected; empty when there is a problem."""
     gpus: dict[str, GpuObservation] = field(default_factory=dict)
@@ -237,15 +237,18 @@ class NodeObservation:
     """It is about to go, and nothing is granted there."""
     takes_gangs: bool = False
     """True when its worker can run its part of a job on several nodes."""
-    clear: frozenset[str] = field(init=False, compare=False)
-    """UUIDs of the GPUs that are free by this report where no lease holds them and no one has taken them out of use:
-    an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""
+    _clear: list[frozenset[str]] = field(init=False, compare=False, repr=False, default_factory=list)
+    """`clear`, once it was asked for: of an observation on the way to another one it is not."""
 
-    def __post_init__(self) -> None:
-        nothing = self.problem is not None or self.leaving
-        found = [] if nothing else [uuid for uuid, one in self.readings.items() if is_unused(one)]
-        clear = frozenset([uuid for uuid in found if not awaits_memory(self, uuid)])
-        object.__setattr__(self, "clear", clear)
+    @property
+    def clear(self) -> frozenset[str]:
+        """UUIDs of the GPUs that are free by this report where no lease holds them and no one has taken them out of
+        use: an index of the readings and of `gpus`, so that what is free is looked for only when it changes."""
+        if not self._clear:
+            nothing = self.problem is not None or self.leaving
+            found = [] if nothing else [uuid for uuid, one in self.readings.items() if is_unused(one)]
+            self._clear.append(frozenset([uuid for uuid in found if not awaits_memory(self, uuid)]))
+        return self._clear[0]
 
 
 def awaits_memory(observation: NodeObservation, uuid: str) -> bool:

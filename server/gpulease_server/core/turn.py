@@ -32,6 +32,8 @@ class Turn:
     """Ids of leases whose holders wait for them at this moment: they are told of a grant once it is committed."""
     told: list[str] = field(default_factory=list)
     """Ids of those that were granted."""
+    busy_ports: dict[str, set[int]] = field(default_factory=dict)
+    """By host: the ports that were taken when the first lease was granted there, and those given since."""
     cause: str = ""
     """Id of the happening now being decided."""
     changes: list[Change] = field(default_factory=list)
