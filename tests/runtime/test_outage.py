@@ -14,6 +14,7 @@ from gpulease_protocol.errors import GpuleaseError, LeaseLost, StaleToken, Unava
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.happenings import WaiterPolled
 from gpulease_server.runtime import ids
+from gpulease_server.runtime.submissions import SubmissionQueue
 from gpulease_server.runtime.writer import MAX_TURN, Writer
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.ledger_store import Store
@@ -345,13 +346,13 @@ def test_more_requests_than_may_wait_are_refused_and_the_rest_answered(
 ) -> None:
     async def body(writer: Writer, store: FaultyStore) -> None:
         await report(writer)
-        monkeypatch.setattr(writer, "_queue", asyncio.Queue(50))
+        monkeypatch.setattr(writer, "_queue", SubmissionQueue(50))
         await asyncio.sleep(0.3)  # `run` looks at the new queue from its next turn on
         told = await outcomes(*(writer.submit(ask()) for _ in range(200)))
         refused = [answer for answer in told if isinstance(answer, Unavailable)]
         assert len(refused) == 150
         assert all(isinstance(answer, Lease) for answer in told if answer not in refused)
-        writer._queue = asyncio.Queue(1)
+        writer._queue = SubmissionQueue(1)
         for _ in range(5):
             writer.enqueue(WaiterPolled(cause=ids.new_id("poll"), lease_id="x"))
 

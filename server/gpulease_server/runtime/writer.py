@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TypeVar
 
 from gpulease_protocol.errors import GpuleaseError, Unavailable
@@ -33,6 +32,7 @@ from gpulease_server.runtime.outage import (
     reset_deadlines,
 )
 from gpulease_server.runtime.recent_events import RecentEvents
+from gpulease_server.runtime.submissions import Submission, SubmissionQueue
 from gpulease_server.runtime.wakeups import Wakeups, wakeup_keys
 from gpulease_server.store.disk_reserve import DiskReserve
 from gpulease_server.store.file_guard import FileGuard
@@ -44,8 +44,6 @@ Result = TypeVar("Result")
 
 MAX_TURN = 1000
 """Happenings in one turn, at most."""
-MAX_QUEUED = 20_000
-"""Happenings that may be queued; beyond that callers get 503."""
 TICK_S = 0.25
 """Time between two ticks, at least. There is none before something may be due, see `core.next_tick`."""
 SLEEP_S = 60.0
@@ -56,19 +54,6 @@ SHUTTING_DOWN = "the daemon is shutting down"
 FAULT = "An internal error of the daemon: it could not decide this request."
 NOTHING_DONE = "Nothing was done. Ask again."
 MAY_BE_DONE = "It may have been recorded anyway: ask again with the same Idempotency-Key, or check first."
-
-
-@dataclass(slots=True)
-class Submission:
-    """A happening in the writer's queue, and the future of its answer; None for one that needs no answer."""
-
-    happening: Happening
-    future: asyncio.Future[Answer] | None
-
-    @property
-    def refused(self) -> bool:
-        """True if its caller was answered already; a caller that went away was not."""
-        return self.future is not None and self.future.done() and not self.future.cancelled()
 
 
 class Writer:
@@ -99,7 +84,7 @@ class Writer:
         self._futures: dict[str, asyncio.Future[Answer]] = {}
         self._unanswered: dict[asyncio.Future[Answer], None] = {}
         """Oldest first."""
-        self._queue: asyncio.Queue[Submission] = asyncio.Queue(MAX_QUEUED)
+        self._queue = SubmissionQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._last_tick_s = self._ran_at_s = clock.now().mono_s
         self._stalled_s = 0.0
@@ -159,12 +144,8 @@ class Writer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
     def _add(self, submission: Submission) -> None:
-        try:
-            self._queue.put_nowait(submission)
-        except asyncio.QueueFull:
-            raise Unavailable(
-                f"{MAX_QUEUED} requests are waiting for an answer already.", remedy=NOTHING_DONE
-            ) from None
+        if not self._queue.put(submission):
+            raise Unavailable(f"{len(self._queue)} requests are waiting for an answer already.", remedy=NOTHING_DONE)
 
     async def run(self) -> None:
         """Take turns until cancelled. A commit under way is finished first, and its callers are answered."""
@@ -195,24 +176,21 @@ class Writer:
     async def _gather(self) -> list[Submission]:
         """Everything that has arrived, and a tick if one is due. Nothing where no more than some time has passed."""
         self._note_running()
-        submissions: list[Submission] = []
         due_s = self._tick_s()
         # While time runs for a holder or a node, the event loop shows often that it runs. Any other sleep is no stall.
         is_watched = bool(self._ledger.deadlines or self._ledger.silent_s)
         wait_s = min(due_s - self._ran_at_s, self.policy.stall_s / 4 if is_watched else SLEEP_S)
         if wait_s > 0:
-            with contextlib.suppress(TimeoutError):
-                submissions.append(await asyncio.wait_for(self._queue.get(), wait_s))
+            await self._queue.wait(wait_s)
             if not is_watched:
                 self._ran_at_s = clock.now().mono_s
-        while len(submissions) < MAX_TURN and not self._queue.empty():
-            submissions.append(self._queue.get_nowait())
+        submissions = self._queue.take(MAX_TURN)
         self._note_running()
         now_s = clock.now().mono_s
         if now_s < due_s:
             return submissions
         # A renewal that has arrived is decided before its lease can expire.
-        self._backlog = self._queue.qsize() if self._backlog is None else self._backlog - len(submissions)
+        self._backlog = len(self._queue) if self._backlog is None else self._backlog - len(submissions)
         if self._backlog <= 0:
             since_s = now_s - self._last_tick_s
             ticked = Ticked(cause="tick", since_last_s=since_s, stalled_s=self._stalled_s)
@@ -358,8 +336,7 @@ class Writer:
         nothing = Unavailable(error.detail, remedy=NOTHING_DONE)
         for future, answer in self._pop_answers(turn, []):
             _answer(future, nothing if isinstance(answer, GpuleaseError) else unknown)
-        while not self._queue.empty():
-            self._queue.get_nowait()
+        self._queue.take(len(self._queue))
         self._refuse(self._unanswered, nothing)
         log.error("nothing can be recorded: %s", error.detail)
         outage = Outage(

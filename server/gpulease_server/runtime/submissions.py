@@ -1,0 +1,74 @@
+"""The writer's queue of what has happened and is not decided yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from gpulease_server.core.happenings import Happening
+from gpulease_server.core.turn import Answer
+
+MAX_QUEUED = 20_000
+"""Happenings that may be queued; beyond that callers get 503."""
+
+
+@dataclass(slots=True)
+class Submission:
+    """A happening in the writer's queue, and the future of its answer; None for one that needs no answer."""
+
+    happening: Happening
+    future: asyncio.Future[Answer] | None
+
+    @property
+    def refused(self) -> bool:
+        """True if its caller was answered already; a caller that went away was not."""
+        return self.future is not None and self.future.done() and not self.future.cancelled()
+
+
+class SubmissionQueue:
+    """Submissions in order of arrival, for one reader. An `asyncio.Queue` with a time-out starts a task for each wait,
+    which takes as long as a small turn.
+
+    Args:
+        most: How many may be queued.
+    """
+
+    def __init__(self, most: int = MAX_QUEUED) -> None:
+        self._most = most
+        self._queued: deque[Submission] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        """What the reader waits for."""
+
+    def __len__(self) -> int:
+        return len(self._queued)
+
+    def put(self, submission: Submission) -> bool:
+        """Add a submission. False if there are too many."""
+        if len(self._queued) >= self._most:
+            return False
+        self._queued.append(submission)
+        self._end_wait()
+        return True
+
+    def take(self, most: int) -> list[Submission]:
+        """Remove and return the oldest, at most so many."""
+        return [self._queued.popleft() for _ in range(min(most, len(self._queued)))]
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when there is a submission, or after this time. Other tasks run meanwhile in any case."""
+        if self._queued:
+            await asyncio.sleep(0)
+            return
+        loop = asyncio.get_running_loop()
+        self._arrival = loop.create_future()
+        timer = loop.call_later(timeout_s, self._end_wait)
+        try:
+            await self._arrival
+        finally:
+            timer.cancel()
+            self._arrival = None
+
+    def _end_wait(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
