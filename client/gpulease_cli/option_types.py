@@ -91,15 +91,26 @@ class Number(ParamType):
         return f"{self.minimum} to {self.maximum}"
 
 
-class NodeCount(Number):
-    """A number of nodes, which does not change while a job runs."""
+class NodeRange(ParamType):
+    """A number of nodes, or the fewest and the most of an elastic job: `2`, `2:4`."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number. Fails for a range of numbers, as torchrun takes it."""
-        if isinstance(value, str) and ":" in value:
-            least = value.partition(":")[0].strip() or "2"
-            self.fail(f"must be one number, not the range {value!r}: a job keeps its nodes; use {least}", param, ctx)
-        return super().convert(value, param, ctx)
+    name = "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
+        """The fewest nodes, and the most; None for one number, which does not change while the job runs."""
+        if isinstance(value, tuple):
+            return value
+        from gpulease_protocol.requests import JobRequest  # noqa: PLC0415 - for commands that ask for GPUs
+
+        least, found, most = str(value).partition(":")
+        count = Field(Number(), JobRequest, "nodes")
+        first = count.convert(least, param, ctx)
+        if not found:
+            return first, None
+        last = count.convert(most, param, ctx)
+        if not 2 <= first <= last:
+            self.fail(f"must be MIN:MAX with MIN from 2 to MAX, not {value}", param, ctx)
+        return first, last
 
 
 class OneOf(ParamType):

@@ -54,6 +54,8 @@ class JobMember(Noun):
     """True where it ended because its node left."""
     fenced: bool = False
     """True once its node has said that it keeps the job's `fence_s`."""
+    joined_later: bool = False
+    """True where its node joined an elastic job that ran already. If such a part fails, the job goes on without it."""
     log_directory: str | None = None
     """Where its log files are on its node; null until it starts, and for other users."""
 
@@ -80,3 +82,5 @@ class JobAttempt(Noun):
     """Directory of its log files, on its node."""
     node_left: bool = False
     """True when its node left, such as at the end of its allocation; it then does not count as one of `retries`."""
+    regrouped: bool = False
+    """True when an elastic job went on with other nodes, under the same lease; it does not count as a retry either."""

@@ -176,6 +176,8 @@ class Demand(Noun):
     """How many GPUs; at least this many for `auto`. With several nodes, on each of them."""
     nodes: int = 1
     """On how many nodes; all of their GPUs are of one model."""
+    max_nodes: int | None = None
+    """With this it takes as many nodes as are free when it is granted, from `nodes` to this. Null: exactly `nodes`."""
     indices: tuple[int, ...] = ()
     """Listed GPUs by index on the node."""
     uuids: tuple[str, ...] = ()
@@ -189,8 +191,7 @@ class Demand(Noun):
     min_free_memory_bytes: int | None = None
     """Only GPUs with at least this much free memory."""
     time_s: float | None = None
-    """How long it may take, declared beforehand: a job's `timeout_s`. A node that ends before that is passed over. Null
-    where nothing is declared."""
+    """How long it may take: a job's `timeout_s`. A node that ends before that is passed over. Null: not declared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +253,8 @@ class JobSpec(Noun):
     """How many GPUs; a launcher that starts ranks starts one on each. With several nodes, on each of them."""
     nodes: int = 1
     """On how many nodes it runs, with a launcher on each."""
+    max_nodes: int | None = None
+    """For an elastic job: it runs on `nodes` to this many nodes. Null: exactly on `nodes`."""
     launcher: Launcher = Launcher.TORCHRUN
     """What starts the ranks."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -319,7 +322,11 @@ class Job(Noun):
     array_at_most: int | None = None
     """How many jobs of that array may run at once; null for no limit."""
     gpu_count: int | None = None
-    """How many GPUs it asks for."""
+    """How many GPUs it asks for, at least."""
+    nodes: int | None = None
+    """On how many nodes it runs, at least; null for one."""
+    max_nodes: int | None = None
+    """For an elastic job: on how many nodes it runs at most. Null: always on as many as when it started."""
     timeout_s: float | None = None
     """It ends after it has run for this long; null for no limit."""
     retries: int | None = None

@@ -187,6 +187,10 @@ class JobRequest(RequestBody):
     """How many GPUs; a launcher that starts ranks starts one on each. With `nodes`, on each of them."""
     nodes: Annotated[int, Bounds(minimum=1, maximum=MAX_NODES)] = 1
     """On how many nodes, 1 to 256: a launcher starts on each of them, all or none."""
+    max_nodes: Annotated[int | None, Bounds(minimum=2, maximum=MAX_NODES)] = None
+    """Makes it an elastic job, with `torchrun`: it starts on as many nodes as are free, from `nodes` to this, 2 to 256.
+    It goes on with the others when one is lost, and with one more when that comes back; each time all ranks start
+    again, from the checkpoint that the script has written."""
     launcher: (
         Literal["torchrun", "accelerate", "deepspeed", "lightning", "fabric", "horovodrun", "bagua", "plain"] | None
     ) = None
@@ -253,6 +257,7 @@ class JobRequest(RequestBody):
         wrong = usage_error(self.effective_launcher, self.command, self.max_restarts, self.nodes)
         if wrong is not None:
             raise ValueError(wrong)
+        check_elastic(self.nodes, self.max_nodes, self.gpus, self.effective_launcher)
         check_environment(self.environment, self.command)
         check_resource_limits(self.limits)
         check_notify(self.notify)
@@ -276,6 +281,7 @@ class JobRequest(RequestBody):
         return Demand(
             count=self.gpus,
             nodes=self.nodes,
+            max_nodes=self.max_nodes,
             node=self.node,
             gpu_model=self.gpu_model,
             min_free_memory_bytes=self.min_free_memory_bytes,
@@ -293,6 +299,7 @@ class JobRequest(RequestBody):
             command=tuple(self.command),
             gpus=self.gpus,
             nodes=self.nodes,
+            max_nodes=self.max_nodes,
             launcher=self.effective_launcher,
             environment=dict(self.environment),
             working_directory=self.working_directory,
@@ -392,3 +399,18 @@ def parse_devices(devices: int | str | list[int | str]) -> dict[str, Any]:
     check_field(len(set(indices)) + len(set(uuids)) == len(devices), "devices", "names a GPU twice")
     check_field(len(devices) <= MAX_COUNT, "devices", f"must name at most {MAX_COUNT} GPUs")
     return {"selection": Selection.LISTED, "count": len(devices), "indices": indices, "uuids": uuids}
+
+
+def check_elastic(nodes: int, max_nodes: int | None, gpus: int, launcher: Launcher) -> None:
+    """Raise ValueError unless a job may run on `nodes` to `max_nodes` nodes."""
+    if max_nodes is None:
+        return
+    check_field(nodes >= 2, "nodes", "must be 2 or more with max_nodes: an elastic job runs on several nodes")
+    check_field(max_nodes >= nodes, "max_nodes", f"must be at least nodes, which is {nodes}")
+    check_field(
+        launcher is Launcher.TORCHRUN,
+        "max_nodes",
+        f"only torchrun can run on a number of nodes that changes, not {launcher}; leave max_nodes out",
+    )
+    total = max_nodes * gpus
+    check_field(total <= MAX_COUNT, "max_nodes", f"{max_nodes} nodes with {gpus} GPUs each are over {MAX_COUNT}")

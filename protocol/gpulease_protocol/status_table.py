@@ -250,7 +250,8 @@ def describe_demand(demand: Demand) -> str:
         Selection.AUTO: "every free GPU",
     }[demand.selection]
     if demand.nodes > 1:
-        what += f" on each of {demand.nodes} nodes"
+        most = "" if demand.max_nodes is None else f" to {demand.max_nodes}"
+        what += f" on each of {demand.nodes}{most} nodes"
     if demand.min_free_memory_bytes:
         what += f" with {gibibytes(demand.min_free_memory_bytes)} GiB free"
     if demand.node:

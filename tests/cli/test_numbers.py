@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease_cli import main, output, settings
-from gpulease_cli.option_types import Duration, Field, Number
+from gpulease_cli.option_types import Duration, Field, NodeRange, Number
 from gpulease_cli.program import PROGRAM
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.config_file import ConfigurationRefused
@@ -102,3 +102,14 @@ def test_variables_and_files_refuse_impossible_numbers(
         file.write_text(f"[{section}]\n{option.name} = {text}\n")
         with pytest.raises(ConfigurationRefused, match=f"{option.name} in"):
             settings.check(PROGRAM, config_file.read(file))
+
+
+@pytest.mark.parametrize("text", ["1:3", "3:2", "2:", ":3", "2:x", "2:3:4", "0", "2:257"])
+def test_a_range_of_nodes_that_means_nothing_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--nodes", text, "--", "train.py"]) == output.USAGE
+    assert "--nodes" in capsys.readouterr().err
+
+
+def test_a_range_of_nodes_is_the_fewest_and_the_most() -> None:
+    assert NodeRange().convert("2:4", None, None) == (2, 4)
+    assert NodeRange().convert("2", None, None) == (2, None)

@@ -53,3 +53,26 @@ def test_a_request_that_means_nothing_on_several_nodes_is_refused(fields: dict[s
 def test_a_job_on_several_nodes_names_no_node() -> None:
     with pytest.raises(ValueError, match="nodes: cannot be over 1 with node"):
         JobRequest(command=["train.py"], nodes=2, node="n1")
+
+
+def test_an_elastic_job_asks_for_a_range_of_nodes() -> None:
+    job = JobRequest(command=["train.py"], nodes=2, max_nodes=4, gpus=8)
+    assert (job.demand().nodes, job.demand().max_nodes, job.spec().max_nodes) == (2, 4, 4)
+    assert to_body(job)["max_nodes"] == 4
+    assert "max_nodes" not in to_body(JobRequest(command=["train.py"], nodes=2)), "an older daemon would refuse it"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"max_nodes": 3}, "nodes: must be 2 or more with max_nodes"),
+        ({"nodes": 3, "max_nodes": 2}, "max_nodes: must be at least nodes, which is 3"),
+        ({"nodes": 2, "max_nodes": 257}, "max_nodes: must be 2 to 256, not 257"),
+        ({"nodes": 2, "max_nodes": 256, "gpus": 17}, "max_nodes: 256 nodes with 17 GPUs each are over 4096"),
+        ({"nodes": 2, "max_nodes": 3, "launcher": "accelerate"}, "max_nodes: only torchrun can run on a number of"),
+        ({"nodes": 2, "max_nodes": 3, "max_restarts": 1}, "max_restarts: must be 0 with nodes over 1"),
+    ],
+)
+def test_an_elastic_job_that_means_nothing_is_refused(fields: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        JobRequest(command=["train.py"], **fields)

@@ -249,17 +249,19 @@ class World:
         token: str | None = None,
         budget: Budget | None = None,
         nodes: int = 1,
+        max_nodes: int | None = None,
         **what: Any,
     ) -> str:
         """Submit a job, after others if need be; its id. The answer is that of `submit-` and its number."""
-        number, spec = next(self.ids), JobSpec(command=("train.py",), gpus=gpus, nodes=nodes, **what)
+        number = next(self.ids)
+        spec = JobSpec(command=("train.py",), gpus=gpus, nodes=nodes, max_nodes=max_nodes, **what)
         waits = tuple(JobDependency(job=name, when=when) for name, when in (after or {}).items())
         self.turn(
             JobSubmitted(
                 cause=f"submit-{number}",
                 jobs=(SubmittedJob(job_id=f"job-{number}", lease_id=f"lease-{number}", spec=spec),),
                 name="",
-                demand=Demand(count=gpus, nodes=nodes, time_s=spec.timeout_s),
+                demand=Demand(count=gpus, nodes=nodes, max_nodes=max_nodes, time_s=spec.timeout_s),
                 holder=Holder(token_id=token),
                 budget=budget,
                 after=waits,
@@ -359,7 +361,9 @@ class World:
                 uuids = [device.uuid for device in lease.gpus]
                 on_node = Counter(device.node for device in lease.gpus)
                 assert len(set(uuids)) == len(uuids), f"{lease.id} names a GPU twice"
-                assert len(on_node) == lease.demand.nodes, f"{lease.id} is on {len(on_node)} nodes"
+                demand = lease.demand
+                most = demand.max_nodes or demand.nodes
+                assert demand.nodes <= len(on_node) <= most, f"{lease.id} is on {len(on_node)} nodes"
                 assert min(on_node.values()) >= lease.demand.count, f"{lease.id} is not granted whole"
                 assert [one.node for one in lease.members] == (list(on_node) if lease.demand.nodes > 1 else [])
                 for held in uuids:

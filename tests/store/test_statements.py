@@ -144,6 +144,8 @@ JOB = JobRecord(
     cancelled_at=AT,
     go_at=AT,
     parts_stopped_at=AT,
+    regroups=3,
+    grows_at=AT,
     fenced=True,
 )
 BARE_JOB = JobRecord(
@@ -195,6 +197,8 @@ def job_values(record: JobRecord) -> dict[str, Any]:
         "members": [to_json(one) for one in job.members] or None,
         "go_at": record.go_at,
         "parts_stopped_at": record.parts_stopped_at,
+        "regroups": record.regroups,
+        "grows_at": record.grows_at,
         "fenced": record.fenced,
         "number": record.number,
         "grace_s": record.grace_s,

@@ -9,10 +9,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from gpulease_protocol.model import JobSpec, Launcher
 from gpulease_protocol.node_protocol import GangPlace, JobOrder, JobReport, RunState
-from gpulease_worker.jobs import job_records
+from gpulease_worker.jobs import job_records, launch_plan
 from gpulease_worker.jobs.fence import ContactFile, since_boot_s
+from gpulease_worker.jobs.gang_link import PeerEnd
+from gpulease_worker.jobs.gang_part import PEER_END_S, GangPart
 from tests.ports import free_port
 from tests.worker.build import kill, living, number_in, order, spec
 from tests.worker.play import DEADLINE_S, Worker, play
@@ -280,3 +284,50 @@ def test_the_fence_of_one_node_ends_the_job_on_all(tmp_path: Path) -> None:
 
 def test_an_order_without_other_nodes_is_as_before() -> None:
     assert JobOrder(job_id="j", lease_id="l", gpus=(), spec=spec("true"), env={}).go is True
+
+
+class LinkThatEnded:
+    """The connections of a part, after another has ended."""
+
+    def __init__(self, *, is_lost: bool) -> None:
+        self.end = PeerEnd("Its part on node b had ended.", is_lost)
+
+    def advance(self) -> PeerEnd:
+        return self.end
+
+
+@pytest.mark.parametrize(
+    ("is_lost", "ordered", "at_s"),
+    [(False, False, 10.0 + PEER_END_S), (False, True, None), (True, False, 10.0), (True, True, 10.0)],
+)
+def test_a_part_that_was_told_to_stop_has_its_grace_period_though_another_is_done(
+    tmp_path: Path, is_lost: bool, ordered: bool, at_s: float | None
+) -> None:
+    place = GangPlace(rank=0, nodes=("a", "b"), addresses=("127.0.0.1", "127.0.0.1"))
+    plan = launch_plan.plan_launch(
+        order("j", spec("true"), gang=place), own={}, url="", python="python", work=tmp_path, logs=tmp_path
+    )
+    part = GangPart(plan, place, tmp_path)
+    part._link = LinkThatEnded(is_lost=is_lost)  # type: ignore[assignment]
+    assert part.stop_at_s(10.0, ordered=ordered) == at_s
+
+
+def test_an_attempt_waits_until_nothing_of_the_last_one_is_left_on_its_node(tmp_path: Path) -> None:
+    job = spec("sh", "-c", "trap '' TERM; while :; do sleep 0.1; done")
+    first = order("j", job)
+    second = replace(first, attempt=2, spec=spec("sleep", "600"))
+
+    async def story(worker: Worker) -> None:
+        await worker.until([first], RunState.RUNNING)
+        seen: list[tuple[bool, RunState]] = []
+        async with asyncio.timeout(DEADLINE_S):
+            while not seen or seen[-1] != (False, RunState.RUNNING):
+                worker.jobs.reconcile([second])
+                states = {report.attempt: report.state for report in worker.jobs.reports()}
+                seen.append((states.get(1, RunState.EXITED) is not RunState.EXITED, states[2]))
+                await asyncio.sleep(0.02)
+        assert (True, RunState.STARTING) in seen
+        assert (True, RunState.RUNNING) not in seen, "both attempts ran"
+        await worker.until([replace(second, stop=True, grace_s=0.0)], RunState.EXITED)
+
+    play(tmp_path, story)

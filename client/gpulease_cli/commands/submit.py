@@ -16,7 +16,7 @@ from gpulease_cli import id_completion, names, output, submitted_command, wait_p
 from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
-from gpulease_cli.option_types import DURATION, Field, NodeCount, Number, OneOf
+from gpulease_cli.option_types import DURATION, Field, NodeRange, Number, OneOf
 from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
@@ -64,10 +64,11 @@ LIKELY_OURS = (
 @GPUS
 @option(
     "--nodes",
-    type=Field(NodeCount(), JobRequest, "nodes"),
-    metavar="N",
-    default=1,
-    help="Number of nodes: a launcher starts on each, with so many GPUs as -n says, all or none.",
+    type=NodeRange(),
+    metavar="N|MIN:MAX",
+    default="1",
+    help="Number of nodes: a launcher starts on each, with so many GPUs as -n says, all or none. 2:4 is an elastic job:"
+    " on as many of 2 to 4 nodes as are free; it goes on when one is lost.",
 )
 @option(
     "--launcher",
@@ -148,7 +149,7 @@ LIKELY_OURS = (
 def submit(
     words: tuple[str, ...],
     gpus: int,
-    nodes: int,
+    nodes: tuple[int, int | None],
     launcher: Launcher | None,
     interpreter: str | None,
     name: str,
@@ -181,7 +182,8 @@ def submit(
         lambda: JobRequest(
             command=command,
             gpus=gpus,
-            nodes=nodes,
+            nodes=nodes[0],
+            max_nodes=nodes[1],
             launcher=launcher.value,
             name=name,
             timeout_s=timeout,

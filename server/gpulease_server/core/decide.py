@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 from gpulease_protocol.model import EndReason, LeaseState
+from gpulease_server.core.elastic_jobs import watch_elastic
 from gpulease_server.core.gang_run import watch_gangs
 from gpulease_server.core.gpu import node_problem, unheard_nodes
 from gpulease_server.core.happenings import (
@@ -85,6 +86,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     _notice_silence(turn)
     lose_silent_nodes(turn, max(ticked.since_last_s - ticked.stalled_s, 0.0))
     watch_gangs(turn, ticked.stalled_s)
+    watch_elastic(turn)
     forget_nodes(turn)
     _forget_keys(turn)
 

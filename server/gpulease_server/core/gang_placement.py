@@ -7,6 +7,7 @@
 - The nodes with the fewest free GPUs are taken first, so that whole nodes stay whole; those with recent readings alone,
   if there are enough of them. Of several models the one is taken for which this ends sooner.
 - The ranks of the nodes are in the order of their names, which does not depend on who asks when.
+- A demand for `nodes` to `max_nodes` nodes gets as many as are free, those that are free after a reading included.
 
 Within a walk through the queue GPUs are only taken, as in `core.node_ranking`: a node is looked at once for each
 demand, and again when something was taken from it. The nodes come by their number of free GPUs, and the search ends
@@ -81,7 +82,7 @@ class GangRanking:
 
     def place(self, search: Search) -> Placed | NeedsReading | Blocked:
         """GPUs for a request with this demand."""
-        found, nodes = find_candidates(search.ledger, search.demand), search.demand.nodes
+        found = find_candidates(search.ledger, search.demand)
         if not found.by_node or not search.is_within_limit:
             return search.blocked(found)
         if self._places is None:
@@ -90,13 +91,17 @@ class GangRanking:
             for node in dict.fromkeys(self.taken[self._seen :]):
                 self._look_at(search, found, node)
         self._seen = len(self.taken)
-        while (members := self._best(nodes, all_recent=True)) is None:
-            if self._reached == END:
-                return self._after_readings(search, found)
-            self._reached = next(self._places, END)
-            if self._reached != END and self._reached[1] not in self._looked_at:
-                self._look_at(search, found, self._reached[1])
-        return Placed(_by_rank(members))
+        for nodes in _numbers_of_nodes(search):
+            while (members := self._best(nodes, all_recent=True)) is None and self._reached != END:
+                self._reached = next(self._places, END)
+                if self._reached != END and self._reached[1] not in self._looked_at:
+                    self._look_at(search, found, self._reached[1])
+            if members is not None:
+                return Placed(_by_rank(members))
+            after = self._after_readings(search, found, nodes)
+            if after is not None:
+                return after
+        return search.blocked(found)
 
     def _by_free(self, search: Search, found: Candidates) -> Iterator[Place]:
         """The candidates with enough free GPUs."""
@@ -130,17 +135,17 @@ class GangRanking:
         last, _, members = min(enough, key=lambda one: one[:2]) if enough else (None, None, [])
         return members if last is not None and (not all_recent or last <= self._reached) else None
 
-    def _after_readings(self, search: Search, found: Candidates) -> NeedsReading | Blocked:
-        """What the gang gets if readings show it free; those that only an old reading rules out among them, where the
-        request may have them read again."""
-        members = self._best(search.demand.nodes, all_recent=False)
+    def _after_readings(self, search: Search, found: Candidates, nodes: int) -> NeedsReading | None:
+        """What a gang of so many nodes gets if readings show it free; those that only an old reading rules out among
+        them, where the request may have them read again."""
+        members = self._best(nodes, all_recent=False)
         if members is None and search.allow_reread:
-            members = self._with_reread(search, found)
+            members = self._with_reread(search, found, nodes)
         if members is None:
-            return search.blocked(found)
+            return None
         return NeedsReading(tuple(one.node for one in members if not one.is_recent), _by_rank(members))
 
-    def _with_reread(self, search: Search, found: Candidates) -> list[Member] | None:
+    def _with_reread(self, search: Search, found: Candidates, nodes: int) -> list[Member] | None:
         """The members of the first group that has enough together with nodes which an old reading rules out."""
         for model, by_node in found.by_model.items():
             reached: dict[str, list[Member]] = {}
@@ -150,13 +155,13 @@ class GangRanking:
                     continue
                 if reach not in reached:
                     group = self._groups.get((model, reach), Group())
-                    reached[reach] = group.first(search.demand.nodes, all_recent=False)
+                    reached[reach] = group.first(nodes, all_recent=False)
                 if (model, reach) in self._looked_at.get(node, ()):
                     continue
                 after = search.after_reading(node, by_node[node])
                 if after is not None:
                     reached[reach].append(Member(0, node, after.gpus, False))
-                if len(reached[reach]) == search.demand.nodes:
+                if len(reached[reach]) == nodes:
                     return reached[reach]
         return None
 
@@ -164,3 +169,11 @@ class GangRanking:
 def _by_rank(members: list[Member]) -> tuple[GpuRecord, ...]:
     """The GPUs of all members, by rank."""
     return tuple(gpu for member in sorted(members, key=lambda one: one.node) for gpu in member.gpus)
+
+
+def _numbers_of_nodes(search: Search) -> Iterator[int]:
+    """On how many nodes the gang may be, the most first: no more than the user's limit leaves."""
+    least, most = search.demand.nodes, search.demand.max_nodes or search.demand.nodes
+    if search.most_gpus is not None:
+        most = min(most, search.most_gpus // search.demand.count)
+    return iter(range(max(least, most), least - 1, -1))

@@ -37,6 +37,7 @@ are stopped |
 | a node is silent for too long | all others are stopped; its part is `lost` FENCE_S after they have ended |
 | all nodes are silent for too long | the job is lost, and not tried again |
 | a node leaves | its part ends, and all others; the attempt does not count as a retry |
+| a part of an elastic job is lost | the next attempt begins under the same lease, see `core.elastic_jobs` |
 | a user cancels | all parts are stopped, with the grace period of the user |
 """
 
@@ -49,6 +50,7 @@ from typing import Any
 
 from gpulease_protocol.model import EndReason, Job, JobMember, JobState, PartState
 from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_server.core.elastic_jobs import go_on
 from gpulease_server.core.gpu import is_unheard
 from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, retry_job
 from gpulease_server.core.ledger import Ledger
@@ -79,6 +81,12 @@ STATES = {
 def must_stop(record: JobRecord) -> bool:
     """True when every part of a job is to end."""
     return record.cancelled_at is not None or record.parts_stopped_at is not None
+
+
+def stop_grace_s(record: JobRecord) -> float:
+    """Seconds between SIGTERM and SIGKILL for the parts of a job: few where one of them has failed."""
+    has_failed = record.cancelled_at is None and record.grows_at is None and record.parts_stopped_at is not None
+    return GRACE_S if has_failed else record.grace_s
 
 
 def takes_part(ledger: Ledger, node: str) -> bool:
@@ -270,7 +278,8 @@ def _end_silent_parts(turn: Turn, record: JobRecord) -> None:
         _note_stop(turn, record)
         return
     left = [one for one in record.job.members if not one.state.final]
-    if turn.now.mono_s - times.stop_s < FENCE_S or not _tell([one for one in record.job.members if one not in left]):
+    ended_s = FENCE_S - GRACE_S + max(GRACE_S, stop_grace_s(record))
+    if turn.now.mono_s - times.stop_s < ended_s or not _tell([one for one in record.job.members if one not in left]):
         return
     if not all(_is_unheard(turn, one) for one in left):
         return
@@ -307,17 +316,22 @@ def _with_node(part: JobMember) -> str:
 def _finish(turn: Turn, record: JobRecord) -> None:
     """End an attempt of which every part has ended."""
     job, origin = record.job, _origin(record.job.members)
-    if origin is None:
+    stopped_to_grow = record.grows_at is not None and any(one.reason is not None for one in job.members)
+    if origin is None and not stopped_to_grow:
         started = job.started_at or turn.now.at
         finish_job(turn, record, JobState.SUCCEEDED, None, exit_code=0, started_at=started)
         return
-    reason, is_lost = _sentence(job), origin.state is PartState.LOST
+    reason, is_lost = _sentence(job), origin is not None and origin.state is PartState.LOST
     lease_end = EndReason.NODE_LOST if is_lost else EndReason.JOB_FINISHED
-    if record.cancelled_at is not None and not origin.timed_out:
+    timed_out = origin is not None and origin.timed_out
+    node_left = record.grows_at is not None or (origin is not None and origin.node_left)
+    if record.cancelled_at is not None and not timed_out:
         finish_job(turn, record, JobState.CANCELLED, "cancelled", lease_end)
-    elif origin.timed_out:
+    elif timed_out:
         finish_job(turn, record, JobState.TIMED_OUT, reason, lease_end)
-    elif may_retry(record, node_left=origin.node_left):
-        retry_job(turn, record, reason, lease_end, node_left=origin.node_left)
+    elif go_on(turn, record, origin, reason):
+        return
+    elif may_retry(record, node_left=node_left):
+        retry_job(turn, record, reason, lease_end, node_left=node_left)
     else:
         finish_job(turn, record, JobState.LOST if is_lost else JobState.FAILED, reason, lease_end)

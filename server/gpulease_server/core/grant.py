@@ -29,7 +29,7 @@ def grant(
     """
     ledger, lease = turn.ledger, record.lease
     token, node = ledger.next_token, gpus[0].device.node
-    port, devices = _free_port(turn, node, lease.id), tuple(gpu.device for gpu in gpus)
+    port, devices = free_port(turn, node, lease.id), tuple(gpu.device for gpu in gpus)
     members = gang_members(ledger, lease, gpus, token, port)
     granted = replace(
         lease,
@@ -65,7 +65,7 @@ def grant(
     )
 
 
-def _free_port(turn: Turn, node: str, lease_id: str) -> int:
+def free_port(turn: Turn, node: str, lease_id: str) -> int:
     """A port that no lease of the node's host holds and nothing there listens on.
 
     Of those that the node's worker has reserved: two daemons on one host do not know of each other's leases. Where it

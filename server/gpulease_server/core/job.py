@@ -7,6 +7,7 @@ attempt's lease goes to the end of the queue, and takes part in it after a pause
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -27,6 +28,8 @@ from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefo
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import user_queue_is_full
 
+ATTEMPT_SUFFIX = re.compile(r"r[0-9]+$")
+"""Of the id of a lease of a later attempt; ids themselves are hexadecimal."""
 MAX_HISTORY = 20
 """Earlier attempts of a job that are kept."""
 
@@ -165,7 +168,8 @@ def may_retry(record: JobRecord, *, node_left: bool = False) -> bool:
     """True while a job that fails has an attempt left. One whose node has left may be tried again in any case, and such
     attempts do not count; but `MAX_HISTORY` times at most."""
     uncounted = sum(attempt.node_left for attempt in record.job.attempt_history)
-    return (node_left and uncounted < MAX_HISTORY) or record.job.attempts - uncounted <= record.spec.retries
+    counted = record.job.attempts - uncounted - record.regroups
+    return (node_left and uncounted < MAX_HISTORY) or counted <= record.spec.retries
 
 
 def retry_job(
@@ -183,11 +187,11 @@ def retry_job(
     if old.lease.state is not LeaseState.ENDED:
         end_lease(turn, old, lease_end)
     first, longest = turn.policy.retry_pause_s
-    pause_s = min(longest, first * 2 ** min(job.attempts - 1, 30))
+    pause_s = min(longest, first * 2 ** min(job.attempts - record.regroups - 1, 30))
     lease = Lease(
         # Follows from the first, because the core makes no ids; without a separator, because a cgroup's name is
         # compared by whole words.
-        id=f"{job.lease_id.removesuffix(f'r{job.attempts}')}r{job.attempts + 1}",
+        id=f"{ATTEMPT_SUFFIX.sub('', job.lease_id)}r{job.attempts + 1}",
         state=LeaseState.QUEUED,
         holder=old.lease.holder,
         demand=old.lease.demand,
@@ -202,7 +206,8 @@ def retry_job(
     why = (reason or "no reason is known").rstrip(".")
     uncounted = sum(attempt.node_left for attempt in job.attempt_history)
     what = "does not count" if node_left else "failed"
-    of_all = f"attempt {job.attempts}" + ("" if node_left or uncounted else f" of {record.spec.retries + 1}")
+    are_counted = not (node_left or uncounted or record.regroups)
+    of_all = f"attempt {job.attempts}" + (f" of {record.spec.retries + 1}" if are_counted else "")
     said = f"{of_all} {what}: {why}; the next one joins the queue in {pause_s:g} s"
     attempt = JobAttempt(
         number=job.attempts,
@@ -227,7 +232,8 @@ def retry_job(
         members=(),
         attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
     )
-    turn.put(replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None))
+    fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
+    turn.put(replace(fresh, grows_at=None))
     turn.emit("job.retried", job_id=job.id, lease_id=lease.id, reason=said)
     turn.emit("lease.queued", lease_id=lease.id, job_id=job.id)
 

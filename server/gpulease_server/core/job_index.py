@@ -20,6 +20,9 @@ class JobIndex:
     """Ids of those that run on several nodes and for which time counts: they are yet to start, or are to end."""
     gang_times: dict[str, GangTimes] = field(default_factory=dict)
     """By id: since when each of these waits."""
+    growing: dict[str, float | None] = field(default_factory=dict)
+    """Ids of the elastic jobs that run on fewer nodes than they may; since when, on the monotonic clock, see
+    `core.elastic_jobs`."""
     running_in_array: Counter[str] = field(default_factory=Counter)
     """By array, how many of its jobs have GPUs."""
     live_in_array: Counter[str] = field(default_factory=Counter)
@@ -35,6 +38,10 @@ class JobIndex:
         elif record.job.id in self.gangs:
             del self.gangs[record.job.id]
             self.gang_times.pop(record.job.id, None)
+        if _may_grow(record):
+            self.growing.setdefault(record.job.id)
+        else:
+            self.growing.pop(record.job.id, None)
         array, state = record.job.array_id, record.job.state
         if array is None:
             return
@@ -69,6 +76,17 @@ def _waits_for_parts(record: JobRecord) -> bool:
         return False
     stops = record.cancelled_at is not None or record.parts_stopped_at is not None
     return stops or record.go_at is None or any(one.failure is not None for one in record.job.members)
+
+
+def _may_grow(record: JobRecord) -> bool:
+    """True for an elastic job that runs, of which no part has failed, on fewer nodes than it may."""
+    most = record.spec.max_nodes
+    return (
+        most is not None
+        and record.job.state is JobState.RUNNING
+        and len(record.job.members) < most
+        and not _waits_for_parts(record)
+    )
 
 
 def _is_running(record: JobRecord) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpulease_protocol.model import JobMember
 from gpulease_protocol.node_protocol import GangPlace, JobOrder
-from gpulease_server.core.gang_run import GRACE_S, must_stop
+from gpulease_server.core.gang_run import must_stop, stop_grace_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import JobRecord
@@ -15,7 +15,6 @@ def job_order(ledger: Ledger, record: JobRecord, node: str, *, simulated: bool) 
     job, lease = record.job, ledger.leases[record.job.lease_id].lease
     member = next((one for one in lease.members if one.node == node), None)
     gpus = job.gpus if member is None else member.gpus
-    stopped_with_others = record.cancelled_at is None and record.parts_stopped_at is not None
     return JobOrder(
         job_id=job.id,
         attempt=job.attempts,
@@ -28,7 +27,7 @@ def job_order(ledger: Ledger, record: JobRecord, node: str, *, simulated: bool) 
         spec=record.spec,
         env=lease.env if member is None else member.env,
         stop=must_stop(record),
-        grace_s=GRACE_S if stopped_with_others else record.grace_s,
+        grace_s=stop_grace_s(record),
         job=job_view(record) if record.spec.notify is not None and (member is None or member.rank == 0) else None,
         gang=None if member is None else _place(job.members, member.rank),
         go=member is None or record.go_at is not None,

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from gpulease_protocol.errors import NotAllowed
-from gpulease_protocol.model import Device, GpuReading, NodeMode
+from gpulease_protocol.model import Device, GpuReading, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import (
     JUST_STARTED,
     LEASE_PORTS,
@@ -284,7 +284,7 @@ def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRe
     job = None if lease.job_id is None else ledger.jobs.get(lease.job_id)
     return NodeLease(
         id=lease.id,
-        state=lease.state,
+        state=LeaseState.ENDED if all(gpu.draining for gpu in gpus) else lease.state,
         gpus=tuple(gpu.device.uuid for gpu in gpus),
         owner_pid=lease.holder.owner_pid if here else None,
         owner_start_ticks=watched.owner.start_ticks if here and watched else None,

@@ -46,6 +46,7 @@ from dataclasses import replace
 from gpulease_protocol.errors import InUse, NotFound
 from gpulease_protocol.fencing import certain_after_s
 from gpulease_protocol.model import EndReason, JobState, NodeMode
+from gpulease_server.core.elastic_jobs import give_back
 from gpulease_server.core.gang_run import lose_part
 from gpulease_server.core.gpu import is_unheard, unheard_nodes
 from gpulease_server.core.happenings import NodeForgetRequested
@@ -163,8 +164,11 @@ def _lose(turn: Turn, node: str, reason: str, *, unheard_since_s: float, is_off:
     held = (gpu.lease_id for gpu in ledger.gpus_on(node) if not gpu.draining)
     for lease_id in dict.fromkeys(one for one in held if one is not None):
         lease = ledger.leases[lease_id].lease
-        if lease.job_id in ledger.live_jobs:
-            continue  # it ends with its job, whose parts on other nodes are ending
+        job = ledger.live_jobs.get(lease.job_id or "")
+        if job is not None:  # it ends with its job, whose parts on other nodes are ending
+            if is_off and all(one.node != node for one in job.job.members):
+                give_back(turn, ledger.leases[lease_id], node, reason)  # an elastic one that runs without this node
+            continue
         heard_s = ledger.deadlines.get(lease_id, float("-inf")) - lease.ttl_s
         if heard_s <= unheard_since_s:
             end_lease(turn, ledger.leases[lease_id], EndReason.NODE_LOST)

@@ -76,7 +76,8 @@ class NodeRankings:
     def of(self, search: Search) -> NodeRanking | GangRanking | None:
         """The ranking for a request; None for the first one of its kind, for which to rank all nodes would not pay."""
         demand, most_gpus = search.demand, search.most_gpus
-        limit = most_gpus if demand.selection in (Selection.ALL, Selection.AUTO) else search.is_within_limit
+        by_limit = demand.selection in (Selection.ALL, Selection.AUTO) or demand.max_nodes is not None
+        limit = most_gpus if by_limit else search.is_within_limit
         key = (demand, limit, search.requested_at_s)
         if demand.nodes > 1:
             return self._gangs.setdefault(key, GangRanking(self.taken))

@@ -27,7 +27,9 @@ from gpulease_server.core.wording import describe_processes
 
 READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
 """The fields of a GPU that come from its last reading."""
-JOB_VIEW_FIELDS = ("gpu_count", "timeout_s", "retries", "fence_s", "working_directory", "log_directory")
+JOB_VIEW_FIELDS = (
+    *("gpu_count", "nodes", "max_nodes", "timeout_s", "retries", "fence_s", "working_directory", "log_directory"),
+)
 """The fields of a job that come from the rest of its record."""
 PEER_WARNINGS = {
     "drain_p2p": "the driver advises against exchanging data between it and other GPUs",
@@ -84,6 +86,8 @@ def job_view(record: JobRecord) -> Job:
     return replace(
         record.job,
         gpu_count=record.spec.gpus * record.spec.nodes,
+        nodes=record.spec.nodes if record.spec.nodes > 1 else None,
+        max_nodes=record.spec.max_nodes,
         timeout_s=record.spec.timeout_s,
         retries=record.spec.retries,
         fence_s=record.spec.fence_s,

@@ -119,7 +119,11 @@ class JobRecord:
     go_at: datetime | None = None
     """When all nodes of a job on several were prepared; None before, and for a job on one."""
     parts_stopped_at: datetime | None = None
-    """Since when all its parts are to end, because one of them has failed; None while none has."""
+    """Since when all its parts are to end, because one of them has failed or a node joins; None while none does."""
+    regroups: int = 0
+    """How many of its attempts were begun because its nodes changed, see `core.elastic_jobs`."""
+    grows_at: datetime | None = None
+    """Since when its parts are to end so that a node can join; None while none does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

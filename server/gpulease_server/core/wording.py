@@ -35,7 +35,7 @@ def describe_demand(demand: Demand) -> str:
         what = "GPU " + some_of([*map(str, demand.indices), *demand.uuids])
     else:
         what = f"{'at least ' if demand.selection is Selection.AUTO else ''}{count_gpus(demand.count)}"
-        what += f" on each of {demand.nodes} nodes" if demand.nodes > 1 else ""
+        what += f" on each of {node_range(demand)} nodes" if demand.nodes > 1 else ""
     limits = [
         f"of model {demand.gpu_model}" if demand.gpu_model is not None else "",
         f"with {demand.min_free_memory_bytes / 2**30:.1f} GiB free" if demand.min_free_memory_bytes else "",
@@ -44,6 +44,11 @@ def describe_demand(demand: Demand) -> str:
         f"for up to {duration(demand.time_s)}" if demand.time_s is not None else "",
     ]
     return " ".join([what, *filter(None, limits)])
+
+
+def node_range(demand: Demand) -> str:
+    """On how many nodes, in words: "2", or "2 to 4"."""
+    return str(demand.nodes) if demand.max_nodes is None else f"{demand.nodes} to {demand.max_nodes}"
 
 
 def duration(seconds: float) -> str:

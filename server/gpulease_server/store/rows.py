@@ -66,7 +66,7 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
 JOB_RECORD_COLUMNS = (
     *("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid"),
-    *("fenced", "go_at", "parts_stopped_at"),
+    *("fenced", "go_at", "parts_stopped_at", "regroups", "grows_at"),
 )
 COMPUTED: dict[type, Collection[str]] = {
     Lease: ("expires_at", "ends_at", "position", "problems"),
@@ -140,6 +140,8 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "cancelled_at": record.cancelled_at,
         "go_at": record.go_at,
         "parts_stopped_at": record.parts_stopped_at,
+        "regroups": record.regroups,
+        "grows_at": record.grows_at,
         "members": record.job.members or None,
         "log_directory": record.log_directory,
         "attempt_history": record.job.attempt_history or None,

@@ -98,6 +98,8 @@ job = Table(
     Column("cancelled_at", UtcDateTime),
     Column("go_at", UtcDateTime),
     Column("parts_stopped_at", UtcDateTime),
+    Column("regroups", Integer, nullable=False, server_default="0"),
+    Column("grows_at", UtcDateTime),
     Column("log_directory", Text),
     Column("exit_code", Integer),
     Column("traceback", Text),

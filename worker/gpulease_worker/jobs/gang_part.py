@@ -69,16 +69,17 @@ class GangPart:
             raise LaunchError(f"It was not told to start within {GO_S:g} s.")
         return False
 
-    def stop_at_s(self, now_s: float) -> float | None:
+    def stop_at_s(self, now_s: float, *, ordered: bool) -> float | None:
         """When this part must be stopped because another has ended, by the monotonic clock; None while none has, and
-        once `stop` was called. At once where that is out of reach."""
+        once `stop` was called. At once where that is out of reach. `ordered`: it was told to stop, as the others were,
+        and has the grace period of that to save what it has, though another is done sooner."""
         if self.is_stopped:
             return None
         if self._stop_at_s is None:
             self.peer_end = self._link.advance()
             if self.peer_end is not None:
                 self._stop_at_s = now_s + (0.0 if self.peer_end.is_lost else PEER_END_S)
-        return self._stop_at_s
+        return None if ordered and self.peer_end is not None and not self.peer_end.is_lost else self._stop_at_s
 
     def stop(self) -> float:
         """Note that this part ends because of another. Returns its grace period."""

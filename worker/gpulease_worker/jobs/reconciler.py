@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 from gpulease_protocol.model import Launcher
-from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState, attempt_name
+from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState, attempt_name, parse_attempt_name
 from gpulease_worker.desired_state import UnreadableOrder
 from gpulease_worker.jobs import job_records, launch_plan, launcher_argv, user_accounts
 from gpulease_worker.jobs.directory_removal import DirectoryRemover
@@ -171,12 +171,21 @@ class JobReconciler:
                 self._supervisors.record_end(job, "It was stopped before it started.")
             elif self._leaves:
                 self._supervisors.record_end(job, LEAVES, stopped=True)
+            elif self._earlier_attempt_runs(order):
+                job.release_lock()
+                return  # until its end, which changes a report, and so has this called again
             else:
                 self._supervisors.start(job)
         if order.stop:
             self._stop(job, order.grace_s)
         elif order.gang is not None and order.go:
             self._let_go(job)
+
+    def _earlier_attempt_runs(self, order: JobOrder) -> bool:
+        """True while something of another attempt of this job may be left here, under the same lease. What it left is
+        known by that, so that its end would end this one."""
+        attempts = ((parse_attempt_name(name), job) for name, job in self._jobs.items())
+        return any(job.exit is None for (of, number), job in attempts if of == order.job_id and number < order.attempt)
 
     def _reload(self, order: JobOrder) -> bool:
         """Load the job of an existing directory: it was forgotten, and is ordered again. False if there is none."""

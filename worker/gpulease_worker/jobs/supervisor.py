@@ -291,7 +291,7 @@ class Supervisor:
                 self._kill()
                 self._signals.sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
                 continue
-            with_peers_at_s = None if self._part is None else self._part.stop_at_s(now)
+            with_peers_at_s = None if self._part is None else self._part.stop_at_s(now, ordered=self._stopped)
             if self._part is not None and with_peers_at_s is not None and now >= with_peers_at_s:
                 self._terminate(self._part.stop())
             ends_s = (timeout_at_s, self._kill_at_s, with_peers_at_s)

@@ -1,0 +1,226 @@
+"""Elastic jobs: they run on `nodes` to `max_nodes` nodes, and go on when a node is lost or comes back.
+
+    granted on as many nodes as are free -> one attempt on all of them, see `core.gang_run`
+    a node is lost -> all parts of the attempt end -> the next attempt, on the nodes that are left
+    it reports again -> GROW_AFTER_S later all parts are stopped -> the next attempt, with it
+
+All these attempts are under one lease, which keeps its GPUs, also those of a node that is lost: nothing is known of
+them, so they could be granted to no one, and the job keeps its place. Each attempt has a port and ranks of its own. So
+a lost node that is only cut off can never meet the ranks of the next attempt.
+
+What must always hold
+---------------------
+- The next attempt begins when every part of the last one has ended, by the rules of `core.gang_run`.
+- It runs on at least `nodes` nodes; with fewer, the attempt counts as any other that has ended: the lease ends, and
+  the job is tried again if it may.
+- A lease never gets a GPU that it was not granted. It may lose some: those of a node that is forgotten while it takes
+  no part, and those of a node that has joined later and failed. These drain as after the end of a lease.
+- A job goes on only when no program has failed: a failure ends it, as it ends any other job.
+
+What each failure does
+----------------------
+| what fails | what is decided |
+|---|---|
+| a host, with or without the leader | its part is lost: the next attempt runs on the others |
+| its supervisor is killed, or its host has restarted before that was noticed | the next attempt, with it |
+| a node leaves, or is forgotten | the next attempt runs on the others |
+| fewer than `nodes` are left | as any attempt that was lost |
+| a node that has joined later fails, before or after the start | it is given back, and the others go on without it |
+| a rank, a launcher | as for any job on several nodes |
+| a node is lost again and again | each time the others start again; MAX_REGROUPS times |
+| the daemon restarts | GROW_AFTER_S begins again |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpulease_protocol.model import (
+    GpuState,
+    Job,
+    JobAttempt,
+    JobMember,
+    JobState,
+    LeaseMember,
+    NodeMode,
+    PartState,
+)
+from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.gpu import is_unheard, node_mode, state_of
+from gpulease_server.core.grant import free_port
+from gpulease_server.core.job import MAX_HISTORY, change_job
+from gpulease_server.core.lease_env import gang_members
+from gpulease_server.core.records import GangTimes, JobRecord, LeaseRecord
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.wording import some_of
+
+GROW_AFTER_S = 30.0
+"""How long an attempt runs before it is stopped for a node that has come back: time for a checkpoint."""
+MAX_REGROUPS = 1000
+"""How many times the nodes of a job may change."""
+
+
+def go_on(turn: Turn, record: JobRecord, origin: JobMember | None, reason: str) -> bool:
+    """Begin the next attempt of an elastic job under its lease, where only its nodes have changed and enough are left.
+    `origin`: the part that has failed first, and so ended the attempt; None where none has."""
+    if record.spec.max_nodes is None or record.regroups >= MAX_REGROUPS:
+        return False
+    faulty = None
+    if origin is not None and record.grows_at is None and not _is_fault_of_host(record.job, origin):
+        if not origin.joined_later or origin.follows:
+            return False
+        faulty = origin.node
+    lease = turn.ledger.leases[record.job.lease_id]
+    left = [one for one in lease.lease.members if one.node != faulty and _may_take_part(turn, record, one)]
+    if len(left) < record.spec.nodes:
+        return False
+    if faulty is not None:
+        give_back(turn, lease, faulty, reason)
+    _regroup(turn, record, left, reason)
+    return True
+
+
+def give_back(turn: Turn, record: LeaseRecord, node: str, reason: str) -> None:
+    """Take the GPUs of one node out of a lease. They drain from this moment."""
+    lease = record.lease
+    count_gpu_time(turn, lease)
+    gone = [gpu for gpu in turn.ledger.held_by(lease) if gpu.device.node == node]
+    members = [one for one in lease.members if one.node != node]
+    left = replace(
+        lease,
+        gpus=tuple(device for one in members for device in one.gpus),
+        members=tuple(replace(one, rank=rank) for rank, one in enumerate(members)),
+    )
+    turn.put(replace(record, lease=left))
+    for gpu in gone:
+        turn.put(replace(gpu, draining=True))
+        turn.ledger.draining_since[gpu.device.uuid] = turn.now.mono_s
+        turn.request_reading(node)
+    uuids = tuple(gpu.device.uuid for gpu in gone)
+    turn.emit("lease.shrunk", lease_id=lease.id, job_id=lease.job_id, node=node, gpus=uuids, reason=reason)
+
+
+def watch_elastic(turn: Turn) -> None:
+    """Stop the parts of jobs that have run for long enough, and have a node that can take part again."""
+    growing, now_s = turn.ledger.job_index.growing, turn.now.mono_s
+    for job_id, since_s in list(growing.items()):
+        record = turn.ledger.jobs[job_id]
+        if since_s is None:
+            growing[job_id] = now_s
+        elif now_s - since_s >= GROW_AFTER_S and record.regroups < MAX_REGROUPS:
+            here, lease = {one.node for one in record.job.members}, turn.ledger.leases[record.job.lease_id].lease
+            absent = [one for one in lease.members if one.node not in here]
+            back = [one.node for one in absent if _may_take_part(turn, record, one)]
+            if back:
+                _stop_to_grow(turn, record, back)
+
+
+def _stop_to_grow(turn: Turn, record: JobRecord, nodes: Sequence[str]) -> None:
+    """Have every part end, so that all can start again with these nodes."""
+    turn.put(replace(record, grows_at=turn.now.at, parts_stopped_at=turn.now.at))
+    reason = f"It starts again with {_name(nodes)}."
+    change_job(turn, turn.ledger.jobs[record.job.id], JobState.STOPPING, reason=reason)
+    turn.put(GangTimes(record.job.id, turn.now.mono_s, stop_s=turn.now.mono_s))
+
+
+def _is_fault_of_host(job: Job, origin: JobMember) -> bool:
+    """True where a part has ended for another reason than what it ran: its node is gone, or its supervisor is."""
+    is_killed = origin.exit_code is None and job.started_at is not None and not origin.follows
+    return origin.state is PartState.LOST or origin.node_left or is_killed
+
+
+def _may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
+    """True for a node of the lease that can run a part: of one that took no part in the last attempt, a reading must
+    show that its GPUs work."""
+    ledger, observation = turn.ledger, turn.ledger.node_observations.get(member.node)
+    if observation is None or is_unheard(ledger, member.node, turn.now, turn.policy):
+        return False
+    if observation.leaving or observation.address is None or not observation.takes_gangs:
+        return False
+    if not _are_held(turn, record.job.lease_id, member):
+        return False
+    if any(one.node == member.node for one in record.job.members):
+        return True
+    states = {state_of(ledger, ledger.gpus[device.uuid], turn.now, turn.policy) for device in member.gpus}
+    return node_mode(ledger, member.node) is NodeMode.ACTIVE and states == {GpuState.LEASED}
+
+
+def _are_held(turn: Turn, lease_id: str, member: LeaseMember) -> bool:
+    """True while the lease has the GPUs of a node, which was not forgotten."""
+    gpus = [turn.ledger.gpus.get(device.uuid) for device in member.gpus]
+    return all(gpu is not None and gpu.lease_id == lease_id and not gpu.draining for gpu in gpus)
+
+
+def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason: str) -> None:
+    """Begin the next attempt on these nodes."""
+    job, before = record.job, {one.node for one in record.job.members}
+    members = _with_ranks(turn, record, left)
+    gained, lost = [one.node for one in members if one.node not in before], before - {one.node for one in members}
+    what = (
+        " and ".join([f"with {_name(gained)}"] * bool(gained) + [f"without {_name(sorted(lost))}"] * bool(lost))
+        or "with the same nodes"
+    )
+    said = f"It goes on {what}, on {len(members)} of at most {record.spec.max_nodes}."
+    why = reason
+    if record.grows_at is not None:
+        why = f"It started again with {_name(gained)}." if gained else "The node it was stopped for is away again."
+    attempt = JobAttempt(
+        number=job.attempts,
+        lease_id=job.lease_id,
+        node=job.gpus[0].node if job.gpus else None,
+        exit_code=job.exit_code,
+        reason=why,
+        started_at=job.started_at,
+        ended_at=turn.now.at,
+        log_directory=record.log_directory,
+        regrouped=True,
+    )
+    again = replace(
+        job,
+        state=JobState.STARTING,
+        reason=said,
+        gpus=tuple(device for one in members for device in one.gpus),
+        members=tuple(
+            JobMember(rank=one.rank, node=one.node, address=one.address, joined_later=one.node in gained)
+            for one in members
+        ),
+        attempts=job.attempts + 1,
+        exit_code=None,
+        traceback=None,
+        started_at=None,
+        attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
+    )
+    fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
+    turn.put(replace(fresh, grows_at=None, regroups=record.regroups + 1))
+    turn.put(GangTimes(job.id, turn.now.mono_s))
+    more = len(members) - len(before)
+    kind = "grown" if more > 0 else "shrunk" if more < 0 else "regrouped"
+    turn.emit(f"job.{kind}", job_id=job.id, lease_id=job.lease_id, reason=f"{why} {said}")
+    turn.emit("job.starting", job_id=job.id, lease_id=job.lease_id, node=members[0].node)
+
+
+def _with_ranks(turn: Turn, record: JobRecord, left: Sequence[LeaseMember]) -> tuple[LeaseMember, ...]:
+    """Give these nodes of a lease ranks, environments and a port for the next attempt. Its other nodes come after them,
+    without an environment; those that were forgotten are left out."""
+    ledger = turn.ledger
+    lease_record = ledger.leases[record.job.lease_id]
+    lease, nodes = lease_record.lease, {one.node for one in left}
+    gpus = tuple(ledger.gpus[device.uuid] for one in sorted(left, key=lambda one: one.node) for device in one.gpus)
+    count_gpu_time(turn, lease)
+    port = free_port(turn, gpus[0].device.node, f"{lease.id} {record.job.attempts}")
+    members = gang_members(ledger, lease, gpus, lease.fencing_token or 0, port)
+    absent = [one for one in lease.members if one.node not in nodes and _are_held(turn, lease.id, one)]
+    all_members = (*members, *(replace(one, rank=len(members) + at, env={}) for at, one in enumerate(absent)))
+    changed = replace(
+        lease,
+        gpus=tuple(device for one in all_members for device in one.gpus),
+        members=all_members,
+        env=members[0].env,
+    )
+    turn.put(replace(lease_record, lease=changed, port=port))
+    return members
+
+
+def _name(nodes: Sequence[str]) -> str:
+    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {some_of(nodes)}"

@@ -1,0 +1,313 @@
+"""Elastic jobs: they start on the nodes that are free, go on without one that is lost, and with it when it is back."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, NodeMode
+from gpulease_protocol.node_protocol import RunState
+from gpulease_server.core.elastic_jobs import GROW_AFTER_S
+from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S
+from tests.core.build import World
+from tests.core.test_gang_jobs import fleet, forgotten, job_of, order, part, prepared
+
+STOPPED = "It was stopped on request."
+
+
+def nodes_of(world: World, job_id: str) -> list[str]:
+    return [one.node for one in job_of(world, job_id).members]
+
+
+def start(world: World, job_id: str) -> None:
+    """Every node of the job prepares and runs its part."""
+    nodes = nodes_of(world, job_id)
+    prepared(world, job_id, *nodes)
+    for node in nodes:
+        part(world, job_id, node, RunState.RUNNING)
+    assert job_of(world, job_id).state is JobState.RUNNING
+
+
+def elastic(world: World, least: int = 2, most: int = 3, **what: int) -> str:
+    """An elastic job that runs on all nodes that it may have."""
+    job_id = world.submit(2, nodes=least, max_nodes=most, **what)
+    start(world, job_id)
+    return job_id
+
+
+def lose(world: World, job_id: str, *gone: str) -> None:
+    """These hosts die: the supervisors of the others notice it and end their parts; then nothing is heard for long."""
+    for node in nodes_of(world, job_id):
+        if node not in gone:
+            said = f"Node {gone[0]} can no longer be reached from node {node}: no answer."
+            part(world, job_id, node, RunState.EXITED, exit_code=143, reason=said, follows=True)
+    world.pass_time(FENCE_S + ORIGIN_S + 5, silent=gone)
+
+
+def stopped(world: World, job_id: str) -> None:
+    """Every part has been told to stop, with the grace period of its user, and has."""
+    for node in nodes_of(world, job_id):
+        told = order(world, job_id, node)
+        assert (told.stop, told.grace_s) == (True, 35.0)
+    for node in nodes_of(world, job_id):
+        part(world, job_id, node, RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+
+
+def kinds(world: World, job: Job) -> list[str]:
+    return [one.kind for one in world.changes if getattr(one, "job_id", None) == job.id and hasattr(one, "kind")]
+
+
+@pytest.mark.parametrize(("there", "gets"), [("ab", "ab"), ("abc", "abc"), ("abcde", "abc")])
+def test_it_starts_on_as_many_nodes_as_are_free(there: str, gets: str) -> None:
+    world = fleet(*there)
+    job_id = world.submit(2, nodes=2, max_nodes=3)
+    assert nodes_of(world, job_id) == list(gets)
+    member = world.ledger.leases[job_of(world, job_id).lease_id].lease.members[0]
+    assert member.env["NNODES"] == str(len(gets))
+    world.check()
+
+
+def test_it_waits_while_fewer_are_free_and_none_of_those_is_its_own() -> None:
+    world = fleet("a", "b", "c")
+    one = world.lease(2, nodes=2)
+    job_id = world.submit(2, nodes=2, max_nodes=3)
+    assert job_of(world, job_id).state is JobState.QUEUED
+    assert {world.state(index, "c") for index in range(2)} == {GpuState.FREE}
+    world.release(one)
+    world.report("a")
+    assert nodes_of(world, job_id) == ["a", "c"], "those of b are not clean yet"
+
+
+def test_nodes_with_old_readings_are_read_and_not_left_out() -> None:
+    world = fleet("a", "b", "c")
+    world.at_s += 1
+    world.report("a")
+    world.report("b")
+    job_id = world.submit(2, nodes=2, max_nodes=3)
+    assert nodes_of(world, job_id) == ["a", "b", "c"]
+
+
+def test_a_lost_node_shrinks_it_and_no_gpu_of_that_is_granted() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    before = job_of(world, job_id)
+    port = world.ledger.leases[before.lease_id].port
+    lose(world, job_id, "a")
+    job = job_of(world, job_id)
+    assert (job.state, job.attempts, job.lease_id) == (JobState.STARTING, 2, before.lease_id)
+    assert nodes_of(world, job_id) == ["b", "c"]
+    assert job.reason == "It goes on without node a, on 2 of at most 3."
+    assert [one.regrouped for one in job.attempt_history] == [True]
+    assert "job.shrunk" in kinds(world, job)
+    assert {world.state(index, "a") for index in range(2)} == {GpuState.UNKNOWN}
+    lease = world.ledger.leases[job.lease_id]
+    assert {world.ledger.gpus[device.uuid].lease_id for device in lease.lease.gpus} == {job.lease_id}
+    assert lease.port != port
+    first, second = order(world, job_id, "b"), order(world, job_id, "c")
+    assert (first.gang.rank, second.gang.rank, first.gang.nodes) == (0, 1, ("b", "c"))
+    assert (second.env["MASTER_ADDR"], second.env["NODE_RANK"], second.env["NNODES"]) == ("10.0.0.98", "1", "2")
+    assert order(world, job_id, "a") is None
+    world.check()
+    start(world, job_id)
+    for node in "bc":
+        part(world, job_id, node, RunState.EXITED, exit_code=0)
+    assert job_of(world, job_id).state is JobState.SUCCEEDED
+
+
+def test_the_next_attempt_never_begins_before_the_lost_part_must_have_ended() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, reason="no answer", follows=True)
+    world.pass_time(FENCE_S - 1, silent=("c",))
+    assert (job_of(world, job_id).attempts, job_of(world, job_id).state) == (1, JobState.STOPPING)
+
+
+def test_a_node_that_is_back_takes_part_again_after_a_while() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.pass_time(GROW_AFTER_S + 5, silent=("c",))
+    assert job_of(world, job_id).state is JobState.RUNNING, "stopped for a node that is away"
+    world.jobs["c"] = []
+    world.pass_time(1)
+    job = job_of(world, job_id)
+    assert (job.state, job.reason) == (JobState.STOPPING, "It starts again with node c.")
+    stopped(world, job_id)
+    job = job_of(world, job_id)
+    assert (nodes_of(world, job_id), job.attempts, job.state) == (["a", "b", "c"], 3, JobState.STARTING)
+    assert job.reason == "It goes on with node c, on 3 of at most 3."
+    assert [one.joined_later for one in job.members] == [False, False, True]
+    assert "job.grown" in kinds(world, job)
+    start(world, job_id)
+    world.pass_time(2 * GROW_AFTER_S)
+    assert job_of(world, job_id).attempts == 3
+    world.check()
+
+
+def test_a_node_that_is_back_too_soon_waits_for_the_others_to_have_a_checkpoint() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    world.jobs["c"] = []
+    start(world, job_id)
+    world.pass_time(GROW_AFTER_S - 2)
+    assert job_of(world, job_id).state is JobState.RUNNING
+    world.pass_time(4)
+    assert job_of(world, job_id).state is JobState.STOPPING
+
+
+@pytest.mark.parametrize("ends", ["not prepared", "its rank fails"])
+def test_a_node_that_fails_after_it_has_joined_is_given_back_and_the_others_go_on(ends: str) -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    stopped(world, job_id)
+    prepared(world, job_id, "a", "b")
+    code, said = (None, "The working directory /x does not exist on this node.") if ends == "not prepared" else (1, "x")
+    if ends == "its rank fails":
+        start(world, job_id)
+    part(world, job_id, "c", RunState.EXITED, exit_code=code, reason=said)
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+    job = job_of(world, job_id)
+    assert (nodes_of(world, job_id), job.state, job.attempts) == (["a", "b"], JobState.STARTING, 4)
+    world.jobs["c"] = []
+    world.report("c")
+    world.report("c")
+    assert {world.state(index, "c") for index in range(2)} == {GpuState.FREE}
+    start(world, job_id)
+    world.pass_time(2 * GROW_AFTER_S)
+    assert job_of(world, job_id).attempts == 4
+    world.check()
+
+
+def test_a_program_that_fails_ends_it_as_any_other_job() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    part(world, job_id, "b", RunState.EXITED, exit_code=1, reason="Rank 2 failed first.")
+    for node in "ac":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+    job = job_of(world, job_id)
+    assert (job.state, job.exit_code) == (JobState.FAILED, 1)
+    forgotten(world)
+    assert {world.state(index, node) for index in range(2) for node in "abc"} == {GpuState.FREE}
+
+
+@pytest.mark.parametrize(("retries", "state"), [(0, JobState.LOST), (1, JobState.QUEUED)])
+def test_with_fewer_nodes_than_it_needs_the_attempt_is_lost(retries: int, state: JobState) -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world, retries=retries)
+    lose(world, job_id, "a")
+    lease_id = job_of(world, job_id).lease_id
+    start(world, job_id)
+    lose(world, job_id, "b", "a")
+    job = job_of(world, job_id)
+    assert job.state is state
+    assert world.ledger.leases[lease_id].lease.state is LeaseState.ENDED
+    if retries:
+        assert job.attempts == 2
+        assert job.lease_id == f"{lease_id}r3"
+    world.check()
+
+
+def test_it_can_be_cancelled_while_it_is_stopped_for_a_node() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    world.cancel(job_id)
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=0, reason=STOPPED)
+    assert job_of(world, job_id).state is not JobState.STARTING
+    assert job_of(world, job_id).ended
+
+
+def test_it_has_succeeded_if_it_was_done_before_it_heard_of_the_stop() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=0)
+    assert job_of(world, job_id).state is JobState.SUCCEEDED
+
+
+def test_a_program_that_ends_well_when_it_is_stopped_goes_on() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=0, reason=STOPPED)
+    assert (job_of(world, job_id).state, nodes_of(world, job_id)) == (JobState.STARTING, ["a", "b", "c"])
+
+
+def test_a_killed_supervisor_starts_all_again_on_the_same_nodes() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    part(world, job_id, "b", RunState.EXITED, reason="The job's supervisor died; its processes were killed.")
+    for node in "ac":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, follows=True)
+    job = job_of(world, job_id)
+    assert (nodes_of(world, job_id), job.state) == (["a", "b", "c"], JobState.STARTING)
+    assert job.reason == "It goes on with the same nodes, on 3 of at most 3."
+
+
+def test_a_node_that_is_forgotten_while_it_takes_no_part_leaves_the_lease() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    assert world.forget("c") is None
+    del world.nodes["c"]
+    lease = world.ledger.leases[job_of(world, job_id).lease_id].lease
+    assert [one.node for one in lease.members] == ["a", "b"]
+    assert {device.node for device in lease.gpus} == {"a", "b"}
+    world.check()
+    world.node("c", gpus=2)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).attempts == 2
+    assert len(world.lease(2).gpus) == 2, "the GPUs of a new host of that name are anyone's"
+
+
+def test_a_forgotten_node_shrinks_it() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    world.pass_time(5, silent=("c",))
+    assert world.forget("c") is None
+    del world.nodes["c"]
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, follows=True)
+    assert nodes_of(world, job_id) == ["a", "b"]
+    world.check()
+
+
+def test_a_node_that_is_drained_meanwhile_does_not_take_part_again() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.set_mode(NodeMode.DRAINING, "c")
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).attempts == 2
+
+
+def test_losses_of_nodes_use_up_no_retry() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world, retries=1)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    part(world, job_id, "b", RunState.EXITED, exit_code=1, reason="Rank 2 failed first.")
+    part(world, job_id, "a", RunState.EXITED, exit_code=143, follows=True)
+    assert job_of(world, job_id).state is JobState.QUEUED
