@@ -37,7 +37,7 @@ when the pilot has ended: a worker that lives on, because its `slurmstepd` was k
 | a submission fails, or a pilot ends before its worker reports | the next one waits 1 s, 3 s, 7 s, ... a minute |
 | 10 submissions in a row fail, or 3 pilots in a row end before a worker reports | the pool pauses, and says why |
 | two pilots of one ordinal are listed | the one of the row stays; the others are cancelled |
-| a pilot ends without having left | its node is forgotten: its jobs are tried elsewhere while they have a retry left |
+| a pilot ends without having left | its refused worker ends its jobs; its node is forgotten, and they are retried |
 | the records are lost | pilots that are listed are adopted by their names |
 | the daemon does not answer | pilots are kept as they are; nothing is submitted, because a worker needs a token |
 """

@@ -87,6 +87,8 @@ class Carrier(Protocol):
     """Its name."""
     gone_s: float
     """A pilot that is not listed for so long has ended. Seconds."""
+    leaves_s: float
+    """The worker of a pilot that has ended may say for so long that its node leaves; then it is refused. Seconds."""
 
     def doctor(self) -> list[Finding]:
         """What would go wrong on this cluster, before it does."""

@@ -18,6 +18,9 @@ SEEN_S, ENDS_S = 5.0, 60.0
 """What is written no more often: that a pilot is still listed, and an end that has moved by less. Seconds."""
 STOP_S = 180.0
 """A pilot that was asked to end is ended at once after this. Seconds."""
+FORGET_S = 20.0
+"""A node that has not left is forgotten so long after its token was revoked: by then its refused worker has ended the
+jobs that are tried elsewhere from then on. Seconds."""
 MAX_FAILED_SUBMISSIONS, MAX_FAILED_STARTS = 10, 3
 """So many in a row pause the pool."""
 AGAIN_S = 60.0
@@ -44,8 +47,8 @@ class DaemonView(Protocol):
     def make_token(self, note: str) -> str:
         """A new token for a worker, with a note by which it is found."""
 
-    def revoke_tokens(self, note: str) -> None:
-        """Revoke every token with that note."""
+    def revoke_tokens(self, note: str) -> bool:
+        """Revoke every token with that note. False where there is none."""
 
     def forget(self, node: str) -> bool:
         """Forget a node whose allocation is gone. False while its worker is still heard."""
@@ -65,7 +68,7 @@ class Pool:
         """
         listed = self._carrier.list(self._records.pool)
         rows = self._take_in(listed, now)
-        self._settle_ended(rows, listed)
+        self._settle_ended(rows, now)
         self._note_ready()
         pool = self._records.read_pool()
         assert pool is not None
@@ -153,17 +156,21 @@ class Pool:
             log.error("pool %s is paused: %s", pool.name, paused)
         self._records.change_pool(failed_starts=failed, paused=paused)
 
-    def _settle_ended(self, rows: Sequence[PilotRow], listed: Sequence[Carried]) -> None:
+    def _settle_ended(self, rows: Sequence[PilotRow], now: float) -> None:
         """Have the daemon know of each pilot that has ended: its token is refused, its node is forgotten."""
         in_use = {row.node for row in rows if row.state in LIVE and row.node}
         for row in rows:
             if row.state != ENDED:
                 continue
-            name = PilotName(pool=row.pool, ordinal=row.ordinal, generation=row.generation)
-            self._daemon.revoke_tokens(str(name))
             # Another pilot on the same host has taken the node over, with its jobs.
             left = not row.node or row.node in in_use or row.node not in self._daemon.known_nodes()
-            if left or self._daemon.forget(row.node):
+            if not left and now - row.last_seen < self._carrier.leaves_s:
+                continue
+            name = PilotName(pool=row.pool, ordinal=row.ordinal, generation=row.generation)
+            if self._daemon.revoke_tokens(str(name)):
+                row = replace(row, last_seen=now)  # noqa: PLW2901 - as it is from here on
+                self._records.put(row)
+            if left or (now - row.last_seen >= FORGET_S and self._daemon.forget(row.node)):
                 self._records.put(replace(row, state=GONE))
 
     def _note_ready(self) -> None:
@@ -245,7 +252,7 @@ class Pool:
             if pilot is None:
                 continue  # not listed yet
             self._records.put(replace(row, state=ENDING, stops_since=now))
-            self._carrier.stop(pilot, at_once=pilot.state is CarriedState.PENDING)
+            self._carrier.stop(pilot, at_once=_waits(row, pilot))
 
     def _stop_late(self, listed: Sequence[Carried], now: float) -> None:
         """Ask again for what was asked for, and end at once what takes too long."""
@@ -253,12 +260,17 @@ class Pool:
         for row in self._records.pilots():
             pilot = by_handle.get(row.handle)
             if row.state == ENDING and row.stops_since is not None and pilot is not None:
-                at_once = now - row.stops_since >= STOP_S or pilot.state is CarriedState.PENDING
-                if at_once or pilot.state is CarriedState.RUNNING:
+                at_once = now - row.stops_since >= STOP_S or _waits(row, pilot)
+                if at_once or pilot.state in (CarriedState.PENDING, CarriedState.RUNNING):
                     self._carrier.stop(pilot, at_once=at_once)
 
     def __repr__(self) -> str:
         return f"Pool({self._records.pool!r})"
+
+
+def _waits(row: PilotRow, pilot: Carried) -> bool:
+    """True where a pilot has no node yet, and so nothing that could leave. One that does not answer may seem so."""
+    return pilot.state is CarriedState.PENDING and not row.was_ready
 
 
 def _is_same(known: str | None, ends_at: datetime | None) -> bool:

@@ -5,6 +5,7 @@
 | a pilot asks for all GPUs of a node | Ray gives them to no one else, and there is one pilot on a node |
 | the actor ends with its worker | a pilot whose worker is gone is seen to be gone, and the next one comes |
 | the worker leaves when the actor or its raylet has ended | Ray gives their GPUs away, and leaves what they started |
+| the worker leaves when its token is refused | the GCS has given up a raylet that lives on, or has lost its state |
 
 Ray never starts a pilot again (`max_restarts=0`): that is what the pool does, with the next generation. A pilot runs
 the worker through a shell, because Ray kills the children of an actor that was killed, and the worker has to leave.
@@ -50,6 +51,7 @@ class RayCarrier:
 
     engine = "ray"
     gone_s = 10.0
+    leaves_s = 15.0
 
     def __init__(self, options: RayOptions, ray: Any = None) -> None:
         self._options = options

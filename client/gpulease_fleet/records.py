@@ -36,7 +36,7 @@ class PilotRow:
     ends_at: str | None = None
     """When its allocation ends, ISO 8601; None where that is not known."""
     last_seen: float
-    """When the engine last listed it. Seconds since the epoch."""
+    """When the engine last listed it; of one that has ended, when its token was revoked. Seconds since the epoch."""
     node: str = ""
     """Its node, as the daemon names it; empty before it has one."""
     since: float

@@ -67,6 +67,7 @@ class SlurmCarrier:
 
     engine = "slurm"
     gone_s = 60.0
+    leaves_s = 0.0  # Slurm has given the node to others by then
 
     def __init__(self, options: SlurmOptions) -> None:
         self._options = options

@@ -50,6 +50,7 @@ class World:
     daemon_away: bool = False
     crash_at: int | None = None
     """At which step from now the program is killed; None: at none."""
+    leaves_s: float = 0.0
     late_list: bool = False
     """Whether the engine hides what it has just taken from its list."""
     handles: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -177,6 +178,10 @@ class Engine:
     engine: str = "play"
     gone_s: float = GONE_S
 
+    @property
+    def leaves_s(self) -> float:
+        return self.world.leaves_s
+
     def doctor(self) -> list[Finding]:
         return []
 
@@ -247,11 +252,13 @@ class Daemon:
         self.world.step()
         return secret
 
-    def revoke_tokens(self, note: str) -> None:
+    def revoke_tokens(self, note: str) -> bool:
         self._answer()
         self.world.step()
-        self.world.tokens = {secret: known for secret, known in self.world.tokens.items() if known != note}
+        before = self.world.tokens
+        self.world.tokens = {secret: known for secret, known in before.items() if known != note}
         self.world.step()
+        return len(self.world.tokens) < len(before)
 
     def forget(self, node: str) -> bool:
         self._answer()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease_fleet.carrier import CarriedState, PilotName
-from gpulease_fleet.pool import AGAIN_S, GONE, MAX_FAILED_STARTS, MAX_FAILED_SUBMISSIONS, STOP_S
+from gpulease_fleet.pool import AGAIN_S, FORGET_S, GONE, MAX_FAILED_STARTS, MAX_FAILED_SUBMISSIONS, STOP_S
 from tests.fleet.play import GONE_S, World
 
 MAX_STEPS = 14
@@ -46,7 +46,7 @@ def test_a_pilot_that_ended_is_replaced_by_the_next_generation(tmp_path: Path) -
     world = world_of(tmp_path, 2)
     world.rounds(10)
     world.end(handle_of(world, 0))
-    world.rounds(10)
+    world.rounds(int(FORGET_S) + 10)
     assert [(row.ordinal, row.generation, row.state) for row in world.rows()] == [(0, 2, "running"), (1, 1, "running")]
     assert world.forgotten == ["n0"]
     assert sorted(world.tokens.values()) == ["gpulease:p:0:2", "gpulease:p:1:1"], "the old one is not heard any more"
@@ -71,9 +71,39 @@ def test_a_worker_that_lives_on_keeps_its_node_until_it_is_not_heard_any_more(tm
     assert states(world) == ["ended"]
     assert world.tokens == {}, "it is refused from now on"
     world.reports.discard("n0")
-    world.rounds(6)
+    world.rounds(int(FORGET_S) + 6)
     assert world.forgotten == ["n0"]
     assert states(world) == ["running"]
+
+
+def test_a_node_is_forgotten_when_its_refused_worker_has_ended_its_jobs_and_not_before(tmp_path: Path) -> None:
+    """They are tried elsewhere from then on. Ray gives up a raylet that does not answer, and whose worker lives on."""
+    world = world_of(tmp_path, 1)
+    world.rounds(6)
+    world.end(handle_of(world, 0))
+    world.tick()
+    assert world.tokens == {}, "it is refused from now on"
+    world.tick(FORGET_S - 1.0)
+    assert world.forgotten == []
+    world.tick()
+    assert world.forgotten == ["n0"]
+
+
+def test_the_worker_of_a_pilot_that_ended_may_still_say_that_its_node_leaves(tmp_path: Path) -> None:
+    """Else its jobs would be tried again only while they have a retry left. A busy host takes seconds for it."""
+    world = world_of(tmp_path, 2)
+    world.leaves_s = 15.0
+    world.rounds(10)
+    for ordinal in (0, 1):
+        world.end(handle_of(world, ordinal))
+    world.tick()
+    assert sorted(world.tokens.values()) == ["gpulease:p:0:1", "gpulease:p:1:1"], "they are heard"
+    world.known.discard("n0")
+    world.tick()
+    assert world.forgotten == []
+    assert "gpulease:p:0:1" not in world.tokens.values(), "it has said so"
+    world.tick(15.0)
+    assert "gpulease:p:1:1" not in world.tokens.values(), "it had its time"
 
 
 @pytest.mark.parametrize("step", range(MAX_STEPS))
@@ -232,6 +262,22 @@ def test_one_that_was_not_told_to_end_is_told_again_before_it_is_ended(tmp_path:
     assert (states(world), [one.state for one in world.alive()]) == (["ending"], [CarriedState.RUNNING])
     world.tick()
     assert [one.state for one in world.alive()] == [CarriedState.ENDING], "its jobs have their grace period"
+
+
+def test_one_that_does_not_say_where_it_is_has_its_grace_period_all_the_same(tmp_path: Path) -> None:
+    """An actor of Ray on a busy host does not answer in time, as one does not that waits for a node."""
+    world = world_of(tmp_path, 1)
+    world.rounds(6)
+    (own,) = world.alive()
+    world.engine[own.handle] = replace(own, state=CarriedState.PENDING)
+    world.up(1, down=True)
+    world.tick()
+    assert [one.state for one in world.alive()] == [CarriedState.ENDING]
+    world.engine[own.handle] = replace(own, state=CarriedState.PENDING)
+    world.tick()
+    assert [one.state for one in world.alive()] == [CarriedState.ENDING], "it is asked again"
+    world.tick(STOP_S)
+    assert world.alive() == []
 
 
 def test_of_two_pilots_of_one_name_the_one_on_record_stays(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 from pathlib import Path
 
@@ -155,6 +156,37 @@ def test_an_allocation_of_processes_ends_with_the_first_of_them() -> None:
     finally:
         first.kill()
         first.wait()
+
+
+@pytest.mark.parametrize(
+    ("refused_s", "leaves"),
+    [
+        ((0.0,), False),
+        ((0.0, 2.0, 4.0), False),
+        ((0.0, 2.0, 4.0, 5.5), True),
+        ((0.0, 4.0, 30.0, 34.0), False),
+        ((0.0, 4.0, 30.0, 34.0, 35.5), True),
+    ],
+)
+def test_a_worker_whose_token_is_refused_for_seconds_has_no_allocation_any_more(
+    monkeypatch: pytest.MonkeyPatch, refused_s: tuple[float, ...], leaves: bool
+) -> None:
+    """As where the GCS of Ray has given up a raylet that lives on. Its jobs are tried elsewhere soon."""
+    left: list[float | None] = []
+
+    async def play() -> None:
+        allocation = ProcessAllocation((os.getpid(),), left.append)
+        for now_s in refused_s:
+            with monkeypatch.context() as clock:
+                clock.setattr("time.monotonic", lambda now_s=now_s: 1000.0 + now_s)
+                allocation.look_soon()
+        watching = asyncio.create_task(allocation.watch())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        watching.cancel()
+
+    asyncio.run(play())
+    assert left == ([allocations.LOST_GRACE_S] if leaves else [])
 
 
 @pytest.mark.parametrize("text", ["ray", "pid:", "pid:x", "pid:1,", "slurm:7"])

@@ -13,6 +13,9 @@ it reports how they ended; and it says that it has left (`NodeReport.left`), upo
 It is asked once a minute, and at once when the daemon refuses the worker's token: `gpulease fleet` revokes that when
 the scheduler no longer has the allocation.
 
+An allocation of processes (`pid:N,...`, as with Ray) ends with the first of them, or after the token was refused for
+some seconds.
+
 The second case of an end is that of a job whose `slurmstepd` was killed: Slurm ends such a job without ending any
 process of it. The time that is left is asked for and not a date, which would rest on a clock and a time zone.
 """
@@ -40,6 +43,9 @@ MIN_LEAVE_S = 10.0
 """A worker whose allocation is gone tries for at least so long to tell the daemon."""
 ANSWER_S = 20.0
 """How long the scheduler may take for an answer."""
+REFUSED_S, REFUSED_AGAIN_S = 5.0, 10.0
+"""A worker whose allocation is one of processes leaves when the daemon has refused it for so long. A refusal that comes
+later than the second after the last one is the first again. Seconds."""
 RUNS = frozenset({"RUNNING", "RESIZING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"})
 """States in which a job of Slurm has its allocation. One that was put back into the queue has none."""
 TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
@@ -86,21 +92,33 @@ def allocation_of(settings: WorkerSettings, leave: Callable[[float | None], None
 
 
 class ProcessAllocation:
-    """Lasts as long as each of some processes: those of an engine that gives this worker its GPUs."""
+    """Lasts as long as each of some processes, those of an engine that gives this worker its GPUs; and no longer than
+    the worker has its token, which `gpulease fleet` revokes when the engine no longer has the pilot. A raylet of Ray
+    may live on although its GCS has given it up."""
 
     def __init__(self, pids: tuple[int, ...], leave: Callable[[float | None], None]) -> None:
         self._pids, self._leave = pids, leave
+        self._ended = asyncio.Event()
+        self._why = "a process has ended that this worker depends on"
+        self._refused_s: tuple[float, float] | None = None
+        """The first and the last of the refusals that follow each other. On the monotonic clock."""
 
     def available_s(self) -> float | None:
         """No end is known."""
         return None
 
     def look_soon(self) -> None:
-        """Its processes are watched all the time."""
+        """Leave once the daemon has refused this worker for `REFUSED_S`: others have its GPUs by now, or its jobs."""
+        now_s = time.monotonic()
+        first_s, last_s = self._refused_s or (now_s, now_s)
+        self._refused_s = (first_s if now_s - last_s <= REFUSED_AGAIN_S else now_s, now_s)
+        if now_s - self._refused_s[0] >= REFUSED_S:
+            self._why = "the daemon refuses the token of this worker"
+            self._ended.set()
 
     async def watch(self) -> None:
-        """Wait until one of the processes has ended; the worker leaves then."""
-        loop, ended, pidfds = asyncio.get_running_loop(), asyncio.Event(), list[int]()
+        """Wait until one of the processes has ended, or the token is refused; the worker leaves then."""
+        loop, ended, pidfds = asyncio.get_running_loop(), self._ended, list[int]()
         try:
             for pid in self._pids:
                 try:
@@ -114,7 +132,7 @@ class ProcessAllocation:
             for pidfd in pidfds:
                 loop.remove_reader(pidfd)
                 os.close(pidfd)
-        log.warning("a process has ended that this worker depends on: this node leaves")
+        log.warning("%s: this node leaves", self._why)
         self._leave(LOST_GRACE_S)
 
 
