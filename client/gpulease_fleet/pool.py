@@ -264,6 +264,10 @@ class Pool:
                 if at_once or pilot.state in (CarriedState.PENDING, CarriedState.RUNNING):
                     self._carrier.stop(pilot, at_once=at_once)
 
+    def note_problem(self, problem: str) -> None:
+        """Record for `status` why nothing was decided; empty where something was."""
+        self._records.change_pool(problem=problem[:500])
+
     def __repr__(self) -> str:
         return f"Pool({self._records.pool!r})"
 
@@ -289,5 +293,6 @@ def describe(pool: PoolRecord, rows: Sequence[PilotRow]) -> dict[str, Any]:
         "most": pool.most,
         "down": pool.down,
         "paused": pool.paused or None,
+        "problem": pool.problem or None,
         "pilots": [{name: getattr(row, name) for name in shown} for row in rows],
     }

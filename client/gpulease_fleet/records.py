@@ -60,6 +60,8 @@ class PoolRecord:
     """How long a node must be idle before its pilot is ended, where there are more than `least`."""
     down: bool = False
     """True once the pool was taken down."""
+    problem: str = ""
+    """Why nothing was decided in the last round; empty where something was."""
     failed_submissions: int = 0
     """How many in a row."""
     failed_starts: int = 0

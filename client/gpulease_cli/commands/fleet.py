@@ -235,7 +235,8 @@ def up(
         before = records.read_pool() if once else None  # rounds of one pool: what has failed in a row is counted on
         record = before or PoolRecord(name=pool, options={})
         least, most = size
-        records.put_pool(replace(record, least=least, most=most, idle_s=idle_s, down=False, options=options))
+        record = replace(record, least=least, most=most, idle_s=idle_s, down=False, problem="", options=options)
+        records.put_pool(record)
         with Client() as client, logging_to_stderr("fleet", LogFormat.AUTO, LogLevel.INFO):
             return _keep(_pool(records, carrier, client), tick_s, lambda: once or _is_down(records))
 
@@ -254,6 +255,9 @@ def show_status(pool: str, state_dir: Path | None, json: bool) -> None:
     size = f"{record.most}" if record.least == record.most else f"{record.least} to {record.most}"
     state = f"paused: {record.paused}" if record.paused else "going down" if record.down else "up"
     click.echo(f"pool {pool}: {size} node{'' if size == '1' else 's'}, {state}")
+    if record.problem:
+        click.echo(f"this may have changed, as nothing was decided since: {record.problem}")
+        click.echo("look at it with `gpulease fleet slurm doctor`, or `ray doctor`")
     heads = ("PILOT", "STATE", "JOB", "NODE", "UNTIL", "REASON")
     table = [
         (
@@ -277,7 +281,7 @@ def down(pool: str, tick_s: float, state_dir: Path | None, make: Callable[[dict[
         record = records.read_pool()
         if record is None:
             raise NotFound(f"There is no pool {pool}.", remedy="`gpulease fleet slurm up`, or `ray up`, makes one.")
-        records.change_pool(down=True)
+        records.change_pool(down=True, problem="")
         until_s = time.monotonic() + DOWN_S
         while any(row.state != GONE for row in records.pilots()):
             if records.lock():
@@ -306,6 +310,7 @@ def _keep(pool: Pool, tick_s: float, is_done: Callable[[], bool]) -> int:
         if error != said:
             log.warning("nothing was decided: %s", error) if error else log.info("engine and daemon answer again")
             said = error
+            pool.note_problem(error)
         if is_done():
             break
         stopped.wait(min(BUSY_TICK_S, tick_s) if busy else tick_s)
