@@ -66,8 +66,8 @@ class Statements:
             self._of_columns[columns] = statement_text(self._engine, changed), made
         text, converters = self._of_columns[columns]
         rows = []
-        for key, new in values.items():
-            row = {"key": key}
+        for key_value, new in values.items():
+            row = {"key": key_value}
             for (name, converter), value in zip(converters, new, strict=True):
                 row[name] = converter(value) if converter is not None and value is not None else value
             rows.append(row)
