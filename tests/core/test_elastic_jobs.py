@@ -6,7 +6,7 @@ import pytest
 
 from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import RunState
-from gpulease_server.core.elastic_jobs import GROW_AFTER_S
+from gpulease_server.core.elastic_growth import GROW_AFTER_S
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S
 from tests.core.build import World
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, order, part, prepared
@@ -180,7 +180,7 @@ def test_a_node_that_fails_after_it_has_joined_is_given_back_and_the_others_go_o
     world.report("c")
     assert {world.state(index, "c") for index in range(2)} == {GpuState.FREE}
     start(world, job_id)
-    world.pass_time(2 * GROW_AFTER_S)
+    world.pass_time(GROW_AFTER_S - 2)
     assert job_of(world, job_id).attempts == 4
     world.check()
 
@@ -275,9 +275,9 @@ def test_a_node_that_is_forgotten_while_it_takes_no_part_leaves_the_lease() -> N
     assert {device.node for device in lease.gpus} == {"a", "b"}
     world.check()
     world.node("c", gpus=2)
+    assert len(world.lease(2).gpus) == 2, "the GPUs of a new host of that name are anyone's"
     world.pass_time(GROW_AFTER_S + 5)
     assert job_of(world, job_id).attempts == 2
-    assert len(world.lease(2).gpus) == 2, "the GPUs of a new host of that name are anyone's"
 
 
 def test_a_forgotten_node_shrinks_it() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from gpulease_protocol.model import Event, JobState
 from gpulease_protocol.node_protocol import JobReport, RunState
-from gpulease_server.core.elastic_jobs import GROW_AFTER_S
+from gpulease_server.core.elastic_growth import pause_s
 from gpulease_server.core.policy import Policy
 from tests.core.build import World
 from tests.core.test_gang_jobs import job_of, order
@@ -125,7 +125,8 @@ def test_attempts_never_overlap_and_it_runs_on_all_of_its_nodes_in_the_end(seed:
             world.ask(hosts.draw.choice([1, 2]), ttl_s=20.0)
         hosts.step()
     hosts.away.clear()
-    for _ in range(int((GROW_AFTER_S + 120) / STEP_S)):
+    calm_s = 120 + 2 * pause_s(world.ledger.jobs[hosts.job_id])
+    for _ in range(int(calm_s / STEP_S)):
         hosts.step()
     job = job_of(world, hosts.job_id)
     lease = world.ledger.leases[job.lease_id].lease

@@ -21,6 +21,7 @@ KINDS_ELSEWHERE = {
     "lease.budget_spent": "tests/core/test_token_budgets.py; the simulated clients send no tokens",
     "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
     "lease.revived": "tests/core/test_leases.py",
+    "lease.grown": "tests/core/test_elastic_growth.py; the simulated clients submit no jobs",
     "lease.shrunk": "tests/core/test_elastic_jobs.py; the simulated clients submit no jobs",
     "lease.unwatched": "tests/core/test_owners.py",
     "node.forgotten": "tests/core/test_forgotten_nodes.py: it takes 90 days",

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from gpulease_protocol.model import EndReason, LeaseState
-from gpulease_server.core.elastic_jobs import watch_elastic
+from gpulease_server.core.elastic_growth import watch_elastic
 from gpulease_server.core.gang_run import watch_gangs
 from gpulease_server.core.gpu import node_problem, unheard_nodes
 from gpulease_server.core.happenings import (

@@ -2,7 +2,7 @@
 
     granted on as many nodes as are free -> one attempt on all of them, see `core.gang_run`
     a node is lost -> all parts of the attempt end -> the next attempt, on the nodes that are left
-    it reports again -> GROW_AFTER_S later all parts are stopped -> the next attempt, with it
+    it reports again, or another one is free, see `core.elastic_growth` -> all parts end -> the next attempt, with it
 
 All these attempts are under one lease, which keeps its GPUs, also those of a node that is lost: nothing is known of
 them, so they could be granted to no one, and the job keeps its place. Each attempt has a port and ranks of its own. So
@@ -13,8 +13,8 @@ What must always hold
 - The next attempt begins when every part of the last one has ended, by the rules of `core.gang_run`.
 - It runs on at least `nodes` nodes; with fewer, the attempt counts as any other that has ended: the lease ends, and
   the job is tried again if it may.
-- A lease never gets a GPU that it was not granted. It may lose some: those of a node that is forgotten while it takes
-  no part, and those of a node that has joined later and failed. These drain as after the end of a lease.
+- A lease may lose GPUs: those of a node that is forgotten while it takes no part, and those of a node that has joined
+  later and failed. These drain as after the end of a lease.
 - A job goes on only when no program has failed: a failure ends it, as it ends any other job.
 
 What each failure does
@@ -28,7 +28,7 @@ What each failure does
 | a node that has joined later fails, before or after the start | it is given back, and the others go on without it |
 | a rank, a launcher | as for any job on several nodes |
 | a node is lost again and again | each time the others start again; MAX_REGROUPS times |
-| the daemon restarts | GROW_AFTER_S begins again |
+| the daemon restarts | the pause before the next change begins again |
 """
 
 from __future__ import annotations
@@ -49,14 +49,12 @@ from gpulease_protocol.model import (
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.gpu import is_unheard, node_mode, state_of
 from gpulease_server.core.grant import free_port
-from gpulease_server.core.job import MAX_HISTORY, change_job
+from gpulease_server.core.job import MAX_HISTORY
 from gpulease_server.core.lease_env import gang_members
 from gpulease_server.core.records import GangTimes, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.wording import some_of
+from gpulease_server.core.wording import name_nodes
 
-GROW_AFTER_S = 30.0
-"""How long an attempt runs before it is stopped for a node that has come back: time for a checkpoint."""
 MAX_REGROUPS = 1000
 """How many times the nodes of a job may change."""
 
@@ -72,7 +70,7 @@ def go_on(turn: Turn, record: JobRecord, origin: JobMember | None, reason: str) 
             return False
         faulty = origin.node
     lease = turn.ledger.leases[record.job.lease_id]
-    left = [one for one in lease.lease.members if one.node != faulty and _may_take_part(turn, record, one)]
+    left = [one for one in lease.lease.members if one.node != faulty and may_take_part(turn, record, one)]
     if len(left) < record.spec.nodes:
         return False
     if faulty is not None:
@@ -101,36 +99,13 @@ def give_back(turn: Turn, record: LeaseRecord, node: str, reason: str) -> None:
     turn.emit("lease.shrunk", lease_id=lease.id, job_id=lease.job_id, node=node, gpus=uuids, reason=reason)
 
 
-def watch_elastic(turn: Turn) -> None:
-    """Stop the parts of jobs that have run for long enough, and have a node that can take part again."""
-    growing, now_s = turn.ledger.job_index.growing, turn.now.mono_s
-    for job_id, since_s in list(growing.items()):
-        record = turn.ledger.jobs[job_id]
-        if since_s is None:
-            growing[job_id] = now_s
-        elif now_s - since_s >= GROW_AFTER_S and record.regroups < MAX_REGROUPS:
-            here, lease = {one.node for one in record.job.members}, turn.ledger.leases[record.job.lease_id].lease
-            absent = [one for one in lease.members if one.node not in here]
-            back = [one.node for one in absent if _may_take_part(turn, record, one)]
-            if back:
-                _stop_to_grow(turn, record, back)
-
-
-def _stop_to_grow(turn: Turn, record: JobRecord, nodes: Sequence[str]) -> None:
-    """Have every part end, so that all can start again with these nodes."""
-    turn.put(replace(record, grows_at=turn.now.at, parts_stopped_at=turn.now.at))
-    reason = f"It starts again with {_name(nodes)}."
-    change_job(turn, turn.ledger.jobs[record.job.id], JobState.STOPPING, reason=reason)
-    turn.put(GangTimes(record.job.id, turn.now.mono_s, stop_s=turn.now.mono_s))
-
-
 def _is_fault_of_host(job: Job, origin: JobMember) -> bool:
     """True where a part has ended for another reason than what it ran: its node is gone, or its supervisor is."""
     is_killed = origin.exit_code is None and job.started_at is not None and not origin.follows
     return origin.state is PartState.LOST or origin.node_left or is_killed
 
 
-def _may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
+def may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
     """True for a node of the lease that can run a part: of one that took no part in the last attempt, a reading must
     show that its GPUs work."""
     ledger, observation = turn.ledger, turn.ledger.node_observations.get(member.node)
@@ -158,13 +133,15 @@ def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason:
     members = _with_ranks(turn, record, left)
     gained, lost = [one.node for one in members if one.node not in before], before - {one.node for one in members}
     what = (
-        " and ".join([f"with {_name(gained)}"] * bool(gained) + [f"without {_name(sorted(lost))}"] * bool(lost))
+        " and ".join(
+            [f"with {name_nodes(gained)}"] * bool(gained) + [f"without {name_nodes(sorted(lost))}"] * bool(lost)
+        )
         or "with the same nodes"
     )
     said = f"It goes on {what}, on {len(members)} of at most {record.spec.max_nodes}."
     why = reason
     if record.grows_at is not None:
-        why = f"It started again with {_name(gained)}." if gained else "The node it was stopped for is away again."
+        why = f"It started again with {name_nodes(gained)}." if gained else "The node it was stopped for is away again."
     attempt = JobAttempt(
         number=job.attempts,
         lease_id=job.lease_id,
@@ -220,7 +197,3 @@ def _with_ranks(turn: Turn, record: JobRecord, left: Sequence[LeaseMember]) -> t
     )
     turn.put(replace(lease_record, lease=changed, port=port))
     return members
-
-
-def _name(nodes: Sequence[str]) -> str:
-    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {some_of(nodes)}"

@@ -22,7 +22,7 @@ class JobIndex:
     """By id: since when each of these waits."""
     growing: dict[str, float | None] = field(default_factory=dict)
     """Ids of the elastic jobs that run on fewer nodes than they may; since when, on the monotonic clock, see
-    `core.elastic_jobs`."""
+    `core.elastic_growth`."""
     running_in_array: Counter[str] = field(default_factory=Counter)
     """By array, how many of its jobs have GPUs."""
     live_in_array: Counter[str] = field(default_factory=Counter)

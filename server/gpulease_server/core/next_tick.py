@@ -6,7 +6,7 @@ What may become due with time alone, and from when on it is due:
 |---|---|
 | a request waits: its pause ends, its token has a new day, its verdict has waited long enough | at once |
 | a job on several nodes is yet to start, or is to end, see `core.gang_run` | at once |
-| an elastic job runs on fewer nodes than it may, see `core.elastic_jobs` | at once |
+| an elastic job runs on fewer nodes than it may, see `core.elastic_growth` | at once |
 | a lease of a token while there are budgets: a day ends, and the wall clock may jump | at once |
 | a deadline of a lease | its time |
 | a pause of a request that has left the queue | its end |

@@ -46,6 +46,11 @@ def describe_demand(demand: Demand) -> str:
     return " ".join([what, *filter(None, limits)])
 
 
+def name_nodes(nodes: Sequence[str]) -> str:
+    """Nodes in words: "node a", "nodes a, b"."""
+    return f"node {nodes[0]}" if len(nodes) == 1 else f"nodes {some_of(nodes)}"
+
+
 def node_range(demand: Demand) -> str:
     """On how many nodes, in words: "2", or "2 to 4"."""
     return str(demand.nodes) if demand.max_nodes is None else f"{demand.nodes} to {demand.max_nodes}"

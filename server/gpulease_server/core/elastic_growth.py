@@ -1,0 +1,112 @@
+"""Elastic jobs that take more nodes: those of their lease that are back, and further ones that are free.
+
+    runs on fewer nodes than it may, for long enough -> a node of its lease is back: all parts are stopped for it
+                                                     -> a free node, and no one waits: its GPUs join the lease, too
+
+- A node that is back costs no one anything: the lease has its GPUs.
+- A further node is taken only while the whole queue is empty, so that growing never overtakes a request, also not one
+  that could not run now. It is granted like any other: by a recent reading, within the limits of the user and the
+  budget of the token, of the model and within reach of the others, and committed before anything starts there.
+- All ranks start again each time. So the longer a job's nodes go on changing, the longer it runs in between:
+  `pause_s`. A node that comes and goes, or fails each time that it has joined, costs less and less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gpulease_protocol.model import JobState, LeaseMember
+from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
+from gpulease_server.core.gpu_observation import baseline_of
+from gpulease_server.core.job import change_job
+from gpulease_server.core.lease_env import LOOPBACK
+from gpulease_server.core.placement import Search, find_candidates, reach_of
+from gpulease_server.core.records import GangTimes, GpuRecord, JobRecord, LeaseRecord
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import usage_by_user
+from gpulease_server.core.wording import name_nodes
+
+GROW_AFTER_S = 30.0
+"""How long an attempt runs at least before it is stopped for another node: time for a checkpoint."""
+CHANGES = 4
+"""The pause doubles each time that a job's nodes have changed so often."""
+MAX_DOUBLINGS = 8
+
+
+def pause_s(record: JobRecord) -> float:
+    """How long the attempt must have run before it is stopped for another node: up to two hours."""
+    return float(GROW_AFTER_S * 2 ** min(record.regroups // CHANGES, MAX_DOUBLINGS))
+
+
+def watch_elastic(turn: Turn) -> None:
+    """Stop the parts of jobs that have run for long enough, and for which there is another node."""
+    growing, now_s = turn.ledger.job_index.growing, turn.now.mono_s
+    for job_id, since_s in list(growing.items()):
+        record = turn.ledger.jobs[job_id]
+        if since_s is None:
+            growing[job_id] = now_s
+        elif now_s - since_s >= pause_s(record) and record.regroups < MAX_REGROUPS:
+            here, lease = {one.node for one in record.job.members}, turn.ledger.leases[record.job.lease_id]
+            absent = [one for one in lease.lease.members if one.node not in here]
+            nodes = [one.node for one in absent if may_take_part(turn, record, one)]
+            if not nodes and len(lease.lease.members) < (record.spec.max_nodes or 0):
+                nodes = _take_free_node(turn, lease)
+            if nodes:
+                _stop_to_grow(turn, record, nodes)
+
+
+def _stop_to_grow(turn: Turn, record: JobRecord, nodes: Sequence[str]) -> None:
+    """Have every part end, so that all can start again with these nodes."""
+    turn.put(replace(record, grows_at=turn.now.at, parts_stopped_at=turn.now.at))
+    reason = f"It starts again with {name_nodes(nodes)}."
+    change_job(turn, turn.ledger.jobs[record.job.id], JobState.STOPPING, reason=reason)
+    turn.put(GangTimes(record.job.id, turn.now.mono_s, stop_s=turn.now.mono_s))
+
+
+def _take_free_node(turn: Turn, record: LeaseRecord) -> list[str]:
+    """Add the GPUs of a free node to a lease. Returns its name; nothing where there is none, or where it is to be read
+    first."""
+    ledger, lease = turn.ledger, record.lease
+    left = usage_by_user(ledger, turn.policy.limits, turn.now).gpus_left(lease)
+    if ledger.queue or turn.pending or (left is not None and left < lease.demand.count):
+        return []
+    found, model = find_candidates(ledger, lease.demand), lease.gpus[0].name or ""
+    here = {one.node for one in lease.members}
+    reach = reach_of(ledger, lease.demand, next(iter(here)))
+    search = Search(ledger, lease.demand, (), turn.now, turn.policy, (), None, float("-inf"), False)
+    nodes = [node for node in found.by_model.get(model, ()) if node in ledger.fleet.free and node not in here]
+    reached = (node for node in nodes if reach is not None and reach_of(ledger, lease.demand, node) == reach)
+    ranked = [one for node in reached if (one := search.on_node(node, found, model)) is not None]
+    if not ranked:
+        return []
+    needs_reading, _, node = min(one.rank for one in ranked)
+    if needs_reading:
+        turn.request_reading(node)
+        return []
+    _extend(turn, record, node, next(one.gpus for one in ranked if one.rank[2] == node))
+    return [node]
+
+
+def _extend(turn: Turn, record: LeaseRecord, node: str, gpus: tuple[GpuRecord, ...]) -> None:
+    """Give these GPUs of one node to an active lease, as its last member."""
+    lease, observation = record.lease, turn.ledger.node_observations[node]
+    count_gpu_time(turn, lease)
+    devices = tuple(gpu.device for gpu in gpus)
+    address = observation.address or LOOPBACK
+    member = LeaseMember(rank=len(lease.members), node=node, address=address, gpus=devices, env={})
+    turn.put(replace(record, lease=replace(lease, gpus=(*lease.gpus, *devices), members=(*lease.members, member))))
+    for gpu in gpus:
+        if gpu.lease_id is not None:
+            raise AssertionError(f"GPU {gpu.device.uuid} is still held by {gpu.lease_id}")
+        baseline, token = baseline_of(observation, gpu), lease.fencing_token or 0
+        turn.put(replace(gpu, lease_id=lease.id, draining=False, fencing_token=token, baseline_bytes=baseline))
+    turn.emit(
+        "lease.grown",
+        lease_id=lease.id,
+        job_id=lease.job_id,
+        node=node,
+        gpus=tuple(device.uuid for device in devices),
+        fencing_token=lease.fencing_token,
+    )

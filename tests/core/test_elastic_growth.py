@@ -1,0 +1,110 @@
+"""Elastic jobs take further nodes that are free, by the rules of any grant, and never before a request that waits."""
+
+from __future__ import annotations
+
+from gpulease_protocol.model import GpuState, JobState
+from gpulease_server.core.elastic_growth import CHANGES, GROW_AFTER_S, pause_s
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.user_limits import UserLimits
+from tests.core.build import World, gpu
+from tests.core.test_elastic_jobs import elastic, kinds, lose, nodes_of, start, stopped
+from tests.core.test_gang_jobs import fleet, forgotten, job_of
+
+
+def with_room(**what: object) -> tuple[World, str]:
+    """An elastic job on two nodes, and a third one that gets free."""
+    world = fleet("a", "b", "c")
+    for name, value in what.items():
+        setattr(world, name, value)
+    other = world.lease(2, node="c", user="bob", ttl_s=1000.0)
+    job_id = elastic(world)
+    assert nodes_of(world, job_id) == ["a", "b"]
+    world.release(other)
+    world.report("c")
+    return world, job_id
+
+
+def test_a_node_that_gets_free_is_taken_after_a_while() -> None:
+    world, job_id = with_room()
+    world.pass_time(GROW_AFTER_S - 2)
+    assert job_of(world, job_id).state is JobState.RUNNING
+    world.pass_time(4)
+    job = job_of(world, job_id)
+    assert (job.state, job.reason) == (JobState.STOPPING, "It starts again with node c.")
+    assert {world.state(index, "c") for index in range(2)} == {GpuState.LEASED}, "no one else can have them meanwhile"
+    world.check()
+    stopped(world, job_id)
+    assert nodes_of(world, job_id) == ["a", "b", "c"]
+    start(world, job_id)
+    world.check()
+    assert "lease.grown" in kinds(world, job)
+    for node in "abc":
+        world.jobs[node] = []
+    world.cancel(job_id)
+
+
+def test_a_request_that_waits_comes_first() -> None:
+    world, job_id = with_room()
+    world.ask(2, nodes=3, ttl_s=1000.0)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).state is JobState.RUNNING
+    assert {world.state(index, "c") for index in range(2)} == {GpuState.FREE}
+
+
+def test_a_node_is_taken_only_by_a_recent_reading() -> None:
+    world, job_id = with_room()
+    world.pass_time(GROW_AFTER_S - 1)
+    world.at_s += 1.5
+    world.report("a")
+    world.report("b")
+    world.pass_time(0.5, silent=("c",))
+    assert job_of(world, job_id).state is JobState.RUNNING
+    assert "c" in world.wanted, "it is asked for one"
+    world.report("c")
+    world.pass_time(0.5)
+    assert job_of(world, job_id).state is JobState.STOPPING
+
+
+def test_the_limit_of_its_user_holds() -> None:
+    world, job_id = with_room(policy=Policy(limits=UserLimits(gpus=5)))
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).state is JobState.RUNNING
+
+
+def test_a_node_of_another_model_is_not_taken() -> None:
+    world = fleet("a", "b")
+    job_id = elastic(world)
+    world.node("c", gpus=[gpu(index, "c", name="another") for index in range(2)])
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).state is JobState.RUNNING
+
+
+def test_the_lease_has_all_its_gpus_back_after_the_end() -> None:
+    world, job_id = with_room()
+    world.pass_time(GROW_AFTER_S + 2)
+    stopped(world, job_id)
+    start(world, job_id)
+    lose(world, job_id, "a", "b")
+    assert job_of(world, job_id).ended
+    world.report("a")
+    world.report("b")
+    forgotten(world)
+    world.pass_time(5)
+    assert {world.state(index, node) for index in range(2) for node in "abc"} == {GpuState.FREE}
+    world.check()
+
+
+def test_a_job_whose_nodes_keep_changing_is_stopped_less_and_less_often() -> None:
+    world = fleet("a", "b", "c")
+    job_id, pauses = elastic(world), []
+    for _ in range(CHANGES):
+        lose(world, job_id, "a")
+        world.jobs["a"] = []
+        start(world, job_id)
+        pauses.append(pause_s(world.ledger.jobs[job_id]))
+        world.pass_time(pauses[-1] - 2)
+        assert job_of(world, job_id).state is JobState.RUNNING
+        world.pass_time(4)
+        stopped(world, job_id)
+        start(world, job_id)
+    assert pauses == [GROW_AFTER_S, GROW_AFTER_S, 2 * GROW_AFTER_S, 2 * GROW_AFTER_S]
