@@ -16,7 +16,7 @@ from gpulease_mcp.lease_tools import Key, agent_name
 from gpulease_mcp.session import AgentSession
 from gpulease_protocol.bounds import MAX_NAME, MAX_PATH
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.requests import MAX_COUNT, MAX_RETRIES, JobRequest
+from gpulease_protocol.requests import MAX_COUNT, MAX_NODES, MAX_RETRIES, JobRequest
 
 MAX_LOG_BYTES = 16 * 1024
 TAIL_LINES = 1000
@@ -39,7 +39,8 @@ class JobTools:
         command: Annotated[
             list[str], Field(min_length=1, max_length=1000, description="Script and arguments, or a program's")
         ],
-        gpus: Annotated[int, Field(ge=1, le=MAX_COUNT)] = 1,
+        gpus: Annotated[int, Field(ge=1, le=MAX_COUNT, description="How many, on each node")] = 1,
+        nodes: Annotated[int, Field(ge=1, le=MAX_NODES, description="A launcher starts on each, all or none")] = 1,
         preview: Annotated[bool, Field(description="Only tell what would happen; false: submit it")] = True,
         working_directory: Annotated[str, Field(max_length=MAX_PATH, description="Of the job")] = ".",
         name: Annotated[str, Field(max_length=200)] = "",
@@ -62,6 +63,7 @@ class JobTools:
             request = JobRequest(
                 command=command,
                 gpus=gpus,
+                nodes=nodes,
                 launcher=launcher,
                 environment=passed_on | (environment or {}),
                 working_directory=str(Path(working_directory).absolute()),
