@@ -277,10 +277,9 @@ def test_a_wait_ends_with_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
         while len(side.daemon.ledger.leases) < 2:  # noqa: ASYNC110 - no one signals to a test
             await asyncio.sleep(0.001)
         (queued,) = (lease_id for lease_id in side.daemon.ledger.leases if lease_id != first["id"])
-        reading = asyncio.create_task(side.send("GET", f"/v1/leases/{queued}?wait_s=60", peer=ROOT))
+        reading = await side.begin("GET", f"/v1/leases/{queued}?wait_s=60", peer=ROOT)
         known = f"/v1/leases/{queued}?wait_s=60&wait_while=queued"
-        also = [asyncio.create_task(side.send("GET", known, peer=peer)) for peer in (ROOT, EVE, ADA)]
-        await asyncio.sleep(0)
+        also = [await side.begin("GET", known, peer=peer) for peer in (ROOT, EVE, ADA)]
         await side.send("POST", f"/v1/leases/{first['id']}/release", {"token": first["token"]}, peer=ADA)
         await report_free(side)
         granted = await waiting

@@ -77,6 +77,17 @@ class Side:
     """How many requests took the hot path, by method and route."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """What was logged of requests."""
+    ids: Counter[str] = field(default_factory=Counter)
+    """How many ids were made, by kind."""
+
+    async def begin(self, *arguments: Any, **options: Any) -> asyncio.Task[Reply]:
+        """As `send`, for one that waits: returns once it has its id, so that each side counts requests in one order."""
+        before = self.ids["request"]
+        task = asyncio.create_task(self.send(*arguments, **options))
+        async with asyncio.timeout(30):
+            while self.ids["request"] == before:  # noqa: ASYNC110 - no one signals to a test
+                await asyncio.sleep(0.001)
+        return task
 
     async def send(
         self,
@@ -214,7 +225,7 @@ async def _converse(
             bearer_tokens=BearerTokens(store, writer),
         )
         app = create_app(daemon)
-        side = Side(app, daemon, leadership, store, moment, has_hot_path)
+        side = Side(app, daemon, leadership, store, moment, has_hot_path, ids=numbers)
         answers = app.hot_path.answers
 
         async def answers_and_counts(scope: Any, receive: Any, send: Any) -> bool:

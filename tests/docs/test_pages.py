@@ -25,7 +25,7 @@ RUN_ELSEWHERE = {
 test_generated_clients.py run these, and look at the result."""
 PROGRAMS = {"python": "python -W error", "javascript": "node"}
 TYPED = {"bash", "console", *PROGRAMS}
-MOST_NOT_RUN = 28
+MOST_NOT_RUN = 29
 HIDDEN = re.compile(r"^\s*(\$ |curl |make |gpulease (?!waits ))", re.MULTILINE)
 """A line that someone types. `gpulease waits` is what the program says."""
 GIVE_BACK = """
