@@ -11,6 +11,7 @@ from gpulease_server.core.backfill import BlockedRequests, Reservations, recount
 from gpulease_server.core.eligibility import is_over_user_limit
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
+from gpulease_server.core.gang_readings import nodes_to_ask
 from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.node_ranking import NodeRankings
@@ -76,7 +77,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
                 walk.count_bypass(turn, record, gpus)
             case NeedsReading(nodes, gpus):
-                for node in nodes:
+                for node in nodes_to_ask(turn, nodes, gpus):
                     turn.request_reading(node)
                 waited_enough = pending is not None and pending.since_s < latest_s
                 if not waited_enough or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
