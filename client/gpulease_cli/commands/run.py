@@ -19,22 +19,25 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import click
+from click.core import ParameterSource
+
 from gpulease.client import Client
 from gpulease.lease import HeldLease
 from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
-from gpulease_cli.option_types import Field, Number
+from gpulease_cli.option_types import Field, NodeCount, Number, OneOf
 from gpulease_cli.options import DEVICES, LABEL, MASK, MODEL, OWN_NODE, WAIT, ttl
 from gpulease_cli.parameters import argument, option
 from gpulease_cli.surrounding_lease import BorrowedLease, chosen_gpus, surrounding_lease
-from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotNow, UnknownOrdinals
+from gpulease_protocol.errors import GpuleaseError, InvalidRequest, LeaseLost, NotFound, NotNow, UnknownOrdinals
 from gpulease_protocol.host import command_guard, process_tree
 from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.launchers import choose_mask, usage_error
 from gpulease_protocol.model import Device, Launcher, Mask
 from gpulease_protocol.obstacle_groups import gpu_ranges
-from gpulease_protocol.requests import LeaseRequest
+from gpulease_protocol.requests import JobRequest, LeaseRequest
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for a command after its lease is lost."""
@@ -69,7 +72,11 @@ def lease_options(function: Callable[..., int]) -> Callable[..., int]:
 
 @command(
     context_settings=ARGUMENTS_LAST,
-    examples=("gpulease run -n 2 --wait 10m -- python train.py --epochs 3", "gpulease run -n 1 -- bash"),
+    examples=(
+        "gpulease run -n 2 --wait 10m -- python train.py --epochs 3",
+        "gpulease run -n 1 -- bash",
+        "gpulease run --nodes 2 -n 4 --wait 10m -- train.py        # torchrun on two nodes, 8 ranks",
+    ),
 )
 @argument(
     "words",
@@ -79,17 +86,58 @@ def lease_options(function: Callable[..., int]) -> Callable[..., int]:
     help="Command to run, with its arguments, after `--`.",
 )
 @lease_options
-def run(words: tuple[str, ...], gpus: int | None, quiet: bool, **options: Any) -> int:
+@option(
+    "--nodes",
+    type=Field(NodeCount(), JobRequest, "nodes"),
+    metavar="N",
+    default=1,
+    help="Number of nodes: a job starts on each as with submit, and ends with this program.",
+)
+@option(
+    "--launcher",
+    type=OneOf(Launcher),
+    metavar="LAUNCHER",
+    show_default="as submit",
+    help="With --nodes: what starts the ranks.",
+)
+def run(
+    words: tuple[str, ...], gpus: int | None, nodes: int, launcher: Launcher | None, quiet: bool, **options: Any
+) -> int:
     """Lease GPUs, run a command on them, release them. Under a lease it runs on the GPUs of that one.
 
+    With --nodes it is a job on several nodes: its output is shown here, and Ctrl-C ends it everywhere.
     Exits with the command's code. Its own: 4 the lease was lost, 75 the GPUs were not granted in time, 125 it failed
     otherwise, 126 the command may not be executed, 127 there is no such command.
     """
+    tell = not quiet and sys.stderr.isatty()
+    if nodes > 1:
+        return _run_on_nodes(words, gpus or 1, nodes, launcher, tell, options)
+    if launcher is not None:
+        raise InvalidRequest(
+            "--launcher: is for a command on several nodes.", remedy="Add --nodes, or type it: gpulease run -- torchrun"
+        )
     code = check_command(words)
     if code is not None:
         return code
-    tell = not quiet and sys.stderr.isatty()
     return run_leased(list(words), gpus, tell, "the command", {}, options | {"quiet": quiet})
+
+
+def _run_on_nodes(
+    words: tuple[str, ...], gpus: int, nodes: int, launcher: Launcher | None, tell: bool, options: Mapping[str, Any]
+) -> int:
+    """Run a command on several nodes; its exit code, or one of `run`'s own. Raises InvalidRequest, a usage error."""
+    from gpulease_cli.commands import foreground_job  # noqa: PLC0415 - for this mode only
+
+    if click.get_current_context().get_parameter_source("ttl") is ParameterSource.COMMANDLINE:
+        raise InvalidRequest("--ttl: a job has none; it is cancelled when this program ends.", remedy="Leave it out.")
+    request = foreground_job.request_for(words, gpus, nodes, launcher, options)
+    try:
+        return foreground_job.run(request, options["wait"], tell=tell)
+    except InvalidRequest:
+        raise
+    except GpuleaseError as error:
+        output.print_gpulease_error(error)
+        return NOT_NOW if isinstance(error, NotNow) else NOT_FOUND if isinstance(error, NotFound) else FAILED
 
 
 def check_command(words: tuple[str, ...]) -> int | None:
