@@ -22,10 +22,11 @@ class Fleet:
     def __init__(self, running: DaemonProcess, place: Path, variables: Mapping[str, str], *options: str) -> None:
         self.running, self.place, self._options = running, place, options
         self.variables = dict(variables) | {"GPULEASE_FLEET_DIR": str(place / "fleet")}
+        self.engine, self.python = "slurm", sys.executable
 
     def type(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a command."""
-        return self.running.gpulease("fleet", "slurm", *words, **self.variables)
+        return self.running.gpulease("fleet", self.engine, *words, **self.variables)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ class Fleet:
     @contextmanager
     def up(self, *words: str) -> Iterator[subprocess.Popen[str]]:
         """`up`, for as long as the block lasts; its pilots go on."""
-        command = [sys.executable, "-m", "gpulease_cli", "fleet", "slurm", "up", *self.options, *words]
+        command = [self.python, "-m", "gpulease_cli", "fleet", self.engine, "up", *self.options, *words]
         environment = os.environ | {"HOME": str(self.place), "GPULEASE_URL": self.running.url} | self.variables
         log = (self.place / "fleet.log").open("a")
         process = subprocess.Popen(command, env=environment, text=True, stdout=log, stderr=log)
