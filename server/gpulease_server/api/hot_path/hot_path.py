@@ -64,7 +64,7 @@ class HotPath:
         if self.leadership.standby_copy is not None or not daemon.writer.has_loaded:
             return False
         status, started_s = 499, clock.mono_s()
-        self.metrics.in_flight.inc()
+        self.metrics.in_flight += 1
         try:
             turn = turn_of(self.share, peer, scope)
             TURN.set(turn)
@@ -80,7 +80,7 @@ class HotPath:
             status = 500
             raise
         finally:
-            self.metrics.in_flight.dec()
+            self.metrics.in_flight -= 1
             self.metrics.count(hot.route.method, hot.route.path, status, clock.mono_s() - started_s)
         return True
 
