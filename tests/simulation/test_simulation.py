@@ -20,6 +20,7 @@ LOOK_FIRST = {
     "revive_over_another": 10,
     "measure_by_the_wall": 3,
     "show_before_commit": 5,
+    "token_from_the_living": 4,
     "trust_unknown_words": 7,
     "forget_debts": 2,
     "wait_for_lost_nodes": 2,
