@@ -15,7 +15,7 @@ from tests.driver.daemon_view import RETAINED_S, clean_events, drains, gpu, reas
 from tests.driver.machine import GPUS, UUIDS, DriverMachine
 from tests.driver.test_machine import children
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.alone
 
 
 def masked(*gpus: int) -> dict[str, str]:

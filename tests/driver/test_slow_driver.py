@@ -13,7 +13,7 @@ from tests.driver.machine import FABRIC_IN_PROGRESS, GPUS, UUIDS, DriverMachine
 
 LISTS = 3 * GPUS
 """Process lists in one reading: compute, graphics and MPS of each GPU."""
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.alone
 
 
 def probes(machine: DriverMachine) -> set[int]:
