@@ -27,7 +27,7 @@ from gpulease.lease import HeldLease
 from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, output, wait_progress
 from gpulease_cli.help_format import ARGUMENTS_LAST, command
-from gpulease_cli.option_types import Field, NodeCount, Number, OneOf
+from gpulease_cli.option_types import Field, NodeRange, Number, OneOf
 from gpulease_cli.options import DEVICES, LABEL, MASK, MODEL, OWN_NODE, WAIT, ttl
 from gpulease_cli.parameters import argument, option
 from gpulease_cli.surrounding_lease import BorrowedLease, chosen_gpus, surrounding_lease
@@ -37,7 +37,7 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.launchers import choose_mask, usage_error
 from gpulease_protocol.model import Device, Launcher, Mask
 from gpulease_protocol.obstacle_groups import gpu_ranges
-from gpulease_protocol.requests import JobRequest, LeaseRequest
+from gpulease_protocol.requests import LeaseRequest
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL for a command after its lease is lost."""
@@ -88,9 +88,9 @@ def lease_options(function: Callable[..., int]) -> Callable[..., int]:
 @lease_options
 @option(
     "--nodes",
-    type=Field(NodeCount(), JobRequest, "nodes"),
+    type=NodeRange(),
     metavar="N",
-    default=1,
+    default="1",
     help="Number of nodes: a job starts on each as with submit, and ends with this program.",
 )
 @option(
@@ -101,7 +101,12 @@ def lease_options(function: Callable[..., int]) -> Callable[..., int]:
     help="With --nodes: what starts the ranks.",
 )
 def run(
-    words: tuple[str, ...], gpus: int | None, nodes: int, launcher: Launcher | None, quiet: bool, **options: Any
+    words: tuple[str, ...],
+    gpus: int | None,
+    nodes: tuple[int, int | None],
+    launcher: Launcher | None,
+    quiet: bool,
+    **options: Any,
 ) -> int:
     """Lease GPUs, run a command on them, release them. Under a lease it runs on the GPUs of that one.
 
@@ -110,8 +115,13 @@ def run(
     otherwise, 126 the command may not be executed, 127 there is no such command.
     """
     tell = not quiet and sys.stderr.isatty()
-    if nodes > 1:
-        return _run_on_nodes(words, gpus or 1, nodes, launcher, tell, options)
+    if nodes[1] is not None:
+        raise InvalidRequest(
+            "--nodes: run takes one number of nodes.",
+            remedy=f"An elastic job is submitted: gpulease submit --nodes {nodes[0]}:{nodes[1]}",
+        )
+    if nodes[0] > 1:
+        return _run_on_nodes(words, gpus or 1, nodes[0], launcher, tell, options)
     if launcher is not None:
         raise InvalidRequest(
             "--launcher: is for a command on several nodes.", remedy="Add --nodes, or type it: gpulease run -- torchrun"
