@@ -8,6 +8,7 @@ from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, NodeMod
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import GROW_AFTER_S
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S
+from gpulease_server.core.node import desired_state
 from tests.core.build import World
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, order, part, prepared
 
@@ -175,6 +176,8 @@ def test_a_node_that_fails_after_it_has_joined_is_given_back_and_the_others_go_o
         part(world, job_id, node, RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
     job = job_of(world, job_id)
     assert (nodes_of(world, job_id), job.state, job.attempts) == (["a", "b"], JobState.STARTING, 4)
+    told = [(one.state, one.job_id) for one in desired_state(world.ledger, "c", 1).leases]
+    assert told == [(LeaseState.ENDED, None)], "its worker reads them, and ends nothing of the job that goes on"
     world.jobs["c"] = []
     world.report("c")
     world.report("c")

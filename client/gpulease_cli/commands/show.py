@@ -88,7 +88,11 @@ def _job_facts(client: Client, job: Job, now: datetime) -> Facts:
     yield "launcher", job.launcher
     yield "directory", job.working_directory
     yield "GPUs", _places(job.gpus) if job.gpus else count_gpus(job.gpu_count) if job.gpu_count else None
-    yield "nodes", job.max_nodes and f"{len(job.members)} of {job.nodes}:{job.max_nodes}"
+    if job.max_nodes:
+        yield (
+            "nodes",
+            f"{len(job.members)} of {job.nodes}:{job.max_nodes}" if job.members else f"{job.nodes}:{job.max_nodes}",
+        )
     for member in job.members:
         yield f"node {member.rank}", _part(member)
     yield "submitted", _moment(job.created_at, now)

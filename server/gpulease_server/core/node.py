@@ -282,14 +282,17 @@ def _node_lease(ledger: Ledger, node: str, record: LeaseRecord, gpus: list[GpuRe
         same_place = known is not None and lease.holder.host == known.host
     here = lease.job_id is None and same_place
     job = None if lease.job_id is None else ledger.jobs.get(lease.job_id)
+    # GPUs that a lease has given back, see `core.elastic_jobs`. Its job goes on, perhaps under another worker of this
+    # host, so what is left of it is not to be ended by the marker of the lease alone.
+    given_back = lease.state is not LeaseState.ENDED and all(gpu.draining for gpu in gpus)
     return NodeLease(
         id=lease.id,
-        state=LeaseState.ENDED if all(gpu.draining for gpu in gpus) else lease.state,
+        state=LeaseState.ENDED if given_back else lease.state,
         gpus=tuple(gpu.device.uuid for gpu in gpus),
         owner_pid=lease.holder.owner_pid if here else None,
         owner_start_ticks=watched.owner.start_ticks if here and watched else None,
         owner_user=watched.owner.user if here and watched else None,
-        job_id=lease.job_id,
+        job_id=None if given_back else lease.job_id,
         user=lease.holder.user,
         uid=None if job is None else job.uid,
     )
