@@ -1,7 +1,8 @@
 """Hundreds of pilots on a real cluster of Slurm, several at once, each of which ends in another way.
 
-`python -m tests.fleet.soak 200` prints a table and a verdict, and ends with 1 when something was wrong. It needs root,
-slurm-wlm and munge. See `tests.fleet.books` for what is looked at all the time.
+`python -m tests.fleet.soak 200` prints a table and a verdict, and ends with 1 when something was wrong. SIGTERM ends
+the faults, and the rest follows. It needs root, slurm-wlm and munge. See `tests.fleet.books` for what is looked at all
+the time.
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class Outcome:
     left: int = 0
     """Processes that were left after `LEFT_S`."""
 
+    @property
+    def seconds(self) -> tuple[float | None, float | None, float | None]:
+        """The three durations."""
+        return self.knew_s, self.next_s, self.gone_s
+
 
 class CalmFleet(Fleet):
     """With workers that look less often: many run at once here."""
@@ -86,14 +92,22 @@ class Soak:
     wrong: list[str] = field(default_factory=list)
     expected: dict[str, tuple[str, int | None]] = field(default_factory=dict)
     """By id of a job: the state in which it must end, and its exit code where that is known."""
+    stopped: threading.Event = field(default_factory=threading.Event)
+    """Set when no more faults are to come."""
+
+    @property
+    def goes_on(self) -> bool:
+        """False when the next fault is not to come."""
+        return len(self.wrong) < MOST_WRONG and not self.stopped.is_set()
 
     def strike(self, fault: str, with_other: bool) -> None:
         """A training that has a node alone, whose pilot meets with a fault. `with_other`: another user's job of Slurm
         waits for that node."""
-        began = time.monotonic()
         with self._noted(fault), self._job() as job_id:
-            self.outcomes.append(self._struck(fault, self.train(job_id), with_other))
-        print(f"{self.submitted()} pilots, {fault}: {time.monotonic() - began:.1f} s", flush=True)
+            outcome = self._struck(fault, self.train(job_id), with_other)
+            self.outcomes.append(outcome)
+            times = [f"{value:.1f} s" if value is not None else "-" for value in outcome.seconds]
+            print(f"{self.submitted()} pilots, {fault}: {', '.join(times)}", flush=True)
 
     @contextmanager
     def _noted(self, what: str) -> Iterator[None]:
@@ -293,7 +307,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for fault, found in by_fault.items():
-        cells = [_cell([getattr(one, name) for one in found]) for name in ("knew_s", "next_s", "gone_s")]
+        cells = [_cell(values) for values in zip(*(one.seconds for one in found), strict=True)]
         lines.append(f"| {fault} | {len(found)} | {' | '.join(cells)} | {sum(one.left for one in found)} |")
     return lines
 
@@ -324,7 +338,7 @@ def play(soak: Soak, pilots: int, seed: int) -> None:
             # What takes long comes first, so that the others need not wait for it at the end of a part.
             waiting = sorted(faults[part::PARTS], key=lambda one: one[0] not in SLOW)
             _strike_all(soak, waiting)
-            if part < PARTS - 1 and len(soak.wrong) < MOST_WRONG:
+            if part < PARTS - 1 and soak.goes_on:
                 soak.away()
         soak.settle()
 
@@ -333,7 +347,7 @@ def _strike_all(soak: Soak, waiting: list[tuple[str, bool]]) -> None:
     taken = threading.Lock()
 
     def strike() -> None:
-        while len(soak.wrong) < MOST_WRONG:
+        while soak.goes_on:
             with taken:
                 if not waiting:
                     return
@@ -347,13 +361,14 @@ def _strike_all(soak: Soak, waiting: list[tuple[str, bool]]) -> None:
 
 def main(pilots: int, seed: int) -> int:
     """Run it, and print what came of it. 1 when something was wrong."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # it takes its cluster down
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     began = time.monotonic()
     with installation() as (cluster, fleet):
         grants = first_grants(fleet)
         print(f"from sbatch to the first grant: {', '.join(f'{took:.1f} s' for took in grants)}", flush=True)
         with watched_books(cluster, fleet, TRAINING) as books:
-            soak = Soak(cluster, fleet, books)
+            soak = Soak(cluster, fleet, books, stopped=stopped)
             play(soak, pilots, seed)
             submitted = soak.submitted()
     wrong = [*books.wrong, *soak.wrong]
