@@ -37,6 +37,8 @@ MAX_WAITING = 10_000
 """Lines that may wait to be written, at most."""
 MAX_AT_ONCE = 100
 """Lines that are written at once, at most."""
+GATHER_S = 0.02
+"""How long lines wait for others: to wake the thread for each line takes longer than to make it."""
 FLUSH_S = 2.0
 """How long the end of a program waits for its last lines to be written."""
 MAX_TEXT = 4000
@@ -119,6 +121,7 @@ class Lines(logging.Handler):
         self.setFormatter(form)
         self._waiting: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._left_out = 0
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._write_all, name="log", daemon=True)
         self._thread.start()
 
@@ -132,6 +135,7 @@ class Lines(logging.Handler):
     def close(self) -> None:
         """Write what waits, for at most FLUSH_S."""
         until_s = time.monotonic() + FLUSH_S
+        self._closing.set()
         self._waiting.put(None)
         self._thread.join(max(0.0, until_s - time.monotonic()))
         super().close()
@@ -140,6 +144,8 @@ class Lines(logging.Handler):
         ended = False
         while not ended:
             records = [self._waiting.get()]
+            if self._waiting.qsize() < MAX_AT_ONCE:
+                self._closing.wait(GATHER_S)
             while len(records) < MAX_AT_ONCE and not self._waiting.empty():
                 records.append(self._waiting.get())
             ended = None in records
