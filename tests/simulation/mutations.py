@@ -15,6 +15,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+from sqlalchemy import Engine
+
 from gpulease_cli import main
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.api import report_body
@@ -28,6 +30,7 @@ from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseReco
 from gpulease_server.core.turn import Turn
 from gpulease_server.runtime import clock, writer
 from gpulease_server.runtime.wakeups import wakeup_keys
+from gpulease_server.store.event_pages import EventFilter, FoundEvents, find_events
 from gpulease_server.store.ledger_store import Store, is_stored
 
 CORE, RUNTIME = "gpulease_server.core", "gpulease_server.runtime"
@@ -314,7 +317,7 @@ def forget_renewals() -> Patches:
 
 def show_before_commit() -> Patches:
     """The events of a turn are shown before it is committed."""
-    read, write, load = Store.history, Store.write, Store.load
+    write, load = Store.write, Store.load
     ahead: list[Event] = []
 
     def noted(change: Any) -> bool:
@@ -330,15 +333,15 @@ def show_before_commit() -> Patches:
         ahead.clear()
         return load(self)
 
-    def early(self: Store, after: int, limit: int, without: str | None = None) -> tuple[list[Event], int]:
-        events, pruned_seq = read(self, after, limit, without)
-        return [*events, *(one for one in ahead if one.seq > after)], pruned_seq
+    def early(engine: Engine, wanted: EventFilter, limit: int, *, after: int = 0, **place: Any) -> FoundEvents:
+        found = find_events(engine, wanted, limit, after=after, **place)
+        return replace(found, events=[*found.events, *(one for one in ahead if one.seq > after)])
 
     store = "gpulease_server.store.ledger_store.Store"
     return [
         (f"{store}.write", written),
         (f"{store}.load", loaded),
-        (f"{store}.history", early),
+        ("gpulease_server.api.routes.events.find_events", early),
         (f"{RUNTIME}.writer.is_stored", noted),
     ]
 
