@@ -36,12 +36,15 @@ class DaemonClient:
         made = self._client.create_token(TokenRequest(user="gpulease-fleet", role=Role.WORKER, note=note))
         return made.bearer
 
-    def revoke_tokens(self, note: str) -> bool:
-        """Revoke every token with that note. False where there is none."""
-        found = [token.id for token in self._client.tokens() if token.note == note]
-        for token_id in found:
-            self._client.revoke_token(token_id)
-        return bool(found)
+    def has_token(self, note: str) -> bool:
+        """True if a token with that note is in force."""
+        return any(token.note == note for token in self._client.tokens())
+
+    def revoke_tokens(self, note: str) -> None:
+        """Revoke every token with that note."""
+        for token in self._client.tokens():
+            if token.note == note:
+                self._client.revoke_token(token.id)
 
     def forget(self, node: str) -> bool:
         """Forget a node whose allocation is gone. False while its worker is still heard."""

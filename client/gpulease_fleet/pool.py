@@ -47,8 +47,11 @@ class DaemonView(Protocol):
     def make_token(self, note: str) -> str:
         """A new token for a worker, with a note by which it is found."""
 
-    def revoke_tokens(self, note: str) -> bool:
-        """Revoke every token with that note. False where there is none."""
+    def has_token(self, note: str) -> bool:
+        """True if a token with that note is in force."""
+
+    def revoke_tokens(self, note: str) -> None:
+        """Revoke every token with that note."""
 
     def forget(self, node: str) -> bool:
         """Forget a node whose allocation is gone. False while its worker is still heard."""
@@ -167,9 +170,10 @@ class Pool:
             if not left and now - row.last_seen < self._carrier.leaves_s:
                 continue
             name = PilotName(pool=row.pool, ordinal=row.ordinal, generation=row.generation)
-            if self._daemon.revoke_tokens(str(name)):
+            if self._daemon.has_token(str(name)):
                 row = replace(row, last_seen=now)  # noqa: PLW2901 - as it is from here on
-                self._records.put(row)
+                self._records.put(row)  # first: the answer to a revocation may be lost
+                self._daemon.revoke_tokens(str(name))
             if left or (now - row.last_seen >= FORGET_S and self._daemon.forget(row.node)):
                 self._records.put(replace(row, state=GONE))
 
@@ -199,6 +203,8 @@ class Pool:
         Since when each has been idle is on record, so that rounds of several programs (`--once`) add up.
         """
         if pool.least == pool.most:
+            if pool.idle_since:
+                self._records.change_pool(idle_since={})
             return []
         idle = frozenset() if queued else self._daemon.idle_nodes()
         nodes = sorted(row.node for row in live if row.was_ready and row.node in idle)
@@ -212,7 +218,7 @@ class Pool:
         """Submit the next pilot: token, row, submission, in this order."""
         rows = {row.ordinal: row for row in self._records.pilots()}
         wait_s = min(AGAIN_S, 2.0 ** (pool.failed_submissions + pool.failed_starts) - 1.0)
-        if any(now - row.since < wait_s for row in rows.values()):
+        if any(0.0 <= now - row.since < wait_s for row in rows.values()):  # the clock may have been set back
             return
         free = (ordinal for ordinal in range(pool.most) if ordinal not in rows or rows[ordinal].state == GONE)
         ordinal = next(free, None)

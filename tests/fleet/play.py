@@ -252,13 +252,15 @@ class Daemon:
         self.world.step()
         return secret
 
-    def revoke_tokens(self, note: str) -> bool:
+    def has_token(self, note: str) -> bool:
+        self._answer()
+        return note in self.world.tokens.values()
+
+    def revoke_tokens(self, note: str) -> None:
         self._answer()
         self.world.step()
-        before = self.world.tokens
-        self.world.tokens = {secret: known for secret, known in before.items() if known != note}
+        self.world.tokens = {secret: known for secret, known in self.world.tokens.items() if known != note}
         self.world.step()
-        return len(self.world.tokens) < len(before)
 
     def forget(self, node: str) -> bool:
         self._answer()

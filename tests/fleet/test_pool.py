@@ -89,6 +89,25 @@ def test_a_node_is_forgotten_when_its_refused_worker_has_ended_its_jobs_and_not_
     assert world.forgotten == ["n0"]
 
 
+@pytest.mark.parametrize("step", range(8))
+def test_a_refused_worker_has_its_time_wherever_the_program_was_killed(tmp_path: Path, step: int) -> None:
+    """Between the revocation and its record as well: that a pilot was listed may be long ago by then."""
+    world = world_of(tmp_path, 1)
+    world.rounds(6)
+    del world.engine[handle_of(world, 0)]
+    world.reports.clear()
+    world.now += GONE_S + 10 * FORGET_S  # no program has looked for so long
+    world.crash_at = step
+    world.tick()
+    world.crash_at = None
+    refused_at = world.now if world.tokens == {} else None
+    while world.forgotten == [] and world.tick(1.0):
+        refused_at = world.now if refused_at is None and world.tokens == {} else refused_at
+        assert refused_at is None or world.now - refused_at <= FORGET_S + 2.0
+    assert refused_at is not None
+    assert world.now - refused_at >= FORGET_S
+
+
 def test_the_worker_of_a_pilot_that_ended_may_still_say_that_its_node_leaves(tmp_path: Path) -> None:
     """Else its jobs would be tried again only while they have a retry left. A busy host takes seconds for it."""
     world = world_of(tmp_path, 2)
@@ -222,7 +241,7 @@ def test_programs_that_are_killed_before_the_engine_is_asked_do_not_pause_the_po
     world.tick()
     for generation in range(2, MAX_FAILED_STARTS + 3):
         assert [(row.generation, row.state) for row in world.rows()] == [(generation - 1, "submitting")]
-        world.crash_at = 10  # before that the last one is given up: ended, revoked, gone
+        world.crash_at = 12  # before that the last one is given up: ended, to be revoked, revoked, gone
         world.tick(GONE_S)
         assert world.pool().paused == ""
     assert world.alive() == []
