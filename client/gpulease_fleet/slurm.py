@@ -48,8 +48,9 @@ ENDED = frozenset(
     }
 )
 """A pilot in a state that is in neither counts as running where it has a host: a word of a newer Slurm ends no job."""
-IGNORED = ("SQUEUE_", "SCANCEL_", "SBATCH_ARRAY_INX", "SBATCH_WAIT")
-"""Variables by which a user has these commands hide jobs, ask back, or wait for the end of a job: not of ours."""
+IGNORED = ("SQUEUE_", "SCANCEL_", "SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_WAIT", "SLURM_CLUSTERS")
+"""Variables by which a user has these commands hide jobs, ask other clusters, ask back, or wait for the end of a job:
+not of ours."""
 NO_REASON = ("None", "(null)", "")
 
 

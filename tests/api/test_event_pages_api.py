@@ -41,6 +41,12 @@ def test_the_newest_come_first_page_by_page(api: DaemonProcess) -> None:
     assert [event["seq"] for event in older["items"]] == everything[::-1][2:4]
 
 
+@pytest.mark.parametrize("query", [f"after={2**63 - 1}", f"after={2**63 - 1}&order=desc", f"before={2**63 - 1}&kind=x"])
+def test_a_number_that_no_event_has_yet_finds_none(api: DaemonProcess, query: str) -> None:
+    page = api.get(f"/v1/events?{query}").json
+    assert (page["items"], page["next"]) == ([], None)
+
+
 @pytest.mark.parametrize(
     "query", ["order=up", "from=yesterday", "to=1700000000", "kind=Lease", "kind=a.b.c", "gpu=%22", "before=0"]
 )

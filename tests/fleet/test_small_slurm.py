@@ -119,6 +119,7 @@ def test_doctor_refuses_a_cluster_on_which_jobs_outlive_their_pilot(tmp_path: Pa
         (("--min", "3", "--max", "2"), "--min: must be at most --max"),
         (("--nodes", "1", "--sbatch", "-p gpu"), "each must begin with --"),
         (("--nodes", "1", "--sbatch=--arr=0-9"), "--arr=0-9 is not for pilots"),
+        (("--nodes", "1", "--sbatch=--clusters=all"), "--clusters=all is not for pilots"),
         (("--nodes", "1", "--worker-url", "unix:///run/x"), "Name an address that the nodes reach"),
         (("--nodes", "1", "--worker-url", "http://192.0.2.1:8750"), "plain HTTP to another host"),
     ],

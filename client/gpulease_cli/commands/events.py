@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -15,6 +16,7 @@ from gpulease_cli.names import find_gpu, find_job, find_lease
 from gpulease_cli.option_types import MOMENT, Number
 from gpulease_cli.options import JSON
 from gpulease_cli.parameters import option
+from gpulease_protocol import endpoints
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.event_choice import EventChoice
 from gpulease_protocol.model import Event
@@ -68,6 +70,7 @@ def list_events(follow: bool, after: int | None, limit: int | None, json: bool, 
         )
     with Client() as client:
         choice = _choice(client, **wanted)
+        events: Iterable[Event]
         if follow:
             events = client.watch_events(after)
         elif after is None and choice["from_at"] is None:
@@ -108,10 +111,18 @@ def _choice(
     )
 
 
-def _newest(client: Client, count: int, choice: EventChoice) -> Iterator[Event]:
+def _newest(client: Client, count: int, choice: EventChoice) -> Iterable[Event]:
     """The newest of these events that this caller may see, oldest first."""
-    newest = islice(client.events(0, min(count, PAGE), newest_first=True, **choice), count)
-    return reversed(tuple(newest))
+    if any(choice.values()):
+        return reversed(tuple(islice(client.events(0, min(count, PAGE), newest_first=True, **choice), count)))
+    # A daemon of an older release knows no other order. Events that others alone may see may lie between these.
+    page, window = client.send(endpoints.events(0, 1)), count
+    while True:
+        after = max(page.pruned_seq, page.last_seq - window)
+        newest = deque(client.events(after, min(window, PAGE)), maxlen=count)
+        if len(newest) == count or after == page.pruned_seq:
+            return newest
+        window *= 4
 
 
 def format_event(event: Event, width: int | None = None) -> str:

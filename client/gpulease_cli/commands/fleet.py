@@ -375,8 +375,12 @@ def _slurm_options(
             raise InvalidRequest(f"{name}: each must begin with --, such as {name}=--partition=gpu.")
     for word in sbatch:
         # An unambiguous beginning of an option is as good as all of it.
-        if any(one.startswith(word.partition("=")[0]) for one in ("--array", "--wait", "--wrap")):
-            raise InvalidRequest(f"--sbatch: {word} is not for pilots: each is one job, with a script of its own.")
+        if any(
+            one.startswith(word.partition("=")[0]) for one in ("--array", "--clusters", "--uid", "--wait", "--wrap")
+        ):
+            raise InvalidRequest(
+                f"--sbatch: {word} is not for pilots: each is one job of this cluster and user with its own script."
+            )
     url = worker_url or os.environ.get("GPULEASE_URL") or ""
     check_url(url, plain="--plain-http" in worker_option)
     directory = Path(worker_dir).absolute() if worker_dir else default_directory(pool)

@@ -14,6 +14,8 @@ from gpulease_protocol.status_table import printable
 
 STRICT_PREFIX = "/v1/"
 """Other routes, such as `/healthz` and `/`, accept anything that a load balancer or browser adds against caches."""
+UUID_PATTERN = r"^[A-Za-z0-9:/._-]{1,96}$"
+"""Of a GPU, or of a part of one (MIG)."""
 MAX_NAMED = 5
 """Unknown parameters that are named, at most."""
 

@@ -35,6 +35,7 @@ from gpulease_server.core.user_order import UserOrder
 
 def settle(turn: Turn) -> None:
     """Grant what can be granted, and give new requests their verdicts. Closes every turn."""
+    turn.busy_ports.clear()  # a lease may have been revived, or a port taken, since a job on several nodes got one
     recount_bypasses(turn)
     for lease_id in turn.ledger.demand_classes.pauses_over(turn.now.mono_s):
         turn.put(NotBefore(lease_id, None))

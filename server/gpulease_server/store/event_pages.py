@@ -1,7 +1,8 @@
 """Pages of the event history: by number, time, subject and user, forwards or backwards.
 
 A page looks through `MAX_EXAMINED` events at most, so that a rare subject in a long history costs no more than another.
-It may therefore be short or empty and still have a next one.
+It may therefore be short or empty and still have a next one. Times do not increase with numbers, because the clock may
+have been set back: a period begins at the lowest number in it, and each event that is looked at is compared with it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Connection, Engine, Text, cast, exists, func, or_, select
+from sqlalchemy import ColumnElement, Engine, Text, cast, exists, func, or_, select
 
 from gpulease_protocol.model import Event
 from gpulease_server.store import rows
@@ -88,31 +89,29 @@ def find_events(
     """
     with snapshot(engine) as connection:
         pruned_seq = connection.execute(select(pruned.c.seq)).scalar() or 0
-        last_seq = connection.execute(select(func.max(event.c.seq))).scalar() or 0
-        first, last = _range(connection, wanted, after, last_seq if before is None else min(before - 1, last_seq))
+        lowest, last_seq = connection.execute(select(func.min(event.c.seq), func.max(event.c.seq))).one()
+        last_seq = last_seq or 0
+        first = max(min(after, last_seq) + 1, lowest or 0)
+        last = last_seq if before is None else min(before - 1, last_seq)
+        if wanted.times() and after == 0 and before is None:
+            # Where the first page begins. Not the bare columns: PostgreSQL would walk through their index.
+            bounds = select(func.min(event.c.seq + 0), func.max(event.c.seq + 0)).where(*wanted.times())
+            earliest, latest = connection.execute(bounds).one()
+            first, last = (first, 0) if earliest is None else (max(first, earliest), min(last, latest))
         begin, end = first, last
         if last - first >= MAX_EXAMINED:
             begin, end = (last - MAX_EXAMINED + 1, last) if newest_first else (first, first + MAX_EXAMINED - 1)
         order = event.c.seq.desc() if newest_first else event.c.seq
         query = select(event).where(event.c.seq.between(begin, end), *wanted.conditions()).order_by(order).limit(limit)
         found = [rows.event(row) for row in connection.execute(query)]
-    next_seq = None
-    if len(found) == limit:
-        next_seq = found[-1].seq
-    elif (begin, end) != (first, last):
-        next_seq = begin if newest_first else end
+        next_seq = None
+        if len(found) == limit:
+            next_seq = found[-1].seq
+        elif (begin, end) != (first, last):
+            rest = event.c.seq < begin if newest_first else event.c.seq > end
+            if connection.execute(select(exists().where(rest, *wanted.times()))).scalar():
+                next_seq = begin if newest_first else end
     return FoundEvents(found, next_seq, pruned_seq, last_seq)
-
-
-def _range(connection: Connection, wanted: EventFilter, after: int, last: int) -> tuple[int, int]:
-    """The first and last number that can be asked for: with a time, those of the events in it. The clock may have been
-    set back, so times do not increase with numbers."""
-    first = after + 1
-    if times := wanted.times():
-        lowest, highest = connection.execute(select(func.min(event.c.seq), func.max(event.c.seq)).where(*times)).one()
-        return max(first, lowest or 0), min(last, highest or 0)
-    lowest = connection.execute(select(func.min(event.c.seq))).scalar() or 0
-    return max(first, lowest), last
 
 
 def _is_of_kind(kind: str) -> ColumnElement[bool]:

@@ -16,6 +16,7 @@ from gpulease_server.api.auth.redaction import hidden_kind_prefix, redact_event
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.api.problems import error_responses
+from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.streams import event_stream
 from gpulease_server.api.streams.long_poll import NEXT_LINK, Limit, link_to_next
 from gpulease_server.store.event_pages import EventFilter, find_events
@@ -40,7 +41,7 @@ async def event_filter(
         str | None, Query(description="Only events of leases and jobs of this user.", max_length=MAX_NAME)
     ] = None,
     gpu: Annotated[
-        str | None, Query(description="Only events of the GPU with this UUID.", pattern=r"^[A-Za-z0-9:/._-]{1,96}$")
+        str | None, Query(description="Only events of the GPU with this UUID.", pattern=UUID_PATTERN)
     ] = None,
     node: Annotated[str | None, Query(description="Only events of this node.", max_length=MAX_NAME)] = None,
     lease: Annotated[str | None, Query(description="Only events of this lease.", max_length=64)] = None,

@@ -24,6 +24,7 @@ from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
+from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
 from gpulease_server.api.routes.adopted_process import adopted_elsewhere, adopted_here
 from gpulease_server.api.routes.dry_run import explain_unmade
@@ -193,7 +194,7 @@ async def list_leases(
         str | None, Query(description="Only leases of this job, one for each attempt.", max_length=64)
     ] = None,
     gpu: Annotated[
-        str | None, Query(description="Only leases that have or had the GPU with this UUID.", max_length=96)
+        str | None, Query(description="Only leases that have or had the GPU with this UUID.", pattern=UUID_PATTERN)
     ] = None,
     from_at: Annotated[
         Moment | None, Query(alias="from", description="Only leases that held GPUs after this time, ISO 8601.")
