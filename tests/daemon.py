@@ -202,12 +202,18 @@ class DaemonProcess:
 
     def give_everything_back(self) -> None:
         """Cancel all jobs and release all leases, and wait until every GPU is free."""
+        eventually(self._asked_for_everything, 60, self.story)
+        self.wait_free()
+
+    def _asked_for_everything(self) -> bool:
+        """Ask for it once. False if a request was granted meanwhile: its lease has a token now."""
+        answers = []
         for lease in [*self.leases("queued"), *self.leases("active")]:
             if lease["job_id"] is None:
-                self.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+                answers.append(self.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]}))
             else:
                 self.call("POST", f"/v1/jobs/{lease['job_id']}/cancel", {"grace_s": 0})
-        self.wait_free()
+        return all(answer.json.get("code") != "stale_token" for answer in answers)
 
 
 class Answer:

@@ -24,6 +24,7 @@ NEEDED: dict[type[RequestBody], dict[str, Any]] = {
 BESIDE = {
     "owner_start_ticks": {"owner_pid": 1},
     "max_restarts": {"launcher": "torchrun"},
+    "max_nodes": {"launcher": "torchrun", "nodes": 2},
     **{name: {"role": tokens.Role.USER} for name in ("max_gpus", "max_lease_s", "gpu_hours_per_day")},
 }
 """Fields that say nothing alone, or not with those of `NEEDED`."""
