@@ -7,7 +7,7 @@ import pytest
 from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import GROW_AFTER_S
-from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S
+from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, SILENT_S
 from gpulease_server.core.node import desired_state
 from tests.core.build import World
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, order, part, prepared
@@ -264,6 +264,57 @@ def test_a_killed_supervisor_starts_all_again_on_the_same_nodes() -> None:
     job = job_of(world, job_id)
     assert (nodes_of(world, job_id), job.state) == (["a", "b", "c"], JobState.STARTING)
     assert job.reason == "It goes on with the same nodes, on 3 of at most 3."
+
+
+def test_a_node_that_has_lost_its_record_takes_no_part_in_the_next_attempt_but_joins_later() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    world.jobs["c"] = []
+    world.report("c")
+    for node in "ab":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, follows=True)
+    assert (nodes_of(world, job_id), job_of(world, job_id).attempts) == (["a", "b"], 2)
+    start(world, job_id)
+    world.pass_time(GROW_AFTER_S + 2)
+    stopped(world, job_id)
+    assert nodes_of(world, job_id) == ["a", "b", "c"]
+
+
+def restart(world: World) -> None:
+    """The daemon restarts: what the nodes have reported, and how long anything has lasted, is not known any more."""
+    world.lose_reports()
+    world.ledger.job_index.gang_times.clear()
+
+
+def test_an_attempt_that_ends_while_the_daemon_restarts_goes_on_with_all_its_nodes() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    part(world, job_id, "c", RunState.EXITED, reason="The job's supervisor died; its processes were killed.")
+    part(world, job_id, "a", RunState.EXITED, exit_code=143, follows=True)
+    restart(world)
+    part(world, job_id, "b", RunState.EXITED, exit_code=143, follows=True)
+    world.pass_time(1, silent=("a", "c"))
+    assert (job_of(world, job_id).state, job_of(world, job_id).attempts) == (JobState.STOPPING, 1)
+    world.pass_time(1)
+    assert (nodes_of(world, job_id), job_of(world, job_id).attempts) == (["a", "b", "c"], 2)
+    world.check()
+
+
+@pytest.mark.parametrize(("silent", "goes_on"), [("c", "ab"), ("", "abc")])
+def test_a_stop_for_a_node_while_the_daemon_restarts_ends_with_the_nodes_that_report(silent: str, goes_on: str) -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    part(world, job_id, "a", RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+    restart(world)
+    part(world, job_id, "b", RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+    world.pass_time(1, silent=("a", "c"))
+    assert (job_of(world, job_id).state, job_of(world, job_id).attempts) == (JobState.STOPPING, 2)
+    world.pass_time(SILENT_S, silent=tuple(silent))
+    assert (nodes_of(world, job_id), job_of(world, job_id).attempts) == (list(goes_on), 3)
 
 
 def test_a_node_that_is_forgotten_while_it_takes_no_part_leaves_the_lease() -> None:

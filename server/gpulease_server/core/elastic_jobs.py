@@ -23,12 +23,14 @@ What each failure does
 |---|---|
 | a host, with or without the leader | its part is lost: the next attempt runs on the others |
 | its supervisor is killed, or its host has restarted before that was noticed | the next attempt, with it |
+| its worker has lost the record of its part | the next attempt runs on the others; it joins later |
 | a node leaves, or is forgotten | the next attempt runs on the others |
 | fewer than `nodes` are left | as any attempt that was lost |
 | a node that has joined later fails, before or after the start | it is given back, and the others go on without it |
 | a rank, a launcher | as for any job on several nodes |
 | a node is lost again and again | each time the others start again; MAX_REGROUPS times |
-| the daemon restarts | the pause before the next change begins again |
+| the daemon restarts | the pause before the next change begins again; an attempt that ends waits for the reports of \
+all nodes |
 """
 
 from __future__ import annotations
@@ -107,7 +109,8 @@ def _is_fault_of_host(job: Job, origin: JobMember) -> bool:
 
 def may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
     """True for a node of the lease that can run a part: of one that took no part in the last attempt, a reading must
-    show that its GPUs work."""
+    show that its GPUs work. One of which it is not known how its part ended waits at least until the next attempt has
+    run for a while, see `core.elastic_growth`."""
     ledger, observation = turn.ledger, turn.ledger.node_observations.get(member.node)
     if observation is None or is_unheard(ledger, member.node, turn.now, turn.policy):
         return False
@@ -115,8 +118,10 @@ def may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
         return False
     if not _are_held(turn, record.job.lease_id, member):
         return False
-    if any(one.node == member.node for one in record.job.members):
-        return True
+    part = next((one for one in record.job.members if one.node == member.node), None)
+    if part is not None:
+        # What its worker has lost the record of may still run: its supervisor ends it, but no one reports that.
+        return part.state is not PartState.LOST
     states = {state_of(ledger, ledger.gpus[device.uuid], turn.now, turn.policy) for device in member.gpus}
     return node_mode(ledger, member.node) is NodeMode.ACTIVE and states == {GpuState.LEASED}
 

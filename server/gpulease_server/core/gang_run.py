@@ -133,7 +133,9 @@ def watch_gangs(turn: Turn, stalled_s: float) -> None:
         times = (known or GangTimes(job_id, turn.now.mono_s)).later_by(stalled_s)
         if times != known:
             turn.put(times)
-        if must_stop(record):
+        if all(one.state.final for one in record.job.members):
+            _advance(turn, record)
+        elif must_stop(record):
             _end_silent_parts(turn, record)
         elif any(one.failure is not None for one in record.job.members):
             if times.failed_s is None:
@@ -329,9 +331,20 @@ def _finish(turn: Turn, record: JobRecord) -> None:
         finish_job(turn, record, JobState.CANCELLED, "cancelled", lease_end)
     elif timed_out:
         finish_job(turn, record, JobState.TIMED_OUT, reason, lease_end)
-    elif go_on(turn, record, origin, reason):
+    elif _awaits_reports(turn, record) or go_on(turn, record, origin, reason):
         return
     elif may_retry(record, node_left=node_left):
         retry_job(turn, record, reason, lease_end, node_left=node_left)
     else:
         finish_job(turn, record, JobState.LOST if is_lost else JobState.FAILED, reason, lease_end)
+
+
+def _awaits_reports(turn: Turn, record: JobRecord) -> bool:
+    """True for an elastic job while a node of its lease may still report for the first time since the daemon started:
+    it is not known yet on how many nodes the job can go on. `watch_gangs` looks again."""
+    if record.spec.max_nodes is None:
+        return False
+    times = turn.ledger.job_index.gang_times.get(record.job.id)
+    lease = turn.ledger.leases[record.job.lease_id].lease
+    is_new = times is None or turn.now.mono_s - times.since_s < SILENT_S
+    return is_new and any(one.node in turn.ledger.unreported for one in lease.members)
