@@ -7,7 +7,7 @@ import pytest
 from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import GROW_AFTER_S
-from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, SILENT_S
+from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S
 from gpulease_server.core.node import desired_state
 from tests.core.build import World
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, order, part, prepared
@@ -186,6 +186,25 @@ def test_a_node_that_fails_after_it_has_joined_is_given_back_and_the_others_go_o
     world.pass_time(GROW_AFTER_S - 2)
     assert job_of(world, job_id).attempts == 4
     world.check()
+
+
+def test_a_node_that_joins_does_not_lead_so_that_the_others_go_on_if_it_cannot_be_reached() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    lose(world, job_id, "a")
+    start(world, job_id)
+    world.jobs["a"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    stopped(world, job_id)
+    assert nodes_of(world, job_id) == ["b", "c", "a"]
+    assert order(world, job_id, "a").env["MASTER_ADDR"] == "10.0.0.98"
+    world.check()
+    prepared(world, job_id, "b", "c")
+    part(world, job_id, "a", RunState.STARTING, reason="Node a cannot reach node b.")
+    world.pass_time(REACH_S + 1)
+    for node in "abc":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+    assert (nodes_of(world, job_id), job_of(world, job_id).state) == (["b", "c"], JobState.STARTING)
 
 
 def test_a_program_that_fails_ends_it_as_any_other_job() -> None:

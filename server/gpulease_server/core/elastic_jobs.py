@@ -135,6 +135,8 @@ def _are_held(turn: Turn, lease_id: str, member: LeaseMember) -> bool:
 def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason: str) -> None:
     """Begin the next attempt on these nodes."""
     job, before = record.job, {one.node for one in record.job.members}
+    # One that has just joined does not lead: if the others cannot reach it, it must be the one that is given back.
+    left = sorted(left, key=lambda one: (one.node not in before, one.node))
     members = _with_ranks(turn, record, left)
     gained, lost = [one.node for one in members if one.node not in before], before - {one.node for one in members}
     what = (
@@ -183,12 +185,12 @@ def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason:
 
 
 def _with_ranks(turn: Turn, record: JobRecord, left: Sequence[LeaseMember]) -> tuple[LeaseMember, ...]:
-    """Give these nodes of a lease ranks, environments and a port for the next attempt. Its other nodes come after them,
+    """Give these nodes of a lease ranks in this order, environments and a port for the next attempt. Its other nodes come after them,
     without an environment; those that were forgotten are left out."""
     ledger = turn.ledger
     lease_record = ledger.leases[record.job.lease_id]
     lease, nodes = lease_record.lease, {one.node for one in left}
-    gpus = tuple(ledger.gpus[device.uuid] for one in sorted(left, key=lambda one: one.node) for device in one.gpus)
+    gpus = tuple(ledger.gpus[device.uuid] for one in left for device in one.gpus)
     count_gpu_time(turn, lease)
     port = free_port(turn, gpus[0].device.node, f"{lease.id} {record.job.attempts}")
     members = gang_members(ledger, lease, gpus, lease.fencing_token or 0, port)
