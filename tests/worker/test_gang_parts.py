@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.worker.build import kill, living, number_in, order, spec
 from tests.worker.play import DEADLINE_S, Worker, play
 
 NODES = ("a", "b", "c")
+STAYS = 'trap "" TERM; test $NODE_RANK = 0 && n=a || n=b; echo 1 > {}/$n-waits; while :; do sleep 0.1; done'
 FAILS_AT_B = "test $NODE_RANK = 1 && exit 7; exec sleep 600"
 
 
@@ -310,6 +313,27 @@ def test_a_part_that_was_told_to_stop_has_its_grace_period_though_another_is_don
     part = GangPart(plan, place, tmp_path)
     part._link = LinkThatEnded(is_lost=is_lost)  # type: ignore[assignment]
     assert part.stop_at_s(10.0, ordered=ordered) == at_s
+
+
+@pytest.mark.parametrize("stopped_by", ["signal", "leaving"])
+def test_a_part_that_only_its_own_node_stops_ends_soon_after_another(tmp_path: Path, stopped_by: str) -> None:
+    """Not after its grace period, which the daemon does not know of: the next attempt would begin before that."""
+
+    async def tell(nodes: Nodes) -> None:
+        await nodes.go()
+        await nodes.until(lambda _: number_in(tmp_path / "a-waits") and number_in(tmp_path / "b-waits"))
+        directory = nodes.directory(0, tmp_path)
+        start = job_records.read(directory, job_records.START, job_records.StartRecord)
+        assert start is not None
+        if stopped_by == "leaving":
+            job_records.write(directory, job_records.STOP, job_records.StopRecord(grace_s=600.0, node_left=True))
+        os.kill(start.supervisor.pid, signal.SIGTERM)
+        nodes.orders[1] = replace(nodes.orders[1], stop=True, grace_s=0.1)
+        await nodes.until(all_are(RunState.EXITED, 2))
+
+    began_s = time.monotonic()
+    story(tmp_path, spec("sh", "-c", STAYS.format(tmp_path)), tell)
+    assert time.monotonic() - began_s < 30.0
 
 
 def test_an_attempt_waits_until_nothing_of_the_last_one_is_left_on_its_node(tmp_path: Path) -> None:

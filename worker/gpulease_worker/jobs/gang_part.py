@@ -71,8 +71,10 @@ class GangPart:
 
     def stop_at_s(self, now_s: float, *, ordered: bool) -> float | None:
         """When this part must be stopped because another has ended, by the monotonic clock; None while none has, and
-        once `stop` was called. At once where that is out of reach. `ordered`: it was told to stop, as the others were,
-        and has the grace period of that to save what it has, though another is done sooner."""
+        once `stop` was called. At once where that is out of reach. `ordered`: the daemon has told it to stop, as it
+        told the others, and it has the grace period of that to save what it has, though another is done sooner. What
+        else stops it, a node that leaves or a signal, the daemon knows nothing of: it waits no longer for a part on a
+        node that is silent."""
         if self.is_stopped:
             return None
         if self._stop_at_s is None:

@@ -83,7 +83,7 @@ class Supervisor:
         self._timed_out = False
         self._fence = Fence(directory.parent.parent, plan.fence_s)
         self._stop_requested = False
-        self._stopped = False
+        self._stopped = self._stop_ordered = False
         self._start_recorded = False
         self._last_error = ""
         self._rank_poll_s = RANK_POLL_S[0]
@@ -291,7 +291,7 @@ class Supervisor:
                 self._kill()
                 self._signals.sleep(UNKILLABLE_ROUND_S if self._unkillable else SWEEP_ROUND_S)
                 continue
-            with_peers_at_s = None if self._part is None else self._part.stop_at_s(now, ordered=self._stopped)
+            with_peers_at_s = None if self._part is None else self._part.stop_at_s(now, ordered=self._stop_ordered)
             if self._part is not None and with_peers_at_s is not None and now >= with_peers_at_s:
                 self._terminate(self._part.stop())
             ends_s = (timeout_at_s, self._kill_at_s, with_peers_at_s)
@@ -320,6 +320,7 @@ class Supervisor:
         except ValueError as error:
             self._log_error(str(error))
             stop = None
+        self._stop_ordered = stop is not None and not stop.node_left
         if stop is None and self._stop_requested and not self._stopped:
             stop = job_records.StopRecord(grace_s=DEFAULT_GRACE_S)
         if stop is None:
