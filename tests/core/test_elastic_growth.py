@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from gpulease_protocol.model import GpuState, JobState
+from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import CHANGES, GROW_AFTER_S, pause_s
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, gpu
 from tests.core.test_elastic_jobs import elastic, kinds, lose, nodes_of, start, stopped
-from tests.core.test_gang_jobs import fleet, forgotten, job_of
+from tests.core.test_gang_jobs import fleet, forgotten, job_of, part
 
 
 def with_room(**what: object) -> tuple[World, str]:
@@ -108,3 +109,48 @@ def test_a_job_whose_nodes_keep_changing_is_stopped_less_and_less_often() -> Non
         stopped(world, job_id)
         start(world, job_id)
     assert pauses == [GROW_AFTER_S, GROW_AFTER_S, 2 * GROW_AFTER_S, 2 * GROW_AFTER_S]
+
+
+def test_a_job_of_which_a_part_is_done_is_not_stopped_for_a_node() -> None:
+    world, job_id = with_room()
+    part(world, job_id, "a", RunState.EXITED, exit_code=0)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).state is JobState.RUNNING
+    part(world, job_id, "b", RunState.EXITED, exit_code=0)
+    assert job_of(world, job_id).state is JobState.SUCCEEDED
+
+
+def joined(world: World, job_id: str) -> str:
+    """The node that joins next; it fails and is given back."""
+    while job_of(world, job_id).state is JobState.RUNNING:
+        world.pass_time(1)
+    stopped(world, job_id)
+    (node,) = (one.node for one in job_of(world, job_id).members if one.joined_later)
+    part(world, job_id, node, RunState.EXITED, reason="The working directory /x does not exist on this node.")
+    for other in nodes_of(world, job_id):
+        if other != node:
+            part(world, job_id, other, RunState.EXITED, exit_code=143, reason="It was stopped.", follows=True)
+    world.jobs[node] = []
+    start(world, job_id)
+    return node
+
+
+def test_a_node_that_has_joined_and_failed_is_taken_again_after_the_others_only() -> None:
+    world, job_id = with_room()
+    world.node("d", gpus=4)
+    world.node("e", gpus=2)
+    assert [joined(world, job_id) for _ in range(3)] == ["c", "e", "d"]
+    assert len({joined(world, job_id) for _ in range(3)}) == 3, "each has its turn again"
+
+
+def test_no_other_gpus_of_a_node_are_taken_while_those_given_back_are_not_clean() -> None:
+    world = fleet("a", "b")
+    job_id = elastic(world)
+    world.node("c", gpus=4)
+    assert joined(world, job_id) == "c"
+    world.nodes["c"] = [gpu(index, "c", pids=(7,) if index < 2 else ()) for index in range(4)]
+    world.pass_time(2 * GROW_AFTER_S)
+    assert job_of(world, job_id).state is JobState.RUNNING
+    world.nodes["c"] = [gpu(index, "c") for index in range(4)]
+    world.pass_time(2)
+    assert job_of(world, job_id).state is JobState.STOPPING

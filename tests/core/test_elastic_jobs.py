@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, NodeMode
+from gpulease_protocol.model import GpuState, Job, JobAttempt, JobState, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import GROW_AFTER_S
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S
+from gpulease_server.core.job import MAX_HISTORY, kept_history
 from gpulease_server.core.node import desired_state
-from tests.core.build import World
+from tests.core.build import NOON, World
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, order, part, prepared
 
 STOPPED = "It was stopped on request."
@@ -374,6 +375,51 @@ def test_a_node_that_is_drained_meanwhile_does_not_take_part_again() -> None:
     world.jobs["c"] = []
     world.pass_time(GROW_AFTER_S + 5)
     assert job_of(world, job_id).attempts == 2
+
+
+@pytest.mark.parametrize(("retries", "state"), [(0, JobState.FAILED), (1, JobState.QUEUED)])
+def test_a_program_that_fails_just_as_it_is_stopped_for_a_node_has_failed(retries: int, state: JobState) -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world, retries=retries)
+    lose(world, job_id, "c")
+    start(world, job_id)
+    world.jobs["c"] = []
+    world.pass_time(GROW_AFTER_S + 2)
+    part(world, job_id, "b", RunState.EXITED, exit_code=1, reason="Rank 2 failed first.")
+    part(world, job_id, "a", RunState.EXITED, exit_code=143, reason=STOPPED, follows=True)
+    job = job_of(world, job_id)
+    assert job.state is state
+    assert not any(one.node_left for one in job.attempt_history), "it counts"
+
+
+@pytest.mark.parametrize("mode", [NodeMode.DRAINING, NodeMode.PAUSED])
+def test_a_node_that_is_out_of_use_does_not_take_part_in_the_next_attempt(mode: NodeMode) -> None:
+    world = fleet("a", "b", "c", "d")
+    job_id = elastic(world, most=4)
+    world.set_mode(mode, "b", force=True)
+    part(world, job_id, "b", RunState.RUNNING)
+    lose(world, job_id, "d")
+    part(world, job_id, "b", RunState.EXITED, exit_code=143, follows=True)
+    assert nodes_of(world, job_id) == ["a", "c"]
+
+
+def test_a_drained_node_that_runs_it_goes_on_where_there_are_too_few_others() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world)
+    world.set_mode(NodeMode.DRAINING, "b")
+    lose(world, job_id, "c")
+    assert nodes_of(world, job_id) == ["a", "b"]
+
+
+def test_what_counts_as_no_retry_is_kept_longer_than_changes_of_nodes() -> None:
+    def attempt(number: int, **what: bool) -> JobAttempt:
+        return JobAttempt(number=number, lease_id="l", ended_at=NOON, **what)
+
+    history: tuple[JobAttempt, ...] = ()
+    for number in range(MAX_HISTORY + 10):
+        history = kept_history((*history, attempt(number, node_left=number < 3, regrouped=number > 4)))
+    assert len(history) == MAX_HISTORY
+    assert [one.number for one in history][:6] == [0, 1, 2, 3, 4, 15]
 
 
 def test_losses_of_nodes_use_up_no_retry() -> None:

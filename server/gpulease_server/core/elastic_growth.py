@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gpulease_protocol.model import JobState, LeaseMember
+from gpulease_protocol.model import JobState, Lease, LeaseMember
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_env import LOOPBACK
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Search, find_candidates, reach_of
 from gpulease_server.core.records import GangTimes, GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -52,7 +53,7 @@ def watch_elastic(turn: Turn) -> None:
             absent = [one for one in lease.lease.members if one.node not in here]
             nodes = [one.node for one in absent if may_take_part(turn, record, one)]
             if not nodes and len(lease.lease.members) < (record.spec.max_nodes or 0):
-                nodes = _take_free_node(turn, lease)
+                nodes = _take_free_node(turn, lease, record.regroups)
             if nodes:
                 _stop_to_grow(turn, record, nodes)
 
@@ -65,28 +66,36 @@ def _stop_to_grow(turn: Turn, record: JobRecord, nodes: Sequence[str]) -> None:
     turn.put(GangTimes(record.job.id, turn.now.mono_s, stop_s=turn.now.mono_s))
 
 
-def _take_free_node(turn: Turn, record: LeaseRecord) -> list[str]:
+def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]:
     """Add the GPUs of a free node to a lease. Returns its name; nothing where there is none, or where it is to be read
-    first."""
+    first. `regroups`: how often the nodes of its job have changed; by two where one has joined and was given back."""
     ledger, lease = turn.ledger, record.lease
     left = usage_by_user(ledger, turn.policy.limits, turn.now).gpus_left(lease)
     if ledger.queue or turn.pending or (left is not None and left < lease.demand.count):
         return []
     found, model = find_candidates(ledger, lease.demand), lease.gpus[0].name or ""
     here = {one.node for one in lease.members}
-    reach = reach_of(ledger, lease.demand, next(iter(here)))
+    reach = reach_of(ledger, lease.demand, lease.members[0].node)
     search = Search(ledger, lease.demand, (), turn.now, turn.policy, (), None, float("-inf"), False)
     nodes = [node for node in found.by_model.get(model, ()) if node in ledger.fleet.free and node not in here]
+    nodes = [node for node in nodes if all(gpu.lease_id != lease.id for gpu in ledger.gpus_on(node))]
     reached = (node for node in nodes if reach is not None and reach_of(ledger, lease.demand, node) == reach)
-    ranked = [one for node in reached if (one := search.on_node(node, found, model)) is not None]
+    ranked = {node: one for node in reached if (one := search.on_node(node, found, model)) is not None}
     if not ranked:
         return []
-    needs_reading, _, node = min(one.rank for one in ranked)
-    if needs_reading:
+    # A node that has joined and failed is taken again only where there is no other; of several each has its turn.
+    untried = [one for node, one in ranked.items() if not _was_given_back(ledger, lease, node)]
+    node = min(one.rank for one in untried)[2] if untried else sorted(ranked)[regroups // 2 % len(ranked)]
+    if ranked[node].rank[0]:
         turn.request_reading(node)
         return []
-    _extend(turn, record, node, next(one.gpus for one in ranked if one.rank[2] == node))
+    _extend(turn, record, node, ranked[node].gpus)
     return [node]
+
+
+def _was_given_back(ledger: Ledger, lease: Lease, node: str) -> bool:
+    """True where a GPU of a node was last granted with the token of this lease, which has it no longer."""
+    return any(gpu.fencing_token == lease.fencing_token for gpu in ledger.gpus_on(node))
 
 
 def _extend(turn: Turn, record: LeaseRecord, node: str, gpus: tuple[GpuRecord, ...]) -> None:

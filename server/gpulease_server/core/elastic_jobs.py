@@ -25,9 +25,11 @@ What each failure does
 | its supervisor is killed, or its host has restarted before that was noticed | the next attempt, with it |
 | its worker has lost the record of its part | the next attempt runs on the others; it joins later |
 | a node leaves, or is forgotten | the next attempt runs on the others |
+| a node is drained, or paused by force | the next attempt runs on the others; if they are too few, on a drained one \
+too |
 | fewer than `nodes` are left | as any attempt that was lost |
 | a node that has joined later fails, before or after the start | it is given back, and the others go on without it |
-| a rank, a launcher | as for any job on several nodes |
+| a rank, a launcher, also while all are stopped for a node | as for any job on several nodes |
 | a node is lost again and again | each time the others start again; MAX_REGROUPS times |
 | the daemon restarts | the pause before the next change begins again; an attempt that ends waits for the reports of \
 all nodes |
@@ -51,7 +53,7 @@ from gpulease_protocol.model import (
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.gpu import is_unheard, node_mode, state_of
 from gpulease_server.core.grant import free_port
-from gpulease_server.core.job import MAX_HISTORY
+from gpulease_server.core.job import kept_history
 from gpulease_server.core.lease_env import gang_members
 from gpulease_server.core.records import GangTimes, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -67,7 +69,8 @@ def go_on(turn: Turn, record: JobRecord, origin: JobMember | None, reason: str) 
     if record.spec.max_nodes is None or record.regroups >= MAX_REGROUPS:
         return False
     faulty = None
-    if origin is not None and record.grows_at is None and not _is_fault_of_host(record.job, origin):
+    is_stopped = origin is None or (record.grows_at is not None and origin.follows)
+    if origin is not None and not is_stopped and not _is_fault_of_host(record.job, origin):
         if not origin.joined_later or origin.follows:
             return False
         faulty = origin.node
@@ -75,6 +78,8 @@ def go_on(turn: Turn, record: JobRecord, origin: JobMember | None, reason: str) 
     left = [one for one in lease.lease.members if one.node != faulty and may_take_part(turn, record, one)]
     if len(left) < record.spec.nodes:
         return False
+    active = [one for one in left if node_mode(turn.ledger, one.node) is NodeMode.ACTIVE]
+    left = active if len(active) >= record.spec.nodes else left
     if faulty is not None:
         give_back(turn, lease, faulty, reason)
     _regroup(turn, record, left, reason)
@@ -115,6 +120,8 @@ def may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
     if observation is None or is_unheard(ledger, member.node, turn.now, turn.policy):
         return False
     if observation.leaving or observation.address is None or not observation.takes_gangs:
+        return False
+    if node_mode(ledger, member.node) is NodeMode.PAUSED:
         return False
     if not _are_held(turn, record.job.lease_id, member):
         return False
@@ -173,7 +180,7 @@ def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason:
         exit_code=None,
         traceback=None,
         started_at=None,
-        attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
+        attempt_history=kept_history((*job.attempt_history, attempt)),
     )
     fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
     turn.put(replace(fresh, grows_at=None, regroups=record.regroups + 1))
@@ -185,8 +192,8 @@ def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason:
 
 
 def _with_ranks(turn: Turn, record: JobRecord, left: Sequence[LeaseMember]) -> tuple[LeaseMember, ...]:
-    """Give these nodes of a lease ranks in this order, environments and a port for the next attempt. Its other nodes come after them,
-    without an environment; those that were forgotten are left out."""
+    """Give these nodes of a lease ranks in this order, environments and a port for the next attempt. Its other nodes
+    come after them, without an environment; those that were forgotten are left out."""
     ledger = turn.ledger
     lease_record = ledger.leases[record.job.lease_id]
     lease, nodes = lease_record.lease, {one.node for one in left}

@@ -318,15 +318,16 @@ def _with_node(part: JobMember) -> str:
 def _finish(turn: Turn, record: JobRecord) -> None:
     """End an attempt of which every part has ended."""
     job, origin = record.job, _origin(record.job.members)
-    stopped_to_grow = record.grows_at is not None and any(one.reason is not None for one in job.members)
-    if origin is None and not stopped_to_grow:
+    is_done = record.grows_at is None or all(one.reason is None for one in job.members)
+    if origin is None and is_done:
         started = job.started_at or turn.now.at
         finish_job(turn, record, JobState.SUCCEEDED, None, exit_code=0, started_at=started)
         return
     reason, is_lost = _sentence(job), origin is not None and origin.state is PartState.LOST
     lease_end = EndReason.NODE_LOST if is_lost else EndReason.JOB_FINISHED
     timed_out = origin is not None and origin.timed_out
-    node_left = record.grows_at is not None or (origin is not None and origin.node_left)
+    stopped_to_grow = record.grows_at is not None and (origin is None or origin.follows)
+    node_left = stopped_to_grow or (origin is not None and origin.node_left)
     if record.cancelled_at is not None and not timed_out:
         finish_job(turn, record, JobState.CANCELLED, "cancelled", lease_end)
     elif timed_out:

@@ -164,6 +164,14 @@ def mark_stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
     turn.emit("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason)
 
 
+def kept_history(history: tuple[JobAttempt, ...]) -> tuple[JobAttempt, ...]:
+    """The earlier attempts that are kept. Those that `may_retry` counts stay the longest."""
+    while len(history) > MAX_HISTORY:
+        least = min(range(len(history)), key=lambda at: (not history[at].regrouped, history[at].node_left, at))
+        history = history[:least] + history[least + 1 :]
+    return history
+
+
 def may_retry(record: JobRecord, *, node_left: bool = False) -> bool:
     """True while a job that fails has an attempt left. One whose node has left may be tried again in any case, and such
     attempts do not count; but `MAX_HISTORY` times at most."""
@@ -230,7 +238,7 @@ def retry_job(
         started_at=None,
         traceback=None,
         members=(),
-        attempt_history=(*job.attempt_history, attempt)[-MAX_HISTORY:],
+        attempt_history=kept_history((*job.attempt_history, attempt)),
     )
     fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
     turn.put(replace(fresh, grows_at=None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gpulease_protocol.model import JobState
+from gpulease_protocol.model import JobState, PartState
 from gpulease_server.core.fleet import discard
 from gpulease_server.core.records import GangTimes, JobRecord
 
@@ -79,12 +79,13 @@ def _waits_for_parts(record: JobRecord) -> bool:
 
 
 def _may_grow(record: JobRecord) -> bool:
-    """True for an elastic job that runs, of which no part has failed, on fewer nodes than it may."""
+    """True for an elastic job on fewer nodes than it may, of which all parts run: where one is done, so is it soon."""
     most = record.spec.max_nodes
     return (
         most is not None
         and record.job.state is JobState.RUNNING
         and len(record.job.members) < most
+        and all(one.state is PartState.RUNNING for one in record.job.members)
         and not _waits_for_parts(record)
     )
 
