@@ -22,7 +22,7 @@ class Node:
 
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = list(pieces)
-        self.problem: GpuleaseError | None = None
+        self.problem: GpuleaseError | OSError | None = None
         self.opened: list[tuple[str, int | None]] = []
         self.closed = 0
         self.offset = "0"
@@ -142,6 +142,26 @@ def test_a_node_that_is_gone_is_not_asked_again(monkeypatch: pytest.MonkeyPatch)
             await log.open()
         assert sorted(await everything(log, last=True)) == [b"[n1] [... node n1 is gone.]\n", b"a\n"]
         assert len(nodes[1].opened) == 1
+        log.close()
+
+    play(story)
+
+
+def test_a_log_that_cannot_be_read_is_named_once_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story() -> None:
+        nodes = [Node(b"a\n"), Node()]
+        nodes[1].problem = OSError(5, "Input/output error")
+        log = merged(nodes)
+        for _ in range(3):
+            log.update([member(0), member(1)], last=False)
+            await log.open()
+        said = b"[n1] [... The log of node n1 cannot be read: Input/output error]\n"
+        assert sorted(await everything(log)) == [said, b"a\n"]
+        assert len(nodes[1].opened) == 1, "not before the pause has ended"
+        monkeypatch.setattr(gang_log, "AGAIN_S", 0.0)
+        nodes[1].problem, nodes[1].pieces = None, [b"b\n"]
+        log.update([member(0), member(1)], last=True)
+        assert await everything(log, last=True) == [b"b\n"]
         log.close()
 
     play(story)

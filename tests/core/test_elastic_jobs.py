@@ -88,6 +88,18 @@ def test_nodes_with_old_readings_are_read_and_not_left_out() -> None:
     assert nodes_of(world, job_id) == ["a", "b", "c"]
 
 
+def test_it_does_not_wait_for_a_node_with_readings_that_are_always_too_old() -> None:
+    world = fleet("a", "b")
+    world.node("c", gpus=2, report=False)
+    world.report("c", age_s=2.0)
+    world.answer_wanted = lambda: None  # type: ignore[method-assign]
+    job_id = world.submit(2, nodes=2, max_nodes=3)
+    for _ in range(40):
+        world.pass_time(0.25, silent=("c",))
+        world.report("c", age_s=2.0)
+    assert nodes_of(world, job_id) == ["a", "b"]
+
+
 def test_a_lost_node_shrinks_it_and_no_gpu_of_that_is_granted() -> None:
     world = fleet("a", "b", "c")
     job_id = elastic(world)

@@ -7,7 +7,8 @@
 - The nodes with the fewest free GPUs are taken first, so that whole nodes stay whole; those with recent readings alone,
   if there are enough of them. Of several models the one is taken for which this ends sooner.
 - The ranks of the nodes are in the order of their names, which does not depend on who asks when.
-- A demand for `nodes` to `max_nodes` nodes gets as many as are free, those that are free after a reading included.
+- A demand for `nodes` to `max_nodes` nodes gets as many as are free, those that are free after a reading included; but
+  it waits for no node of which the reading that was asked for came too late to count, where it has enough without it.
 
 Within a walk through the queue GPUs are only taken, as in `core.node_ranking`: a node is looked at once for each
 demand, and again when something was taken from it. The nodes come by their number of free GPUs, and the search ends
@@ -99,7 +100,8 @@ class GangRanking:
             if members is not None:
                 return Placed(_by_rank(members))
             after = self._after_readings(search, found, nodes)
-            if after is not None:
+            is_least = nodes == search.demand.nodes
+            if after is not None and (is_least or not any(_answers_too_late(search, node) for node in after.nodes)):
                 return after
         return search.blocked(found)
 
@@ -164,6 +166,16 @@ class GangRanking:
                 if len(reached[reach]) == nodes:
                     return reached[reach]
         return None
+
+
+def _answers_too_late(search: Search, node: str) -> bool:
+    """True where a node's answer to a request for a reading was too old for a grant when it came, as the next will be:
+    for one with a slow network."""
+    one = search.ledger.node_observations.get(node)
+    if one is None or one.observed_at_s is None or not one.answers_request:
+        return False
+    took_s = min(one.read_s or 0.0, one.reading_limit_s)
+    return one.reported_at_s - one.observed_at_s > took_s + search.policy.max_observation_age_s
 
 
 def _by_rank(members: list[Member]) -> tuple[GpuRecord, ...]:

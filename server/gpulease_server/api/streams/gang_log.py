@@ -23,6 +23,12 @@ NewSource = Callable[[JobMember, str, int | None], LogSource]
 """Makes the source of one node's log, from where to begin (an offset) and with how many last lines."""
 
 
+def _unreadable(member: JobMember, error: OSError | GpuleaseError) -> Unavailable:
+    """What to say of a log that is there and cannot be read."""
+    why = error.detail if isinstance(error, GpuleaseError) else error.strerror or str(error)
+    return Unavailable(f"The log of node {member.node} cannot be read: {why}", remedy="It is tried again.")
+
+
 class _NodeLog:
     """The log of one node."""
 
@@ -112,6 +118,8 @@ class GangLog:
             one.source, one.problem, source = source, None, None
         except (NotFound, Unavailable) as error:
             one.fail(error)
+        except (OSError, GpuleaseError) as error:
+            one.fail(_unreadable(one.member, error))
         finally:
             if source is not None:
                 source.close()
@@ -141,6 +149,8 @@ class GangLog:
                 return await one.source.take(last)
             except (NotFound, Unavailable) as error:
                 one.fail(error)
+            except (OSError, GpuleaseError) as error:
+                one.fail(_unreadable(one.member, error))
         note, one.note = one.note, b""
         return note
 
