@@ -76,6 +76,40 @@ def test_a_job_ends_when_the_program_is_killed(client: Client, url: str, tmp_pat
         assert client.job(job.id).state is JobState.CANCELLED
 
 
+GUARDED = """
+import os, sys
+from gpulease_cli.commands import foreground_job
+from gpulease_protocol import errors
+
+class Client:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def cancel_job(self, job_id, grace_s):
+        with open(sys.argv[1], "a") as calls:
+            print(job_id, file=calls)
+        if os.path.getsize(sys.argv[1]) < 15:
+            raise getattr(errors, sys.argv[2])("no", remedy="none")
+
+foreground_job.Client, foreground_job.RETRY_S = Client, 0.01
+reader, writer = os.pipe()
+os.write(writer, b"submitting job-1")
+os.close(writer)
+foreground_job._guard(reader, None, "key")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "calls"), [("OverQuota", 3), ("DaemonUnavailable", 3), ("GpuleaseError", 3), ("NotFound", 1)]
+)
+def test_the_guard_tries_again_unless_that_is_useless(tmp_path: Path, error: str, calls: int) -> None:
+    subprocess.run([sys.executable, "-c", GUARDED, str(tmp_path / "calls"), error], check=True, timeout=60)
+    assert (tmp_path / "calls").read_text().splitlines() == ["job-1"] * calls
+
+
 def test_what_is_not_free_is_not_waited_for_and_leaves_nothing_in_the_queue(client: Client, gpulease: Program) -> None:
     with client.lease(1):
         refused = gpulease("run", "--nodes", "2", "-n", "2", "--", "true")

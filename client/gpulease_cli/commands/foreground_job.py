@@ -7,7 +7,7 @@ of all nodes as it comes, and ends with its exit code. The job lives no longer t
 |---|---|
 | Ctrl-C, SIGTERM, SIGHUP | this program cancels it, and shows the rest of its output; a second one leaves it no time |
 | this program is killed, or fails | its guard, another process, cancels it: at once, or within GUARD_S when a daemon \
-answers |
+takes that |
 | this program and its guard are killed, or their host goes | nothing: it ends by itself, or by `gpulease cancel` |
 | the daemon is away | nothing: this program waits for it as any client does, then the guard does |
 """
@@ -35,13 +35,13 @@ from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.options import checked
 from gpulease_protocol import endpoints
 from gpulease_protocol.errors import (
-    DaemonUnavailable,
     GpuleaseError,
     InvalidRequest,
     NeverFits,
+    NotAllowed,
+    NotAuthenticated,
     NotFound,
     NotNow,
-    Unavailable,
 )
 from gpulease_protocol.launchers import choose_launcher, choose_mask
 from gpulease_protocol.model import Job, JobState, Launcher
@@ -50,7 +50,7 @@ from gpulease_protocol.requests import JobRequest
 GRACE_S = 10.0
 """Between SIGTERM and SIGKILL for the job after a signal to this program."""
 GUARD_S = 600.0
-"""How long the guard tries to cancel a job while no daemon answers."""
+"""How long the guard tries to cancel a job while no daemon takes that."""
 RETRY_S = 2.0
 """Pause between two of its attempts."""
 START_S = 10.0
@@ -101,10 +101,10 @@ def _guard(reader: int, request: JobRequest, key: str) -> None:
                 job_id = ids[0] if ids else client.send(endpoints.submit(request, key)).id
                 client.cancel_job(job_id, GRACE_S)
             return
-        except (DaemonUnavailable, Unavailable):
-            time.sleep(RETRY_S)
-        except GpuleaseError:
+        except (InvalidRequest, NotAllowed, NotAuthenticated, NotFound):
             return
+        except GpuleaseError:  # no daemon answers, or it has too much to do
+            time.sleep(RETRY_S)
 
 
 def request_for(
