@@ -54,6 +54,8 @@ class JobMember(Noun):
     """True where it ended because its node left."""
     fenced: bool = False
     """True once its node has said that it keeps the job's `fence_s`."""
+    fence_reached: bool = False
+    """True where it was ended because no daemon had answered its node for `fence_s`."""
     joined_later: bool = False
     """True where its node joined an elastic job that ran already. If such a part fails, the job goes on without it."""
     log_directory: str | None = None

@@ -298,6 +298,17 @@ def test_a_killed_supervisor_starts_all_again_on_the_same_nodes() -> None:
     assert job.reason == "It goes on with the same nodes, on 3 of at most 3."
 
 
+def test_a_fence_that_one_node_has_reached_is_no_failure_of_the_program() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world, fence_s=60)
+    said = "No daemon has answered this node for 60 s, which is the job's fence (fence_s)."
+    part(world, job_id, "b", RunState.EXITED, exit_code=143, reason=said, fence_reached=True)
+    for node in "ac":
+        part(world, job_id, node, RunState.EXITED, exit_code=143, follows=True)
+    job = job_of(world, job_id)
+    assert (job.state, job.attempts, nodes_of(world, job_id)) == (JobState.STARTING, 2, ["a", "b", "c"])
+
+
 def test_a_node_that_has_lost_its_record_takes_no_part_in_the_next_attempt_but_joins_later() -> None:
     world = fleet("a", "b", "c")
     job_id = elastic(world)

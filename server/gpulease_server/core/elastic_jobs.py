@@ -24,6 +24,7 @@ What each failure does
 | a host, with or without the leader | its part is lost: the next attempt runs on the others |
 | its supervisor is killed, or its host has restarted before that was noticed | the next attempt, with it |
 | its worker has lost the record of its part | the next attempt runs on the others; it joins later |
+| a node is out of reach for the job's `fence_s` | the next attempt, with it once it reports that its part has ended |
 | a node leaves, or is forgotten | the next attempt runs on the others |
 | a node is drained, or paused by force | the next attempt runs on the others; if they are too few, on a drained one \
 too |
@@ -107,9 +108,10 @@ def give_back(turn: Turn, record: LeaseRecord, node: str, reason: str) -> None:
 
 
 def _is_fault_of_host(job: Job, origin: JobMember) -> bool:
-    """True where a part has ended for another reason than what it ran: its node is gone, or its supervisor is."""
+    """True where a part has ended for another reason than what it ran: its node is gone, or out of reach for the job's
+    `fence_s`, or its supervisor is."""
     is_killed = origin.exit_code is None and job.started_at is not None and not origin.follows
-    return origin.state is PartState.LOST or origin.node_left or is_killed
+    return origin.state is PartState.LOST or origin.node_left or origin.fence_reached or is_killed
 
 
 def may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:

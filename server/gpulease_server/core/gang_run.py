@@ -155,6 +155,7 @@ def _reported(before: JobMember, report: JobReport) -> JobMember:
         state = before.state if before.state in (PartState.RUNNING, PartState.LOST) else state
         return before if before.failure is not None else replace(before, state=state, reason=report.reason)
     ended = replace(before, state=state, exit_code=report.exit_code, timed_out=report.timed_out)
+    ended = replace(ended, fence_reached=report.fence_reached)
     if report.node_left and before.failure is None:
         return replace(ended, reason=f"Its node {before.node} left.", node_left=True)
     return ended if before.failure is not None else replace(ended, reason=report.reason, follows=report.follows)
