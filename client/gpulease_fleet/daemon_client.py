@@ -37,7 +37,7 @@ class DaemonClient:
         return made.bearer
 
     def has_token(self, note: str) -> bool:
-        """True if a token with that note is in force."""
+        """True if a token with that note is valid."""
         return any(token.note == note for token in self._client.tokens())
 
     def revoke_tokens(self, note: str) -> None:

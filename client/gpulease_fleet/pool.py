@@ -48,7 +48,7 @@ class DaemonView(Protocol):
         """A new token for a worker, with a note by which it is found."""
 
     def has_token(self, note: str) -> bool:
-        """True if a token with that note is in force."""
+        """True if a token with that note is valid."""
 
     def revoke_tokens(self, note: str) -> None:
         """Revoke every token with that note."""
