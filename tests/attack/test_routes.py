@@ -24,9 +24,10 @@ pytestmark = pytest.mark.slow
 CANARY = "routes-canary"
 """Begins each secret of ada; eve must find it nowhere."""
 QUERIES: dict[str, tuple[str, ...]] = {
-    "after": ("0",), "array": ("array-1",), "by": ("label", "node"), "cursor": (), "follow": ("1",), "format": ("csv",),
-    "frames": ("1",), "from": ("2020-01-01",), "id_prefix": ("lease-", "job-"), "job": (), "label": (),
-    "limit": ("1000",), "name": (), "node": (), "offset": ("0",), "points": ("10",),
+    "after": ("0",), "array": ("array-1",), "before": ("1000000",), "by": ("label", "node"), "cursor": (),
+    "follow": ("1",), "format": ("csv",), "frames": ("1",), "from": ("2020-01-01",), "gpu": (),
+    "id_prefix": ("lease-", "job-"), "job": (), "kind": ("lease", "job", "token"), "label": (), "lease": (),
+    "limit": ("1000",), "name": (), "node": (), "offset": ("0",), "order": ("desc",), "points": ("10",),
     "rank": ("launcher", "0"), "state": (), "tail": ("10",), "to": (), "token": (), "user": ("ada",),
     "wait_s": ("0",), "wait_while": (),
 }  # fmt: skip

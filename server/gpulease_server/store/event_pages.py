@@ -39,6 +39,11 @@ class EventFilter:
     hidden_kinds: str | None = None
     """Prefix of kinds that are left out."""
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether many events may have to be looked at for one that is meant, and no index finds it."""
+        return bool(self.kinds or self.user or self.gpu or self.node or self.job or self.times())
+
     def conditions(self) -> list[ColumnElement[bool]]:
         """What an event must meet, in SQL."""
         found: list[ColumnElement[bool]] = []
@@ -99,7 +104,7 @@ def find_events(
             earliest, latest = connection.execute(bounds).one()
             first, last = (first, 0) if earliest is None else (max(first, earliest), min(last, latest))
         begin, end = first, last
-        if last - first >= MAX_EXAMINED:
+        if wanted.is_sparse and last - first >= MAX_EXAMINED:
             begin, end = (last - MAX_EXAMINED + 1, last) if newest_first else (first, first + MAX_EXAMINED - 1)
         order = event.c.seq.desc() if newest_first else event.c.seq
         query = select(event).where(event.c.seq.between(begin, end), *wanted.conditions()).order_by(order).limit(limit)
