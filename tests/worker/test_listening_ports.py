@@ -6,7 +6,6 @@ import errno
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,11 +19,15 @@ NO_SUCH_FILE = struct.pack("=IHHIIi", 20, listening_ports.NLMSG_ERROR, 0, 0, 0, 
 
 @pytest.fixture(params=[socket.AF_INET, socket.AF_INET6], ids=["IPv4", "IPv6"])
 def bound(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
-    """A socket bound to a free port of the range, not yet listening."""
+    """A socket bound to a port of the range, not yet listening; no other test has it in the other family."""
     for port in reversed(LEASE_PORTS):
-        with socket.socket(request.param) as candidate, suppress(OSError):
-            candidate.bind(("127.0.0.1" if request.param == socket.AF_INET else "::1", port))
-            yield candidate
+        with socket.socket(socket.AF_INET) as one, socket.socket(socket.AF_INET6) as other:
+            try:
+                one.bind(("127.0.0.1", port))
+                other.bind(("::1", port))
+            except OSError:
+                continue
+            yield one if request.param == socket.AF_INET else other
             return
     raise AssertionError("no port of the range is free")
 
