@@ -11,7 +11,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 CASES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], bool], ...] = (
     ("in a fresh process", ("find",), (), False),
     ("after cuInit", ("init", "find"), (), False),
-    ("in a forked child of a process that has a context", ("context", "find_in_fork"), (), False),
+    ("in a forked child of that", ("init", "find_in_fork"), (), False),
     ("after torch.cuda.init()", ("torch_init", "find"), (), True),
     ("in a forked child of that", ("torch_init", "find_in_fork"), (), True),
     ("under torchrun --nproc-per-node 1", ("find",), TORCHRUN, True),

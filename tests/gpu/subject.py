@@ -163,12 +163,12 @@ def devices() -> list[str] | None:
     return initialized_devices()
 
 
-def find(count: str = "1") -> dict[str, Any]:
+def find(count: str = "1", wait_s: float | str = WAIT_S) -> dict[str, Any]:
     """Call `find_usable_cuda_devices`: the ordinals, the reserved UUIDs, and what CUDA then shows there."""
     from gpulease import find_usable_cuda_devices, reserved_leases  # noqa: PLC0415
 
     begun = time.monotonic()
-    ordinals = find_usable_cuda_devices(int(count), wait_s=WAIT_S)
+    ordinals = find_usable_cuda_devices(int(count), wait_s=float(wait_s))
     took_s = time.monotonic() - begun
     leased = [gpu.uuid for lease in reserved_leases() for gpu in lease.gpus]
     with suppress(CudaError, OSError):  # CUDA no longer works in a fork of a process that has used it
@@ -182,13 +182,13 @@ def find(count: str = "1") -> dict[str, Any]:
     }
 
 
-def find_in_fork() -> dict[str, Any]:
+def find_in_fork(*words: str) -> dict[str, Any]:
     """Run `find` in a forked child, as a DataLoader's worker or a launcher's child might."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            told: Any = find()
+            told: Any = find(*words)
         except BaseException as error:
             told = {"error": f"{type(error).__name__}: {error}"}
         os.write(write, json.dumps(told).encode())

@@ -10,7 +10,7 @@ import pytest
 from gpulease.cuda import libcuda
 from gpulease_protocol.model import GpuReading
 from tests.daemon import DaemonProcess
-from tests.gpu.subjects import MASK, Subject, once
+from tests.gpu.subjects import MASK, Subject, SubjectFailed, once
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
 
@@ -44,8 +44,16 @@ def test_a_process_finds_the_number_of_the_gpu_that_it_holds(running: DaemonProc
 def test_a_fork_of_a_process_that_uses_cuda_finds_a_number_for_the_programs_that_it_starts(
     running: DaemonProcess,
 ) -> None:
-    *_, found = once("context", "find_in_fork", within_s=60, GPULEASE_URL=running.url)
+    *_, found = once("init", "find_in_fork", within_s=60, GPULEASE_URL=running.url)
     assert len(found["ordinals"]) == len(found["leased"]) == 1
+
+
+@pytest.mark.parametrize("step", ["find", "find_in_fork"])
+def test_a_gpu_on_which_the_asker_has_a_context_already_is_not_given_to_it(running: DaemonProcess, step: str) -> None:
+    with Subject(GPULEASE_URL=running.url) as subject:
+        subject.do("context")
+        with pytest.raises(SubjectFailed, match=f"in use without a lease by pid {subject.pid} "):
+            subject.do(step, 1, 0)
 
 
 @pytest.mark.usefixtures("torch_with_cuda")
