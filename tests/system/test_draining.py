@@ -321,6 +321,28 @@ def test_a_process_of_no_lease_that_has_the_device_file_open_delays_a_gpu_and_is
             assert exporter.poll() is None
 
 
+@pytest.mark.parametrize("below", [False, True], ids=["it has", "its child has"])
+def test_who_waits_for_a_gpu_does_not_delay_it_by_having_its_device_file_open(
+    tmp_path: Path, devices: tuple[Path, Path], below: bool
+) -> None:
+    """A trial that has called `torch.cuda.is_available()`, which opens NVML, while the trial before it held the GPU."""
+    options = ("--simulate", "1", "--retained-memory-s", "300")
+    with daemon(tmp_path, *options, GPULEASE_DEVICE_FILES=str(tmp_path / "nvidia")) as running:
+        held = running.request_lease(wait_s=60)
+        known_to_its_worker(running, held)
+        note = tmp_path / "note"
+        opens = f"exec 3<{devices[0]}; echo $$ > {note}; exec sleep 600"
+        with started("sh", "-c", f"(setsid sh -c '{opens}') & exec sleep 600" if below else opens) as trial:
+            written(note)
+            known = ProcessId.of(trial.pid)
+            assert known is not None
+            owned = {"owner_pid": known.pid, "owner_start_ticks": known.start_ticks}
+            waiting = dict(running.call("POST", "/v1/leases", {"count": 1} | owned).json)
+            assert waiting["state"] == "queued"
+            running.release(held)
+            eventually(lambda: running.lease(waiting["id"])["state"] == "active", 30, running.story)
+
+
 def test_a_leased_gpu_is_exclusive_where_the_administrator_wants_that(
     listing: tuple[DaemonProcess, Hardware],
 ) -> None:

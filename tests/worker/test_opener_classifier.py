@@ -116,13 +116,15 @@ def opened_by(
     gpu: int = 1,
     listed: Sequence[Sequence[int]] = ((), ()),
     known: opener_classifier.KnownProcesses | None = None,
+    askers: Sequence[ProcessId] = (),
 ) -> dict[int, str | None]:
     """The openers of this GPU's device file that count, each with its lease."""
     gpus = [
         GpuReading(uuid=uuid, node="n", index=index, processes=tuple(Process(pid=pid) for pid in listed[index]))
         for index, uuid in enumerate(GPUS)
     ]
-    found = process_attribution.attribute(Reading(gpus=tuple(gpus), simulated=True), leases, known).gpus[gpu].opened_by
+    reading = Reading(gpus=tuple(gpus), simulated=True)
+    found = process_attribution.attribute(reading, leases, known, askers=askers).gpus[gpu].opened_by
     assert found is not None
     return {process.pid: process.lease_id for process in found}
 
@@ -224,6 +226,35 @@ def test_one_owner_of_several_leases_does_not_wait_behind_itself(stack: ExitStac
     assert opened_by(mine, drains, gpu=0) == {driver.pid: None, child: "another"}, (
         "neither lease excuses it to the other"
     )
+
+
+def test_who_waits_for_a_lease_does_not_count_nor_what_it_has_started(
+    stack: ExitStack, devices: tuple[Path, Path]
+) -> None:
+    """The next trial of a sweep, which has opened NVML before it asks. Its driver has held the GPU before."""
+    here, trial = ProcessId.of(os.getpid()), Program(stack, devices, "fork")
+    assert here is not None
+    child = trial.fork()
+    assert opened_by(ENDED) == {trial.pid: None, child: None}
+    assert opened_by(ENDED, askers=[trial.identity]) == {}
+    assert opened_by(replace(ENDED, owner=here)) == {trial.pid: "mine", child: "mine"}
+    assert opened_by(replace(ENDED, owner=here), askers=[trial.identity]) == {}, "it asks for itself"
+    reused = ProcessId(trial.pid, trial.identity.start_ticks + 1)
+    assert opened_by(ENDED, askers=[reused]) == {trial.pid: None, child: None}, "the pid is another process's now"
+
+
+def test_a_holder_that_asks_again_does_not_count_but_what_it_has_left_does(
+    stack: ExitStack, devices: tuple[Path, Path]
+) -> None:
+    holder = Program(stack, devices, "fork")
+    mine = replace(ENDED, owner=holder.identity)
+    assert opened_by(mine) == {holder.pid: None}
+    assert opened_by(mine, askers=[holder.identity]) == {}
+    child = holder.fork()
+    assert opened_by(mine, askers=[holder.identity]) == {child: "mine"}
+    marked = Program(stack, devices, **{lease_claims.MARKER: "mine"})
+    asks = [holder.identity, marked.identity]
+    assert opened_by(mine, askers=asks) == {child: "mine", marked.pid: "mine"}, "it works under the ended lease"
 
 
 def test_a_lease_within_a_lease_is_another(stack: ExitStack, devices: tuple[Path, Path]) -> None:

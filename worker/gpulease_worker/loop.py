@@ -408,6 +408,7 @@ class WorkerLoop:
             self._on_probe_changed,
             settings.start_deadline_s,
             settings.idle_memory_bytes,
+            lambda: self._owners.watched,
         )
         return ProbeReader(probe, settings.probe_deadline_s, self._on_probe_changed)
 

@@ -3,7 +3,8 @@
 `python -m gpulease_worker.probe.main SETUP NODE [SIMULATE]`, with a `ProbeSetup` as JSON. It speaks JSON lines: at
 the start `{"ready": true}`; then per request `{"leases": [CachedLease, ...], "complete": BOOL, "reread": [UUID, ...]}`
 on stdin one `Reading` on stdout, of the GPUs in `"only": [UUID, ...]` alone where the request has that, and for each
-`{"compute_mode": ComputeModeChange}` one `ComputeModeResult`.
+`{"compute_mode": ComputeModeChange}` one `ComputeModeResult`. While a GPU drains, a request also has
+`"askers": [[PID, START_TICKS], ...]`, see `OpenerClassifier`.
 
 Once ready, a thread watches each driver call. A call that takes long is named in a line of its own before the answer,
 `{"under_way": CALL}`. A call that exceeds its deadline is named in the answer, and the process ends. The worker has a
@@ -25,6 +26,7 @@ from typing import TextIO
 
 from gpulease_protocol import codec
 from gpulease_protocol.host import process_tree
+from gpulease_protocol.host.process_id import ProcessId
 from gpulease_protocol.model import ComputeMode
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.probe import open_file_scanner, opener_classifier, process_attribution
@@ -83,16 +85,19 @@ def serve(reader: GpuReader, requests: TextIO, answers: TextIO, call_deadline_s:
             busy.clear()
             continue
         leases = [codec.from_json(CachedLease, lease) for lease in request["leases"]]
+        askers = [ProcessId(pid, start_ticks) for pid, start_ticks in request.get("askers", ())]
         complete = request.get("complete", True)
         process_attribution.start_scan(last, leases, scanner)
         try:
             if "only" in request:
                 reading = reader.read_some(request["only"], leases)
-                reading, last = process_attribution.attribute_some(reading, last, leases, known, scanner)
+                reading, last = process_attribution.attribute_some(reading, last, leases, known, scanner, askers=askers)
             else:
                 reading = reader.read(leases, complete, request.get("reread", ()))
                 # A request that waits for a grant does not also wait for a long scan of open files.
-                reading = last = process_attribution.attribute(reading, leases, known, scanner, wait=not complete)
+                reading = last = process_attribution.attribute(
+                    reading, leases, known, scanner, wait=not complete, askers=askers
+                )
         except ReadingFailed as failed:
             scanner.discard()  # it would be outdated by the time of the next reading
             reading = Reading(problem=str(failed), over=failed.over)

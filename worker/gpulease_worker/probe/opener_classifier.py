@@ -11,6 +11,7 @@ that applies decides:
 | works under another lease with GPUs on this node, by claim or cgroup | nothing: that lease answers for it |
 | belonged to a lease with GPUs on this node before (an exiting process loses its marker before its files) | as before |
 | is an owner of leases or descends from one (the nearest counts), one of them active or none the ended one | nothing |
+| is the owner of a request that waits, or descends from one that does not own the ended lease | nothing: it asks |
 | is itself the owner of the ended lease, and lives on | a stranger: no one waits for themselves |
 | descends from that owner, or did before an ancestor died (`owner_descendants`) | the lease's |
 | was in that owner's process group, if it has ended | the lease's |
@@ -49,6 +50,7 @@ class OpenerClassifier:
         known: The lease that processes belonged to before.
         openers: The processes that have any device file open.
         budget: The time for reading environments.
+        askers: The owners of all leases that have not ended, of those that wait too.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class OpenerClassifier:
         known: KnownProcesses,
         openers: Collection[ProcessId],
         budget: lease_claims.Budget | None = None,
+        askers: Collection[ProcessId] = (),
     ) -> None:
         self._leases = leases
+        self._askers = frozenset(askers)
         self._known = known
         self._descendants = remembered_owners(leases)
         self._owned: dict[ProcessId, list[CachedLease]] = {}
@@ -109,10 +113,10 @@ class OpenerClassifier:
         owner = self._nearest_owner(process.pid)
         if owner is None:
             return False
-        owned = self._owned[owner]
+        owned = self._owned.get(owner, ())
         if all(one.id != lease.id for one in owned):
             return None
-        if any(one.state is LeaseState.ACTIVE for one in owned):
+        if any(one.state is LeaseState.ACTIVE for one in owned) or process in self._askers:
             return None
         return owner != process
 
@@ -129,13 +133,15 @@ class OpenerClassifier:
         return cgroup_directory.leases_of(pid, [one.id for one in self._leases]) | ({claim} if claim else set())
 
     def _nearest_owner(self, pid: int) -> ProcessId | None:
-        """The lease owner that this process is, descends or descended from, or that has ended and led its group."""
+        """The owner or asker that this process is, descends or descended from, or that has ended and led its group."""
         lineage = self._lineages[pid]
         for ancestor in lineage:
             if (seen := self._stat(ancestor)) is None:
                 continue
             process = ProcessId(ancestor, seen.start_ticks)
-            if (owner := process if process in self._owned else self._descendants.get(process)) is not None:
+            if process in self._owned or process in self._askers:
+                return process
+            if (owner := self._descendants.get(process)) is not None:
                 return owner
         for member in lineage:
             seen = self._stat(member)

@@ -8,14 +8,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from gpulease_protocol import codec
-from gpulease_protocol.model import ComputeMode
-from gpulease_protocol.node_protocol import NodeLease
+from gpulease_protocol.model import ComputeMode, LeaseState
+from gpulease_protocol.node_protocol import LeaseOwner, NodeLease
 from gpulease_worker.probe.gpu_health import xid_of
 from gpulease_worker.probe.probe_protocol import (
     IDLE_BYTES,
@@ -61,6 +61,7 @@ class ProbeClient:
         start_s: How long the probe may take to become ready.
         ended: Called when the probe has ended by itself, so that this is noticed before the next reading.
         idle_bytes: Memory in use allowed on an idle GPU where other users' processes are not visible.
+        askers: Tells the owners of all leases that have not ended, of those that wait too.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ProbeClient:
         ended: Callable[[], None] = lambda: None,
         start_s: float = START_DEADLINE_S,
         idle_bytes: int = IDLE_BYTES,
+        askers: Callable[[], Iterable[LeaseOwner]] = lambda: (),
     ) -> None:
         self._arguments = [node, *([] if simulate is None else [simulate])]
         self._setup = ProbeSetup(pace=pace or Pace(), idle_bytes=idle_bytes)
@@ -79,6 +81,7 @@ class ProbeClient:
         self._deadline_s = deadline_s
         self._start_s = start_s
         self._ended = ended
+        self._askers = askers
         self._call: str | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ends: dict[asyncio.subprocess.Process, asyncio.Task[None]] = {}
@@ -128,6 +131,8 @@ class ProbeClient:
         try:
             async with asyncio.timeout(self._deadline_s):
                 request = {"leases": [codec.to_json(lease) for lease in leases], **what}
+                if any(lease.state is LeaseState.ENDED for lease in leases):
+                    request["askers"] = [(owner.pid, owner.start_ticks) for owner in self._askers()]
                 reading = codec.from_json(Reading, await self._request(request))
         except TimeoutError:
             return await self._replace(

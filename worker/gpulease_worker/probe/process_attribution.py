@@ -10,8 +10,8 @@ this node. The environments of one user take a bounded part of a reading; what i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gpulease_protocol.host.process_id import ProcessId, stat
 from gpulease_protocol.model import GpuReading, LeaseState, Process
@@ -23,6 +23,16 @@ from gpulease_worker.processes.lease_cache import CachedLease, remembered_owners
 
 DEVICE_FILES = "GPULEASE_DEVICE_FILES"
 """Environment variable: path of the device files without the minor number, if not `/dev/nvidia`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scan:
+    """How the openers of a reading's draining GPUs are found and classified."""
+
+    scanner: OpenFileScanner
+    wait: bool
+    budget: lease_claims.Budget
+    askers: Collection[ProcessId]
 
 
 def start_scan(last: Reading, leases: Sequence[CachedLease], scanner: OpenFileScanner) -> None:
@@ -38,6 +48,7 @@ def attribute(
     scanner: OpenFileScanner | None = None,
     *,
     wait: bool = True,
+    askers: Collection[ProcessId] = (),
 ) -> Reading:
     """The reading with every process attributed, and with the openers of each draining GPU once they are known.
 
@@ -47,17 +58,25 @@ def attribute(
         known: Processes of leases in the last reading, and openers of GPUs that still drain. Updated in place.
         scanner: That of the last reading. If None, this waits until a scan has finished.
         wait: Whether to wait for a scan as long as the scanner may, or only briefly because a request waits.
+        askers: The owners of all leases that have not ended, of those that wait too.
     """
     scanner = scanner or OpenFileScanner(wait_s=None)
     before = dict(known or {})
     budget = lease_claims.Budget()
     gpus = _with_leases(reading, leases, known, budget)
-    gpus = _with_draining(gpus, leases, known, before, scanner, wait, budget)
+    scan = _Scan(scanner, wait, budget, askers)
+    gpus = _with_draining(gpus, leases, known, before, scan)
     return replace(reading, gpus=tuple(gpus))
 
 
 def attribute_some(
-    reading: Reading, last: Reading, leases: Sequence[CachedLease], known: KnownProcesses, scanner: OpenFileScanner
+    reading: Reading,
+    last: Reading,
+    leases: Sequence[CachedLease],
+    known: KnownProcesses,
+    scanner: OpenFileScanner,
+    *,
+    askers: Collection[ProcessId] = (),
 ) -> tuple[Reading, Reading]:
     """As `attribute`, for a reading of some GPUs: that reading, and the last one of all GPUs with those in it.
 
@@ -68,7 +87,7 @@ def attribute_some(
     shown = {gpu.uuid: gpu for gpu in _with_leases(reading, leases, of_these, budget)}
     known |= of_these
     gpus = [shown.get(gpu.uuid, gpu) for gpu in last.gpus]
-    merged = _with_draining(gpus, leases, known, before, scanner, False, budget)
+    merged = _with_draining(gpus, leases, known, before, _Scan(scanner, False, budget, askers))
     some = tuple(gpu for gpu in merged if gpu.uuid in shown)
     return replace(reading, gpus=some), replace(last, gpus=tuple(merged))
 
@@ -94,9 +113,7 @@ def _with_draining(
     leases: Sequence[CachedLease],
     known: KnownProcesses | None,
     before: KnownProcesses,
-    scanner: OpenFileScanner,
-    wait: bool,
-    budget: lease_claims.Budget,
+    scan: _Scan,
 ) -> list[GpuReading]:
     """The GPUs, with the openers of each draining one once they are known. Adds to `known`."""
     lease_by_gpu = {uuid: lease for lease in leases for uuid in lease.gpus}
@@ -106,9 +123,9 @@ def _with_draining(
         if (lease := lease_by_gpu.get(gpu.uuid)) is not None and lease.state is LeaseState.ENDED
     }
     if not draining:
-        scanner.discard()
+        scan.scanner.discard()
         return gpus
-    shown, lease_processes = _with_openers(gpus, leases, draining, before, scanner, wait, budget)
+    shown, lease_processes = _with_openers(gpus, leases, draining, before, scan)
     if known is not None:
         known.update(_unlisted(before, known, {lease.id for lease in draining.values()}) | lease_processes)
     return shown
@@ -125,16 +142,15 @@ def _with_openers(
     leases: Sequence[CachedLease],
     draining: Mapping[str, CachedLease],
     known: KnownProcesses,
-    scanner: OpenFileScanner,
-    wait: bool,
-    budget: lease_claims.Budget,
+    scan: _Scan,
 ) -> tuple[list[GpuReading], KnownProcesses]:
     """The GPUs, each draining one with its openers; and those openers that belong to the ended leases."""
     targets = _scan_targets(gpus, draining)
-    current = scanner.results(set(targets.values()), wait=wait) if targets else {}
-    results = {uuid: current.get(target) or scanner.previous(target) for uuid, target in targets.items()}
+    current = scan.scanner.results(set(targets.values()), wait=scan.wait) if targets else {}
+    results = {uuid: current.get(target) or scan.scanner.previous(target) for uuid, target in targets.items()}
     openers = {uuid: result.by_path.get(targets[uuid][0], ()) for uuid, result in results.items() if result is not None}
-    classifier = OpenerClassifier(gpus, leases, known, {one for some in openers.values() for one in some}, budget)
+    found = {one for some in openers.values() for one in some}
+    classifier = OpenerClassifier(gpus, leases, known, found, scan.budget, scan.askers)
     shown = []
     for gpu in gpus:
         lease, target = draining.get(gpu.uuid), targets.get(gpu.uuid)

@@ -15,7 +15,7 @@ import logging
 import os
 import resource
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,6 +55,11 @@ class OwnerWatcher:
         for owner in owners:
             if owner not in self._watches and owner not in self._unwatched:
                 self._start_watch(owner)
+
+    @property
+    def watched(self) -> Collection[LeaseOwner]:
+        """Those that are alive: the owners of all leases here that have not ended, of those that wait too."""
+        return self._watches.keys()
 
     def reports(self) -> tuple[OwnerReport, ...]:
         """The current state of each."""
