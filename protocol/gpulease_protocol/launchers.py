@@ -45,13 +45,16 @@ LAUNCHERS: Mapping[Launcher, LauncherTraits] = {
 
 _LAUNCH = (
     r"LOCAL_RANK|RANK|WORLD_SIZE|GROUP_RANK|NODE_RANK|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
-    r"|(ROLE|MASTER|TORCHELASTIC|PET|SLURM|SLURMD|LT|ACCELERATE|OMPI|PMI|PMIX|HOROVOD|DLTS)_\w*"
+    r"|(ROLE|MASTER|TORCHELASTIC|PET|SLURM|SLURMD|LT|ACCELERATE|PMI|HOROVOD|DLTS)_\w*"
+    r"|PMIX_(?!MCA_)\w*|OMPI_(?!ALLOW_RUN_AS_ROOT|MCA_)\w*"
+    r"|OMPI_MCA_(ess|orte_|pmix|initial_wdir|mpi_oversubscribe|shmem_RUNTIME_)\w*"
     r"|GPULEASE_(LEASE_ID|LEASE_TOKEN|JOB_ID|FOUND_BY|PARENT_PID|NODES|GPUS_PER_NODE)"
 )
 
 LAUNCHER_VARIABLES = re.compile(_LAUNCH + r"|NNODES|GPULEASE_ARRAY_\w*|CUDA_(?!HOME$|PATH$)\w*")
 """Variables that bind a process to an earlier launch, lease or set of GPUs. CUDA_HOME and CUDA_PATH only name the
-toolkit's directory, and stay. PET_* are torchrun's options."""
+toolkit's directory, and stay. PET_* are torchrun's options. Of OMPI_MCA_* only those go that mpirun sets for a rank:
+the others are a site's settings, without which MPI may not start, and Lightning starts it where mpi4py is installed."""
 RESERVED_VARIABLES = re.compile(_LAUNCH + r"|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER)")
 """Variables that even a request that names them one by one cannot set, because the launcher and the lease set them. A
 switch such as CUDA_LAUNCH_BLOCKING is intended in a request, and a leftover in an environment that exists anyway."""

@@ -317,6 +317,22 @@ def test_stripping_launcher_variables_keeps_the_path_of_the_cuda_toolkit() -> No
     }
 
 
+def test_stripping_launcher_variables_takes_the_rank_of_mpirun_and_leaves_how_mpi_is_set_up() -> None:
+    """Without a site's settings MPI may not start, and Lightning starts it where mpi4py is installed."""
+    site = {
+        "OMPI_MCA_btl": "self,tcp",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "PMIX_MCA_gds": "hash",
+        "OMPI_MCA_mpi_cuda_support": "0",
+    }
+    rank = (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_UNIVERSE_SIZE", "OMPI_MCA_ess", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_pmix"),
+        *("OMPI_MCA_orte_hnp_uri", "OMPI_MCA_initial_wdir", "OMPI_MCA_shmem_RUNTIME_QUERY_hint", "OMPI_FIRST_RANKS"),
+        *("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_URI41", "PMIX_GDS_MODULE", "PMI_RANK"),
+    )
+    assert strip_launcher_variables(site | dict.fromkeys(rank, "x")) == site
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_does_not_release_its_parents_lease(daemon: FakeDaemon, client: Client) -> None:
     with client.lease(1) as lease:
