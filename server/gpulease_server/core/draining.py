@@ -164,7 +164,7 @@ def _caveats(reading: GpuReading, leftovers: Leftovers, policy: Policy) -> str |
         note = f"the open files of {number} process{'' if number == 1 else 'es'} could not be read"
         if reading.unreadable_process is not None:
             note += f", such as {_describe_first((reading.unreadable_process,), policy)}"
-        notes.append(f"{note}; a worker that runs as root reads those of all that do not hang")
+        notes.append(note)
     return "; ".join(notes) or None
 
 
