@@ -4,6 +4,7 @@
    driver's one lock, so that they wait while contexts are made; a call on a GPU in a teardown that hangs comes back when
    that has ended; and a GPU that is lost fails the event set of all. */
 #include "machine.h"
+#include "../driver_version.h"
 
 enum { INVALID = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, UNINITIALIZED = 1, MISMATCH = 25 };
 enum { RECOVERY_ACTION = 230, XID_EVENT = 8 };
@@ -41,8 +42,8 @@ int nvmlShutdown(void) {
     return SUCCESS;
 }
 const char *nvmlErrorString(int code) { return code == LOST ? "GPU is lost" : code == NOT_SUPPORTED ? "Not Supported" : "an error"; }
-int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "580.95.05"); return SUCCESS; }
-int nvmlSystemGetNVMLVersion(char *text, unsigned size) { snprintf(text, size, "13.580.95.05"); return SUCCESS; }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "%s", driver_version()); return SUCCESS; }
+int nvmlSystemGetNVMLVersion(char *text, unsigned size) { snprintf(text, size, "13.%s", driver_version()); return SUCCESS; }
 int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return SUCCESS; }
 int nvmlDeviceGetCount_v2(unsigned *count) { *count = GPUS; return sessions ? SUCCESS : UNINITIALIZED; }
 

@@ -16,12 +16,15 @@ import pytest
 from gpulease_protocol import codec
 from gpulease_protocol.model import ComputeMode, GpuLink, GpuReading, Process, ProcessType
 from gpulease_protocol.node_protocol import NodeLease
+from gpulease_worker.probe import driver_check
 from gpulease_worker.probe.probe_protocol import Pace, ProbeSetup, Reading
 from tests.shared_library import compiled
 from tests.worker.build import python
 
 SOURCE = Path(__file__).with_name("stand_in_nvml.c")
 GIB = 1024**3
+VERSION = driver_check.module_version() or "580.95.05"
+"""Of the driver that it is: what fits this host's kernel module, if it has one (`driver_version.h`)."""
 NOT_SUPPORTED, NO_PERMISSION, DRIVER_NOT_LOADED, GPU_IS_LOST, RESET_REQUIRED, MISMATCH, UNKNOWN = (
     3,
     4,

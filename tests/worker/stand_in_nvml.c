@@ -11,7 +11,7 @@
  *
  * Faults are read at every call from the file named by STAND_IN_NVML, one per line:
  *   CALL INDEX CODE      this call fails on this GPU with this error; INDEX -1 is every GPU, CODE -1 hangs while the line is there
- *   count -1 N           number of GPUs        driver -1 VERSION   e.g. 580.95.05
+ *   count -1 N           number of GPUs        driver -1 VERSION   instead of the loaded module's
  *   action INDEX N       recovery action       mig INDEX 1         split by MIG
  *   remap INDEX 1|2      a row remap is pending (1), has failed (2)
  *   xid INDEX N          an Xid; each line is reported once, and lines are only added
@@ -31,6 +31,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include "../driver_version.h"
 
 enum { SUCCESS = 0, NOT_SUPPORTED = 3, NO_PERMISSION = 4, INSUFFICIENT_SIZE = 7, TIMEOUT = 10, VERSION_MISMATCH = 25 };
 enum { MAX_GPUS = 16 };
@@ -88,8 +89,9 @@ const char *nvmlErrorString(int code) {
     return code == 9 ? "Driver Not Loaded" : code == 18 ? "RM has detected an NVML/RM version mismatch." : "an error";
 }
 int nvmlSystemGetDriverVersion(char *text, unsigned size) {
-    char version[64] = "580.95.05";
+    char version[64];
     FAULT(-1);
+    strcpy(version, driver_version());
     told("driver", -1, version);
     snprintf(text, size, "%s", version);
     return SUCCESS;

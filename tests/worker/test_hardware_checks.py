@@ -149,8 +149,9 @@ def test_tests_on_hardware_skip_what_needs_a_torch_with_cuda(driver: Driver) -> 
     assert "has no CUDA" in ran.stdout
 
 
-def test_without_a_driver_there_is_one_line_and_an_exit_code_of_its_own() -> None:
-    ran = command({**os.environ, "LD_LIBRARY_PATH": ""})
+def test_without_a_driver_there_is_one_line_and_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "libnvidia-ml.so.1").write_text("no library")  # found before that of a host with a driver
+    ran = command({**os.environ, "LD_LIBRARY_PATH": str(tmp_path)})
     assert (ran.returncode, ran.stdout.count("\n")) == (2, 1)
     assert ran.stdout.startswith("Nothing to check: NVML does not answer")
 

@@ -39,6 +39,7 @@ from tests.worker.stand_in import (
     THIRD,
     UNINITIALIZED,
     UNKNOWN,
+    VERSION,
     WHOLE,
     Driver,
     ProbeProcess,
@@ -64,7 +65,7 @@ def shared_probe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Dri
 
 
 def test_a_current_driver_is_read_exactly_in_pci_order_and_what_it_cannot_tell_is_none(tmp_path: Path) -> None:
-    assert Driver(tmp_path).read() == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version="580.95.05")
+    assert Driver(tmp_path).read() == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version=VERSION)
 
 
 def test_some_gpus_are_read_alone_with_their_places_among_all(tmp_path: Path) -> None:
@@ -384,7 +385,8 @@ def test_who_comes_or_goes_is_seen_by_the_memory_before_the_lists_are_due(tmp_pa
         assert probe.read(complete=False).gpus[1] == WHOLE
 
 
-CONTAINER = ("unshare", *(() if os.geteuid() == 0 else ("--map-root-user",)), "--pid", "--fork", "--kill-child")
+AS_ROOT = ("unshare", *(() if os.geteuid() == 0 else ("--map-root-user",)))
+CONTAINER = (*AS_ROOT, "--pid", "--fork", "--kill-child")
 """Starts a probe in a private PID namespace."""
 MIB = 2**20
 
@@ -763,7 +765,7 @@ def test_a_driver_that_goes_away_under_the_probe_is_the_problem_until_it_is_back
         library.says(("nvmlDeviceGetTemperature", 0, UNINITIALIZED))
         assert "NVML does not answer" in (probe.read().problem or "")
         library.says()
-        assert probe.read(complete=False) == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version="580.95.05")
+        assert probe.read(complete=False) == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version=VERSION)
 
 
 def test_a_host_without_a_driver_says_what_to_do(tmp_path: Path) -> None:
@@ -778,6 +780,7 @@ def test_a_host_without_a_driver_says_what_to_do(tmp_path: Path) -> None:
 def test_a_driver_that_is_upgraded_under_a_running_probe_grants_no_more(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.580.95.05")
     library = Driver(tmp_path, library="libnvidia-ml.so.580.95.05")
+    library.says(("driver", EVERY, "580.95.05"))
     module = tmp_path / "version"
     module.write_text(MODULE.format("580.95.05"))
     prelude = f"{SET_IN_DRIVER_CHECK}MODULE_VERSION = Path({str(module)!r})"
@@ -795,6 +798,15 @@ def test_a_driver_that_is_upgraded_under_a_running_probe_grants_no_more(tmp_path
     module.write_text(MODULE.format("590.10"))
     library.says(("driver", EVERY, "590.10"))
     assert library.read(prelude=prelude).gpus == (POOR, WHOLE), "the module was reloaded"
+
+
+def test_the_stand_in_fits_the_kernel_module_of_a_host_with_a_driver(tmp_path: Path) -> None:
+    """Otherwise no test of this library would pass on a host with GPUs."""
+    (tmp_path / "proc" / "nvidia").mkdir(parents=True)
+    (tmp_path / "proc" / "nvidia" / "version").write_text(MODULE.format("610.1.7"))
+    mounted = 'mount --bind "$0" /proc/driver && exec "$@"'
+    with Driver(tmp_path).probe(within=(*AS_ROOT, "--mount", "sh", "-c", mounted, str(tmp_path / "proc"))) as probe:
+        assert probe.read() == Reading(gpus=(POOR, WHOLE), links=LINKS, driver_version="610.1.7")
 
 
 def test_a_binding_that_does_not_fit_the_library_is_the_problem(tmp_path: Path) -> None:
