@@ -156,15 +156,20 @@ def too_few_usable(num_devices: int, visible: VisibleDevices, wait_s: float, err
     obstacles = error.explanation.obstacles if error.explanation else ()
     shown, own_leases = {gpu.uuid for gpu in visible.gpus}, own_lease_ids()
     in_the_way = [obstacle for obstacle in obstacles if obstacle.uuid in shown]
-    usable = len(shown) - len(in_the_way)
+    usable, pid = len(shown) - len(in_the_way), os.getpid()
     sentences = [f"You requested to find {num_devices} devices but only {usable} are currently available."]
     remedy = f"{'Wait longer with' if wait_s > 0 else 'To wait for them, set'} {WAIT_VARIABLE}=10m."
     if own := {obstacle.uuid for obstacle in in_the_way if obstacle.lease_id in own_leases}:
         sentences.append(
-            f"The devices {visible.ordinals(own)} are held by this process itself (pid {os.getpid()}), by other calls."
+            f"The devices {visible.ordinals(own)} are held by this process itself (pid {pid}), by other calls."
         )
         remedy = f"To give GPUs back after each use, write {use_block(num_devices)}."
-    if others := [obstacle for obstacle in in_the_way if obstacle.uuid not in own]:
+    if unleased := {one.uuid for one in in_the_way if one.code == "foreign" and pid in one.pids}:
+        sentences.append(
+            f"The devices {visible.ordinals(unleased)} are in use by this process itself (pid {pid}), without a lease."
+        )
+        remedy = f"Ask before anything uses CUDA, or lease what is in use: `gpulease adopt {pid}`."
+    if others := [obstacle for obstacle in in_the_way if obstacle.uuid not in own | unleased]:
         ordinals = visible.ordinals(obstacle.uuid for obstacle in others)
         sentences.append(f"{occupied(ordinals)}: {'; '.join(obstacle_groups(others))}.")
     if not in_the_way:

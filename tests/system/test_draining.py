@@ -343,6 +343,32 @@ def test_who_waits_for_a_gpu_does_not_delay_it_by_having_its_device_file_open(
             eventually(lambda: running.lease(waiting["id"])["state"] == "active", 30, running.story)
 
 
+FINDS = """
+import gpulease, sys
+input()
+try:
+    gpulease.find_usable_cuda_devices(1)
+except gpulease.NotNow as error:
+    print(error)
+"""
+
+
+def test_a_process_that_uses_the_gpu_without_a_lease_is_told_that_it_is_in_its_own_way(
+    listing: tuple[DaemonProcess, Hardware],
+) -> None:
+    """As a notebook that has made a context before it asks."""
+    running, hardware = listing
+    words = [sys.executable, "-c", FINDS]
+    environment = os.environ | {"GPULEASE_URL": running.url}
+    with subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        hardware.show(processes(program.pid))
+        eventually(lambda: gpu(running)["state"] == "foreign", 30, running.story)
+        said, _ = program.communicate("\n", timeout=60)
+    assert f"The devices [0] are in use by this process itself (pid {program.pid}), without a lease." in said
+    assert f"`gpulease adopt {program.pid}`" in said
+    assert "occupied by other processes" not in said
+
+
 def test_a_leased_gpu_is_exclusive_where_the_administrator_wants_that(
     listing: tuple[DaemonProcess, Hardware],
 ) -> None:
