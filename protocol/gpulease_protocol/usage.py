@@ -9,7 +9,7 @@ from enum import StrEnum
 from gpulease_protocol.model import Noun
 
 MAX_SHARES = 1000
-"""Shares in one answer, at most."""
+"""Shares in one answer, at most; also the days of a period that is summed by day."""
 
 
 class UsageKey(StrEnum):
@@ -20,6 +20,7 @@ class UsageKey(StrEnum):
     NODE = "node"
     AGENT = "agent"
     SESSION = "session"
+    DAY = "day"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +34,26 @@ class GpuTime(Noun):
     gpu_hours_used: float | None = None
     """Utilization times time, over the time for which utilization is known: that of jobs, which is recorded. Null if it
     is known for none. The true figure is between this and this plus `gpu_hours_unknown`."""
+    gpu_hours_idle: float | None = None
+    """The part of `gpu_hours_held` in which utilization was 0, over the time for which it is known. At least so much:
+    of a job that has run for a day, shorter idle times than some minutes are not told apart. Null if it is known for
+    none."""
     gpu_hours_unknown: float
     """The part of `gpu_hours_held` for which utilization is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageShare(GpuTime):
-    """GPU time of one user, label, node, agent or session."""
+    """GPU time of one user, label, node, agent, session or day."""
 
     key: str | None
-    """The user, label, node, agent or session. Null where that is not known or empty; beyond 1000 it is that
-    of all others."""
+    """The user, label, node, agent or session; or the day in UTC, as `2026-11-23`. Null where that is not known or
+    empty; beyond 1000 it is that of all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage(GpuTime):
-    """GPU time in a period, in total and by user, label, node, agent or session."""
+    """GPU time in a period, in total and by user, label, node, agent, session or day."""
 
     from_at: datetime
     """Begin of the period."""
@@ -57,4 +62,4 @@ class Usage(GpuTime):
     by: UsageKey
     """What the shares are of."""
     shares: tuple[UsageShare, ...]
-    """The most GPU-hours first."""
+    """The most GPU-hours first; days in their order."""

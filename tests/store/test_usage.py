@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from gpulease_protocol.model import Device, EndReason, Holder, LeaseMember, LeaseState
+from gpulease_protocol.model import Demand, Device, EndReason, Event, Holder, LeaseMember, LeaseState
 from gpulease_protocol.usage import Usage, UsageKey
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.runtime import usage
@@ -127,6 +127,95 @@ def test_a_gang_counts_on_each_of_its_nodes(store: Store) -> None:
     assert hours(by_user) == {"ada": 4.0}
     for found in (by_node, by_user):
         assert (found.leases, found.gpu_hours_held, found.gpu_hours_used) == pytest.approx((1, 4, 3))
+
+
+def elastic(number: int, granted_at: datetime, ended_at: datetime | None, *nodes: str) -> LeaseRecord:
+    """An elastic lease of two GPUs on each of these nodes, which it had last."""
+    one = held(number, granted_at, ended_at, job_id=f"job-{number}")
+    of = {node: held(0, NOW, None, gpus=2, node=node).lease.gpus for node in nodes}
+    members = tuple(
+        LeaseMember(rank=rank, node=node, address="10.0.0.1", gpus=gpus) for rank, (node, gpus) in enumerate(of.items())
+    )
+    demand = Demand(count=2, nodes=2, max_nodes=3)
+    return replace(one, lease=replace(one.lease, gpus=sum(of.values(), start=()), members=members, demand=demand))
+
+
+def changed(seq: int, at: datetime, kind: str, number: int, node: str) -> Event:
+    uuids = tuple(f"GPU-{node}-{index}" for index in range(2))
+    return Event(seq=seq, at=at, kind=kind, cause="tick", lease_id=f"lease-{number:016x}", node=node, gpus=uuids)
+
+
+def test_an_elastic_lease_counts_each_node_for_the_time_that_it_had_it(store: Store) -> None:
+    put(
+        store,
+        [
+            elastic(1, NOW - 10 * HOUR, NOW, "n1", "n2"),
+            changed(1, NOW - 8 * HOUR, "lease.grown", 1, "n3"),
+            changed(2, NOW - 5 * HOUR, "lease.shrunk", 1, "n3"),
+            changed(3, NOW - 4 * HOUR, "lease.shrunk", 1, "n4"),  # it had that from the beginning
+            changed(4, NOW - 2 * HOUR, "lease.grown", 1, "n2"),
+        ],
+    )
+    by_node = {"n1": 20.0, "n2": 4.0, "n3": 6.0, "n4": 12.0}
+    assert hours(gpu_usage(store, NOW - 10 * HOUR, NOW, UsageKey.NODE)) == by_node
+    by_user = gpu_usage(store, NOW - 10 * HOUR, NOW, UsageKey.USER)
+    assert hours(by_user) == {"ada": sum(by_node.values())}
+    assert by_user.leases == 1
+
+    assert hours(gpu_usage(store, NOW - 3 * HOUR, NOW - HOUR, UsageKey.NODE)) == {"n1": 4.0, "n2": 2.0}
+    assert hours(gpu_usage(store, NOW - 3 * HOUR, NOW - HOUR, UsageKey.USER)) == {"ada": 6.0}
+
+
+def test_a_node_of_an_elastic_lease_that_came_back_counts_twice(store: Store) -> None:
+    put(
+        store,
+        [
+            elastic(1, NOW - 6 * HOUR, None, "n1", "n2", "n3"),
+            changed(1, NOW - 5 * HOUR, "lease.grown", 1, "n3"),
+            changed(2, NOW - 4 * HOUR, "lease.shrunk", 1, "n3"),
+            changed(3, NOW - 1 * HOUR, "lease.grown", 1, "n3"),
+        ],
+    )
+    found = gpu_usage(store, NOW - 6 * HOUR, NOW, UsageKey.NODE)
+    assert hours(found) == {"n1": 12.0, "n2": 12.0, "n3": 4.0}
+    assert {share.key: share.leases for share in found.shares} == {"n1": 1, "n2": 1, "n3": 1}
+
+
+def test_a_lease_counts_on_each_of_its_days_and_all_of_it_in_the_sum(store: Store) -> None:
+    put(
+        store,
+        [
+            held(1, NOW - 30 * HOUR, NOW + 2 * HOUR, gpus=2, job_id="job-1"),  # NOW is midnight
+            held(2, NOW + HOUR, NOW + 3 * HOUR, user="bob"),
+        ],
+    )
+    job_metrics_table.save(store, "lease-0000000000000001", encode_series({"GPU-n1-0": busy(7200, 0.5)}))
+    found = gpu_usage(store, NOW - 30 * HOUR, NOW + 4 * HOUR, UsageKey.DAY)
+    days = ["2026-12-30", "2026-12-31", "2027-01-01"]
+    assert [(share.key, share.gpu_hours_held, share.leases) for share in found.shares] == list(
+        zip(days, (12.0, 48.0, 6.0), (1, 1, 2), strict=True)
+    )
+    assert [share.gpu_hours_used for share in found.shares] == [pytest.approx(1.0), None, None]
+    assert (found.leases, found.gpu_hours_held) == (2, 66.0)
+
+
+def test_the_time_without_work_is_idle(store: Store) -> None:
+    put(store, [held(1, NOW - HOUR, NOW, job_id="job-1")])
+    series = TimeSeries.empty()
+    for second in range(1, 3001):
+        series.add(second, 1, (0.0 if second <= 1200 else 0.5, None, None, None))
+    job_metrics_table.save(store, "lease-0000000000000001", encode_series({"GPU-n1-0": series}))
+
+    (share,) = gpu_usage(store, NOW - HOUR, NOW, UsageKey.USER).shares
+    assert share.gpu_hours_idle == pytest.approx(1200 / 3600, rel=0.01)
+    assert share.gpu_hours_unknown == pytest.approx(600 / 3600, rel=0.01)
+    (part,) = gpu_usage(store, NOW - HOUR, NOW - HOUR + timedelta(seconds=600), UsageKey.USER).shares
+    assert (part.gpu_hours_idle, part.gpu_hours_used) == pytest.approx((600 / 3600, 0), rel=0.01)
+
+
+def test_a_clock_that_was_set_back_makes_no_time_negative(store: Store) -> None:
+    put(store, [held(1, NOW, NOW - HOUR), held(2, NOW - HOUR, NOW, user="bob")])
+    assert hours(gpu_usage(store, NOW - 2 * HOUR, NOW + HOUR, UsageKey.USER)) == {"bob": 1.0, "ada": 0.0}
 
 
 def test_an_answer_has_a_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,9 +31,10 @@ from gpulease_protocol.usage import GpuTime, UsageKey
 @option("--by", type=OneOf(UsageKey), default=UsageKey.USER, show_default="user", help="What to group by.")
 @JSON
 def usage(since: datetime, until: datetime | None, user: str | None, by: UsageKey, json: bool) -> None:
-    """Show GPU-hours held and used, by user, label, node, agent or session.
+    """Show GPU-hours held and used, by user, label, node, agent, session or day.
 
-    Used is utilization times time. It is known for jobs only; UNKNOWN is the part of HELD for which it is not.
+    Used is utilization times time, IDLE is the time at a utilization of 0. Both are known for jobs only; UNKNOWN is the
+    part of HELD for which they are not. A day is one in UTC.
     """
     now = datetime.now(UTC)
     if since >= min(until or now, now):
@@ -43,11 +44,11 @@ def usage(since: datetime, until: datetime | None, user: str | None, by: UsageKe
     if json:
         output.print_json(used)
         return
-    heads = (by.upper(), "HELD", "USED", "UTIL", "UNKNOWN", "LEASES")
+    heads = (by.upper(), "HELD", "USED", "UTIL", "IDLE", "UNKNOWN", "LEASES")
     rows = [(printable(share.key or "-"), *_measures(share)) for share in used.shares]
     if len(rows) > 1:
         rows.append(("all", *_measures(used)))
-    output.print_rows(heads, rows, cut={by.upper(): 10}, drop=("LEASES", "UNKNOWN"))
+    output.print_rows(heads, rows, cut={by.upper(): 10}, drop=("LEASES", "UNKNOWN", "IDLE"))
     begin, end = used.from_at.astimezone(), used.to_at.astimezone()
     click.echo(f"\nGPU-hours from {begin:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M}")
 
@@ -56,7 +57,8 @@ def _measures(time: GpuTime) -> tuple[str, ...]:
     known = time.gpu_hours_held - time.gpu_hours_unknown
     share = "-" if time.gpu_hours_used is None or known <= 0 else f"{time.gpu_hours_used / known:.0%}"
     used = "-" if time.gpu_hours_used is None else _hours(time.gpu_hours_used)
-    return _hours(time.gpu_hours_held), used, share, _hours(time.gpu_hours_unknown), str(time.leases)
+    idle = "-" if time.gpu_hours_idle is None else _hours(time.gpu_hours_idle)
+    return _hours(time.gpu_hours_held), used, share, idle, _hours(time.gpu_hours_unknown), str(time.leases)
 
 
 def _hours(hours: float) -> str:

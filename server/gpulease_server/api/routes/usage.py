@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Query
 
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.usage import Usage, UsageKey
+from gpulease_protocol.usage import MAX_SHARES, Usage, UsageKey
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.moments import Moment, in_utc
@@ -32,10 +32,11 @@ async def show_usage(
     by: Annotated[UsageKey, Query(description="What to group by.")] = UsageKey.USER,
     user: Annotated[str | None, Query(description="Only leases of this user.", max_length=255)] = None,
 ) -> Usage:
-    """GPU-hours that leases held and used in a period, by user, label, node, agent or session.
+    """GPU-hours that leases held and used in a period, by user, label, node, agent, session or day (in UTC).
 
     Leases that are pruned (`serve --keep-days`) are not counted. Use is known for jobs only, of which the newest 2000
-    in the period are read. A time without an offset is UTC.
+    in the period are read. A node of an elastic lease counts for the time that the lease had it. A time without an
+    offset is UTC.
     """
     now = daemon.now().at
     end = min(in_utc(to_at) if to_at else now, now)
@@ -45,4 +46,6 @@ async def show_usage(
         begin = end
     if begin >= end:
         raise InvalidRequest("from: must be before to, and before now.")
+    if by is UsageKey.DAY and end - begin > timedelta(days=MAX_SHARES - 1):
+        raise InvalidRequest(f"from: a period by day has at most {MAX_SHARES - 1} days.", remedy="Ask for less.")
     return await asyncio.to_thread(gpu_usage, daemon.store, begin, end, by, user)

@@ -154,20 +154,24 @@ class TimeSeries:
         track = self.tracks[0]
         return sum(track.total) + track.open_total
 
-    def used_between(self, from_s: float, to_s: float) -> tuple[float, float]:
-        """As `used_s` and `known_s`, for a part of the time. A bucket of which only a part belongs to it counts in
-        proportion."""
+    def used_between(self, from_s: float, to_s: float) -> tuple[float, float, float]:
+        """As `used_s`, and of the known time how much was idle and how much there is, for a part of the time. A bucket
+        of which only a part belongs to it counts in proportion; it is idle where utilization was 0 in all of it."""
+        track, used_s, idle_s, known_s = self.tracks[0], 0.0, 0.0, 0.0
         if from_s <= 0 and self.until_s <= to_s:
-            return self.used_s(), self.known_s()
-        track, used_s, known_s = self.tracks[0], 0.0, 0.0
-        buckets = zip([*track.total, track.open_total], [*track.known_s, track.open_s], strict=True)
-        for place, (total, seconds) in enumerate(buckets):
+            idle_s = sum([seconds for seconds, high in zip(track.known_s, track.high, strict=True) if high <= 0])
+            return self.used_s(), idle_s + (track.open_s if track.open_high <= 0 else 0.0), self.known_s()
+        highs = [*track.high, track.open_high]
+        buckets = zip([*track.total, track.open_total], [*track.known_s, track.open_s], highs, strict=True)
+        for place, (total, seconds, high) in enumerate(buckets):
             start_s, end_s = place * self.width_s, min((place + 1) * self.width_s, self.until_s)
             inside_s = min(end_s, to_s) - max(start_s, from_s)
             if inside_s > 0:
-                used_s += total * inside_s / (end_s - start_s)
-                known_s += seconds * inside_s / (end_s - start_s)
-        return used_s, known_s
+                part = inside_s / (end_s - start_s)
+                used_s += total * part
+                known_s += seconds * part
+                idle_s += seconds * part if high <= 0 else 0.0
+        return used_s, idle_s, known_s
 
     def to_bytes(self) -> bytes:
         """The encoded series, little-endian; see `from_bytes`."""
