@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gpulease_protocol.event_choice import EventChoice
     from gpulease_protocol.job_metrics import JobMetrics
     from gpulease_protocol.requests import JobRequest, LeaseRequest
+    from gpulease_protocol.timeline import Timeline, TimelineChoice
     from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
     from gpulease_protocol.usage import Usage
 
@@ -148,8 +149,7 @@ class AsyncClient:
 
     @property
     def as_of(self) -> str | None:
-        """When the last answer was current (ISO 8601), if it may be stale: the daemon is a standby, or has lost its
-        lock. Else None."""
+        """When the last answer was current (ISO 8601), if it may be stale, as that of a standby is; else None."""
         return self._flows.failover.as_of
 
     async def ready(self) -> Mapping[str, Any]:
@@ -169,16 +169,14 @@ class AsyncClient:
     ) -> AsyncIterator[Event]:
         """The events with a `seq` over `after`, oldest first, fetched in pages of `limit`.
         With `after=0` they begin with the oldest that is kept; else this raises EventsPruned if any of them is gone.
-        `choice`: see `EventChoice`, as in `client.events(kinds=["lease.ended"], user="ada")`.
-        """
+        `choice`: see `EventChoice`, as in `client.events(kinds=["lease.ended"], user="ada")`."""
         return self._transport.emitted(self._flows.events(after, limit, newest_first, choice))
 
     def watch_events(self, after: int | None = None) -> AsyncIterator[Event]:
         """Each event as it is recorded, forever: those with a `seq` over `after`, or new ones if `after` is None.
 
         After an outage, or at another address, it resumes where it broke off. Raises EventsPruned if events in between
-        are gone, DaemonUnavailable if an outage lasts `retry_s`.
-        """
+        are gone, DaemonUnavailable if an outage lasts `retry_s`."""
         return self._transport.emitted(self._flows.watch_events(after))
 
     async def usage(
@@ -188,9 +186,12 @@ class AsyncClient:
         by: str | None = None,
         user: str | None = None,
     ) -> Usage:
-        """GPU-hours held and used in a period, by `user` (the default), `label` or `node`; of the last week if it is
-        not given."""
+        """GPU-hours held and used in a period (by default the last week), by `user`, or see `UsageKey`."""
         return await self.send(endpoints.usage(from_at, to_at, by, user))
+
+    async def timeline(self, **choice: Unpack[TimelineChoice]) -> Timeline:
+        """What happened to each GPU in a period, by default the last day: one page. `choice`: see `TimelineChoice`."""
+        return await self.send(endpoints.timeline(**choice))
 
     # Leases
 
@@ -248,14 +249,13 @@ class AsyncClient:
                 await process.wait()
 
         With `nodes` it is a gang: `count` GPUs on each of so many nodes, all or none. Its `members` have an environment
-        each.
-        Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
-        now. A wait is announced by the logger `gpulease`: who is in the way, and the place in the queue; Ctrl-C ends
-        it. If `on_queued` is given, it is called once instead when the request must wait.
+        each. Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are
+        free now. A wait is announced by the logger `gpulease`: who is in the way, and the place in the queue; Ctrl-C
+        ends it. If `on_queued` is given, it is called once instead when the request must wait. The GPUs are freed when
+        the process `owner` exits, by default this one; with `watch_owner=False` when it is no longer renewed. Processes
+        with the same `shared_key` and the same arguments hold one lease together while its owner lives; if it has
+        ended, this raises LeaseLost. See also `LeaseRequest`.
         `on_lost` is called once if the lease is lost, in the event loop, and may be a coroutine function.
-        The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
-        longer renewed. Processes with the same `shared_key` and the same arguments hold one lease together, for as long
-        as its owner lives; if it has ended, this raises LeaseLost. The other arguments are fields of `LeaseRequest`.
 
         Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
         useless; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gpulease_protocol.job_metrics import JobMetrics
     from gpulease_protocol.joining import Authority
     from gpulease_protocol.requests import JobRequest, LeaseRequest
+    from gpulease_protocol.timeline import Timeline, TimelineChoice
     from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
     from gpulease_protocol.usage import Usage
 
@@ -350,6 +351,15 @@ def usage(
     given = (("from", from_at and from_at.isoformat()), ("to", to_at and to_at.isoformat()), ("by", by), ("user", user))
     query = tuple((name, str(value)) for name, value in given if value is not None)
     return ApiCall(method="GET", path="/v1/usage", query=query, read=_reader(Usage))
+
+
+def timeline(**choice: Unpack[TimelineChoice]) -> ApiCall[Timeline]:
+    """`GET /v1/timeline`: a page; what is not given is the daemon's default."""
+    from gpulease_protocol.timeline import Timeline
+
+    given = {name.removesuffix("_at"): value for name, value in choice.items() if value is not None}
+    texts = {name: value.isoformat() if isinstance(value, datetime) else str(value) for name, value in given.items()}
+    return ApiCall(method="GET", path="/v1/timeline", query=tuple(texts.items()), read=_reader(Timeline))
 
 
 def ready() -> ApiCall[Mapping[str, Any]]:

@@ -8,6 +8,7 @@ import pytest
 
 from gpulease_protocol.model import ComputeMode, GpuReading, GpuState, Process, ProcessType
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.gpu_observation import FOREIGN_AFTER_S
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_view, lease_view
 from tests.core.build import GIB, World, gpu, uuid
@@ -110,6 +111,23 @@ def test_the_names_and_the_memory_of_a_desktop_are_the_administrators_to_set() -
     ]:
         process = Process(pid=7, type=kind, memory_bytes=6 * GIB, command=command)
         assert World(policy=policy).node(gpus=[with_processes(process)]).state() is state
+
+
+def test_use_outside_any_lease_is_recorded_once_it_lasts_and_so_is_its_end() -> None:
+    theirs, used = Process(pid=7, user="bob", command="sd.py"), ("gpu.foreign", "gpu.foreign_over")
+    world = World().node(gpus=[with_processes(theirs)])
+    for _ in range(3):
+        world.pass_time(FOREIGN_AFTER_S - 5)
+        world.node(gpus=1)
+        world.node(gpus=[with_processes(theirs)])
+    assert told(world, *used) == [], "each was short"
+    world.pass_time(FOREIGN_AFTER_S + 1)
+    for _ in range(2):
+        world.node(gpus=[with_processes(theirs)])
+    assert told(world, *used) == [("gpu.foreign", "used by pid 7 of bob (sd.py), outside any lease")]
+    for _ in range(2):
+        world.node(gpus=1)
+    assert told(world, *used)[1:] == [("gpu.foreign_over", None)]
 
 
 def test_a_conflict_and_its_end_are_recorded_once_each_and_its_holder_sees_it() -> None:

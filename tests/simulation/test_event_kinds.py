@@ -16,6 +16,8 @@ pytestmark = pytest.mark.busy("compute")
 KINDS_ELSEWHERE = {
     "gpu.conflict": "tests/core/test_whose_process.py",
     "gpu.conflict_over": "tests/core/test_whose_process.py",
+    "gpu.foreign": "tests/core/test_whose_process.py",
+    "gpu.foreign_over": "tests/core/test_whose_process.py",
     "gpu.gone": "tests/core/test_draining.py",
     "job.*": "tests/core/test_nodes_and_jobs.py; the simulated clients submit no jobs",
     "lease.budget_spent": "tests/core/test_token_budgets.py; the simulated clients send no tokens",

@@ -43,6 +43,7 @@ from gpulease_server.api.routes import (
     leases,
     me,
     nodes,
+    timeline,
     tokens,
     usage,
 )
@@ -58,6 +59,7 @@ ROUTE_MODULES = (
     me,
     tokens,
     events,
+    timeline,
     usage,
     health,
     front_page,

@@ -19,6 +19,8 @@ from gpulease_server.core.turn import Turn
 from gpulease_server.core.wording import describe_processes
 
 UNOBSERVED = GpuObservation()
+FOREIGN_AFTER_S = 10.0
+"""How long a GPU is used outside any lease before `gpu.foreign` tells of it: someone's short look is no news."""
 BASELINE_READINGS = 9
 """Readings of a free GPU that its baseline is learnt from."""
 
@@ -74,6 +76,7 @@ def _observe_gpu(
     known = _observe_health(turn, gpu, reading, known)
     if gpu.lease_id != known.lease_id:
         # This reading may have been begun before the lease was: its processes are not judged by it.
+        _end_foreign(turn, gpu, known)
         known = GpuObservation(
             unhealthy=known.unhealthy,
             lease_id=gpu.lease_id,
@@ -81,7 +84,7 @@ def _observe_gpu(
             free_bytes=() if gpu.lease_id or gpu.baseline_bytes is None else (gpu.baseline_bytes,),
         )
     if gpu.lease_id is None:
-        return _observe_unheld(turn, gpu, reading, known, observed_at_s)
+        return _observe_foreign(turn, gpu, reading, _observe_unheld(turn, gpu, reading, known, observed_at_s))
     if observed_at_s is None:
         return known
     if not gpu.draining:
@@ -123,6 +126,28 @@ def _observe_unheld(
         known = known if back else replace(known, free_bytes=())
     free_bytes = known.free_bytes if used is None else (*known.free_bytes, used)[-BASELINE_READINGS:]
     return known if free_bytes == known.free_bytes else replace(known, free_bytes=free_bytes)
+
+
+def _observe_foreign(turn: Turn, gpu: GpuRecord, reading: GpuReading, known: GpuObservation) -> GpuObservation:
+    """Tell of a GPU that is used outside any lease, once it has been for a while, and of the end of that."""
+    if reading.health != "ok":
+        return known
+    found = occupants(reading)
+    if not (found or reading.hidden_use or known.memory_awaited):
+        _end_foreign(turn, gpu, known)
+        return known if known.foreign_since_s is None else replace(known, foreign_since_s=None, foreign=False)
+    if known.foreign_since_s is None:
+        return replace(known, foreign_since_s=turn.now.mono_s)
+    if known.foreign or turn.now.mono_s - known.foreign_since_s < FOREIGN_AFTER_S:
+        return known
+    by = f"used by {describe_processes(found, turn.policy)}, outside any lease" if found else None
+    _emit(turn, gpu, "gpu.foreign", by)
+    return replace(known, foreign=True)
+
+
+def _end_foreign(turn: Turn, gpu: GpuRecord, known: GpuObservation) -> None:
+    if known.foreign:
+        _emit(turn, gpu, "gpu.foreign_over", None)
 
 
 def _memory_is_back(gpu: GpuRecord, known: GpuObservation, used: int | None, turn: Turn) -> bool:

@@ -190,6 +190,10 @@ class GpuObservation:
     """A process without a lease was on the GPU, which no lease holds, and its memory is not back since."""
     free_bytes: tuple[int, ...] = ()
     """Memory in use in the last readings that showed the GPU free, oldest first."""
+    foreign_since_s: float | None = None
+    """Since when the GPU, which no lease holds, has been in use."""
+    foreign: bool = False
+    """`gpu.foreign` has told of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import msgspec
-from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy import URL, ColumnElement, Connection, Engine, create_engine, event, func
 
 from gpulease_protocol.codec import to_json
 
@@ -108,6 +108,15 @@ def schema_change(engine: Engine, lock: int, most_s: int) -> Iterator[Connection
         finally:
             if engine.dialect.name == POSTGRESQL:
                 connection.detach()  # its longer time-out must not return to the pool
+
+
+def is_later_by(
+    connection: Connection, moment: ColumnElement[Any], before: ColumnElement[Any], seconds: float
+) -> ColumnElement[bool]:
+    """That a time is at least so much later than another one; to the millisecond."""
+    if connection.dialect.name == SQLITE:
+        return (func.julianday(moment) - func.julianday(before)) * 86400.0 >= seconds - 0.0005
+    return func.extract("epoch", moment - before) >= seconds
 
 
 def json_text(value: Any) -> str:

@@ -13,6 +13,7 @@ from datetime import datetime
 
 from sqlalchemy import ColumnElement, Connection, select
 
+from gpulease_server.store.lease_conditions import is_elastic
 from gpulease_server.store.tables import event, lease
 
 GROWN, SHRUNK = "lease.grown", "lease.shrunk"
@@ -48,7 +49,7 @@ def node_changes(connection: Connection, *which: ColumnElement[bool]) -> dict[st
     query = (
         select(event.c.lease_id, event.c.kind, event.c.at, event.c.node, event.c.gpus)
         .join(lease, lease.c.id == event.c.lease_id)
-        .where(lease.c.demand["max_nodes"].as_integer().is_not(None), event.c.kind.in_((GROWN, SHRUNK)), *which)
+        .where(is_elastic(), event.c.kind.in_((GROWN, SHRUNK)), *which)
         .order_by(event.c.seq)
     )
     found: dict[str, list[NodeChange]] = {}

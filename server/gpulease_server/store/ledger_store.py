@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, Text, and_, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func, or_, select
 
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
@@ -25,9 +25,10 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
-from gpulease_server.store.dialects import json_text, snapshot
+from gpulease_server.store.dialects import snapshot
 from gpulease_server.store.event_pages import EventFilter, find_events
 from gpulease_server.store.fencing import StoreFailed, Superseded, WriterFence
+from gpulease_server.store.lease_conditions import has_gpu, on_node
 from gpulease_server.store.statements import Statements
 
 __all__ = ["Store", "StoreFailed", "Superseded", "is_stored"]
@@ -197,9 +198,9 @@ class Store:
         given = {holder["user"]: user, holder["label"]: label}
         only = _given({part.as_string(): value for part, value in given.items()} | {tables.lease.c.job_id: job})
         if node is not None:
-            only.append(_on_node(node))
+            only.append(on_node(node))
         if gpu is not None:
-            only.append(_has_value("uuid", gpu, tables.lease.c.gpus, tables.lease.c.members))
+            only.append(has_gpu(gpu))
         if id_prefix is not None:
             only.append(_begins(tables.lease.c.id, id_prefix))
         if from_at is not None:
@@ -299,18 +300,6 @@ def _begins(column: ColumnElement[str], prefix: str) -> ColumnElement[bool]:
     """
     last = "0123456789abcdefg".index(prefix[-1])
     return and_(column >= prefix, column < prefix[:-1] + "0123456789abcdefg"[last + 1])
-
-
-def _on_node(node: str) -> ColumnElement[bool]:
-    """That a lease has or had GPUs of a node: its first GPU is there, or a member of a gang is."""
-    lease = tables.lease.c
-    return or_(lease.gpus[0, "node"].as_string() == node, _has_value("node", node, lease.members))
-
-
-def _has_value(key: str, value: str, *columns: ColumnElement[Any]) -> ColumnElement[bool]:
-    """That one of these JSON columns has this key with this value somewhere."""
-    texts = [f'"{key}":{separator}{json_text(value)}' for separator in ("", " ")]  # see `json_text`
-    return or_(*(cast(column, Text).contains(text, autoescape=True) for column in columns for text in texts))
 
 
 def _is_after(column: ColumnElement[Any], moment: datetime) -> ColumnElement[bool]:

@@ -80,6 +80,8 @@ class PruneBatch:
     ids: tuple[str, ...] = ()
     seq: int = 0
     """Events up to this one."""
+    ended_at: datetime | None = None
+    """The latest end of these jobs or leases."""
     rows: int = 0
     """Number of leases, jobs, events or orphans."""
 
@@ -179,7 +181,7 @@ class PruneScan:
         if not found:
             return None
         self._after = (found[-1].ended_at, found[-1].number)
-        return PruneBatch(kind=table.name, ids=tuple(row.id for row in found), rows=len(found))
+        return PruneBatch(kind=table.name, ids=tuple(row.id for row in found), ended_at=self._after[0], rows=len(found))
 
     def _events(self) -> PruneBatch | None:
         """The oldest events, up to the first that is kept."""
@@ -238,3 +240,7 @@ def delete_batch(store: Store, batch: PruneBatch) -> None:
             case _:
                 connection.execute(delete(tables.event).where(tables.event.c.seq <= batch.seq))
                 connection.execute(update(tables.pruned).values(seq=batch.seq))
+        if batch.ended_at is not None:
+            until = tables.pruned.c.leases_ended_at
+            is_later = or_(until.is_(None), until < batch.ended_at)
+            connection.execute(update(tables.pruned).where(is_later).values(leases_ended_at=batch.ended_at))

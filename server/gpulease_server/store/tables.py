@@ -22,6 +22,7 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     false,
+    text,
 )
 
 metadata = MetaData(
@@ -152,6 +153,13 @@ node = Table(
     Column("realm", String(128)),
 )
 
+STATE_EVENTS = text(
+    "kind IN ('gpu.unhealthy', 'gpu.recovered', 'gpu.foreign', 'gpu.foreign_over', 'gpu.cordoned', 'gpu.uncordoned',"
+    " 'gpu.gone', 'node.unknown', 'node.ready', 'node.drained', 'node.paused', 'node.resumed', 'node.forgotten')"
+)
+"""The events that tell of the state of GPUs outside leases, which are few. A query that is to use their index says just
+these words."""
+
 event = Table(
     "event",
     metadata,
@@ -167,6 +175,7 @@ event = Table(
     Column("reason", Text),
     Index("ix_event_lease_id", "lease_id"),
     Index("ix_event_at", "at", "seq"),
+    Index("ix_event_state", "seq", sqlite_where=STATE_EVENTS, postgresql_where=STATE_EVENTS),
 )
 
 pruned = Table(
@@ -174,8 +183,10 @@ pruned = Table(
     metadata,
     Column("id", Integer, primary_key=True, autoincrement=False),
     Column("seq", BigInteger, nullable=False),
+    Column("leases_ended_at", UtcDateTime),
 )
-"""One row, of id 1: events up to this `seq` are pruned. See `store.retention`."""
+"""One row, of id 1: events up to this `seq` are pruned, and leases that had ended by this time. See
+`store.retention`."""
 
 idempotency_key = Table(
     "idempotency_key",

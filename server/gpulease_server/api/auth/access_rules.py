@@ -98,6 +98,7 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "GET /v1/jobs/{job_id}/logs": AccessRule.HOLDER,
     "GET /v1/jobs/{job_id}/metrics": AccessRule.HOLDER,
     "GET /v1/events": AccessRule.VIEWER,
+    "GET /v1/timeline": AccessRule.VIEWER,
     "GET /v1/usage": AccessRule.VIEWER,
     "GET /metrics": AccessRule.VIEWER,
     "GET /v1/tokens": AccessRule.ADMIN,
