@@ -2,7 +2,7 @@
 
 What was told is in the memory of a daemon, so one that restarts tells again what still holds, and does not tell what
 was over meanwhile. So a band also ends where its node was ready again after a restart without having told of it again,
-and where the ledger shows that it is over. Time in which no daemon ran belongs to what held before and after it.
+and where the ledger shows that it has ended. Time in which no daemon ran belongs to what held before and after it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Bands:
     spans: list[tuple[Subject, SpanKind, datetime | None, datetime | None, str | None]] = field(default_factory=list)
     """Subject, kind, begin, end, reason."""
     began: dict[tuple[Subject, SpanKind], tuple[datetime, str | None]] = field(default_factory=dict)
-    """What has begun and is not over."""
+    """What has begun and has not ended."""
     ready_at: dict[str, datetime] = field(default_factory=dict)
     """By node: when it was last ready after anything on it had begun."""
 
@@ -117,7 +117,7 @@ def gpu_bands(events: Iterable[StateEvent], current: CurrentStates) -> list[Span
 
 
 def _compare(bands: Bands, current: CurrentStates) -> None:
-    """End what is over by now, although no event tells of it; and add what holds although none tells of that."""
+    """End what has ended by now, although no event tells of it; and add what holds although none tells of that."""
     for (subject, kind), (began_at, _) in list(bands.began.items()):
         holds = subject in current.true_of.get(kind, {})
         if not holds and not (subject.node in current.not_known and kind in TOLD_AGAIN_AFTER):
