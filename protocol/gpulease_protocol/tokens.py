@@ -71,6 +71,11 @@ class Identity(Noun):
     else null."""
     worker_host: str | None = None
     """Host of the worker that reports for `node`; null without a node, and while none reports."""
+    may: tuple[str, ...] = ()
+    """What the caller may do to whatever it is, beyond looking: each the `operationId` of an operation in the OpenAPI
+    document, such as `createLease` or `cordonGpu`. Empty from a daemon that does not tell."""
+    may_own: tuple[str, ...] = ()
+    """What the caller may do to leases and jobs of their own alone, such as `releaseLease`."""
     budget: BudgetUse | None = None
     """What may be held with the token that was sent, and what is used of it; null without a budget."""
 

@@ -21,7 +21,7 @@ from gpulease_server.api.access_settings import AccessSettings
 from gpulease_server.api.auth.access_rules import ACCESS_RULES, AccessRule
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.redaction import redact_gpu
-from tests.api.documents import endpoints
+from tests.api.documents import endpoints, whole_document
 from tests.daemon import Answer, DaemonProcess, events, eventually
 from tests.http_as_user import OTHER, OWNER, call
 
@@ -103,6 +103,18 @@ def test_each_caller_may_do_what_the_rule_of_the_route_says(here: Installation, 
     allowed = {who for who, status in found.items() if status not in (401, 403)}
     assert allowed == ALLOWED[ACCESS_RULES[operation]], found
     assert {status for status in found.values() if status >= 500} <= {503}, found
+    if ACCESS_RULES[operation] in (AccessRule.USER, AccessRule.HOLDER, AccessRule.ADMIN):
+        assert allowed == {who for who in CALLERS if is_offered(here, who, operation)}, "a button shows nothing else"
+
+
+def is_offered(here: Installation, who: str, operation: str) -> bool:
+    """Whether `/v1/me` tells a caller that they may do this with what belongs to `owner`."""
+    method, path = operation.split(" ", 1)
+    name = whole_document()["paths"][path][method.lower()]["operationId"]
+    if who == "anonymous":
+        return False
+    me = here.ask(who, "GET", "/v1/me").json
+    return name in me["may"] or (who == "owner" and name in me["may_own"])
 
 
 @ROOT_ONLY
@@ -110,8 +122,11 @@ def test_everyone_is_told_who_they_are(here: Installation) -> None:
     me = {who: here.ask(who, "GET", "/v1/me").json for who in ("owner", "root", "viewer", "worker")}
     assert me["owner"] | {"user": None} == {
         "user": None, "uid": OWNER, "role": "user", "identified_by": "socket", "token_id": None, "node": None,
-        "worker_host": None, "budget": None,
+        "worker_host": None, "budget": None, "may": me["owner"]["may"], "may_own": me["owner"]["may_own"],
     }  # fmt: skip
+    assert "createJob" in me["owner"]["may"]
+    assert "cancelJob" in me["owner"]["may_own"]
+    assert me["viewer"]["may"] == me["viewer"]["may_own"] == me["worker"]["may"] == me["root"]["may_own"] == []
     assert (me["root"]["uid"], me["root"]["role"]) == (0, "admin")
     assert (me["viewer"]["user"], me["viewer"]["role"], me["viewer"]["identified_by"]) == ("viewer", "viewer", "token")
     listed = here.ask("root", "GET", "/v1/tokens").json["items"]
