@@ -13,6 +13,7 @@ from gpulease_protocol.device import Device
 from gpulease_protocol.holder import Holder
 from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember
 from gpulease_protocol.lease_parts import LeaseMember
+from gpulease_protocol.node_parts import GpuLink
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.page import Page
 from gpulease_protocol.states import (
@@ -40,6 +41,7 @@ __all__ = [
     "EndReason",
     "Event",
     "Gpu",
+    "GpuLink",
     "GpuReading",
     "GpuState",
     "Holder",
@@ -349,21 +351,6 @@ class Job(Noun):
     def ended(self) -> bool:
         """True when it will never change again, also where a newer daemon has another word for that."""
         return self.state.final or self.ended_at is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLink(Noun):
-    """How two GPUs of a node are connected."""
-
-    first: str
-    """UUID of one."""
-    second: str
-    """UUID of the other."""
-    path: str
-    """`nvlink`, else the PCIe way between them, nearest first: `same_board`, `one_switch`, `several_switches`,
-    `host_bridge`, `numa_node`, `system`; `pcie` where only that is known."""
-    peer_to_peer: bool | None = None
-    """True when each can read the other's memory; null where the driver cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

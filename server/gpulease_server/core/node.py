@@ -27,6 +27,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import on_owner_reports, on_silence_over
 from gpulease_server.core.maintenance import discard_if_paused
 from gpulease_server.core.node_loss import SEEN_INTERVAL_S, on_node_left
+from gpulease_server.core.node_topology import TopologyCache
 from gpulease_server.core.records import GpuRecord, LeaseRecord, NodeObservation, NodeRecord
 from gpulease_server.core.turn import Turn
 
@@ -153,6 +154,7 @@ def _observe(turn: Turn, reported: NodeReported, report: NodeReport, before: Nod
         problem=report.problem,
         readings=readings,
         links=report.links if readable else (),
+        topology_cache=TopologyCache() if before is None else before.topology_cache,
         claimed_elsewhere={one.device.uuid: one.reason for one in report.claimed_elsewhere},
         ports_in_use=frozenset(report.ports_in_use),
         ports_reserved=tuple(sorted({port for port in report.ports_reserved if port in LEASE_PORTS})),

@@ -41,8 +41,9 @@ def place(
     rankings: Rankings | None = None,
 ) -> Placed | NeedsReading | Blocked:
     """Find GPUs for one demand. Nodes with a recent reading come first, then those that are left with the fewest free
-    GPUs; on a node, GPUs are taken in PCI order, and listed ones come in the order of the list: rank 0 is on the first.
-    Of a demand on several nodes all are found at once, see `core.gang_placement`.
+    GPUs; on a node the set that is connected best is taken (`core.topology`), in PCI order; listed ones come in the
+    order of the list: rank 0 is on the first. Of a demand on several nodes all are found at once, see
+    `core.gang_placement`.
 
     `reserved`: UUIDs that are kept for older requests. `late_nodes`: nodes that were asked for a reading too long ago.
     `most_gpus`: what the user's limit leaves: a node where the demand takes more is passed over, and `auto` takes no

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gpulease_protocol.model import Demand, Device, GpuState, Selection
 from gpulease_server.core.fleet import Candidates
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, node_problem, reading_of, state_of
+from gpulease_server.core.gpu_choice import choose_gpus
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant
@@ -193,7 +194,7 @@ class Search:
         for _, node, uuids in self._by_what_is_left():
             if node_problem(self.ledger, node, self.now, self.policy) is not None or not self._may_serve(node, 0):
                 continue
-            gpus = [self.ledger.gpus[uuid] for uuid in uuids]
+            gpus = [self.ledger.gpus[uuid] for uuid in choose_gpus(self.ledger, node, uuids, self.demand.count)]
             if self._all_recent(node, gpus):
                 return Placed(tuple(gpus))
             after_reading = after_reading or NeedsReading((node,), tuple(gpus))
@@ -201,11 +202,11 @@ class Search:
 
     def _by_what_is_left(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
         """Nodes with enough free GPUs that are not reserved, in the order of what is left there; with that number and
-        the GPUs."""
+        these GPUs."""
         ledger, count = self.ledger, self.demand.count
         kept = {gpu.device.node for uuid in self.reserved if (gpu := ledger.gpus.get(uuid)) is not None}
         whole = (
-            (free - count, node, ledger.fleet.free[node][:count])
+            (free - count, node, ledger.fleet.free[node])
             for free in sorted(ledger.fleet.nodes_by_free)
             if free >= count
             for node in ledger.fleet.nodes_by_free[free]
@@ -215,7 +216,7 @@ class Search:
         for node in kept & ledger.fleet.free.keys():
             uuids = tuple(uuid for uuid in ledger.fleet.free[node] if uuid not in self.reserved)
             if len(uuids) >= count:
-                parts.append((len(uuids) - count, node, uuids[:count]))
+                parts.append((len(uuids) - count, node, uuids))
         return heapq.merge(whole, sorted(parts))
 
     def on_each_node(self) -> Placed | NeedsReading | Blocked:
@@ -246,7 +247,7 @@ class Search:
             usable = [uuid for uuid in usable if not lacks_memory(ledger, self.demand, ledger.gpus[uuid])]
         if len(usable) < needed:
             return None
-        chosen = self._choose(usable, needed)
+        chosen = self._choose(node, usable, needed)
         left = -len(usable) if self.demand.selection is Selection.AUTO else len(usable) - needed
         return RankedNode((not self._all_recent(node, chosen), left, node), tuple(chosen))
 
@@ -281,10 +282,12 @@ class Search:
             for gpu in gpus
         )
 
-    def _choose(self, usable: list[str], needed: int) -> list[GpuRecord]:
+    def _choose(self, node: str, usable: list[str], needed: int) -> list[GpuRecord]:
         """The GPUs to be granted, in their order."""
-        most = self.most_gpus if self.demand.selection is Selection.AUTO else needed
-        chosen = [self.ledger.gpus[uuid] for uuid in usable[:most]]
+        most = needed
+        if self.demand.selection is Selection.AUTO:
+            most = len(usable) if self.most_gpus is None else min(self.most_gpus, len(usable))
+        chosen = [self.ledger.gpus[uuid] for uuid in choose_gpus(self.ledger, node, usable, most)]
         if self.demand.selection is not Selection.LISTED:
             return chosen
         # As they were listed; those listed by UUID come after those listed by index.

@@ -20,6 +20,7 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.node_topology import NodeTopology, TopologyCache
 
 END_FIELDS = ("state", "end_reason", "ended_at")
 UNENDED_VALUES = attrgetter(*(item.name for item in fields(Lease) if item.name not in END_FIELDS))
@@ -228,6 +229,8 @@ class NodeObservation:
     """In order: ports that no other daemon gives out on the node's host; empty where its worker could reserve none."""
     links: tuple[GpuLink, ...] = ()
     """How its GPUs are connected; empty when there is a problem."""
+    topology_cache: TopologyCache = field(default_factory=TopologyCache, compare=False, repr=False)
+    """The same object for all observations of a node."""
     gpus: dict[str, GpuObservation] = field(default_factory=dict)
     """By UUID; kept while there is a problem."""
     realm: str | None = None
@@ -257,6 +260,11 @@ class NodeObservation:
             found = [] if nothing else [uuid for uuid, one in self.readings.items() if is_unused(one)]
             self._clear.append(frozenset([uuid for uuid in found if not awaits_memory(self, uuid)]))
         return self._clear[0]
+
+    @property
+    def topology(self) -> NodeTopology | None:
+        """How its GPUs are connected; None where it makes no difference which ones are taken."""
+        return self.topology_cache.of(self.links, self.readings)
 
 
 def awaits_memory(observation: NodeObservation, uuid: str) -> bool:

@@ -1,0 +1,222 @@
+"""Which GPUs of a node a request gets, by how they are connected."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+from unittest import mock
+
+import pytest
+
+from gpulease_protocol.model import GpuLink, Lease, Selection
+from gpulease_server.core import topology as topologies
+from gpulease_server.core.topology import Topology, best_set
+from tests.core.build import World, uuid
+from tests.core.topologies import (
+    A100_BRIDGES,
+    BRIDGES_ACROSS,
+    DGX_1V,
+    HGX,
+    HOSTS,
+    NOTHING_KNOWN,
+    PATHS,
+    RTX,
+    Host,
+    oracle,
+)
+
+
+def best(topology: Topology | None, usable: list[int], free: list[int], count: int) -> tuple[int, ...]:
+    """The set that the daemon takes."""
+    if topology is None:
+        return tuple(usable[:count])
+    return best_set(topology, as_mask(usable), as_mask(free), count).positions
+
+
+def as_mask(positions: list[int]) -> int:
+    return sum(1 << one for one in positions)
+
+
+def random_host(rng: random.Random, size: int) -> Host:
+    """A host of which some pairs may be unknown."""
+    words = [["X"] * size for _ in range(size)]
+    choices = rng.sample([*PATHS, "NV1", "NV2", "NV4", "?"], rng.randint(1, 5))
+    for one, other in combinations(range(size), 2):
+        words[one][other] = words[other][one] = rng.choice(choices)
+    return Host(tuple(map(tuple, words)), tuple(rng.choice([0, 0, 1, None]) for _ in range(size)))
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_every_request_on_a_known_host_gets_the_best_set(name: str) -> None:
+    host, rng = HOSTS[name], random.Random(name)
+    topology, everyone = host.topology(), list(range(len(host.words)))
+    for bits in range(1, 2 ** len(everyone)):
+        free = [one for one in everyone if bits >> one & 1]
+        kept = set(rng.sample(free, rng.randint(0, len(free) // 3)))  # for other requests
+        usable = [one for one in free if one not in kept]
+        for count in range(1, len(usable) + 1):
+            assert best(topology, usable, free, count) == oracle(host, usable, free, count), (free, usable)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_host_gives_the_best_set(seed: int) -> None:
+    rng = random.Random(seed)
+    host = random_host(rng, rng.randint(2, 9))
+    topology, everyone = host.topology(), list(range(len(host.words)))
+    for _ in range(10):
+        free = sorted(rng.sample(everyone, rng.randint(1, len(everyone))))
+        usable = sorted(rng.sample(free, rng.randint(1, len(free))))
+        count = rng.randint(1, len(usable))
+        assert best(topology, usable, free, count) == oracle(host, usable, free, count)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_another_order_of_the_gpus_gives_a_set_that_is_as_good(seed: int) -> None:
+    rng = random.Random(seed)
+    host = rng.choice([random_host(rng, 8), *HOSTS.values()])
+    order = list(range(len(host.words)))
+    rng.shuffle(order)
+    count, everyone = rng.randint(1, len(order)), list(range(len(order)))
+    one, other = host.topology(), host.relabelled(order).topology()
+    if one is None or other is None:
+        assert one is other
+        return
+    assert (
+        best_set(one, as_mask(everyone), as_mask(everyone), count)[:5]
+        == (best_set(other, as_mask(everyone), as_mask(everyone), count)[:5])
+    )
+
+
+@pytest.mark.parametrize(("size", "count"), [(24, 12), (26, 4), (32, 9)])
+def test_no_exchange_makes_a_set_of_a_large_host_better(size: int, count: int) -> None:
+    rng = random.Random(size)
+    topology, everyone = random_host(rng, size).topology(), list(range(size))
+    assert topology is not None
+    found = best_set(topology, as_mask(everyone), as_mask(everyone), count)
+    assert len(set(found.positions)) == count
+    for at in range(count):
+        for other in set(everyone).difference(found.positions):
+            exchanged = [*found.positions[:at], other, *found.positions[at + 1 :]]
+            assert topology.score(exchanged, everyone) <= found
+
+
+@pytest.mark.parametrize("name", ["DGX-1V", "A100 with bridges", "RTX on two NUMA nodes"])
+def test_a_set_that_was_grown_on_a_known_host_keeps_to_the_first_rule(name: str) -> None:
+    host = HOSTS[name]
+    topology, everyone = host.topology(), list(range(len(host.words)))
+    assert topology is not None
+    with mock.patch.object(topologies, "MAX_SETS", 0):
+        grown = [
+            best_set.__wrapped__(topology, as_mask(everyone), as_mask(everyone), count).worst for count in (1, 2, 4)
+        ]
+    assert grown == [best_set(topology, as_mask(everyone), as_mask(everyone), count).worst for count in (1, 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("host", "free", "count", "expected"),
+    [
+        pytest.param(A100_BRIDGES, [1, 2, 3], 2, [2, 3], id="a whole pair, not the first two"),
+        pytest.param(A100_BRIDGES, [0, 1, 3], 1, [3], id="one GPU: what is left of a broken pair"),
+        pytest.param(BRIDGES_ACROSS, [0, 1, 2, 3], 2, [0, 2], id="a pair that is not side by side"),
+        pytest.param(BRIDGES_ACROSS, [0, 1, 2, 3], 3, [0, 1, 2], id="three: one pair and one of the other"),
+        pytest.param(DGX_1V, [0, 1, 2, 3, 4, 5, 6, 7], 2, [0, 3], id="two NVLinks, not one"),
+        pytest.param(DGX_1V, [1, 3, 4, 5, 6, 7], 4, [4, 5, 6, 7], id="a clique, not a clique broken"),
+        pytest.param(HGX, [2, 3, 4, 5, 6, 7], 4, [4, 5, 6, 7], id="NVSwitch: all equal, so one NUMA node"),
+        pytest.param(HGX, [1, 3, 5, 7], 3, [1, 3, 5], id="NVSwitch: all equal, so the first ones"),
+        pytest.param(RTX, [1, 3, 4, 5, 6, 7], 2, [4, 5], id="PCIe: two behind one switch"),
+        pytest.param(RTX, [1, 2, 3, 4, 5, 6, 7], 1, [1], id="PCIe: one that is alone behind its switch"),
+        pytest.param(RTX, [0, 1, 2, 3, 4, 5], 4, [0, 1, 2, 3], id="PCIe: four on one NUMA node"),
+        pytest.param(NOTHING_KNOWN, [2, 5, 6], 2, [2, 5], id="nothing known: the first ones"),
+    ],
+)
+def test_a_request_gets(host: Host, free: list[int], count: int, expected: list[int]) -> None:
+    world = on(host)
+    for index in set(range(len(host.words))).difference(free):
+        world.lease(1, uuids=(uuid(index),), selection=Selection.LISTED)
+    world.report(links=host.links())
+    assert indices(world.lease(count)) == expected
+    world = on(host)
+    for index in set(range(len(host.words))).difference(free):
+        world.lease(1, uuids=(uuid(index),), selection=Selection.LISTED)
+    world.report(links=host.links())
+    assert indices(world.lease(count, gpu_model="H100")) == expected, "with a condition"
+
+
+def test_a_request_for_all_that_are_free_up_to_a_limit_gets_the_best_ones() -> None:
+    world = on(BRIDGES_ACROSS)
+    world.policy = replace(world.policy, limits=replace(world.policy.limits, gpus=2))
+    assert indices(world.lease(1, selection=Selection.AUTO)) == [0, 2]
+
+
+def test_what_is_held_for_an_older_request_counts_as_left_for_others() -> None:
+    topology = BRIDGES_ACROSS.topology()
+    assert best(topology, [0, 3], [0, 1, 3], 1) == (0,), "GPU 1, held for another, needs GPU 3"
+
+
+def test_links_that_come_later_count_from_then_on() -> None:
+    world = World().node(gpus=BRIDGES_ACROSS.readings())
+    first = world.lease(2)
+    assert indices(first) == [0, 1]
+    world.release(first)
+    world.report(links=BRIDGES_ACROSS.links())
+    world.report(partial=True, reread=(0, 1))
+    assert indices(world.lease(2)) == [0, 2]
+
+
+def test_words_and_numbers_that_this_version_does_not_know_are_not_trusted() -> None:
+    world = World().node(gpus=4)
+    odd = [
+        GpuLink(first=uuid(0), second=uuid(3), path="telepathy", nvlinks=10**9),
+        GpuLink(first=uuid(1), second=uuid(2), path="nvlink", nvlinks=-5),
+        GpuLink(first=uuid(0), second="GPU-none", path="nvlink"),
+        GpuLink(first=uuid(0), second=uuid(0), path="nvlink"),
+    ]
+    world.report(links=tuple(odd))
+    assert indices(world.lease(2)) == [1, 2]
+
+
+@pytest.mark.parametrize("host", [A100_BRIDGES, BRIDGES_ACROSS])
+def test_pairs_stay_whole_as_often_as_the_oracle_manages(host: Host) -> None:
+    """A thousand random requests for one GPU or two on four GPUs with two bridges."""
+    kept = pairs_kept(host, "daemon")
+    assert kept == pairs_kept(host, "oracle")
+    assert kept > pairs_kept(host, "first ones")
+
+
+def pairs_kept(host: Host, who: str) -> tuple[int, int]:
+    """How many requests for two got a pair with a bridge, and how many GPUs were taken while they left a pair whole."""
+    rng, world = random.Random(4), on(host)
+    held: list[tuple[int, Lease | tuple[int, ...]]] = []
+    whole = left_whole = 0
+    for now in range(1000):
+        held, ended = [one for one in held if one[0] > now], [one for one in held if one[0] <= now]
+        for _, lease in ended:
+            if isinstance(lease, Lease):
+                world.release(lease)
+                world.report(links=host.links())
+        count, until = rng.choice([1, 1, 2]), now + rng.randint(1, 6)
+        taken = {one for _, lease in held for one in (indices(lease) if isinstance(lease, Lease) else lease)}
+        free = [one for one in range(4) if one not in taken]
+        if len(free) < count:
+            continue
+        lease = world.lease(count) if who == "daemon" else ()
+        got = indices(lease) if isinstance(lease, Lease) else free[:count]
+        if who == "oracle":
+            got = list(oracle(host, free, free, count))
+        held.append((until, lease if isinstance(lease, Lease) else tuple(got)))
+        bridged = [pair for pair in combinations(free, 2) if host.words[pair[0]][pair[1]].startswith("NV")]
+        whole += tuple(got) in bridged
+        left_whole += sum(not set(pair) & set(got) for pair in bridged)
+    return whole, left_whole
+
+
+def on(host: Host) -> World:
+    """A world with this host as node `a`."""
+    world = World().node(gpus=host.readings(), report=False)
+    world.report(links=host.links())
+    return world
+
+
+def indices(lease: Lease) -> list[int]:
+    return [one.index for one in lease.gpus]
