@@ -3,7 +3,8 @@
 # --build-arg EXTRAS=server,torch to run training runs with the image's own Python.
 FROM python:3.11-slim AS build
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+# The build fetches the libraries of the dashboard, unless the checkout has them; npm_config_registry names another registry.
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY protocol protocol
 COPY client client
 COPY worker worker
@@ -11,6 +12,7 @@ COPY server server
 COPY migrations migrations
 COPY deploy/systemd deploy/systemd
 ARG EXTRAS=server
+ARG npm_config_registry
 RUN python -m venv /opt/gpulease \
  && /opt/gpulease/bin/pip install --no-cache-dir -c constraints.txt ".[${EXTRAS}]"
 

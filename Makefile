@@ -25,7 +25,7 @@ help: ## print this list
 setup: $(STAMP) ## make .venv with everything that demo, test and check use
 
 # torch first and pinned: left to the resolver it may fetch another release, or gigabytes of CUDA where there is no GPU.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt server/gpulease_server/dashboard/libraries.json
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpulease needs Python 3.11 or newer, and $(PYTHON) is older. Say which: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \

@@ -18,7 +18,7 @@ from gpulease_protocol import status_table
 from gpulease_protocol.model import Demand, Holder, Selection
 from gpulease_server import dashboard
 
-FOLDER = Path(dashboard.__file__).parent
+FOLDER = Path(dashboard.__file__).parent / "page"
 HOLDERS = [
     Holder(user="root", label="ada: resnet"),
     Holder(user="ada", host="h", owner_pid=42),

@@ -14,8 +14,10 @@ from gpulease_server.dashboard.content_negotiation import prefers_html
 from tests.daemon import DaemonProcess, daemon
 from tests.http_as_user import call
 
-FOLDER = Path(dashboard.__file__).parent
-FILES = sorted(path for path in FOLDER.iterdir() if path.suffix in dashboard.MEDIA_TYPES)
+FOLDER = Path(dashboard.__file__).parent / "page"
+FILES = sorted(path for path in FOLDER.rglob("*") if path.suffix in dashboard.MEDIA_TYPES)
+NAMES = [path.relative_to(FOLDER).as_posix() for path in FILES]
+OWN = [path for path in FILES if path.parent.name != "vendor"]
 BROWSERS = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 
@@ -67,12 +69,12 @@ def test_curl_gets_the_table_and_a_browser_the_page(running: DaemonProcess) -> N
 
 def test_an_unknown_caller_may_load_the_page_and_sees_no_data(running: DaemonProcess) -> None:
     assert running.call("GET", "/", Accept=BROWSERS).status == 200
-    assert all(running.call("GET", f"/dashboard/{path.name}").status == 200 for path in FILES if path.suffix != ".html")
+    assert all(running.call("GET", f"/dashboard/{name}").status == 200 for name in NAMES if name != "index.html")
     for path in ("/", "/v1/gpus", "/v1/events"):
         assert running.call("GET", path).problem() == (401, "not_authenticated")
 
 
-@pytest.mark.parametrize("name", [path.name for path in FILES])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_file_has_its_media_type_and_a_content_security_policy(running: DaemonProcess, name: str) -> None:
     path, accept = ("/", BROWSERS) if name == "index.html" else (f"/dashboard/{name}", "*/*")
     answer = running.call("GET", path, Accept=accept)
@@ -99,7 +101,17 @@ def test_a_long_file_may_come_compressed(running: DaemonProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["no-such.js", "index.html", "__init__.py", "content_negotiation.py", "..%2fmain.py", "%2e%2e/main.py"]
+    "name",
+    [
+        "no-such.js",
+        "index.html",
+        "__init__.py",
+        "../libraries.json",
+        "vendor/preact.LICENSE",
+        "..%2fmain.py",
+        "%2e%2e/main.py",
+        "vendor/",
+    ],
 )
 def test_there_are_no_other_files(running: DaemonProcess, name: str) -> None:
     assert running.call("GET", f"/dashboard/{name}").problem() == (404, "not_found")
@@ -124,15 +136,17 @@ def test_unknown_file_names_create_no_metric_series(running: DaemonProcess) -> N
         running.call("GET", f"/dashboard/number-{number}.js")
     shown = call(running.socket, "GET", "/metrics").content.decode()
     routes = set(re.findall(r'gpulease_http_requests_total\{[^}]*route="([^"]*dashboard[^"]*)"', shown))
-    assert routes == {"/dashboard/{name}"}
+    assert routes == {"/dashboard/{name:path}"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_the_sources_load_nothing_from_other_hosts_and_parse_no_markup(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(https?:)?//[a-z]+\.", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", text)
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascript:", text)
     assert len(text.splitlines()) <= 450
-    for name in re.findall(r'from "\./([\w.]+)"|(?:src|href)="dashboard/([\w.]+)"', text):
-        assert (FOLDER / "".join(name)).exists()
+    for name in re.findall(r'(?:from|import\() ?"(\.[\w./]+)"', text):
+        assert (path.parent / name).resolve() in FILES
+    for name in re.findall(r'(?:src|href)="dashboard/([\w./]+)"', text):
+        assert name in NAMES

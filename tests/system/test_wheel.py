@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 import urllib.error
 import urllib.request
@@ -23,8 +24,9 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(command: list[str], cwd: Path) -> str:
-    ran = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+def run(command: list[str], cwd: Path, **more: str) -> str:
+    env = environment() | more
+    ran = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert ran.returncode == 0, f"{command}: {ran.stdout}{ran.stderr}"
     return ran.stdout
 
@@ -40,8 +42,13 @@ def environment() -> dict[str, str]:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of an empty venv with nothing but the wheel in it; its requirements come by a path of their own."""
     place = tmp_path_factory.mktemp("wheel")
-    # Without further words the wheel is built from the sdist, so a file that the sdist lacks is missing here.
-    run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place), str(ROOT)], place)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place)]
+    run([*build, "--sdist", str(ROOT)], place)
+    (sdist,) = place.glob("gpulease-*.tar.gz")
+    # The wheel is built from the sdist, so a file that the sdist lacks is missing here; and without a registry of npm.
+    with tarfile.open(sdist) as packed:
+        packed.extractall(place / "sdist", filter="data")
+    run([*build, "--wheel", *map(str, (place / "sdist").iterdir())], place, npm_config_registry="http://127.0.0.1:1/")
     (wheel,) = place.glob("gpulease-*.whl")
     venv = place / "venv"
     run([sys.executable, "-m", "venv", "--without-pip", str(venv)], place)
@@ -129,3 +136,13 @@ def test_it_serves_and_leases(daemon: str) -> None:
     assert lease["state"] == "active"
     assert len(lease["gpus"]) == 2
     assert lease["env"]["CUDA_VISIBLE_DEVICES"] == ",".join(gpu["uuid"] for gpu in lease["gpus"])
+
+
+def test_it_has_the_page_and_its_libraries(daemon: str, installed: Path) -> None:
+    asked = urllib.request.Request(daemon + "/", headers={"Accept": "text/html"})
+    with urllib.request.urlopen(asked, timeout=60) as page:
+        assert page.status == 200
+    with urllib.request.urlopen(daemon + "/dashboard/vendor/preact.js", timeout=60) as library:
+        assert library.status == 200
+    (vendor,) = installed.parent.glob("lib/python*/site-packages/gpulease_server/dashboard/page/vendor")
+    assert {"preact.LICENSE", "htm.LICENSE", "uplot.LICENSE"} <= {path.name for path in vendor.iterdir()}

@@ -1,6 +1,7 @@
 """The dashboard: the page that a browser gets at `/`, with who has which GPU, who waits, and which jobs run, live.
 
-It is static files: one HTML file, one style sheet, and JavaScript modules as they are written, without a build step.
+It is static files: one HTML file, one style sheet, and JavaScript modules as they are written. The libraries in
+`page/vendor` (Preact, htm, uPlot) are fetched by the build (`hatch_build.py`), as `libraries.json` pins them.
 The page requests all its data from the REST API of its own origin, as any caller would, so access rules exist only in
 the API. The files contain no data, so they need no authentication: a caller from another host must have the page before
 they can sign in with a token. The page is read-only: it sends only GET requests.
@@ -40,6 +41,8 @@ the dialogs; `notice.js` says when the data are not current. `format.js` has the
 from __future__ import annotations
 
 import hashlib
+import html
+import json
 import re
 from pathlib import Path
 
@@ -68,6 +71,10 @@ MEDIA_TYPES = {
     ".svg": "image/svg+xml",
 }
 PAGE = "index.html"
+MISSING = (
+    "The dashboard of this installation is not complete: {} is missing. Install gpulease again, in a checkout with"
+    " `make setup` or `python hatch_build.py`, and restart the daemon. `gpulease status` shows the GPUs meanwhile."
+)
 TAG = re.compile(r'(?:W/)?("[^"]*")')
 
 
@@ -88,8 +95,24 @@ class Asset:
         return Response(self.body, headers=headers, media_type=self.media_type)
 
 
-ASSETS = {path.name: Asset(path) for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in MEDIA_TYPES}
-"""By name. Read once: a file that is replaced while the daemon runs would not match the others."""
+def read_assets(folder: Path) -> dict[str, Asset]:
+    """The files of the page, by their path below its folder."""
+    return {
+        path.relative_to(folder).as_posix(): Asset(path)
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in MEDIA_TYPES
+    }
+
+
+def missing_libraries(assets: dict[str, Asset]) -> list[str]:
+    """Files that the build hook should have fetched and that are not there, as `vendor/preact.js`."""
+    libraries = json.loads((Path(__file__).parent / "libraries.json").read_text())
+    wanted = [f"vendor/{file['as']}" for library in libraries for file in library["files"]]
+    return [name for name in wanted if Path(name).suffix in MEDIA_TYPES and name not in assets]
+
+
+ASSETS = read_assets(Path(__file__).parent / "page")
+"""Read once: a file that is replaced while the daemon runs would not match the others."""
 
 
 class NamedRoute(Route):
@@ -114,7 +137,11 @@ class HtmlRoute(NamedRoute):
 
 
 async def serve_page(request: Request) -> Response:
-    """The page itself."""
+    """The page itself; where its libraries are missing, 503 with what to do."""
+    missing = missing_libraries(ASSETS)
+    if missing:
+        text = f"<!doctype html><title>gpulease</title><p>{html.escape(MISSING.format(', '.join(missing)))}</p>"
+        return Response(text, 503, HEADERS | {"Vary": "Accept"}, MEDIA_TYPES[".html"])
     return ASSETS[PAGE].respond(request, Vary="Accept")
 
 
@@ -126,5 +153,5 @@ async def serve_asset(request: Request) -> Response:
     return ASSETS[name].respond(request)
 
 
-routes: list[BaseRoute] = [HtmlRoute("/", serve_page), NamedRoute("/dashboard/{name}", serve_asset)]
+routes: list[BaseRoute] = [HtmlRoute("/", serve_page), NamedRoute("/dashboard/{name:path}", serve_asset)]
 """These have to come before the routes of the API."""
