@@ -29,10 +29,10 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import Instant
 from gpulease_server.core.turn import Turn
-from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder, encode_series
-from gpulease_server.runtime.job_metrics.time_series import MAX_BUCKETS, TimeSeries
+from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder, encode_series
+from gpulease_server.runtime.gpu_metrics.time_series import MAX_BUCKETS, TimeSeries
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store import job_metrics_table
+from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.ledger_store import Store, is_stored
 
@@ -59,7 +59,7 @@ def row(what: str, microseconds: list[float]) -> None:
 class Node:
     """A node of 8 GPUs, all held by one job, whose readings change from report to report."""
 
-    def __init__(self, recorder: JobMetricsRecorder, writer: Writer) -> None:
+    def __init__(self, recorder: GpuMetricsRecorder, writer: Writer) -> None:
         self.recorder, self.ledger, self.at_s = recorder, writer.committed, 0.0
         self.policy, self.changes, self.chance = Policy(), list[object](), random.Random(5)  # noqa: S311 - load
         self.readings = [
@@ -111,7 +111,7 @@ def main() -> None:
         store = Store(url)
         writer = Writer(store, Policy())
         writer.committed, writer.problem = Ledger(), None
-        recorder = JobMetricsRecorder(store, writer)
+        recorder = GpuMetricsRecorder(store, writer)
         node = Node(recorder, writer)
         print(f"\n{GPUS} GPUs held by a job\n\n| what | median us | p99 us |\n|---|---|---|")
         measure(store, recorder, node)
@@ -119,7 +119,7 @@ def main() -> None:
     memory()
 
 
-def measure(store: Store, recorder: JobMetricsRecorder, node: Node) -> None:
+def measure(store: Store, recorder: GpuMetricsRecorder, node: Node) -> None:
     """The rows of the table."""
     reports = [node.report() for _ in range(ROUNDS)]
     upcoming = iter(reports)
@@ -135,19 +135,19 @@ def measure(store: Store, recorder: JobMetricsRecorder, node: Node) -> None:
     row("copying the series for a write or an answer", timed(lambda: recorder.encoded("lease"), 300))
     row(
         "packing and committing the row, in a thread",
-        timed(lambda: job_metrics_table.save(store, "lease", content), 100),
+        timed(lambda: gpu_metrics_table.save(store, "lease", content), 100),
     )
     store.write([change for change in node.changes if is_stored(change)], node.ledger)  # type: ignore[arg-type]
-    leases = job_metrics_table.leases_of_job(store.engine, "job")
+    leases = gpu_metrics_table.leases_of_job(store.engine, "job")
     found = job_metrics("job", leases, {"lease": content}, node.now.at, MAX_BUCKETS)
     noun = lambda: job_metrics("job", leases, {"lease": content}, node.now.at, MAX_BUCKETS)  # noqa: E731
     row("answer as JSON, in a thread", timed(lambda: JSON.dump_json(noun()), 30))
     row("answer as CSV, in a thread", timed(lambda: csv(noun()), 30))
-    asyncio.run(recorder.save(node.at_s, everything=True))
+    asyncio.run(recorder.save(node.now, everything=True))
     row("restart: reading the row", timed(recorder.restore, 30))
     points, row_bytes = (
         len(found.attempts[0].gpus[0].start_at),
-        len(zlib.compress(content, job_metrics_table.ZLIB_LEVEL)),
+        len(zlib.compress(content, gpu_metrics_table.ZLIB_LEVEL)),
     )
     print(f"\n{points} buckets for each GPU; a row of {row_bytes} bytes for each attempt, written every minute")
 

@@ -24,6 +24,7 @@ from gpulease_protocol.model import Event, Gpu, Job, Lease, Node
 
 if TYPE_CHECKING:
     from gpulease_protocol.event_choice import EventChoice
+    from gpulease_protocol.gpu_history import FleetHistory, GpuHistory, HistoryChoice
     from gpulease_protocol.job_metrics import JobMetrics
     from gpulease_protocol.requests import JobRequest, LeaseRequest
     from gpulease_protocol.timeline import Timeline, TimelineChoice
@@ -179,6 +180,14 @@ class AsyncClient:
         are gone, DaemonUnavailable if an outage lasts `retry_s`."""
         return self._transport.emitted(self._flows.watch_events(after))
 
+    async def gpu_history(self, uuid: str, **choice: Unpack[HistoryChoice]) -> GpuHistory:
+        """What a GPU showed in the last hour, or as `HistoryChoice` says, leased or not. Raises NotFound."""
+        return await self.send(endpoints.gpu_history(uuid, choice))
+
+    async def gpu_histories(self, **choice: Unpack[HistoryChoice]) -> FleetHistory:
+        """The same of every GPU: the means of `measures`, of utilization if none is named."""
+        return await self.send(endpoints.gpu_histories(choice))
+
     async def usage(
         self,
         from_at: datetime | None = None,
@@ -205,11 +214,8 @@ class AsyncClient:
     ) -> tuple[Lease, ...]:
         """The leases in this state or in these states, by default in any; of one user, with exactly one label, on one
         node, by default all."""
-        return await self._transport.run(
-            self._flows.all_pages(
-                lambda cursor: endpoints.leases(as_tuple(state), cursor, user=user, label=label, node=node)
-            )
-        )
+        page = partial(endpoints.leases, as_tuple(state), user=user, label=label, node=node)
+        return await self._transport.run(self._flows.all_pages(page))
 
     async def lease_by_id(self, lease_id: str) -> Lease:
         """One lease. Raises NotFound."""
@@ -291,10 +297,7 @@ class AsyncClient:
         return AsyncLease(self._renewing, lease, trusted_from=sent_at, on_lost=on_lost, shared=shared, owner=owner)
 
     async def request_lease(
-        self,
-        request: LeaseRequest,
-        wait_s: float | None = None,
-        on_queued: Callable[[Lease], None] | None = None,
+        self, request: LeaseRequest, wait_s: float | None = None, on_queued: Callable[[Lease], None] | None = None
     ) -> Lease:
         """A lease that the caller renews and releases.
 
@@ -308,12 +311,7 @@ class AsyncClient:
         return await self.send(endpoints.renew(lease_id, fencing_token))
 
     async def release(
-        self,
-        lease_id: str,
-        fencing_token: int | None,
-        *,
-        retry_s: float | None = None,
-        timeout_s: float | None = None,
+        self, lease_id: str, fencing_token: int | None, *, retry_s: float | None = None, timeout_s: float | None = None
     ) -> Lease:
         """End the lease, or cancel it if it is queued. Raises LeaseLost, StaleToken.
 
@@ -354,11 +352,8 @@ class AsyncClient:
         name: str | None = None,
     ) -> tuple[Job, ...]:
         """The jobs in this state or in these states, by default in any; of one array, user or name, by default all."""
-        return await self._transport.run(
-            self._flows.all_pages(
-                lambda cursor: endpoints.jobs(as_tuple(state), cursor, array=array, user=user, name=name)
-            )
-        )
+        page = partial(endpoints.jobs, as_tuple(state), array=array, user=user, name=name)
+        return await self._transport.run(self._flows.all_pages(page))
 
     async def job(self, job_id: str) -> Job:
         """One job. Raises NotFound."""

@@ -22,6 +22,7 @@ from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node, Page
 
 if TYPE_CHECKING:
+    from gpulease_protocol.gpu_history import FleetHistory, GpuHistory, HistoryChoice
     from gpulease_protocol.job_metrics import JobMetrics
     from gpulease_protocol.joining import Authority
     from gpulease_protocol.requests import JobRequest, LeaseRequest
@@ -271,6 +272,21 @@ def job_logs(
     query = [("frames", "1"), *([("follow", "1")] if follow else [])]
     query += [(name, str(value)) for name, value in options if value is not None]
     return ApiCall(method="GET", path=f"/v1/jobs/{_encoded(job_id)}/logs", query=tuple(query), read=str, text=True)
+
+
+def gpu_history(uuid: str, choice: HistoryChoice) -> ApiCall[GpuHistory]:
+    """`GET /v1/gpus/{uuid}/history`."""
+    from gpulease_protocol.gpu_history import GpuHistory, query_of
+
+    path = f"/v1/gpus/{_encoded(uuid)}/history"
+    return ApiCall(method="GET", path=path, query=query_of(choice), read=_reader(GpuHistory))
+
+
+def gpu_histories(choice: HistoryChoice) -> ApiCall[FleetHistory]:
+    """`GET /v1/gpus/history`."""
+    from gpulease_protocol.gpu_history import FleetHistory, query_of
+
+    return ApiCall(method="GET", path="/v1/gpus/history", query=query_of(choice), read=_reader(FleetHistory))
 
 
 def job_metrics(job_id: str, points: int | None = None) -> ApiCall[JobMetrics]:

@@ -29,8 +29,8 @@ from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.listeners import BACKLOG, CannotStart, Listeners, TcpAddress
 from gpulease_server.local_worker import LocalWorker
 from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.group_members import GroupMembers, find_group
-from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
 from gpulease_server.runtime.leadership.lock import WriterLock
 from gpulease_server.runtime.leadership.standby import Standby
 from gpulease_server.runtime.leadership.status import LeadershipStatus
@@ -110,7 +110,7 @@ class Serving:
             node_lifetime_s=keep.age_s,
         )
         self.writer = Writer(store, policy)
-        self.recorder = JobMetricsRecorder(store, self.writer)
+        self.recorder = GpuMetricsRecorder(store, self.writer)
         self.bearer_tokens = BearerTokens(store, self.writer)
         self.pruner = Pruner(store, self.writer, keep)
         self.leadership = LeadershipStatus(lock)
@@ -185,7 +185,7 @@ class Serving:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self.recorder.save(self.daemon.now().mono_s, everything=True)
+        await self.recorder.save(self.daemon.now(), everything=True)
         await self.bearer_tokens.save_uses()
         self.writer.close()
 

@@ -18,6 +18,7 @@ from tests.daemon import DaemonProcess
         ),
         ("/v1/jobs?nam=x", "nam", "cursor, id_prefix, limit, name"),
         ("/v1/events?since=3", "since", "It accepts after, before, from, gpu,"),
+        ("/v1/gpus/history?since=3", "since", "It accepts from, last_s, measures, node, points, to."),
         ("/v1/gpus?node=n1", "node", "It accepts none."),
         ("/v1/nodes/n1?wait_s=3", "wait_s", "It accepts none."),
     ],

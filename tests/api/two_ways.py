@@ -24,7 +24,7 @@ from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.core.records import Instant
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.bearer_tokens import BearerTokens
-from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.store.database import upgrade
@@ -218,7 +218,7 @@ async def _converse(
             writer=writer,
             store=store,
             tickets=DesiredStateTickets(),
-            recorder=JobMetricsRecorder(store, writer),
+            recorder=GpuMetricsRecorder(store, writer),
             host="here",
             leadership=leadership,
             access=access or AccessSettings(),

@@ -20,7 +20,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.gpu_hours import MAX_USERS, OTHER_USERS
-from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
@@ -72,7 +72,7 @@ def great(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonState]:
             writer=writer,
             store=store,
             tickets=DesiredStateTickets(),
-            recorder=JobMetricsRecorder(store, writer),
+            recorder=GpuMetricsRecorder(store, writer),
             host="a",
         )
 

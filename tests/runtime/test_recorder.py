@@ -20,9 +20,9 @@ from gpulease_protocol.model import GpuReading
 from gpulease_protocol.node_protocol import JobReport, NodeReport, RunState
 from gpulease_server.api.routes.job_metrics import MAX_ANSWER_POINTS, csv, job_metrics
 from gpulease_server.core.policy import Policy
-from gpulease_server.runtime.job_metrics.recorder import SAVE_S, JobMetricsRecorder
+from gpulease_server.runtime.gpu_metrics.recorder import SAVE_S, GpuMetricsRecorder
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store import job_metrics_table
+from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.ledger_store import Store, is_stored
 from tests.core.build import World, gpu, uuid
@@ -42,7 +42,7 @@ class Daemon:
     def restart(self) -> None:
         self.commit()
         self.writer.committed, self.writer.problem = self.world.ledger, None
-        self.recorder = JobMetricsRecorder(self.store, self.writer)
+        self.recorder = GpuMetricsRecorder(self.store, self.writer)
         self.recorder.restore()
 
     def commit(self) -> None:
@@ -61,7 +61,7 @@ class Daemon:
             self.recorder.record("a", report, self.world.ledger, self.world.now)
 
     def save(self, **what: bool) -> None:
-        asyncio.run(self.recorder.save(self.world.at_s, **what))
+        asyncio.run(self.recorder.save(self.world.now, **what))
 
     def end(self, job_id: str, attempt: int = 1, exit_code: int = 0) -> None:
         ended = JobReport(
@@ -78,8 +78,8 @@ class Daemon:
 
     def metrics(self, job_id: str, points: int = 600) -> JobMetrics:
         self.commit()
-        leases = [one for one in job_metrics_table.leases_of_job(self.store.engine, job_id) if one.lease.granted_at]
-        saved = job_metrics_table.load(self.store.engine, [one.lease.id for one in leases])
+        leases = [one for one in gpu_metrics_table.leases_of_job(self.store.engine, job_id) if one.lease.granted_at]
+        saved = gpu_metrics_table.load(self.store.engine, [one.lease.id for one in leases])
         contents = {one.lease.id: self.recorder.encoded(one.lease.id) or saved.get(one.lease.id) for one in leases}
         return job_metrics(job_id, leases, contents, self.world.now.at, points)
 
@@ -184,9 +184,9 @@ def test_an_ended_lease_is_written_and_forgotten(daemon: Daemon) -> None:
 
 def test_a_lease_is_written_once_a_minute_and_no_oftener(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
-    save = job_metrics_table.save
+    save = gpu_metrics_table.save
     monkeypatch.setattr(
-        "gpulease_server.store.job_metrics_table.save", lambda *what: (written.append(what[1]), save(*what))[1]
+        "gpulease_server.store.gpu_metrics_table.save", lambda *what: (written.append(what[1]), save(*what))[1]
     )
     daemon.world.submit(1)
     for _ in range(600):
@@ -217,12 +217,12 @@ def test_a_disk_that_is_full_loses_nothing_in_the_meantime(daemon: Daemon, caplo
     daemon.show(busy(0, 1.0), seconds=5)
     daemon.end(job)
     with daemon.store.engine.begin() as connection:
-        connection.execute(text("ALTER TABLE job_metrics RENAME TO away"))
+        connection.execute(text("ALTER TABLE gpu_metrics RENAME TO away"))
     for _ in range(3):
         daemon.save(everything=True)
     assert sum("cannot be written" in record.message for record in caplog.records) == 1
     with daemon.store.engine.begin() as connection:
-        connection.execute(text("ALTER TABLE away RENAME TO job_metrics"))
+        connection.execute(text("ALTER TABLE away RENAME TO gpu_metrics"))
     daemon.save(everything=True)
     assert "written again" in caplog.text
     daemon.restart()
@@ -240,7 +240,7 @@ def test_a_write_that_is_interrupted_when_the_daemon_stops_is_not_lost(daemon: D
         loop, gate = asyncio.get_running_loop(), threading.Event()
         loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
         loop.run_in_executor(None, gate.wait, 60)
-        saving = asyncio.create_task(daemon.recorder.save(daemon.world.at_s))
+        saving = asyncio.create_task(daemon.recorder.save(daemon.world.now))
         for _ in range(10):
             await asyncio.sleep(0)  # it has begun
         saving.cancel()
@@ -248,7 +248,7 @@ def test_a_write_that_is_interrupted_when_the_daemon_stops_is_not_lost(daemon: D
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await saving
-        await daemon.recorder.save(daemon.world.at_s, everything=True)
+        await daemon.recorder.save(daemon.world.now, everything=True)
 
     asyncio.run(stop())
     daemon.restart()
@@ -260,7 +260,7 @@ def test_a_damaged_row_is_said_and_does_not_stop_the_daemon(daemon: Daemon, capl
     daemon.show(busy(0, 1.0), seconds=5)
     daemon.save(everything=True)
     with daemon.store.engine.begin() as connection:
-        connection.execute(text("UPDATE job_metrics SET series = x'00ff'"))
+        connection.execute(text("UPDATE gpu_metrics SET series = x'00ff'"))
     daemon.restart()
     assert "cannot be read" in caplog.text
     daemon.show(busy(0, 1.0), seconds=5)

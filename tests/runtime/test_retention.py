@@ -243,7 +243,7 @@ def test_a_kill_in_the_middle_leaves_whole_batches(database_url: str, kills: int
         process.join(60)
         left = count(store)
         killed_within += left["event"] > ALWAYS_KEPT
-        assert left["job"] == left["job_metrics"], "a job went without its metrics, or they without it"
+        assert left["job"] == left["gpu_metrics"], "a job went without its metrics, or they without it"
         assert [found for found in check_database(database_url) if "fsync" not in found] == []
     assert killed_within, "every kill came too late"
     store.fence.take_over("the next one")

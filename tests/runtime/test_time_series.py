@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpulease_server.runtime.job_metrics.time_series import MAX_BUCKETS, MEASURES, DamagedSeries, TimeSeries
+from gpulease_server.runtime.gpu_metrics.time_series import MAX_BUCKETS, MEASURES, DamagedSeries, TimeSeries
 from gpulease_server.runtime.reading_gaps import GAP_S
 
 TICKS = 4

@@ -1,7 +1,7 @@
 """A whole installation in one thread, under a clock and a chance that a seed decides, and a checker that knows no code.
 
 What is real: the FastAPI application with its bodies, keys and long polls; `Writer`, `Wakeups`, `DesiredStateTickets`,
-`JobMetricsRecorder`; `core.decide` and `settle`; `Store` on an SQLite file. What is played: the event loop's clock
+`GpuMetricsRecorder`; `core.decide` and `settle`; `Store` on an SQLite file. What is played: the event loop's clock
 (`loop.py`: time passes only from timer to timer, and nothing sleeps), the threads of the store (they run at a moment
 that the seed chooses, so that a crash can come before a commit, after it, and before its answer), the network, the
 worker with its hardware, and clients. Not in here: uvicorn, sockets, signals, SQLite's own recovery:

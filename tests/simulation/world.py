@@ -29,7 +29,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Change
 from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.runtime import clock, ids
-from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
+from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.writer import Writer
@@ -119,7 +119,7 @@ class PlayedDaemon:
         self._loop = world.loop
         self.store = PlayedStore(world.url, world)
         writer = Writer(self.store, world.policy)
-        recorder = JobMetricsRecorder(self.store, writer)
+        recorder = GpuMetricsRecorder(self.store, writer)
         recorder.restore()
         self.parts = DaemonState(
             writer=writer, store=self.store, tickets=DesiredStateTickets(), recorder=recorder, host="here"

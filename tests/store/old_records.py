@@ -101,7 +101,7 @@ def _count_on(connection: Connection) -> None:
 def metrics(store: Store, lease_ids: Iterable[str]) -> None:
     """Metrics of these leases, 200 bytes each."""
     with store.writing() as connection:
-        connection.execute(insert(tables.job_metrics), [{"lease_id": one, "series": b"s" * 200} for one in lease_ids])
+        connection.execute(insert(tables.gpu_metrics), [{"id": one, "series": b"s" * 200} for one in lease_ids])
 
 
 def prune(store: Store, keep: RetentionLimits, now: datetime | None = NOW, *, orphans: bool = False) -> dict[str, int]:
@@ -117,7 +117,7 @@ def prune(store: Store, keep: RetentionLimits, now: datetime | None = NOW, *, or
 def count(store: Store) -> dict[str, int]:
     """Rows in each table that grows."""
     with store.engine.connect() as connection:
-        grows = (tables.lease, tables.job, tables.job_metrics, tables.event)
+        grows = (tables.lease, tables.job, tables.gpu_metrics, tables.event)
         return {table.name: connection.execute(select(func.count()).select_from(table)).scalar_one() for table in grows}
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import OperationalError
 
 from gpulease_server.runtime.leadership.lock import AdvisoryLock, AlreadyRunning, acquire_or_raise, writer_lock
-from gpulease_server.store import job_metrics_table
+from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.database import connect
 from gpulease_server.store.ledger_store import Store, StoreFailed, Superseded, is_stored
 from tests.core.build import World
@@ -47,12 +47,12 @@ def test_a_writer_that_was_superseded_commits_nothing_more(database_url: str) ->
     with pytest.raises(Superseded, match="pid 2 on b"):
         write_lease(first, world)
     with pytest.raises(Superseded):
-        job_metrics_table.save(first, "lease", b"content")
+        gpu_metrics_table.save(first, "lease", b"content")
     with pytest.raises(Superseded):
         first.fence.check()
     assert told.is_set()
     assert second.load().leases == before.leases
-    assert job_metrics_table.load(second.engine, ["lease"]) == {}
+    assert gpu_metrics_table.load(second.engine, ["lease"]) == {}
     second.write([], before)
     first.close()
     second.close()

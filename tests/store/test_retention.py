@@ -71,7 +71,7 @@ def test_what_is_older_than_it_is_kept_goes_and_nothing_else(store: Store) -> No
     assert {table: rows - before[table] for table, rows in count(store).items()} == {
         "lease": 1,
         "job": 0,
-        "job_metrics": 0,
+        "gpu_metrics": 0,
         "event": 1,
     }
     assert store.lease(ended_lease(2, NOW).lease.id) is not None
@@ -131,7 +131,7 @@ def test_a_job_goes_with_the_leases_of_its_attempts_and_their_metrics(store: Sto
     put(store, [record, *attempts])
     metrics(store, (one.lease.id for one in attempts))
     assert prune(store, MONTH) == {"job": 1}
-    assert count(store)["job_metrics"] == 0
+    assert count(store)["gpu_metrics"] == 0
     assert store.job(record.job.id) is None
     assert [store.lease(one.lease.id) for one in attempts] == [None, None, None]
 
@@ -268,7 +268,7 @@ def test_metrics_whose_lease_is_gone_go_too(store: Store) -> None:
     metrics(store, ["lease-that-was", ended_lease(FIRST + 5, NOW).lease.id])
     assert prune(store, MONTH) == {}
     assert prune(store, MONTH, orphans=True) == {"metrics": 1}
-    assert count(store)["job_metrics"] == 1
+    assert count(store)["gpu_metrics"] == 1
 
 
 def test_who_is_not_the_writer_any_more_prunes_nothing(store: Store) -> None:

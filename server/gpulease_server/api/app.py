@@ -34,6 +34,7 @@ from gpulease_server.api.prometheus.metrics_endpoint import MetricsRenderer
 from gpulease_server.api.routes import (
     events,
     front_page,
+    gpu_history,
     gpus,
     health,
     job_logs,
@@ -49,6 +50,7 @@ from gpulease_server.api.routes import (
 )
 
 ROUTE_MODULES = (
+    gpu_history,  # before `/v1/gpus/{uuid}`
     gpus,
     nodes,
     joining,

@@ -21,8 +21,8 @@ from gpulease_server.core.records import Instant
 from gpulease_server.core.turn import Answer
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.bearer_tokens import BearerTokens
+from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.group_members import GroupMembers
-from gpulease_server.runtime.job_metrics.recorder import JobMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
 from gpulease_server.runtime.log_relay import LogRelay
 from gpulease_server.runtime.reading_age import DesiredStateTickets
@@ -39,7 +39,7 @@ class DaemonState:
     writer: Writer
     store: Store
     tickets: DesiredStateTickets
-    recorder: JobMetricsRecorder
+    recorder: GpuMetricsRecorder
     host: str
     """Name of this host."""
     local_node: str | None = None

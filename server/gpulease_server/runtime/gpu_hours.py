@@ -2,7 +2,7 @@
 
 Pure: time is an argument, in seconds on one monotonic clock. Held time follows from the ledger and needs no reading;
 used and idle time follow from readings, and time without a reading counts as neither, as in
-`runtime.job_metrics.time_series`.
+`runtime.gpu_metrics.time_series`.
 
 A counter must never fall, or rates over it are wrong. So a user keeps a series while holding GPUs and for
 `USER_EXPIRY_S` after; only then may another user take it. What was counted for `OTHER_USERS` stays there.

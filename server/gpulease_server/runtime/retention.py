@@ -98,8 +98,9 @@ class Pruner:
             await asyncio.sleep(
                 max(self._pause_s, PAUSE_FACTOR * (clock.now().mono_s - begun_s) if self._pause_s else 0.0)
             )
-        if removed:
-            log.info("pruned %s", ", ".join(f"{count} {kind}s" for kind, count in sorted(removed.items())))
+        told = {kind: count for kind, count in removed.items() if kind != "block"}  # some every ten minutes
+        if told:
+            log.info("pruned %s", ", ".join(f"{count} {kind}s" for kind, count in sorted(told.items())))
         return removed
 
     def _cutoff(self, now: Instant) -> datetime | None:

@@ -9,9 +9,9 @@ from datetime import datetime, timedelta
 from itertools import islice
 
 from gpulease_protocol.usage import MAX_SHARES, Usage, UsageKey, UsageShare
-from gpulease_server.runtime.job_metrics.recorder import decode_series
-from gpulease_server.runtime.job_metrics.time_series import DamagedSeries
-from gpulease_server.store import job_metrics_table
+from gpulease_server.runtime.gpu_metrics.recorder import decode_series
+from gpulease_server.runtime.gpu_metrics.time_series import DamagedSeries
+from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.ledger_store import Store
 from gpulease_server.store.usage import HeldTime, held_times
 
@@ -81,7 +81,7 @@ def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, us
         if lease.is_job and len(jobs) < MAX_SERIES:
             jobs.append((lease, parts))
     for some in _chunks(jobs):
-        contents = job_metrics_table.load(store.engine, [lease.lease_id for lease, _ in some])
+        contents = gpu_metrics_table.load(store.engine, [lease.lease_id for lease, _ in some])
         for lease, parts in some:
             _add_used(lease, parts, contents.get(lease.lease_id))
     whole = _Sum()

@@ -5,6 +5,8 @@ together are deleted in one transaction: a job with the leases of all its attemp
 from the oldest end only, so that the log has no gaps; the row of `pruned` has the last deleted `seq`, and is written
 with the deletion.
 
+Of the history of GPUs, each resolution is kept for its own time, the coarsest for `age_s`.
+
 Never pruned
 ------------
 - Live records: queued and active leases, jobs that are not final.
@@ -22,7 +24,7 @@ docs/databases.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -31,6 +33,7 @@ from sqlalchemy import ColumnElement, Engine, Select, Table, and_, delete, exist
 
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY
 from gpulease_server.store import tables
+from gpulease_server.store.gpu_metrics_table import RESOLUTIONS
 from gpulease_server.store.ledger_store import LIVE_JOBS, LIVE_LEASES, Store
 
 MAX_BATCH = 500
@@ -69,6 +72,8 @@ class PruneBounds:
     """Events over this `seq` are kept, however old."""
     old: datetime | None
     """Records before this time are too old; None while ages do not count."""
+    blocks: tuple[tuple[int, float, float], ...] = ()
+    """Of the history of GPUs: length of a bucket, and blocks that begin before this and after that time are pruned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +81,7 @@ class PruneBatch:
     """What one transaction deletes."""
 
     kind: str
-    """`job`, `lease`, `event` or `metrics`."""
+    """`job`, `lease`, `event`, `metrics` or `block`."""
     ids: tuple[str, ...] = ()
     seq: int = 0
     """Events up to this one."""
@@ -110,7 +115,15 @@ def prune_bounds(engine: Engine, keep: RetentionLimits, old: datetime | None) ->
             event=newest(keep.events),
             newest=newest(ALWAYS_KEPT),
             old=old,
+            blocks=() if old is None else tuple(_block_bounds(old.timestamp(), keep.age_s)),
         )
+
+
+def _block_bounds(old_s: float, age_s: float) -> Iterator[tuple[int, float, float]]:
+    """For each resolution; blocks of the future are of a time at which the wall clock was wrong."""
+    now_s = old_s + age_s
+    for one in RESOLUTIONS:
+        yield one.width_s, now_s - (one.keep_s or age_s) - one.block_s, now_s + 24 * 3600.0
 
 
 def _later(*places: EndPosition | None) -> EndPosition | None:
@@ -134,7 +147,12 @@ class PruneScan:
         self._engine = engine
         self._bounds = bounds
         self._after: EndPosition | None = None
-        self._kinds: list[Callable[[], PruneBatch | None]] = [self._jobs, self._leases, self._events]
+        self._kinds: list[Callable[[], PruneBatch | None]] = [
+            self._jobs,
+            self._leases,
+            self._events,
+            self._blocks,
+        ]
         if orphans:
             self._kinds.append(self._orphans)
 
@@ -196,10 +214,26 @@ class PruneScan:
             last, rows = row.seq, rows + 1
         return PruneBatch(kind="event", seq=last, rows=rows) if rows else None
 
+    def _blocks(self) -> PruneBatch | None:
+        """Blocks of the history of GPUs."""
+        kept = tables.gpu_metrics
+        with self._engine.connect() as connection:
+            for width_s, before_s, after_s in self._bounds.blocks:
+                wrong = or_(kept.c.start_s < before_s, kept.c.start_s > after_s)
+                query = select(kept.c.id).where(kept.c.width_s == width_s, wrong).limit(MAX_BATCH)
+                found = tuple(connection.scalars(query))
+                if found:
+                    return PruneBatch(kind="block", ids=found, rows=len(found))
+        return None
+
     def _orphans(self) -> PruneBatch | None:
         """Metrics that were written after their lease was pruned."""
-        kept, lease = tables.job_metrics, tables.lease
-        query = select(kept.c.lease_id).where(~exists().where(lease.c.id == kept.c.lease_id)).limit(MAX_BATCH)
+        kept, lease = tables.gpu_metrics, tables.lease
+        query = (
+            select(kept.c.id)
+            .where(kept.c.gpu_uuid.is_(None), ~exists().where(lease.c.id == kept.c.id))
+            .limit(MAX_BATCH)
+        )
         with self._engine.connect() as connection:
             found = tuple(connection.scalars(query))
         return PruneBatch(kind="metrics", ids=found, rows=len(found)) if found else None
@@ -223,20 +257,20 @@ def _dispensable(lease: Table) -> ColumnElement[bool]:
 
 def delete_batch(store: Store, batch: PruneBatch) -> None:
     """Delete a batch, all or nothing. Blocks. Raises `StoreFailed` or `Superseded`."""
-    lease, job, kept = tables.lease, tables.job, tables.job_metrics
+    lease, job, kept = tables.lease, tables.job, tables.gpu_metrics
     ended = _has_ended(lease)
     with store.writing() as connection:
         match batch.kind:
             case "job":
                 theirs = select(lease.c.id).where(lease.c.job_id.in_(batch.ids))
-                connection.execute(delete(kept).where(kept.c.lease_id.in_(theirs)))
+                connection.execute(delete(kept).where(kept.c.id.in_(theirs)))
                 connection.execute(delete(lease).where(lease.c.job_id.in_(batch.ids), ended))
                 connection.execute(delete(job).where(job.c.id.in_(batch.ids)))
             case "lease":
-                connection.execute(delete(kept).where(kept.c.lease_id.in_(batch.ids)))
+                connection.execute(delete(kept).where(kept.c.id.in_(batch.ids)))
                 connection.execute(delete(lease).where(lease.c.id.in_(batch.ids), ended))
-            case "metrics":
-                connection.execute(delete(kept).where(kept.c.lease_id.in_(batch.ids)))
+            case "metrics" | "block":
+                connection.execute(delete(kept).where(kept.c.id.in_(batch.ids)))
             case _:
                 connection.execute(delete(tables.event).where(tables.event.c.seq <= batch.seq))
                 connection.execute(update(tables.pruned).values(seq=batch.seq))

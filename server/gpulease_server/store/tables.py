@@ -120,11 +120,16 @@ job = Table(
     Index("ix_job_ended_at", "ended_at", "number"),
 )
 
-job_metrics = Table(
-    "job_metrics",
+gpu_metrics = Table(
+    "gpu_metrics",
     metadata,
-    Column("lease_id", String(64), primary_key=True),
+    Column("id", String(128), primary_key=True),
+    Column("gpu_uuid", String(96)),
+    Column("width_s", Integer),
+    Column("start_s", BigInteger),
     Column("series", LargeBinary, nullable=False),
+    Index("ix_gpu_metrics_gpu_uuid", "gpu_uuid", "width_s", "start_s"),
+    Index("ix_gpu_metrics_width_s", "width_s", "start_s"),
 )
 
 gpu = Table(

@@ -19,9 +19,9 @@ from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.core.records import LeaseRecord
-from gpulease_server.runtime.job_metrics.recorder import decode_series
-from gpulease_server.runtime.job_metrics.time_series import MEASURES, DamagedSeries, TimeSeries
-from gpulease_server.store import job_metrics_table
+from gpulease_server.runtime.gpu_metrics.recorder import decode_series
+from gpulease_server.runtime.gpu_metrics.time_series import DIGITS, MEASURES, DamagedSeries, TimeSeries
+from gpulease_server.store import gpu_metrics_table
 
 router = new_router("/v1/jobs", "jobs")
 log = logging.getLogger("gpulease.metrics")
@@ -29,8 +29,6 @@ log = logging.getLogger("gpulease.metrics")
 MAX_ANSWER_POINTS = 60_000
 """Buckets in one answer, for all GPUs and attempts: 100 GPUs at full resolution, more with wider buckets."""
 CSV = "text/csv; charset=utf-8"
-DIGITS = {"utilization_ratio": 5, "memory_used_bytes": 0, "power_w": 2, "temperature_c": 2}
-"""Decimal places; drivers report no more, and a time series keeps no more than 24 bits."""
 JSON: TypeAdapter[JobMetrics] = TypeAdapter(JobMetrics)
 
 
@@ -63,7 +61,7 @@ async def show_metrics(
     Buckets are 1 s wide at first. Whenever a GPU has 600, they are merged in pairs, so that a job of any age has 300
     to 600. Unknown values are null in JSON and `nan` in CSV.
     """
-    leases = await asyncio.to_thread(job_metrics_table.leases_of_job, daemon.store.engine, job_id)
+    leases = await asyncio.to_thread(gpu_metrics_table.leases_of_job, daemon.store.engine, job_id)
     if not leases:
         raise NotFound(f"There is no job {job_id}.", remedy=MAYBE_PRUNED.format("jobs"))
     as_csv = format is Format.CSV or (format is None and "text/csv" in accept)
@@ -80,7 +78,7 @@ def _answer(
     points: int,
     as_csv: bool,
 ) -> Response:
-    saved = job_metrics_table.load(
+    saved = gpu_metrics_table.load(
         daemon.store.engine, [lease_id for lease_id, content in live.items() if content is None]
     )
     contents = {lease_id: saved.get(lease_id) if content is None else content for lease_id, content in live.items()}

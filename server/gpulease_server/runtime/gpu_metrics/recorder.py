@@ -1,4 +1,5 @@
-"""Records the readings of the GPUs of jobs, as often as nodes report, beside the ledger.
+"""Records what GPUs show, as often as nodes report, beside the ledger: the series of the leases of jobs, and by
+`history_recorder` the history of every GPU.
 
 Authority: a node's report for the reading; the ledger for which job held the GPU and for how long (so that GPU-hours
 held do not depend on readings); memory for the series of an active lease; the database for an ended one. No
@@ -37,10 +38,11 @@ from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import Instant
 from gpulease_server.runtime import clock
-from gpulease_server.runtime.job_metrics.time_series import MEASURES, DamagedSeries, TimeSeries
+from gpulease_server.runtime.gpu_metrics.history_recorder import STOP_WAIT_S, HistoryRecorder
+from gpulease_server.runtime.gpu_metrics.time_series import MEASURES, DamagedSeries, TimeSeries
 from gpulease_server.runtime.reading_gaps import FIRST_READING_S, GAP_S
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.store import job_metrics_table
+from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.ledger_store import Store, StoreFailed
 
 log = logging.getLogger("gpulease.metrics")
@@ -49,8 +51,6 @@ SAVE_S = 60.0
 """Time between two writes of the series of one lease: what a killed daemon may lose."""
 CHECK_S = 1.0
 """Time between two checks for what must be written."""
-STOP_WAIT_S = 10.0
-"""How long a daemon that stops waits for a write that has begun."""
 MAX_UNSAVED_LEASES = 1000
 """Ended leases that could not be written and stay in memory, at most; the oldest are dropped first."""
 MAX_VALUE = 2.0**60
@@ -88,7 +88,7 @@ class LeaseMetrics:
         self.unsaved = True
 
 
-class JobMetricsRecorder:
+class GpuMetricsRecorder:
     """The metrics of every active lease of a job. Used from the event loop only.
 
     Args:
@@ -101,10 +101,13 @@ class JobMetricsRecorder:
         self._writer = writer
         self._histories: dict[str, LeaseMetrics] = {}
         self._problem = ""
+        self.history = HistoryRecorder(store)
+        """Of every GPU."""
+        self._history_saved_s = float("-inf")
 
     def restore(self) -> None:
         """Load the metrics of leases that are still active. Blocks; call it before the first report."""
-        kept = job_metrics_table.load(self._store.engine, job_metrics_table.active_job_leases(self._store.engine))
+        kept = gpu_metrics_table.load(self._store.engine, gpu_metrics_table.active_job_leases(self._store.engine))
         for lease_id, content in kept.items():
             try:
                 self._histories[lease_id] = LeaseMetrics(series=decode_series(content))
@@ -112,9 +115,10 @@ class JobMetricsRecorder:
                 log.error("the metrics of lease %s cannot be read, so recording starts again: %s", lease_id, error)
 
     def record(self, node: str, report: NodeReport, ledger: Ledger, now: Instant) -> None:
-        """Record the readings of a node's report for GPUs that jobs hold. A report without readings leaves a gap."""
+        """Record the readings of a node's report. A report without readings leaves a gap."""
         if report.problem is not None:
             return
+        self.history.record(node, report, ledger, now)
         for reading in report.gpus:
             gpu = ledger.gpus.get(reading.uuid)
             if gpu is None or gpu.lease_id is None or gpu.draining or gpu.device.node != node:
@@ -133,12 +137,18 @@ class JobMetricsRecorder:
         while True:
             await asyncio.sleep(CHECK_S)
             try:
-                await self.save(clock.now().mono_s)
+                await self.save(clock.now())
             except Exception:
-                log.exception("metrics of jobs could not be written; trying again")
+                log.exception("metrics of GPUs could not be written; trying again")
 
-    async def save(self, now_s: float, *, everything: bool = False) -> None:
+    async def save(self, now: Instant, *, everything: bool = False) -> None:
         """Write what is due now, or everything that is not written yet."""
+        await self._save_leases(now.mono_s, everything)
+        if not self._problem and (everything or now.mono_s - self._history_saved_s >= SAVE_S):
+            self._history_saved_s = now.mono_s
+            await self.history.save(now, everything=everything)
+
+    async def _save_leases(self, now_s: float, everything: bool) -> None:
         self._drop_unsaved()
         for lease_id, history in list(self._histories.items()):
             ended = self._has_ended(lease_id)
@@ -155,7 +165,7 @@ class JobMetricsRecorder:
 
     async def _save(self, lease_id: str, history: LeaseMetrics) -> bool:
         history.unsaved, content = False, encode_series(history.series)
-        writing = asyncio.create_task(asyncio.to_thread(job_metrics_table.save, self._store, lease_id, content))
+        writing = asyncio.create_task(asyncio.to_thread(gpu_metrics_table.save, self._store, lease_id, content))
         try:
             await asyncio.shield(writing)
         except StoreFailed as error:

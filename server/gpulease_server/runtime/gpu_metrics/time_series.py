@@ -20,6 +20,8 @@ MAX_BUCKETS = 600
 """Buckets of one series, at most; even, because they are merged by pairs."""
 MEASURES = ("utilization_ratio", "memory_used_bytes", "power_w", "temperature_c")
 """The fields of `GpuReading` that are recorded, in this order."""
+DIGITS = {"utilization_ratio": 5, "memory_used_bytes": 0, "power_w": 2, "temperature_c": 2}
+"""Decimal places in answers; drivers report no more, and a time series keeps no more than 24 bits."""
 
 _HEAD = struct.Struct("<ddI")
 _OPEN = struct.Struct("<ddd")

@@ -1,1 +1,0 @@
-"""Metrics of jobs: readings of their GPUs as time series of bounded size."""
