@@ -135,7 +135,7 @@ def measure(store: Store, recorder: GpuMetricsRecorder, node: Node) -> None:
     row("copying the series for a write or an answer", timed(lambda: recorder.encoded("lease"), 300))
     row(
         "packing and committing the row, in a thread",
-        timed(lambda: gpu_metrics_table.save(store, "lease", content), 100),
+        timed(lambda: gpu_metrics_table.save(store, {"lease": content}), 100),
     )
     store.write([change for change in node.changes if is_stored(change)], node.ledger)  # type: ignore[arg-type]
     leases = gpu_metrics_table.leases_of_job(store.engine, "job")

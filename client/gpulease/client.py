@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpulease.lease import HeldLease
     from gpulease_protocol.event_choice import EventChoice
     from gpulease_protocol.gpu_history import FleetHistory, GpuHistory, HistoryChoice
-    from gpulease_protocol.job_metrics import JobMetrics
+    from gpulease_protocol.job_metrics import JobMetrics, LeaseMetrics
     from gpulease_protocol.requests import JobRequest, LeaseRequest
     from gpulease_protocol.timeline import Timeline, TimelineChoice
     from gpulease_protocol.tokens import BearerToken, Identity, NewBearerToken, TokenRequest
@@ -220,6 +220,10 @@ class Client:
     def lease_by_id(self, lease_id: str) -> Lease:
         """One lease. Raises NotFound."""
         return self.send(endpoints.lease(lease_id))
+
+    def lease_metrics(self, lease_id: str, points: int | None = None) -> LeaseMetrics:
+        """Readings of the lease's GPUs, in at most `points` buckets each (1 to 600), and GPU-hours. Raises NotFound."""
+        return self.send(endpoints.lease_metrics(lease_id, points))
 
     def explain(self, lease_id: str) -> Explanation:
         """Why the lease has no GPUs, and whether it can ever get them."""

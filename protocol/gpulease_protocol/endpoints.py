@@ -23,7 +23,7 @@ from gpulease_protocol.model import EventPage, Gpu, Job, Lease, LeaseState, Node
 
 if TYPE_CHECKING:
     from gpulease_protocol.gpu_history import FleetHistory, GpuHistory, HistoryChoice
-    from gpulease_protocol.job_metrics import JobMetrics
+    from gpulease_protocol.job_metrics import JobMetrics, LeaseMetrics
     from gpulease_protocol.joining import Authority
     from gpulease_protocol.requests import JobRequest, LeaseRequest
     from gpulease_protocol.timeline import Timeline, TimelineChoice
@@ -287,6 +287,15 @@ def gpu_histories(choice: HistoryChoice) -> ApiCall[FleetHistory]:
     from gpulease_protocol.gpu_history import FleetHistory, query_of
 
     return ApiCall(method="GET", path="/v1/gpus/history", query=query_of(choice), read=_reader(FleetHistory))
+
+
+def lease_metrics(lease_id: str, points: int | None = None) -> ApiCall[LeaseMetrics]:
+    """`GET /v1/leases/{id}/metrics`, with at most `points` buckets for each GPU."""
+    from gpulease_protocol.job_metrics import LeaseMetrics
+
+    query = () if points is None else (("points", str(points)),)
+    path = f"/v1/leases/{_encoded(lease_id)}/metrics"
+    return ApiCall(method="GET", path=path, query=query, read=_reader(LeaseMetrics))
 
 
 def job_metrics(job_id: str, points: int | None = None) -> ApiCall[JobMetrics]:

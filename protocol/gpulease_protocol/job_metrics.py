@@ -1,6 +1,6 @@
-"""What a job's GPUs showed over its life: the nouns of `GET /v1/jobs/{id}/metrics`.
+"""What the GPUs of a job or a lease showed over its life: the nouns of `GET /v1/jobs/{id}/metrics` and of leases.
 
-Beside `model` and not in it, because only this endpoint speaks of them. All lists of a GPU have the same length, one
+Beside `model` and not in it, because only these endpoints speak of them. All lists of a GPU have the same length, one
 entry for each bucket, oldest first, and buckets follow each other without a hole: plot a `mean` over `start_at`. What
 is not known is null, so that a plot has a gap there.
 """
@@ -43,7 +43,7 @@ class GpuHours(Noun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMetrics(GpuHours):
-    """What one GPU showed during one attempt."""
+    """What one GPU showed during one lease."""
 
     uuid: str
     """The GPU."""
@@ -54,7 +54,7 @@ class GpuMetrics(GpuHours):
     name: str | None = None
     """Its product name."""
     bucket_s: float
-    """Length of a bucket, a power of two: it doubles as the job grows older."""
+    """Length of a bucket, a power of two: it doubles as the lease grows older."""
     start_at: tuple[datetime, ...]
     """When each bucket begins; the first when the GPU was granted."""
     seconds: tuple[float, ...]
@@ -93,3 +93,17 @@ class JobMetrics(GpuHours):
     """The job."""
     attempts: tuple[AttemptMetrics, ...]
     """Every attempt that was granted GPUs, the first one first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseMetrics(GpuHours):
+    """What the GPUs of a lease showed over its life."""
+
+    lease_id: str
+    """The lease."""
+    held_from_at: datetime | None = None
+    """When its GPUs were granted; null if it waits, or ended before."""
+    held_until_at: datetime | None = None
+    """When it ended; null while it holds them."""
+    gpus: tuple[GpuMetrics, ...]
+    """Its GPUs, in PCI order."""

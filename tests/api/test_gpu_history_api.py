@@ -1,4 +1,4 @@
-"""What each GPU showed in the last hour, whoever holds it."""
+"""What each GPU showed in the last hour, leased or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fleet(api: DaemonProcess, query: str = "") -> dict[str, Any]:
     return found
 
 
-def test_gpus_that_nobody_holds_are_plotted(api: DaemonProcess, hardware: Hardware) -> None:
+def test_gpus_that_are_not_leased_are_plotted(api: DaemonProcess, hardware: Hardware) -> None:
     hardware.show(
         {"utilization_ratio": 0.25, "power_w": 321.5, "temperature_c": 61}, {"utilization_ratio": None}, {}, {}
     )
@@ -84,6 +84,32 @@ def test_a_period_before_all_readings_is_a_gap(api: DaemonProcess, hardware: Har
 def test_a_question_that_is_none_is_refused(api: DaemonProcess, hardware: Hardware, query: str) -> None:
     for path in ("/v1/gpus/history", f"/v1/gpus/{hardware.uuid(0)}/history"):
         assert api.call("GET", f"{path}?{query}").problem() == (422, "invalid_request")
+
+
+def test_a_lease_without_a_job_has_metrics_and_goes_on_having_them_when_it_has_ended(
+    api: DaemonProcess, hardware: Hardware
+) -> None:
+    hardware.show(*({"utilization_ratio": 0.5} for _ in range(4)))
+    lease = api.call("POST", "/v1/leases", {"count": 2}).json
+    waiting = api.call("POST", "/v1/leases", {"count": 4}).json
+    path = f"/v1/leases/{lease['id']}/metrics"
+
+    def means() -> list[float]:
+        return known(api.get(path).json["gpus"][1]["utilization_ratio"]["mean"])
+
+    eventually(lambda: len(means()) >= 2, 60, api.story)
+    assert api.get(path).json["held_until_at"] is None
+    api.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+    eventually(lambda: len(means()) >= 2 and api.get(path).json["held_until_at"] is not None, 60, api.story)
+    found = api.get(f"{path}?points=1").json
+    assert (found["lease_id"], len(found["gpus"]), len(found["gpus"][0]["start_at"])) == (lease["id"], 2, 1)
+    assert found["gpus"][0]["utilization_ratio"]["max"] == [0.5]
+    assert 0 < found["gpu_hours_used"] <= found["gpu_hours_held"]
+    with api.client() as client:
+        assert client.lease_metrics(lease["id"]).gpus[0].uuid == lease["gpus"][0]["uuid"]
+        none = client.lease_metrics(waiting["id"])
+    assert (none.held_from_at, none.gpus, none.gpu_hours_held) == (None, (), 0)
+    assert api.call("GET", "/v1/leases/lease-none/metrics").problem() == (404, "not_found")
 
 
 def test_a_measure_and_a_gpu_that_do_not_exist_are_said(api: DaemonProcess) -> None:

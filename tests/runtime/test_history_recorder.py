@@ -77,7 +77,7 @@ def busy(index: int, ratio: float | None = 0.5) -> GpuReading:
     return gpu(index, utilization_ratio=ratio)
 
 
-def test_gpus_that_nobody_holds_have_a_history(daemon: Daemon) -> None:
+def test_gpus_that_are_not_leased_have_a_history(daemon: Daemon) -> None:
     daemon.show(busy(0, 0.25), busy(1, None), seconds=120)
     assert daemon.read(MINUTES, 3).mean == (0.25, 0.25, None)
     assert daemon.read(MINUTES, 3, index=1).mean == (None, None, None)

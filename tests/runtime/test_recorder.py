@@ -1,4 +1,4 @@
-"""What the GPUs of jobs showed is kept: for jobs only, over a restart, with gaps where nothing is known."""
+"""What the GPUs of leases showed is kept: over a restart, with gaps where nothing is known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sqlalchemy import text
 from gpulease_protocol.job_metrics import JobMetrics
 from gpulease_protocol.model import GpuReading
 from gpulease_protocol.node_protocol import JobReport, NodeReport, RunState
-from gpulease_server.api.routes.job_metrics import MAX_ANSWER_POINTS, csv, job_metrics
+from gpulease_server.api.routes.job_metrics import MAX_ANSWER_POINTS, csv, job_metrics, lease_metrics
 from gpulease_server.core.policy import Policy
 from gpulease_server.runtime.gpu_metrics.recorder import SAVE_S, GpuMetricsRecorder
 from gpulease_server.runtime.writer import Writer
@@ -116,10 +116,34 @@ def test_an_hour_at_half_load_is_half_a_gpu_hour(daemon: Daemon) -> None:
     assert set(first.power_w.mean) == {300.0}
 
 
-def test_a_lease_of_a_user_is_not_recorded(daemon: Daemon) -> None:
-    lease = daemon.world.lease(4)
-    daemon.show(busy(0), busy(1), busy(2), busy(3), seconds=5)
-    assert daemon.recorder.encoded(lease.id) is None
+def test_a_lease_without_a_job_is_recorded_as_well(daemon: Daemon) -> None:
+    lease = daemon.world.lease(2, ttl_s=600)
+    daemon.show(busy(0), busy(1, 1.0), busy(2), busy(3), seconds=10)
+    daemon.save(everything=True)
+    daemon.restart()
+    daemon.show(busy(0), busy(1, 1.0), busy(2), busy(3), seconds=10)
+    daemon.commit()
+    record = daemon.store.lease(lease.id)
+    assert record is not None
+    found = lease_metrics(record, daemon.recorder.encoded(lease.id), daemon.world.now.at, 600)
+    assert [gpu.uuid for gpu in found.gpus] == [uuid(0), uuid(1)]
+    assert found.gpu_hours_used * 3600 == pytest.approx(20 * 1.5, abs=2)
+
+
+def test_leases_that_end_at_once_are_written_at_once(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    save = gpu_metrics_table.save
+    monkeypatch.setattr(
+        "gpulease_server.store.gpu_metrics_table.save", lambda *what: (written.append(len(what[1])), save(*what))[1]
+    )
+    leases = [daemon.world.lease(1, ttl_s=600) for _ in range(4)]
+    daemon.show(busy(0), busy(1), busy(2), busy(3), seconds=3)
+    for lease in leases:
+        daemon.world.release(lease)
+    daemon.commit()
+    daemon.save()
+    assert written == [4], "a transaction for each of them"
+    assert [daemon.recorder.encoded(lease.id) for lease in leases] == [None] * 4
 
 
 def test_time_in_which_the_driver_hangs_is_a_gap_and_unknown(daemon: Daemon) -> None:
@@ -186,7 +210,7 @@ def test_a_lease_is_written_once_a_minute_and_no_oftener(daemon: Daemon, monkeyp
     written: list[str] = []
     save = gpu_metrics_table.save
     monkeypatch.setattr(
-        "gpulease_server.store.gpu_metrics_table.save", lambda *what: (written.append(what[1]), save(*what))[1]
+        "gpulease_server.store.gpu_metrics_table.save", lambda *what: (written.extend(what[1]), save(*what))[1]
     )
     daemon.world.submit(1)
     for _ in range(600):

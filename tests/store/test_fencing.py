@@ -47,7 +47,7 @@ def test_a_writer_that_was_superseded_commits_nothing_more(database_url: str) ->
     with pytest.raises(Superseded, match="pid 2 on b"):
         write_lease(first, world)
     with pytest.raises(Superseded):
-        gpu_metrics_table.save(first, "lease", b"content")
+        gpu_metrics_table.save(first, {"lease": b"content"})
     with pytest.raises(Superseded):
         first.fence.check()
     assert told.is_set()

@@ -99,7 +99,7 @@ def test_used_hours_are_known_for_jobs_and_clipped_to_the_period(store: Store) -
         ],
     )
     series = {f"GPU-n1-{index}": busy(7200, ratio) for index, ratio in enumerate((0.5, 1.0))}
-    gpu_metrics_table.save(store, "lease-0000000000000001", encode_series(series))
+    gpu_metrics_table.save(store, {"lease-0000000000000001": encode_series(series)})
 
     ada, bob = gpu_usage(store, NOW - 2 * HOUR, NOW, UsageKey.USER).shares
     assert (ada.gpu_hours_held, ada.gpu_hours_used) == pytest.approx((4, 3))
@@ -118,7 +118,7 @@ def test_a_gang_counts_on_each_of_its_nodes(store: Store) -> None:
     )
     put(store, [replace(gang, lease=replace(gang.lease, gpus=one + two, members=members))])
     series = {device.uuid: busy(3600, 0.5 if device.node == "n1" else 1.0) for device in one + two}
-    gpu_metrics_table.save(store, gang.lease.id, encode_series(series))
+    gpu_metrics_table.save(store, {gang.lease.id: encode_series(series)})
 
     by_node = gpu_usage(store, NOW - HOUR, NOW, UsageKey.NODE)
     assert hours(by_node) == {"n1": 2.0, "n2": 2.0}

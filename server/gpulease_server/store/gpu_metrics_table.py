@@ -7,7 +7,7 @@ MB instead of 70 kB for ten minutes of a lease of 8 GPUs."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +66,15 @@ class BlockRow:
         return f"{self.gpu_uuid}/{self.width_s}/{self.start_s}"
 
 
-def save(store: Store, lease_id: str, content: bytes) -> None:
-    """Store the series of one lease, replacing its row. Blocks. Raises `StoreFailed`."""
-    row: dict[str, Any] = {"id": lease_id, "gpu_uuid": None, "width_s": None, "start_s": None}
-    row["series"] = zlib.compress(content, ZLIB_LEVEL)
+def save(store: Store, contents: Mapping[str, bytes]) -> None:
+    """Store the series of leases, by lease id, replacing their rows, all or none. Blocks. Raises `StoreFailed`."""
+    no_block = {"gpu_uuid": None, "width_s": None, "start_s": None}
+    packed = [
+        {"id": lease_id, "series": zlib.compress(content, ZLIB_LEVEL)} | no_block
+        for lease_id, content in contents.items()
+    ]
     with store.writing() as connection:
-        store.statements.upsert(connection, tables.gpu_metrics, [row])
+        store.statements.upsert(connection, tables.gpu_metrics, packed)
 
 
 def load(engine: Engine, lease_ids: Collection[str]) -> dict[str, bytes]:
@@ -126,9 +129,9 @@ def has_history(engine: Engine, gpu_uuid: str) -> bool:
         return connection.execute(select(kept.c.id).where(kept.c.gpu_uuid == gpu_uuid).limit(1)).first() is not None
 
 
-def active_job_leases(engine: Engine) -> list[str]:
-    """Ids of the leases of jobs that hold GPUs. Blocks."""
-    query = select(tables.lease.c.id).where(tables.lease.c.state == "active", tables.lease.c.job_id.is_not(None))
+def active_leases(engine: Engine) -> list[str]:
+    """Ids of the leases that hold GPUs. Blocks."""
+    query = select(tables.lease.c.id).where(tables.lease.c.state == "active")
     with engine.connect() as connection:
         return list(connection.scalars(query))
 

@@ -18,6 +18,7 @@ OPERATIONS = frozenset(
     (
         *("GET /v1/me", "GET /v1/gpus", "GET /v1/gpus/{uuid}", "GET /v1/nodes", "GET /v1/nodes/{name}"),
         *("GET /v1/leases/{lease_id}", "GET /v1/leases/{lease_id}/explain", "POST /v1/leases/{lease_id}/renew"),
+        "GET /v1/leases/{lease_id}/metrics",
         *("GET /v1/jobs/{job_id}", "GET /v1/jobs/{job_id}/logs", "GET /v1/jobs/{job_id}/metrics"),
     )
 )

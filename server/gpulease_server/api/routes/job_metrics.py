@@ -13,7 +13,7 @@ from fastapi import Header, Query, Response
 from pydantic import TypeAdapter
 
 from gpulease_protocol.errors import NotFound
-from gpulease_protocol.job_metrics import MAX_POINTS, AttemptMetrics, GpuMetrics, JobMetrics, MetricSeries
+from gpulease_protocol.job_metrics import MAX_POINTS, AttemptMetrics, GpuMetrics, JobMetrics, LeaseMetrics, MetricSeries
 from gpulease_protocol.model import Device, Lease
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
@@ -30,6 +30,9 @@ MAX_ANSWER_POINTS = 60_000
 """Buckets in one answer, for all GPUs and attempts: 100 GPUs at full resolution, more with wider buckets."""
 CSV = "text/csv; charset=utf-8"
 JSON: TypeAdapter[JobMetrics] = TypeAdapter(JobMetrics)
+Points = Annotated[
+    int, Query(ge=1, le=MAX_POINTS, description="Maximum number of buckets for each GPU; fewer are wider.")
+]
 
 
 class Format(StrEnum):
@@ -51,9 +54,7 @@ async def show_metrics(
     format: Annotated[
         Format | None, Query(description="`json` or `csv`; if absent, CSV if `Accept` names text/csv.")
     ] = None,
-    points: Annotated[
-        int, Query(ge=1, le=MAX_POINTS, description="Maximum number of buckets for each GPU; fewer are wider.")
-    ] = MAX_POINTS,
+    points: Points = MAX_POINTS,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
     """Utilization, memory, power and temperature of a job's GPUs over its life, and its GPU-hours.
@@ -102,24 +103,40 @@ def job_metrics(
 
 
 def _attempt(number: int, lease: Lease, content: bytes | None, now: datetime, points: int) -> AttemptMetrics:
+    gpus = _gpus(lease, content, now, points)
+    assert lease.granted_at is not None
+    return AttemptMetrics(
+        attempt=number,
+        lease_id=lease.id,
+        held_from_at=lease.granted_at,
+        held_until_at=lease.ended_at,
+        gpus=gpus,
+        **_sum(gpus),
+    )
+
+
+def lease_metrics(record: LeaseRecord, content: bytes | None, now: datetime, points: int) -> LeaseMetrics:
+    """The noun of one lease, from its time series."""
+    lease = record.lease
+    gpus = _gpus(lease, content, now, points)
+    held_until_at = lease.ended_at if lease.granted_at is not None else None
+    return LeaseMetrics(
+        lease_id=lease.id, held_from_at=lease.granted_at, held_until_at=held_until_at, gpus=gpus, **_sum(gpus)
+    )
+
+
+def _gpus(lease: Lease, content: bytes | None, now: datetime, points: int) -> tuple[GpuMetrics, ...]:
     granted_at = lease.granted_at
-    assert granted_at is not None
+    if granted_at is None:
+        return ()
     held_s = max(0.0, ((lease.ended_at or now) - granted_at).total_seconds())
     try:
         series = {} if content is None else decode_series(content)
     except DamagedSeries as error:
         log.error("the metrics of lease %s cannot be read: %s", lease.id, error)
         series = {}
-    gpus = tuple(
+    return tuple(
         _gpu(device, series.get(device.uuid) or TimeSeries.empty(), granted_at, held_s, points) for device in lease.gpus
-    )
-    return AttemptMetrics(
-        attempt=number,
-        lease_id=lease.id,
-        held_from_at=granted_at,
-        held_until_at=lease.ended_at,
-        gpus=gpus,
-        **_sum(gpus),
     )
 
 

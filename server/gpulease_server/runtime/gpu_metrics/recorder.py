@@ -1,20 +1,20 @@
-"""Records what GPUs show, as often as nodes report, beside the ledger: the series of the leases of jobs, and by
+"""Records what GPUs show, as often as nodes report, beside the ledger: the series of each lease, and by
 `history_recorder` the history of every GPU.
 
-Authority: a node's report for the reading; the ledger for which job held the GPU and for how long (so that GPU-hours
+Authority: a node's report for the reading; the ledger for which lease held the GPU and for how long (so that GPU-hours
 held do not depend on readings); memory for the series of an active lease; the database for an ended one. No
 decision rests on any of it, and no turn waits for it.
 
 A report is recorded after the writer has accepted it. Each reading covers the time since the previous one, by the
 daemon's monotonic clock, counted from the grant. The series of a lease are written every `SAVE_S` and when the lease
-has ended: one lease at a time, in a thread, each in its own transaction.
+has ended: of `CHUNK` leases in one transaction, in a thread.
 
 What each failure does
 ----------------------
 - The driver hangs, the worker or the probe is down, a GPU is lost: that time is a gap, and unknown. A measure that the
   driver does not report is unknown alone.
 - SIGKILL of the daemon: what was not written yet is unknown, at most `SAVE_S` + `CHECK_S`, and so is the time until the
-  node reports again. Of a job that ended within its first minute that may be everything.
+  node reports again. Of a lease that ended within its first minute that may be everything.
 - SIGTERM of the daemon: everything is written; its downtime is unknown. SIGSTOP and SIGCONT: the time in between.
 - A write fails (full disk): retried every `SAVE_S`. Leases that end meanwhile stay in memory, the newest
   `MAX_UNSAVED_LEASES` of them.
@@ -22,8 +22,8 @@ What each failure does
 - The wall clock jumps: no effect on series. GPU-hours held are wall-clock time, as the ledger's times are.
 - Reports overtake each other: time counts once, by the report that arrived first.
 
-Memory: about 32 kB for each GPU of a running job, 126 MiB for 4,096 GPUs, however long the jobs run. Disk: one row for
-each attempt of a job.
+Memory: about 32 kB for each leased GPU, 126 MiB for 4,096 GPUs, however long they are held. Disk: one row for each
+lease that was read at least once.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gpulease_protocol.model import GpuReading, Lease, LeaseState
@@ -51,6 +52,8 @@ SAVE_S = 60.0
 """Time between two writes of the series of one lease: what a killed daemon may lose."""
 CHECK_S = 1.0
 """Time between two checks for what must be written."""
+CHUNK = 50
+"""Leases whose series are written in one transaction."""
 MAX_UNSAVED_LEASES = 1000
 """Ended leases that could not be written and stay in memory, at most; the oldest are dropped first."""
 MAX_VALUE = 2.0**60
@@ -59,7 +62,7 @@ _ENTRY = struct.Struct("<HI")
 
 
 @dataclass(slots=True)
-class LeaseMetrics:
+class LeaseSeries:
     """The series of one lease, by GPU."""
 
     series: dict[str, TimeSeries] = field(default_factory=dict)
@@ -89,7 +92,7 @@ class LeaseMetrics:
 
 
 class GpuMetricsRecorder:
-    """The metrics of every active lease of a job. Used from the event loop only.
+    """The metrics of every active lease. Used from the event loop only.
 
     Args:
         store: The ledger's database.
@@ -99,7 +102,7 @@ class GpuMetricsRecorder:
     def __init__(self, store: Store, writer: Writer) -> None:
         self._store = store
         self._writer = writer
-        self._histories: dict[str, LeaseMetrics] = {}
+        self._histories: dict[str, LeaseSeries] = {}
         self._problem = ""
         self.history = HistoryRecorder(store)
         """Of every GPU."""
@@ -107,10 +110,10 @@ class GpuMetricsRecorder:
 
     def restore(self) -> None:
         """Load the metrics of leases that are still active. Blocks; call it before the first report."""
-        kept = gpu_metrics_table.load(self._store.engine, gpu_metrics_table.active_job_leases(self._store.engine))
+        kept = gpu_metrics_table.load(self._store.engine, gpu_metrics_table.active_leases(self._store.engine))
         for lease_id, content in kept.items():
             try:
-                self._histories[lease_id] = LeaseMetrics(series=decode_series(content))
+                self._histories[lease_id] = LeaseSeries(series=decode_series(content))
             except DamagedSeries as error:
                 log.error("the metrics of lease %s cannot be read, so recording starts again: %s", lease_id, error)
 
@@ -124,8 +127,8 @@ class GpuMetricsRecorder:
             if gpu is None or gpu.lease_id is None or gpu.draining or gpu.device.node != node:
                 continue
             lease = ledger.leases[gpu.lease_id].lease
-            if lease.job_id is not None and lease.state is LeaseState.ACTIVE:
-                self._histories.setdefault(lease.id, LeaseMetrics(saved_s=now.mono_s)).add(reading, lease, now)
+            if lease.state is LeaseState.ACTIVE:
+                self._histories.setdefault(lease.id, LeaseSeries(saved_s=now.mono_s)).add(reading, lease, now)
 
     def encoded(self, lease_id: str) -> bytes | None:
         """The current series of a lease; None if they are not in memory."""
@@ -150,33 +153,50 @@ class GpuMetricsRecorder:
 
     async def _save_leases(self, now_s: float, everything: bool) -> None:
         self._drop_unsaved()
-        for lease_id, history in list(self._histories.items()):
-            ended = self._has_ended(lease_id)
-            age_s = float("inf") if history.saved_s is None else now_s - history.saved_s
-            due = everything or age_s >= SAVE_S or (ended and not self._problem)
-            if not due:
-                continue
-            if history.unsaved and not await self._save(lease_id, history):
-                history.saved_s = now_s
+        due = [
+            lease_id
+            for lease_id, series in self._histories.items()
+            if self._is_due(lease_id, series, now_s, everything)
+        ]
+        for place in range(0, len(due), CHUNK):
+            some = {lease_id: self._histories[lease_id] for lease_id in due[place : place + CHUNK]}
+            ended = [lease_id for lease_id in some if self._has_ended(lease_id)]
+            written = await self._save({lease_id: series for lease_id, series in some.items() if series.unsaved})
+            for series in some.values():
+                series.saved_s = now_s
+            if not written:
                 return  # the others would fail as well
-            history.saved_s = now_s
-            if ended and not history.unsaved:
-                del self._histories[lease_id]
+            for lease_id in ended:
+                if not some[lease_id].unsaved:
+                    del self._histories[lease_id]
 
-    async def _save(self, lease_id: str, history: LeaseMetrics) -> bool:
-        history.unsaved, content = False, encode_series(history.series)
-        writing = asyncio.create_task(asyncio.to_thread(gpu_metrics_table.save, self._store, lease_id, content))
+    def _is_due(self, lease_id: str, series: LeaseSeries, now_s: float, everything: bool) -> bool:
+        if everything or series.saved_s is None or now_s - series.saved_s >= SAVE_S:
+            return True
+        return not self._problem and self._has_ended(lease_id)
+
+    async def _save(self, histories: Mapping[str, LeaseSeries]) -> bool:
+        if not histories:
+            return True
+        contents = {lease_id: encode_series(history.series) for lease_id, history in histories.items()}
+        for history in histories.values():
+            history.unsaved = False
+        written = False
+        writing = asyncio.create_task(asyncio.to_thread(gpu_metrics_table.save, self._store, contents))
         try:
             await asyncio.shield(writing)
+            written = True
         except StoreFailed as error:
-            history.unsaved = True
-            self._log_problem(f"metrics of jobs cannot be written: {error.detail} Trying again.")
+            self._log_problem(f"metrics of leases cannot be written: {error.detail} Trying again.")
             return False
         except asyncio.CancelledError:
             # The daemon stops, and writes next what is not written. This write must not come after that one.
             await asyncio.wait({writing}, timeout=STOP_WAIT_S)
-            history.unsaved = history.unsaved or not writing.done() or writing.exception() is not None
+            written = writing.done() and writing.exception() is None
             raise
+        finally:
+            for history in histories.values():
+                history.unsaved = history.unsaved or not written
         self._log_problem("")
         return True
 
@@ -196,7 +216,7 @@ class GpuMetricsRecorder:
         if problem and not self._problem:
             log.error(problem)
         elif self._problem and not problem:
-            log.info("metrics of jobs are written again")
+            log.info("metrics of leases are written again")
         self._problem = problem
 
 
