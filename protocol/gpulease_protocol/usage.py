@@ -32,11 +32,11 @@ class GpuTime(Noun):
     gpu_hours_held: float
     """From the grant, or the beginning of the period, until the lease ended, or the end of the period."""
     gpu_hours_used: float | None = None
-    """Utilization times time, over the time for which utilization is known: that of jobs, which is recorded. Null if it
-    is known for none. The true figure is between this and this plus `gpu_hours_unknown`."""
+    """Utilization times time, over the time for which it was recorded. Null if it is known for none. The true figure is
+    between this and this plus `gpu_hours_unknown`."""
     gpu_hours_idle: float | None = None
     """The part of `gpu_hours_held` in which utilization was 0, over the time for which it is known. At least so much:
-    of a job that has run for a day, shorter idle times than some minutes are not told apart. Null if it is known for
+    of a lease that has lasted a day, shorter idle times than some minutes are not told apart. Null if it is known for
     none."""
     gpu_hours_unknown: float
     """The part of `gpu_hours_held` for which utilization is not known."""

@@ -189,7 +189,7 @@ def test_a_lease_counts_on_each_of_its_days_and_all_of_it_in_the_sum(store: Stor
             held(2, NOW + HOUR, NOW + 3 * HOUR, user="bob"),
         ],
     )
-    job_metrics_table.save(store, "lease-0000000000000001", encode_series({"GPU-n1-0": busy(7200, 0.5)}))
+    gpu_metrics_table.save(store, {"lease-0000000000000001": encode_series({"GPU-n1-0": busy(7200, 0.5)})})
     found = gpu_usage(store, NOW - 30 * HOUR, NOW + 4 * HOUR, UsageKey.DAY)
     days = ["2026-12-30", "2026-12-31", "2027-01-01"]
     assert [(share.key, share.gpu_hours_held, share.leases) for share in found.shares] == list(
@@ -204,7 +204,7 @@ def test_the_time_without_work_is_idle(store: Store) -> None:
     series = TimeSeries.empty()
     for second in range(1, 3001):
         series.add(second, 1, (0.0 if second <= 1200 else 0.5, None, None, None))
-    job_metrics_table.save(store, "lease-0000000000000001", encode_series({"GPU-n1-0": series}))
+    gpu_metrics_table.save(store, {"lease-0000000000000001": encode_series({"GPU-n1-0": series})})
 
     (share,) = gpu_usage(store, NOW - HOUR, NOW, UsageKey.USER).shares
     assert share.gpu_hours_idle == pytest.approx(1200 / 3600, rel=0.01)

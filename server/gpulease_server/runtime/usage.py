@@ -1,4 +1,4 @@
-"""Sums GPU-hours by user, label, node or day: held from the ledger, used from the recorded metrics of jobs."""
+"""Sums GPU-hours by user, label, node or day: held from the ledger, used from what was recorded of their GPUs."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class _Part:
 def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, user: str | None = None) -> Usage:
     """GPU time in a period. Blocks, for seconds where there are hundreds of thousands of leases.
 
-    Metrics of a running job count as far as they are written, which is up to a minute ago.
+    Metrics of an active lease count as far as they are written, which is up to a minute ago.
     """
     sums: dict[str | None, _Sum] = {}
-    jobs: list[tuple[HeldTime, list[_Part]]] = []
+    found: list[tuple[HeldTime, list[_Part]]] = []
     leases = 0
     for lease in held_times(store.engine, from_at, to_at, user):
         leases += 1
@@ -78,9 +78,9 @@ def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, us
         for part in parts:
             part.share.leases += 1
             part.share.held_s += lease.gpu_seconds(part.begin, part.end, part.node)
-        if lease.is_job and len(jobs) < MAX_SERIES:
-            jobs.append((lease, parts))
-    for some in _chunks(jobs):
+        if len(found) < MAX_SERIES:
+            found.append((lease, parts))
+    for some in _chunks(found):
         contents = gpu_metrics_table.load(store.engine, [lease.lease_id for lease, _ in some])
         for lease, parts in some:
             _add_used(lease, parts, contents.get(lease.lease_id))
@@ -145,7 +145,7 @@ def _largest(sums: dict[str | None, _Sum]) -> Iterable[tuple[str | None, _Sum]]:
     return [*named, (None, others)]
 
 
-def _chunks(jobs: list[tuple[HeldTime, list[_Part]]]) -> Iterator[list[tuple[HeldTime, list[_Part]]]]:
-    left = iter(jobs)
+def _chunks(found: list[tuple[HeldTime, list[_Part]]]) -> Iterator[list[tuple[HeldTime, list[_Part]]]]:
+    left = iter(found)
     while some := list(islice(left, AT_ONCE)):
         yield some

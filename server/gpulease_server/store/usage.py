@@ -18,7 +18,6 @@ class HeldTime:
     """One lease that held GPUs in a period."""
 
     lease_id: str
-    is_job: bool
     user: str | None
     label: str | None
     agent: str | None
@@ -60,7 +59,6 @@ def held_times(engine: Engine, from_at: datetime, to_at: datetime, user: str | N
     query = (
         select(
             lease.c.id,
-            lease.c.job_id.is_not(None),
             holder,
             lease.c.holder["label"].as_string(),
             lease.c.holder["agent"].as_string(),
