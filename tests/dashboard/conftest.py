@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -26,6 +27,8 @@ OPTIONS = (
 )
 WITHIN_MS = 60_000
 """For whatever a page is waited for: it is there within a second or two, on a machine that is not loaded."""
+ABSENT = re.compile(r"/v1/(gpus|gpus/[^/]+)/history|/v1/leases/[^/]+/metrics")
+"""What a daemon may not have: Chromium reports its answer as an error, and the page draws no history."""
 NOTES_VIOLATIONS = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (seen) => violations.push(`${seen.violatedDirective} ${seen.blockedURI}`));
@@ -45,9 +48,9 @@ class Watched:
         page.on("request", self._asked)
         page.add_init_script(NOTES_VIOLATIONS)
 
-    def open(self) -> Page:
-        """The page with what the daemon shows."""
-        self.page.goto(self.running.url)
+    def open(self, view: str = "") -> Page:
+        """The page with what the daemon shows, at a view such as `#/queue`."""
+        self.page.goto(f"{self.running.url}/{view}")
         self.page.wait_for_selector("body[data-drawn]", timeout=WITHIN_MS)
         return self.page
 
@@ -58,7 +61,7 @@ class Watched:
         assert self.page.evaluate("window.violations") == []
 
     def _said(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning"):
+        if message.type in ("error", "warning") and not ABSENT.search(message.location.get("url", "")):
             self.errors.append(message.text)
 
     def _asked(self, request: Request) -> None:
@@ -104,9 +107,11 @@ def watched(browser: Browser, running: DaemonProcess) -> Iterator[Watched]:
 
 
 @contextmanager
-def watching(browser: Browser, running: DaemonProcess, width: int = 1440) -> Iterator[Watched]:
+def watching(
+    browser: Browser, running: DaemonProcess, width: int = 1440, height: int = 900, **options: Any
+) -> Iterator[Watched]:
     """A page in a browser profile of its own."""
-    context = browser.new_context(viewport={"width": width, "height": 900}, reduced_motion="reduce")
+    context = browser.new_context(viewport={"width": width, "height": height}, reduced_motion="reduce", **options)
     context.set_default_timeout(WITHIN_MS)
     try:
         yield Watched(context.new_page(), running)

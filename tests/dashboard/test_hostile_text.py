@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import expect
+from playwright.sync_api import Page, expect
 
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess
 from tests.dashboard.conftest import Watched
-from tests.dashboard.test_page import ask, row, submit
+from tests.dashboard.test_page import ask, card, row, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -17,6 +17,11 @@ IMAGE = f"<img src=x onerror={RAN}>"
 SCRIPT = f"</span><script>{RAN}</script>"
 NEW_UUID = "GPU-99999999-0000-0000-0000-000000000000"
 ELSEWHERE = "<img src=http://example.org/x>"
+
+
+def go(page: Page, view: str) -> None:
+    """To another view, as by a link."""
+    page.evaluate("view => { location.hash = `#/${view}` }", view)
 
 
 def test_markup_of_users_stays_text(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
@@ -28,18 +33,24 @@ def test_markup_of_users_stays_text(watched: Watched, running: DaemonProcess, ha
     job = submit(running, "sh", "-c", f"echo '{IMAGE}{SCRIPT}{ELSEWHERE}'; exit 1", name=ELSEWHERE)
     waits = ask(running, count=4, label=f"{SCRIPT}\u202egnp")
 
-    expect(page.locator("table.gpus")).to_contain_text(f"H100 {IMAGE}")
-    expect(page.locator("table.gpus")).to_contain_text(f"({IMAGE})")
-    expect(page.locator("table.gpus")).to_contain_text(f"python {IMAGE}")
+    expect(page.locator(".cards")).to_contain_text(f"H100 {IMAGE}")
+    expect(page.locator(f'[data-uuid="{NEW_UUID}"] .what')).to_have_text(IMAGE)
+    card(page, 2).get_by_role("link").click()
+    expect(page.locator("#processes-table")).to_contain_text(f"python {IMAGE}")
+    go(page, "queue")
     expect(row(page, "queue", waits["id"])).to_contain_text(SCRIPT[:20])
     expect(row(page, "queue", waits["id"])).not_to_contain_text("\u202e")
+    row(page, "queue", waits["id"]).get_by_role("button", name="Why").click()
+    expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
+    page.keyboard.press("Escape")
+    go(page, "events")
+    expect(page.locator("#events")).to_contain_text(ELSEWHERE)
+    go(page, "jobs")
     expect(row(page, "jobs", job["id"])).to_contain_text("failed")
     expect(row(page, "jobs", job["id"])).to_contain_text(ELSEWHERE)
-    row(page, "jobs", job["id"]).get_by_role("button").click()
-    expect(page.get_by_role("dialog").locator("pre")).to_have_text(f"{IMAGE}{SCRIPT}{ELSEWHERE}")
-    page.keyboard.press("Escape")
-    row(page, "queue", waits["id"]).get_by_role("button").click()
-    expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
+    row(page, "jobs", job["id"]).get_by_role("link").click()
+    expect(page.get_by_role("log").locator(".row")).to_have_text([f"{IMAGE}{SCRIPT}{ELSEWHERE}"])
+    expect(page.get_by_role("heading", level=1)).to_have_text(ELSEWHERE)
     assert page.locator("img, main script, dialog script, iframe, object").count() == 0
     assert page.evaluate("window.ran") is None
     watched.was_good()

@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 GIB = 2**30
 
 
-def gpu_row(page: Page, index: int) -> Locator:
-    """The row of one GPU."""
-    return page.locator("table.gpus tbody > tr").nth(index)
+def card(page: Page, index: int) -> Locator:
+    """The card of one GPU."""
+    return page.locator(f'[data-gpu="{index}"]')
 
 
 def row(page: Page, table: str, text: str) -> Locator:
@@ -45,24 +45,24 @@ def submit(running: DaemonProcess, *command: str, name: str = "", **more: Any) -
 
 
 def test_the_hardware_is_shown(watched: Watched, hardware: Hardware) -> None:
+    """A value that the driver does not tell is `?`, never 0."""
     busy = {"memory_used_bytes": 10 * GIB, "utilization_ratio": 0.55, "temperature_c": 61, "power_w": 412}
     silent = dict.fromkeys(("memory_used_bytes", "utilization_ratio", "temperature_c", "power_w"))
     warned = {"health": "xid:79", "warnings": ["row_remap_pending"]}
     hardware.show(busy, silent, warned, {"compute_mode": "prohibited"})
     page = watched.open()
 
-    expect(gpu_row(page, 0)).to_contain_text("10.0 / 80.0 GiB")
-    for text in ("55%", "61 °C", "412 W"):
-        expect(gpu_row(page, 0)).to_contain_text(text)
-    readings = gpu_row(page, 1).locator("td:nth-child(n + 5)")
-    expect(readings).to_have_text(["? / 80.0 GiB", "?", "?", "?"])
-    expect(gpu_row(page, 2)).to_contain_text("unhealthy")
-    expect(gpu_row(page, 2)).to_contain_text("xid:79, row_remap_pending")
-    expect(gpu_row(page, 3)).to_contain_text("prohibited")
+    for text in ("10.0 / 80.0 GiB", "55%", "61 °C", "412 W"):
+        expect(card(page, 0)).to_contain_text(text)
+    expect(card(page, 1).locator(".use")).to_have_text("?")
+    expect(card(page, 1).locator(".readings > span")).to_have_text(["? / 80.0 GiB", "?", "?"])
+    expect(card(page, 2)).to_contain_text("unhealthy")
+    expect(card(page, 2)).to_contain_text("xid:79, row_remap_pending")
+    expect(card(page, 3)).to_contain_text("prohibited")
     expect(page.locator("#totals")).to_contain_text("1 prohibited")
     hardware.show({**busy, "utilization_ratio": 0.25}, {}, {}, {})
-    expect(gpu_row(page, 0)).to_contain_text("25%")
-    expect(gpu_row(page, 2)).not_to_contain_text("xid:79")
+    expect(card(page, 0)).to_contain_text("25%")
+    expect(card(page, 2)).not_to_contain_text("xid:79")
     watched.was_good()
 
 
@@ -72,17 +72,17 @@ def test_a_lease_comes_and_goes_without_a_reload(watched: Watched, running: Daem
     expect(page.locator("#totals")).to_contain_text("4 free")
     lease = ask(running, count=2, label="ada: resnet", ttl_s=600)
 
-    expect(gpu_row(page, 0)).to_contain_text("leased (unused)")
-    expect(gpu_row(page, 1)).to_contain_text("ada: resnet")
+    expect(card(page, 0)).to_contain_text("unused")
+    expect(card(page, 1)).to_contain_text("ada: resnet")
     expect(page.locator("#totals")).to_contain_text("2 free")
-    until = gpu_row(page, 0).locator("td.until")
+    until = card(page, 0).locator(".until")
     expect(until).to_have_text(re.compile(r"^in 9m \d\ds$"))
     before = until.inner_text()
     expect(until).not_to_have_text(before)  # it counts down by itself
-    expect(page.locator("#events")).to_contain_text("lease granted")
+    expect(page.locator(".events")).to_contain_text("lease granted")
     running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
     expect(page.locator("#totals")).to_contain_text("4 free")
-    expect(page.locator("table.gpus")).not_to_contain_text("ada: resnet")
+    expect(page.locator(".cards")).not_to_contain_text("ada: resnet")
     assert page.evaluate("window.sameDocument") is True
     watched.was_good()
 
@@ -92,21 +92,27 @@ def test_a_foreign_process_on_a_gpu_is_shown_with_its_pid(watched: Watched, hard
     stranger = {"pid": 414242, "memory_bytes": 3 * GIB, "user": "mallory", "command": "python mine.py"}
     hardware.show({}, {"processes": [stranger], "memory_used_bytes": 3 * GIB}, {}, {})
 
-    for text in ("foreign", "pid 414242", "mallory", "python mine.py", "3.0 GiB"):
-        expect(gpu_row(page, 1)).to_contain_text(text)
+    for text in ("foreign", "pid 414242", "mallory"):
+        expect(card(page, 1)).to_contain_text(text)
+    card(page, 1).get_by_role("link").click()
+    expect(page.get_by_role("heading", name="GPU 1 of n1")).to_be_focused()
+    for text in ("414242", "mallory", "python mine.py", "3.0 GiB"):
+        expect(row(page, "processes-table", "414242")).to_contain_text(text)
     hardware.show({}, {}, {}, {})
-    expect(gpu_row(page, 1)).not_to_contain_text("414242")
+    expect(page.get_by_text("No process uses it.")).to_be_visible()
+    page.go_back()
+    expect(card(page, 1)).not_to_contain_text("414242")
     watched.was_good()
 
 
 def test_the_queue_explains_itself_by_keyboard_only(watched: Watched, running: DaemonProcess) -> None:
     held = ask(running, count=3, label="ada: resnet")
     waits = ask(running, count=4, label="bob: sweep")
-    page = watched.open()
+    page = watched.open("#/queue")
 
     expect(row(page, "queue", waits["id"])).to_contain_text("4 GPUs")
     expect(row(page, "queue", waits["id"])).to_contain_text("bob: sweep")
-    why = row(page, "queue", waits["id"]).get_by_role("button")
+    why = row(page, "queue", waits["id"]).get_by_role("button", name="Why does")
     for _ in range(50):
         page.keyboard.press("Tab")
         if why.evaluate("button => button === document.activeElement"):
@@ -125,17 +131,16 @@ def test_the_queue_explains_itself_by_keyboard_only(watched: Watched, running: D
 
 
 def test_jobs_are_shown_with_their_logs(watched: Watched, running: DaemonProcess) -> None:
-    page = watched.open()
+    page = watched.open("#/jobs")
     failed = submit(running, "sh", "-c", "echo half a line; exit 3", name="broken")
     lasting = submit(running, "sh", "-c", "echo epoch 1; sleep 600", name="digits")
 
     expect(row(page, "jobs", failed["id"])).to_contain_text("failed")
     expect(row(page, "jobs", failed["id"]).locator("td.number")).to_have_text("3")
     expect(row(page, "jobs", lasting["id"])).to_contain_text("running")
-    expect(page.locator("#totals")).to_contain_text("1 job running")
-    page.get_by_role("button", name="Log of broken").click()
-    expect(page.get_by_role("dialog").locator("pre")).to_contain_text("half a line")
-    page.get_by_role("button", name="Close").click()
+    page.get_by_role("link", name="broken").click()
+    expect(page.get_by_role("log")).to_contain_text("half a line")
+    page.go_back()
     running.call("POST", f"/v1/jobs/{lasting['id']}/cancel", {"grace_s": 0})
     expect(row(page, "jobs", lasting["id"])).to_contain_text("cancelled")
     watched.was_good()
@@ -145,35 +150,48 @@ def test_a_node_out_of_use_says_so(watched: Watched, running: DaemonProcess) -> 
     page = watched.open()
     running.call("POST", "/v1/nodes/n1/drain")
     expect(page.locator(".node-head")).to_contain_text("draining")
-    expect(gpu_row(page, 0)).to_contain_text("cordoned")
+    expect(card(page, 0)).to_contain_text("cordoned")
     running.call("POST", "/v1/nodes/n1/resume")
     expect(page.locator(".node-head")).not_to_contain_text("draining")
     watched.was_good()
 
 
 def test_at_most_a_few_hundred_requests_are_drawn(watched: Watched, running: DaemonProcess) -> None:
+    """Q1: in the order of their positions."""
     ask(running, count=4)
     for number in range(230):
         ask(running, count=1, label=f"trial {number}")
-    page = watched.open()
+    page = watched.open("#/queue")
 
-    expect(page.locator("#totals")).to_contain_text("230 queued")
+    expect(page.locator("nav")).to_contain_text("Queue 230")
     expect(page.locator("#queue tbody > tr")).to_have_count(200)
-    expect(page.locator("#queue-more")).to_have_text("… and 30 more")
+    expect(page.locator(".more")).to_have_text("… and 30 more")
     expect(page.locator("#queue tbody > tr").first).to_contain_text("trial 0)")
     watched.was_good()
 
 
 def test_the_page_fits_a_phone(browser: Browser, running: DaemonProcess, hardware: Hardware) -> None:
+    """S6: nothing is wider than the screen, whatever users write."""
     hardware.show({"name": "N" * 100, "processes": [{"pid": 414242, "command": "c" * 200}]}, {}, {}, {})
     ask(running, count=3, label="l" * 200)
     waits = ask(running, count=4, label="w" * 200)
-    with watching(browser, running, width=390) as narrow:
-        page = narrow.open()
-        expect(gpu_row(page, 0)).to_contain_text("414242")
-        expect(row(page, "queue", waits["id"])).to_be_visible()
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-        row(page, "queue", waits["id"]).get_by_role("button").click()
-        expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
-        assert page.evaluate("document.documentElement.scrollWidth") == 390
-        narrow.was_good()
+    job = submit(running, "sh", "-c", "exit 1 # " + "x" * 300, name="j" * 200)
+    for width in (360, 390, 1440, 1920):
+        with watching(browser, running, width=width) as narrow:
+            page = narrow.open()
+            expect(card(page, 3)).to_be_visible()
+            uuid = hardware.uuid(0)
+            for view in (
+                "now",
+                "queue",
+                "jobs",
+                "events",
+                "wall",
+                f"jobs/{job['id']}",
+                f"gpus/{uuid}",
+                f"leases/{waits['id']}",
+            ):
+                page.evaluate("address => { location.hash = address }", f"#/{view}")
+                expect(page.locator(f"main.view-{view.split('/')[0]} h1")).to_have_count(1)
+                assert page.evaluate("document.documentElement.scrollWidth") == width, (view, width)
+            narrow.was_good()

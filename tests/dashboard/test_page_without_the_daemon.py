@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.daemon import DaemonProcess, daemon
 from tests.dashboard.conftest import Watched, watching
-from tests.dashboard.test_page import ask, gpu_row, row, submit
+from tests.dashboard.test_page import ask, card, row, submit
 from tests.failover_pair import pair
 from tests.http_as_user import call
 
@@ -40,7 +40,7 @@ def show(page: Page) -> None:
 def test_the_page_reports_an_outage_and_recovers(watched: Watched, running: DaemonProcess) -> None:
     ask(running, count=1, label="ada: resnet", ttl_s=3600)
     page = watched.open()
-    expect(gpu_row(page, 0)).to_contain_text("ada: resnet")
+    expect(card(page, 0)).to_contain_text("ada: resnet")
     notice = page.get_by_role("status")
     expect(notice).to_be_empty()
     running.kill()
@@ -48,12 +48,12 @@ def test_the_page_reports_an_outage_and_recovers(watched: Watched, running: Daem
     expect(notice).to_contain_text("Disconnected at")
     expect(notice).to_contain_text("Data from")
     expect(page.locator("body.stale")).to_be_visible()
-    expect(gpu_row(page, 0)).to_contain_text("ada: resnet")
+    expect(card(page, 0)).to_contain_text("ada: resnet")
     running.start()
     expect(notice).to_be_empty()
     expect(page.locator("body.stale")).to_have_count(0)
     ask(running, count=1, label="after the restart")
-    expect(gpu_row(page, 1)).to_contain_text("after the restart")
+    expect(card(page, 1)).to_contain_text("after the restart")
     assert watched.elsewhere == []
 
 
@@ -71,19 +71,19 @@ def test_an_unknown_caller_signs_in_with_a_token(browser: Browser, closed: Daemo
         expect(page.locator("body[data-drawn]")).to_have_count(0)
         field.fill(bearer)
         page.get_by_role("button", name="Sign in").click()
-        expect(gpu_row(page, 1)).to_contain_text("free")
+        expect(card(page, 1)).to_contain_text("free")
         expect(field).to_be_hidden()
         assert bearer not in page.content()
         assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
 
         job = call(closed.socket, "POST", "/v1/jobs", {"launcher": "plain", "command": ["true"], "name": "mine"}).json
+        page.get_by_role("link", name="Jobs").click()
         expect(row(page, "jobs", job["id"])).to_contain_text("succeeded")
-        page.get_by_role("button", name="Log of mine").click()
-        expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("You are ann (viewer")
-        page.keyboard.press("Escape")
-
+        page.get_by_role("link", name="mine").click()
+        expect(page.locator("section.log").get_by_role("alert")).to_contain_text("You are ann (viewer")
+        page.get_by_role("link", name="Now").click()
         page.reload()
-        expect(gpu_row(page, 1)).to_contain_text("free")
+        expect(card(page, 1)).to_contain_text("free")
         page.get_by_role("button", name="Sign out").click()
         expect(field).to_be_focused()
         assert watched.elsewhere == []
@@ -96,7 +96,7 @@ def test_a_revoked_token_is_asked_for_again(browser: Browser, closed: DaemonProc
         page.goto(closed.url)
         page.get_by_label("Token").fill(made["bearer"])
         page.keyboard.press("Enter")
-        expect(gpu_row(page, 1)).to_contain_text("free")
+        expect(card(page, 1)).to_contain_text("free")
         call(closed.socket, "DELETE", f"/v1/tokens/{made['id']}")
         expect(page.get_by_label("Token")).to_be_focused()
         expect(page.get_by_role("alert")).to_contain_text("revoked")
@@ -112,13 +112,13 @@ def test_another_token_shows_no_data_of_the_former_one(browser: Browser, closed:
         page.goto(closed.url)
         page.get_by_label("Token").fill(former["bearer"])
         page.keyboard.press("Enter")
-        expect(page.locator("#events")).to_contain_text("token created")
+        expect(page.locator(".events")).to_contain_text("token created")
         call(closed.socket, "DELETE", f"/v1/tokens/{former['id']}")
         page.get_by_label("Token").fill(other["bearer"])
         page.keyboard.press("Enter")
         expect(page.get_by_label("Token")).to_be_hidden()
-        expect(gpu_row(page, 1)).to_contain_text("free")
-        expect(page.locator("#events")).not_to_contain_text("token")
+        expect(card(page, 1)).to_contain_text("free")
+        expect(page.locator(".events")).not_to_contain_text("token")
 
         call(closed.socket, "DELETE", f"/v1/tokens/{other['id']}")
         expect(page.get_by_label("Token")).to_be_focused()
@@ -134,8 +134,8 @@ def test_a_standby_shows_its_copy_and_names_the_writer(browser: Browser, tmp_pat
         with watching(browser, both.standby) as watched:
             page = watched.open()
             expect(page.get_by_role("status")).to_contain_text("This daemon is a standby")
-            expect(page.locator("table.gpus")).to_contain_text("ada: resnet")
-            expect(page.locator("#events")).to_contain_text("lease granted")
+            expect(page.locator(".cards")).to_contain_text("ada: resnet")
+            expect(page.locator(".events")).to_contain_text("lease granted")
 
 
 def test_a_rate_limited_user_is_shown_everything_eventually(browser: Browser, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_rate_limited_user_is_shown_everything_eventually(browser: Browser, tm
         watching(browser, running) as watched,
     ):
         page = watched.open()
-        expect(gpu_row(page, 1)).to_contain_text("free")
+        expect(card(page, 1)).to_contain_text("free")
 
 
 def test_a_hidden_page_sends_no_requests(watched: Watched, running: DaemonProcess) -> None:
@@ -156,4 +156,4 @@ def test_a_hidden_page_sends_no_requests(watched: Watched, running: DaemonProces
     page.wait_for_function("start => performance.now() > start + 8000", arg=page.evaluate("performance.now()"))
     assert asked == []
     show(page)
-    expect(page.locator("#jobs")).to_contain_text("unseen")
+    expect(page.locator(".events")).to_contain_text("unseen")

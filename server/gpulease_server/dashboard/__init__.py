@@ -13,20 +13,24 @@ of browsers does.
 |---|---|
 | only its own modules run in the page | `POLICY` allows scripts and styles of this origin, none inline |
 | nothing is sent elsewhere | `POLICY` allows connections to this origin only |
-| labels, commands and logs of users stay text | the modules set `textContent` and parse no markup (a test checks) |
+| labels, commands and logs of users stay text | values of a template become text, never markup (a test checks) |
 | a token is forgotten with its tab | it is kept in `sessionStorage`, and sent only as `Authorization` |
+| only a viewer's token outlasts the tab | `localStorage` has it, if its user asked for that |
 | a new version appears at once | `Cache-Control: no-cache` with an `ETag` |
 
-**The modules.** `dashboard.js` is the entry point. `follow.js` decides when to fetch what: everything at the start,
-what an event concerns when it arrives, and readings every few seconds. `api.js` sends requests, `stream.js` reads
-events. All data are in one object. `totals.js`, `gpus.js`, `queue.js`, `jobs.js` and `events.js` draw it into rows that
-stay the same elements while they show the same item (`rows.js`), so that focus and selection survive. `details.js` has
-the dialogs; `notice.js` says when the data are not current. `format.js` has the words of
-`gpulease_protocol.status_table`, `clock.js` the daemon's time, which may differ from the browser's.
+**The modules.** `main.js` is the entry point: it holds all data in one object, and draws the page whenever some
+arrive. `follow.js` decides when to fetch what: everything at the start, what an event concerns when it arrives, and
+readings every few seconds. `api.js` sends requests, `stream.js` reads events, and `shared_stream.js` lets the windows
+of a browser share one stream. `model.js` says what the lists mean together, in pure functions. `shell.js` is the bar
+at the top and chooses the view: one module of `views/` for each, made of `parts/`. Views are functions of the data
+that return templates (htm), so Preact changes only what differs, and focus and selection survive. What only one view
+shows, such as the metrics of a job, it fetches itself (`parts/answers.js`). `parts/diagnosis.js` names stragglers and
+stalls. `route.js` has the addresses (`#/jobs/ID?q=ada`), `format.js` the words of `gpulease_protocol.status_table`,
+`clock.js` the daemon's time, which may differ from the browser's.
 
 | what happens | what the page does |
 |---|---|
-| the daemon does not answer | says since when, greys the data, retries after 1 s, 2 s, up to 15 s |
+| the daemon does not answer | says since when, stops all countdowns, retries after 1 s, 2 s, up to 15 s |
 | the event stream ends | reconnects with Last-Event-ID; meanwhile fetches everything every few seconds |
 | no stream can be opened | reads the last events in pages, whenever it tries to open one |
 | another server answers, or the page fails | says so, and retries as if there had been no answer |
@@ -35,6 +39,8 @@ the dialogs; `notice.js` says when the data are not current. `format.js` has the
 | 429, 503 | waits as long as Retry-After says, shows the daemon's message, and continues with the page it was at |
 | a standby answers | shows its copy, and says which daemon the writer is and how old the copy is |
 | the page is hidden | ends its stream and all requests; continues when it is visible again |
+| 429 or 503 once | asks one by one from then on |
+| the daemon keeps no history of readings | draws no sparklines |
 | thousands of rows | draws a few hundred, and says how many more there are; of jobs it fetches only a few hundred |
 """
 

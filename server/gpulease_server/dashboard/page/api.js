@@ -1,6 +1,6 @@
 // Requests to the daemon: only GET, only to this origin, each with a time limit and the token if there is one.
 
-import { learnFrom, nowMs } from "./clock.js";
+import { learnFrom, realMs } from "./clock.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
@@ -8,6 +8,7 @@ const TOKEN = "gpulease-token";
 
 /** A failed request: the problem that the daemon answered, or that no answer arrived (status 0). */
 export class Problem extends Error {
+  /** @param {number} status @param {any} [problem] @param {number | null} [retryAfterS] */
   constructor(status, problem, retryAfterS = null) {
     const { detail, remedy } = texts(problem);
     super(detail || (status ? `The daemon answered ${status}.` : "The daemon does not answer."));
@@ -35,28 +36,53 @@ export function asProblem(error) {
   return new Problem(0, { detail: `The answer cannot be read: ${error?.message ?? error}.` });
 }
 
-/** The token of this tab; "" without one. */
+/** The token of this tab, or the one that this device remembers; "" without one. */
 export function token() {
-  return sessionStorage.getItem(TOKEN) ?? "";
+  return sessionStorage.getItem(TOKEN) ?? localStorage.getItem(TOKEN) ?? "";
 }
 
-/** Keep a token until the tab is closed; "" forgets it. */
+/** Keep a token until the tab is closed; "" forgets it, on this device too. */
 export function setToken(text) {
   if (text) sessionStorage.setItem(TOKEN, text);
   else sessionStorage.removeItem(TOKEN);
+  if (text !== localStorage.getItem(TOKEN)) localStorage.removeItem(TOKEN);
   cache.clear();
+}
+
+let remember = false;
+
+/** Whether this device is to remember the token of this tab, once it is known that it may only look. */
+export function rememberToken(wanted) {
+  remember = wanted;
+}
+
+/** Remember the token if that is wanted and its role is viewer: others may do too much for a device that anyone may use. */
+export function rememberViewersToken(me) {
+  if (!remember || me === null) return;
+  remember = false;
+  if (me.role === "viewer") localStorage.setItem(TOKEN, token());
 }
 
 const cache = new Map(); // path -> last value and its ETag
 
-/** The successful response of a path. Throws Problem. `signal` aborts the request. */
-export async function answer(path, { headers = {}, signal } = {}) {
+/**
+ * The successful response of a path. Throws Problem. `signal` aborts the request.
+ * @param {string} path
+ * @param {{ headers?: Record<string, string>, signal?: AbortSignal, method?: string, body?: string }} options
+ */
+export async function answer(path, { headers = {}, signal, method = "GET", body } = {}) {
   const sent = token() ? { ...headers, Authorization: `Bearer ${token()}` } : headers;
   const sentMs = Date.now();
   let response;
   try {
     response = await fetch(new URL(path, document.baseURI), {
-      headers: sent, signal, cache: "no-store", credentials: "same-origin", redirect: "error",
+      method,
+      body,
+      headers: sent,
+      signal,
+      cache: "no-store",
+      credentials: "same-origin",
+      redirect: "error",
     });
   } catch {
     throw new Problem(0);
@@ -76,6 +102,7 @@ export function limited(signal) {
 /** The JSON of a path, and how current it is: `{ value, standby, asOfMs }`. The daemon sends only what has changed. */
 export async function json(path, signal) {
   const before = cache.get(path);
+  /** @type {Record<string, string>} */
   const headers = before ? { "If-None-Match": before.tag } : {};
   const response = await answer(path, { headers, signal: limited(signal) });
   let value;
@@ -89,13 +116,14 @@ export async function json(path, signal) {
   if (tag) cache.set(path, { tag, value });
   if (cache.size > MAX_TAGS) cache.delete(cache.keys().next().value);
   const asOf = Date.parse(response.headers.get("Gpulease-As-Of") ?? "");
-  return { value, standby: response.headers.get("Gpulease-Standby"), asOfMs: Number.isNaN(asOf) ? nowMs() : asOf };
+  return { value, standby: response.headers.get("Gpulease-Standby"), asOfMs: Number.isNaN(asOf) ? realMs() : asOf };
 }
 
 /** The items of a path, with the rest of `json`. Throws Problem if there are none, as from another server. */
 export async function items(path, signal) {
   const response = await json(path, signal);
-  if (!Array.isArray(response.value?.items)) throw new Problem(0, { detail: "Something other than the daemon answers." });
+  if (!Array.isArray(response.value?.items))
+    throw new Problem(0, { detail: "Something other than the daemon answers." });
   return { ...response, items: response.value.items };
 }
 

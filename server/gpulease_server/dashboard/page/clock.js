@@ -13,8 +13,20 @@ export function learnFrom(date, sentMs, arrivedMs) {
 }
 
 /** Now, in milliseconds since 1970. */
-export function nowMs() {
+export function realMs() {
   return Date.now() + (aheadMs ?? 0);
+}
+
+let frozenMs = null;
+
+/** Stop what is shown at a moment, or let it go on: null. */
+export function freeze(atMs) {
+  frozenMs = atMs;
+}
+
+/** Now, as long as the data are current. */
+export function nowMs() {
+  return frozenMs ?? realMs();
 }
 
 /** A time in this browser's zone, with the date if it is another day. */
@@ -22,4 +34,9 @@ export function moment(atMs) {
   const at = new Date(atMs);
   const time = at.toLocaleTimeString("en-GB");
   return at.toDateString() === new Date(nowMs()).toDateString() ? time : `${at.toLocaleDateString("sv-SE")} ${time}`;
+}
+
+/** A time of day without seconds, for a wall. */
+export function wallTime(atMs) {
+  return new Date(atMs).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 }

@@ -1,11 +1,12 @@
 // When to fetch what: everything at the start, what an event concerns when it arrives, readings every few seconds. With
 // back-off while the daemon does not answer; nothing while the page is hidden.
 
-import { asProblem, items, Pages } from "./api.js";
-import { readEvents } from "./stream.js";
+import { asProblem, items, json, Pages, token } from "./api.js";
+import { readSharedEvents } from "./shared_stream.js";
 
 const READINGS_MS = 3000;
 const EVERYTHING_MS = 9000;
+const HISTORY_MS = 30_000; // a point of it is a minute
 const LEAST_MS = 1000; // between two rounds
 const IDLE_SHARE = 4; // slow rounds come less often: they take at most a fifth of the time
 const BACK_OFF_MS = [1000, 2000, 4000, 8000, 15_000];
@@ -29,6 +30,10 @@ const QUERIES = {
 };
 export const LISTS = Object.keys(QUERIES);
 const EVENTS = "events";
+const ME = "me";
+const HISTORY = "history";
+const ALONE = { [ME]: "v1/me", [HISTORY]: "v1/gpus/history?last_s=3600&points=60" }; // older daemons do not have them
+const ALL = [...LISTS, EVENTS, ME, HISTORY];
 const READINGS = ["gpus", "nodes"];
 const REFUSALS = [429, 503]; // earlier answers are still valid
 const CONCERNED = {
@@ -38,6 +43,13 @@ const CONCERNED = {
   job: ["gpus", "active", "queued", "ended", "waiting", "working", "over"],
 };
 
+/** What windows of the same page and the same user share. */
+function streamName() {
+  let hash = 0;
+  for (const letter of token()) hash = (Math.imul(hash, 31) + (letter.codePointAt(0) ?? 0)) | 0;
+  return `gpulease-events ${document.baseURI.split("#")[0]} ${hash}`;
+}
+
 /** Keeps `data` current. Callbacks: `drawn()`, `current(standby, asOfMs)`, `failed(problem)`, `refused(problem)`. */
 export class Follow {
   constructor(data, callbacks) {
@@ -46,7 +58,9 @@ export class Follow {
     this.wanted = new Set();
     this.failures = 0;
     this.nextMs = 0;
-    this.requestedMs = { readings: 0, everything: 0 };
+    this.requestedMs = { readings: 0, everything: 0, history: 0 };
+    this.oneByOne = false; // since the daemon refused requests that came at once
+    this.absent = new Set(); // what this daemon does not have
     this.timer = null;
     this.fetching = false;
     this.lastId = null;
@@ -62,7 +76,8 @@ export class Follow {
     this.failures = 0;
     this.nextMs = 0;
     this.begun.clear();
-    this.want(...LISTS);
+    this.absent.clear();
+    this.want(...ALL);
     this.listen(this.over.signal);
   }
 
@@ -70,7 +85,7 @@ export class Follow {
   stop() {
     this.over?.abort();
     this.over = null;
-    clearTimeout(this.timer);
+    clearTimeout(this.timer ?? undefined);
     this.timer = null;
   }
 
@@ -87,12 +102,13 @@ export class Follow {
     const now = Date.now();
     if (now - this.requestedMs.everything >= EVERYTHING_MS) this.want(...LISTS);
     else if (now - this.requestedMs.readings >= READINGS_MS) this.want(...READINGS);
+    if (now - this.requestedMs.history >= HISTORY_MS) this.want(HISTORY);
   }
 
   /** Fetch at once, even during back-off. */
   hurry() {
     this.nextMs = 0;
-    clearTimeout(this.timer);
+    clearTimeout(this.timer ?? undefined);
     this.timer = null;
     this.want(...LISTS);
   }
@@ -105,22 +121,20 @@ export class Follow {
   }
 
   async round() {
+    if (this.over === null) return;
     const { signal } = this.over;
     const begunMs = Date.now();
-    const names = [...LISTS, EVENTS].filter((name) => this.wanted.has(name));
+    const names = ALL.filter((name) => this.wanted.has(name) && !this.absent.has(name));
     this.timer = null;
     this.fetching = true;
     this.advanced = false;
     this.wanted.clear();
     if (READINGS.every((name) => names.includes(name))) this.requestedMs.readings = begunMs;
     if (LISTS.every((name) => names.includes(name))) this.requestedMs.everything = begunMs;
+    if (names.includes(HISTORY)) this.requestedMs.history = begunMs;
     try {
-      let found;
-      while (names.length) {
-        found = await this.fetch(names[0], signal);
-        if (signal.aborted) return;
-        names.shift();
-      }
+      const found = this.oneByOne ? await this.fetchInTurn(names, signal) : await this.fetchAtOnce(names, signal);
+      if (signal.aborted) return;
       this.failures = 0;
       this.nextMs = Date.now() + Math.max(LEAST_MS, IDLE_SHARE * (Date.now() - begunMs));
       if (found) this.callbacks.current(found.standby, found.asOfMs);
@@ -133,13 +147,49 @@ export class Follow {
     }
   }
 
+  /** Fetch each of these; what has arrived is taken out of `names`. Returns the answer that says how current they are. */
+  async fetchAtOnce(names, signal) {
+    /** @type {any[]} */
+    const settled = await Promise.allSettled(names.map((name) => this.fetch(name, signal)));
+    const refusals = settled.filter(({ status }) => status === "rejected").map(({ reason }) => asProblem(reason));
+    const missing = names.filter((_, at) => settled[at].status === "rejected");
+    names.splice(0, names.length, ...missing);
+    if (refusals.length) throw refusals.find(({ status }) => status === 401) ?? refusals[0];
+    return settled.map(({ value }) => value).find((value) => value);
+  }
+
+  /** As `fetchAtOnce`, one after the other: for a daemon that allows few requests in a second. */
+  async fetchInTurn(names, signal) {
+    let found;
+    while (names.length) {
+      found = (await this.fetch(names[0], signal)) ?? found;
+      if (signal.aborted) return found;
+      names.shift();
+    }
+    return found;
+  }
+
   /** Fetch one list and keep it. Returns it, with how current it is. */
   async fetch(name, signal) {
     if (name === EVENTS) return this.recall(signal);
+    if (name in ALONE) return this.fetchAlone(name, signal);
     const found = await this.pages(name, signal);
     if (!signal.aborted) this.data[name] = { items: found.items, more: found.more ?? false };
     this.advanced = true;
     return found;
+  }
+
+  /** What is no list; null where this daemon does not have it. */
+  async fetchAlone(name, signal) {
+    try {
+      const found = await json(ALONE[name], signal);
+      if (!signal.aborted) this.data[name] = found.value;
+      return found;
+    } catch (error) {
+      if (![404, 422].includes(error.status)) throw error; // 422: it takes the name of what it lacks for an id
+      this.absent.add(name);
+      return null;
+    }
   }
 
   async pages(name, signal) {
@@ -164,6 +214,7 @@ export class Follow {
       return;
     }
     const refused = REFUSALS.includes(problem.status);
+    this.oneByOne ||= refused;
     if (refused && this.advanced) this.failures = 0; // a rate-limited page makes progress with each attempt
     const waitMs = BACK_OFF_MS[Math.min(this.failures, BACK_OFF_MS.length - 1)];
     this.failures += 1;
@@ -182,12 +233,18 @@ export class Follow {
       failures += 1;
       let problem = null;
       try {
-        await readEvents(this.lastId, signal, (id) => {
-          failures = 0;
-          if (!signal.aborted) this.reached(id);
-        }, (kind, data) => {
-          if (!signal.aborted) this.happened(kind, data);
-        });
+        await readSharedEvents(
+          streamName(),
+          () => this.lastId,
+          signal,
+          (id) => {
+            failures = 0;
+            if (!signal.aborted) this.reached(id);
+          },
+          (kind, data) => {
+            if (!signal.aborted) this.happened(kind, data);
+          },
+        );
       } catch (error) {
         problem = asProblem(error);
         waitMs = Math.max(waitMs, 1000 * (problem.retryAfterS ?? 0));

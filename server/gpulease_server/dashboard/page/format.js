@@ -42,7 +42,7 @@ export function plain(text, limit = 60) {
   return letters.length <= limit ? letters.join("") : `${letters.slice(0, limit - 3).join("")}...`;
 }
 
-/** A holder in a few words: user, label or job, process. */
+/** A holder in a few words: user, label or job, process. @param {any} holder @param {string | null} job */
 export function who(holder, job = null) {
   if (holder === null) return "-";
   const label = job?.startsWith(holder.label) ? "" : holder.label;
@@ -52,9 +52,14 @@ export function who(holder, job = null) {
   return parts.filter(Boolean).join(" ") || UNKNOWN;
 }
 
-/** A demand in a few words. */
-export function askedFor(demand) {
-  const listed = [...demand.indices.map(String), ...demand.uuids.map((uuid) => uuid.slice(0, 12))];
+/** The beginning of a UUID. */
+export function short(uuid) {
+  return uuid.slice(0, 12);
+}
+
+/** A demand in a few words. `nameOf(uuid)` says which GPU that is. */
+export function askedFor(demand, nameOf = short) {
+  const listed = [...demand.indices.map(String), ...demand.uuids.map((uuid) => nameOf(uuid))];
   let what = {
     count: `${demand.count} GPU${demand.count === 1 ? "" : "s"}`,
     listed: `GPUs ${listed.join(", ")}`,
@@ -78,7 +83,11 @@ export function places(devices, severalNodes) {
 /** Output of a user's program, for a block of text: line breaks stay, control sequences are removed. */
 export function printed(text) {
   const uncoloured = text.replace(/\u001b\[[0-9;:?]*[ -/]*[@-~]/g, "");
-  return uncoloured.split("\n").map(overwritten).join("\n").replace(/(?![\n\t ])\p{C}/gu, "?");
+  return uncoloured
+    .split("\n")
+    .map(overwritten)
+    .join("\n")
+    .replace(/(?![\n\t ])\p{C}/gu, "?");
 }
 
 /** What remains of a line: a carriage return overwrites it, as progress bars do. No regular expression, because that

@@ -17,14 +17,14 @@ export function reader(position, happened) {
       data = [];
       return;
     }
-    const [, field, value] = /^([^:]*):? ?(.*)$/s.exec(text);
+    const [, field, value] = /^([^:]*):? ?(.*)$/s.exec(text) ?? [];
     if (field === "id") position(value);
     else if (field === "event") kind = value;
     else if (field === "data") data.push(value);
   };
   return (piece) => {
     const lines = (rest + piece).split("\n");
-    rest = lines.pop();
+    rest = lines.pop() ?? "";
     for (const text of lines) line(text.replace(/\r$/, ""));
   };
 }
@@ -36,7 +36,7 @@ export async function readEvents(lastId, signal, position, happened) {
   const headers = { Accept: "text/event-stream", ...(lastId === null ? {} : { "Last-Event-ID": lastId }) };
   try {
     const response = await answer("v1/events", { headers, signal: AbortSignal.any([signal, silent.signal]) });
-    const pieces = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    const pieces = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
     const take = reader(position, happened);
     for (;;) {
       clearTimeout(timer);

@@ -1,0 +1,96 @@
+// The page begins here: its data, its address, and when it is drawn.
+
+import { rememberToken, rememberViewersToken, setToken } from "./api.js";
+import { freeze, nowMs } from "./clock.js";
+import { Follow, LISTS } from "./follow.js";
+import { html, render } from "./html.js";
+import { totals } from "./model.js";
+import { parseRoute } from "./route.js";
+import { App } from "./shell.js";
+import { applyTheme } from "./theme.js";
+
+const data = { events: [], me: null, history: null };
+/** How current the data are: `lost` is the problem of the last request, `refused` that of the token. */
+const status = { lost: null, lostMs: null, currentMs: null, standby: null, refused: null, hurry: () => follow.hurry() };
+let drawPending = false;
+
+function draw() {
+  drawPending = false;
+  const ready = LISTS.every((name) => name in data); // else the first round is under way
+  const shown = ready ? data : null;
+  render(
+    html`<${App} data=${shown} route=${parseRoute(location.hash)} status=${status} on=${{ token: signIn }} />`,
+    /** @type {HTMLElement} */ (document.getElementById("app")),
+  );
+  document.body.classList.toggle("stale", status.lost !== null || (status.refused !== null && ready));
+  document.title = titleOf(shown);
+  if (ready) document.body.dataset.drawn = "yes";
+}
+
+/** How many GPUs are free, and whether that is current. */
+function titleOf(shown) {
+  if (shown === null) return "gpulease";
+  const free = totals(shown, nowMs()).find(({ key }) => key === "free")?.count;
+  return `${status.lost ? "! " : ""}${free} of ${shown.gpus.items.length} free · gpulease`;
+}
+
+/** Draw once for all that arrived since the last frame. */
+function drawSoon() {
+  if (drawPending) return;
+  drawPending = true;
+  requestAnimationFrame(draw);
+}
+
+/** Remove all data: the new token may belong to another user. */
+function clear() {
+  for (const name of LISTS) delete data[name];
+  Object.assign(data, { events: [], me: null, history: null });
+  Object.assign(status, { lost: null, lostMs: null, currentMs: null, refused: null });
+}
+
+function signIn(text, remember) {
+  follow.stop(); // no answer to the former token may arrive any more
+  setToken(text);
+  rememberToken(remember);
+  clear();
+  draw();
+  follow.restart();
+}
+
+const follow = new Follow(data, {
+  drawn: drawSoon,
+  current(standby, asOfMs) {
+    freeze(null);
+    Object.assign(status, { lost: null, lostMs: null, currentMs: asOfMs, standby, refused: null });
+    rememberViewersToken(data.me);
+  },
+  failed(problem) {
+    status.lostMs ??= nowMs();
+    status.lost = problem;
+    freeze(status.lostMs); // nothing counts down that no one knows of
+  },
+  refused(problem) {
+    Object.assign(status, { refused: problem, lost: null });
+    drawSoon();
+  },
+});
+
+function look() {
+  if (document.hidden) return;
+  drawSoon(); // what counts the seconds
+  follow.look();
+}
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) follow.stop();
+  else follow.start();
+  look();
+});
+addEventListener("online", () => follow.hurry());
+addEventListener("hashchange", drawSoon);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawSoon);
+
+applyTheme();
+draw();
+setInterval(look, 1000);
+if (!document.hidden) follow.start();

@@ -1,0 +1,56 @@
+// The plots of a GPU or a lease, from the history that the daemon keeps. Where it keeps none, nothing is drawn.
+
+import { html } from "../html.js";
+import { setQuery } from "../route.js";
+import { useAnswer } from "./answers.js";
+import { Refusal } from "./marks.js";
+import { Plots } from "./plots.js";
+
+const RANGES = { "1h": 3600, "24h": 86_400, "7d": 604_800 };
+const EVERY_MS = 5000;
+const MEASURES = ["utilization_ratio", "memory_used_bytes", "power_w", "temperature_c"];
+
+/** Plots of `path`: of a GPU with a choice of the time, of a lease its whole life. */
+export function HistoryPlots({ path, query, label, live = true }) {
+  const ofGpu = path.endsWith("/history");
+  const range = query.range in RANGES ? query.range : "1h";
+  const { value, problem } = useAnswer(
+    ofGpu ? `${path}?last_s=${RANGES[range]}&points=300` : `${path}?points=300`,
+    live ? EVERY_MS : null,
+  );
+  if (problem?.status === 404) return null;
+  const lines = value ? (ofGpu ? [gpuLine(value, label)] : leaseLines(value)) : [];
+  return html`<section class="sheet" aria-labelledby="plots-title"><div class="head"><h2 id="plots-title">Readings</h2>
+      ${ofGpu && html`<div class="choice" role="group" aria-label="Time">${Object.keys(RANGES).map((name) => html`<button type="button" key=${name} aria-pressed=${name === range} onClick=${() => setQuery({ range: name, from: "", to: "" })}>${name}</button>`)}</div>`}</div>
+    ${problem && !value && html`<${Refusal} problem=${problem} />`}
+    ${!problem && !value && html`<p class="none">Loading...</p>`}
+    ${lines.length > 0 && html`<${Plots} lines=${lines} zoom=${zoomOf(query)} onZoom=${zoomTo} group=${path} />`}
+  </section>`;
+}
+
+function gpuLine(value, label) {
+  const startS = Date.parse(value.from_at) / 1000;
+  const times = value.utilization_ratio.mean.map((_, at) => startS + (at + 0.5) * value.bucket_s);
+  return { label, times, ...Object.fromEntries(MEASURES.map((key) => [key, value[key]])) };
+}
+
+function leaseLines(value) {
+  return (value.gpus ?? []).map((gpu) => metricsLine(gpu, `GPU ${gpu.index}`));
+}
+
+/** A GPU of the metrics of a job or a lease, for `Plots`: each bucket is drawn at its middle. */
+export function metricsLine(gpu, label) {
+  const times = gpu.start_at.map((at, index) => Date.parse(at) / 1000 + gpu.seconds[index] / 2);
+  return { label, times, ...Object.fromEntries(MEASURES.map((key) => [key, gpu[key]])) };
+}
+
+/** The zoom that an address has. */
+export function zoomOf({ from, to }) {
+  const zoom = [Number(from), Number(to)];
+  return from && to && zoom[1] > zoom[0] ? zoom : null;
+}
+
+/** Put a zoom into the address; null takes it out. */
+export function zoomTo(zoom) {
+  setQuery({ from: zoom?.[0] ?? "", to: zoom?.[1] ?? "" });
+}

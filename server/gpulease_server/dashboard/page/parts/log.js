@@ -1,0 +1,140 @@
+// A log that grows: only the rows that are seen are elements, so that a hundred thousand lines scroll.
+
+import { answer, asProblem, token } from "../api.js";
+import { printed } from "../format.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "../html.js";
+import { setQuery } from "../route.js";
+import { Refusal } from "./marks.js";
+
+const TAIL = 5000;
+const MOST = 100_000; // lines; the newest stay
+const LONGEST = 2000; // characters of a line
+const ROW = 18; // pixels
+const SPARE = 20; // rows drawn above and below
+const WRAPPED = 1000; // rows drawn where lines are wrapped, because their heights differ
+const AGAIN_MS = 3000;
+const PREFIX = /^\[(?:rank (\d+)|(launcher))\] ?/;
+
+/** The log of a job. `ranks`: how many there are; 0 where the launcher knows none. */
+export function Log({ job, ranks, query }) {
+  const rank = query.rank ?? (ranks ? "all" : "");
+  const { lines, version, problem } = useLog(job, rank);
+  const [following, setFollowing] = useState(true);
+  const [wrap, setWrap] = useState(false);
+  const words = (query.grep ?? "").toLowerCase();
+  const shown = words ? lines.filter((line) => line.text.toLowerCase().includes(words)) : lines;
+  const path = `v1/jobs/${encodeURIComponent(job.id)}/logs`;
+  const choices = ranks
+    ? ["all", "launcher", ...Array.from({ length: Math.min(ranks, 64) }, (_, at) => String(at))]
+    : [];
+  const chosen = (choice) => (choice === "launcher" ? "" : choice);
+  return html`<section class="sheet log" aria-labelledby="log-title">
+    <div class="head"><h2 id="log-title">Log</h2>
+      ${choices.length > 0 && html`<div class="choice" role="group" aria-label="Rank">${choices.map((choice) => html`<button type="button" key=${choice} aria-pressed=${chosen(choice) === (query.rank === "launcher" ? "" : rank)} onClick=${() => setQuery({ rank: choice })}>${choice}</button>`)}</div>`}
+      <input type="search" class="grep" value=${query.grep ?? ""} placeholder="filter" aria-label="Filter the lines of the log" onInput=${(event) => setQuery({ grep: event.target.value })} />
+      <label class="tick"><input type="checkbox" checked=${wrap} onChange=${(event) => setWrap(event.target.checked)} /> Wrap</label>
+      <button type="button" aria-pressed=${following} onClick=${() => setFollowing(!following)}>Follow</button>
+      ${!token() && html`<a href=${path} download=${`${job.id}.log`}>Download</a>`}
+      <span class="facts">${shown.length} lines</span>
+    </div>
+    ${problem ? html`<${Refusal} problem=${problem} />` : html`<${Rows} lines=${shown} version=${version} wrap=${wrap} following=${following} onFollow=${setFollowing} />`}
+  </section>`;
+}
+
+function Rows({ lines, version, wrap, following, onFollow }) {
+  const place = useRef(/** @type {any} */ (null));
+  const [view, setView] = useState({ top: 0, height: 400 });
+  useLayoutEffect(() => {
+    if (following) place.current.scrollTop = place.current.scrollHeight;
+  }, [version, following, lines.length, wrap]);
+  const scrolled = () => {
+    const { scrollTop, clientHeight, scrollHeight } = place.current;
+    setView({ top: scrollTop, height: clientHeight });
+    const atEnd = scrollTop + clientHeight >= scrollHeight - ROW;
+    if (atEnd !== following && (atEnd || scrollTop < view.top)) onFollow(atEnd);
+  };
+  const first = wrap ? Math.max(0, lines.length - WRAPPED) : Math.max(0, Math.floor(view.top / ROW) - SPARE);
+  const last = wrap ? lines.length : Math.min(lines.length, Math.ceil((view.top + view.height) / ROW) + SPARE);
+  const rows = lines.slice(first, last);
+  return html`<div class=${`rows${wrap ? " wrap" : ""}`} ref=${place} onScroll=${scrolled} tabindex="0" role="log" aria-label="Lines of the log" aria-live="off">
+    ${lines.length === 0 && html`<p class="none">No output yet.</p>`}
+    <div class="pad" style=${{ height: `${wrap ? 0 : first * ROW}px` }}></div>
+    ${rows.map((line) => html`<div class="row" key=${line.number}>${line.rank !== null && html`<b class=${`rank line-${Number(line.rank) % 8}`}>${line.rank}</b>`}<span>${line.text || " "}</span></div>`)}
+    <div class="pad" style=${{ height: `${wrap ? 0 : (lines.length - last) * ROW}px` }}></div>
+  </div>`;
+}
+
+/** The lines of a log, and a number that grows with them. Read while the page is visible. */
+function useLog(job, rank) {
+  const lines = useRef(/** @type {any[]} */ ([]));
+  const [state, setState] = useState(/** @type {any} */ ({ version: 0, problem: null }));
+  const path = `v1/jobs/${encodeURIComponent(job.id)}/logs?follow=true&tail=${TAIL}${rank && rank !== "launcher" ? `&rank=${rank}` : ""}`;
+  const started = job.attempts > 0;
+  useEffect(() => {
+    lines.current = [];
+    setState({ version: 0, problem: null });
+    if (!started) return undefined;
+    let over = new AbortController();
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    let timer;
+    const read = async () => {
+      clearTimeout(timer);
+      over.abort();
+      if (document.hidden) return;
+      over = new AbortController();
+      const { signal } = over;
+      try {
+        await readLines(path, signal, (next, restarted) => {
+          if (restarted) lines.current = [];
+          append(lines.current, next);
+          setState((before) => ({ version: before.version + 1, problem: null }));
+        });
+      } catch (error) {
+        if (signal.aborted) return;
+        const problem = asProblem(error);
+        if (problem.status) setState((before) => ({ ...before, problem }));
+        else timer = setTimeout(read, AGAIN_MS);
+      }
+    };
+    document.addEventListener("visibilitychange", read);
+    read();
+    return () => {
+      over.abort();
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", read);
+    };
+  }, [path, started, job.attempts]);
+  return { lines: lines.current, ...state };
+}
+
+let number = 0;
+
+function append(lines, texts) {
+  for (const text of texts) {
+    const [prefix = "", rank = null, launcher = null] = PREFIX.exec(text) ?? [];
+    number += 1;
+    lines.push({
+      number,
+      rank: rank ?? (launcher && "L"),
+      text: printed(text.slice(prefix.length, LONGEST + prefix.length)),
+    });
+  }
+  if (lines.length > MOST) lines.splice(0, lines.length - MOST);
+}
+
+/** Give the lines of a stream to `take(lines, restarted)` as they arrive. Throws Problem. */
+async function readLines(path, signal, take) {
+  const response = await answer(path, { signal });
+  const pieces = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let restarted = true;
+  for (;;) {
+    const { done, value } = await pieces.read();
+    const texts = (rest + (value ?? "")).split("\n");
+    rest = done ? "" : (texts.pop() ?? "");
+    if (done && texts.at(-1) === "") texts.pop();
+    if (texts.length || restarted) take(texts, restarted);
+    restarted = false;
+    if (done) return;
+  }
+}

@@ -1,0 +1,134 @@
+// One job: is it well, what its GPUs did, what it said, what it is.
+
+import { nowMs } from "../clock.js";
+import { duration, percent, plain, printed } from "../format.js";
+import { html, useMemo, useState } from "../html.js";
+import { eventPlace, jobName } from "../model.js";
+import { useAnswer } from "../parts/answers.js";
+import { diagnose } from "../parts/diagnosis.js";
+import { metricsLine, zoomOf, zoomTo } from "../parts/history_plots.js";
+import { Log } from "../parts/log.js";
+import { Link, Moment, Refusal, State, User } from "../parts/marks.js";
+import { Plots } from "../parts/plots.js";
+import { setQuery } from "../route.js";
+import { EventLine } from "./events.js";
+import { Pair } from "./gpu.js";
+import { JobTime } from "./jobs.js";
+import { hours } from "./usage.js";
+
+const JOB_MS = 2000;
+const METRICS_MS = 4000;
+const POINTS = 300;
+
+/** The whole view. */
+export function JobPage({ data, id, query }) {
+  const path = `v1/jobs/${encodeURIComponent(id)}`;
+  const { value: job, problem } = useAnswer(path, JOB_MS);
+  const metrics = useAnswer(
+    job?.attempts ? `${path}/metrics?points=${POINTS}` : null,
+    job && job.ended_at === null ? METRICS_MS : null,
+  );
+  const events = useAnswer(`v1/events?job=${encodeURIComponent(id)}&order=desc&limit=50`, JOB_MS);
+  if (!job)
+    return html`<section class="sheet"><div class="head"><h1 tabindex="-1">Job <span class="id">${plain(id)}</span></h1></div>${problem ? html`<${Refusal} problem=${problem} />` : html`<p class="none">Loading...</p>`}</section>`;
+  return html`
+    <${Head} job=${job} metrics=${metrics.value} data=${data} />
+    <${Metrics} job=${job} metrics=${metrics} query=${query} />
+    <${Log} job=${job} ranks=${ranksOf(job)} query=${query} />
+    <div class="two">
+      <section class="sheet" aria-labelledby="events-title"><div class="head"><h2 id="events-title">Events</h2></div>
+        <${JobEvents} job=${job} events=${events} data=${data} /></section>
+      <${Facts} job=${job} />
+    </div>`;
+}
+
+/** How many ranks a job has; 0 where its launcher starts none. */
+function ranksOf(job) {
+  return job.launcher === "plain" ? 0 : job.gpus.length || (job.gpu_count ?? 0);
+}
+
+function Head({ job, metrics, data }) {
+  const several = data.nodes.items.length > 1;
+  const nodes = [...new Set(job.gpus.map((gpu) => gpu.node))];
+  const held = metrics?.gpu_hours_held;
+  const used = metrics?.gpu_hours_used;
+  return html`<section class="sheet job-head" aria-labelledby="title">
+    <div class="head">
+      <h1 id="title" tabindex="-1">${jobName(job)}</h1><${State} state=${job.state} /><span class="nowrap"><${JobTime} job=${job} /></span>
+      <${User} name=${job.user} />
+      ${job.gpus.length > 0 && html`<span>GPU ${job.gpus.map((gpu, at) => html`${at ? ", " : ""}<${Link} view="gpus" id=${gpu.uuid}>${gpu.index}<//>`)}${several || nodes.length > 1 ? ` of ${nodes.map((node) => plain(node)).join(", ")}` : ""}</span>`}
+      ${held !== undefined && html`<span class="facts">${hours(used)} of ${hours(held)} GPU time used${held > 0 ? ` (${percent(used / held)})` : ""}</span>`}
+    </div>
+    <${Command} job=${job} />
+    ${job.reason && html`<p class=${["failed", "lost", "timed_out"].includes(job.state) ? "problem" : "reason"}>${plain(job.reason, 500)}${job.exit_code === null ? "" : ` Exit code ${job.exit_code}.`}</p>`}
+    ${job.traceback && html`<pre class="traceback" tabindex="0">${printed(job.traceback)}</pre>`}
+  </section>`;
+}
+
+function Command({ job }) {
+  const [copied, setCopied] = useState(false);
+  const text = [...(job.launcher === "plain" ? [] : [job.launcher]), ...job.command].map(quoted).join(" ");
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    setCopied(true);
+  };
+  return html`<p class="command"><code>$ ${plain(text, 2000)}</code>${globalThis.navigator?.clipboard && html`<button type="button" onClick=${copy}>${copied ? "Copied" : "Copy"}</button>`}</p>`;
+}
+
+function quoted(word) {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
+}
+
+function Metrics({ job, metrics, query }) {
+  const attempts = metrics.value?.attempts ?? [];
+  const number = attempts.some(({ attempt }) => String(attempt) === query.attempt)
+    ? Number(query.attempt)
+    : attempts.at(-1)?.attempt;
+  const attempt = attempts.find((one) => one.attempt === number);
+  const gpus = useMemo(() => (attempt ? labelled(attempt, job) : []), [attempt]);
+  const lines = useMemo(() => gpus.map((gpu) => metricsLine(gpu, gpu.label)), [gpus]);
+  const findings = useMemo(() => diagnose(gpus), [gpus]);
+  const statistic = query.show === "max" ? "max" : "mean";
+  if (metrics.problem && !metrics.value)
+    return html`<section class="sheet"><div class="head"><h2>Metrics</h2></div><${Refusal} problem=${metrics.problem} /></section>`;
+  if (!attempt) return null;
+  return html`<section class="sheet" aria-labelledby="metrics-title"><div class="head"><h2 id="metrics-title">Metrics</h2>
+      ${attempts.length > 1 && html`<div class="choice" role="group" aria-label="Attempt">${attempts.map((one) => html`<button type="button" key=${one.attempt} aria-pressed=${one.attempt === number} onClick=${() => setQuery({ attempt: one.attempt, from: "", to: "" })}>attempt ${one.attempt}</button>`)}</div>`}
+      <div class="choice" role="group" aria-label="Statistic of a bucket">${["mean", "max"].map((name) => html`<button type="button" key=${name} aria-pressed=${name === statistic} onClick=${() => setQuery({ show: name === "mean" ? "" : name })}>${name}</button>`)}</div>
+      <span class="facts">one cursor through all four; drag to zoom, double-click to go back</span></div>
+    <ul class="findings">${findings.map((one) => html`<li key=${one.kind + one.label} class=${one.kind}><${State} state="conflict" word="" />${one.text}</li>`)}</ul>
+    <${Plots} lines=${lines} statistic=${statistic} zoom=${zoomOf(query)} onZoom=${zoomTo} group=${`${job.id}/${number}`} />
+  </section>`;
+}
+
+/** The GPUs of an attempt by rank, with what each is called. */
+function labelled(attempt, job) {
+  const order = new Map(job.gpus.map((gpu, rank) => [gpu.uuid, rank]));
+  const nodes = new Set(attempt.gpus.map((gpu) => gpu.node));
+  const place = (gpu) => `GPU ${gpu.index}${nodes.size > 1 ? ` of ${plain(gpu.node)}` : ""}`;
+  return attempt.gpus
+    .map((gpu, at) => ({ ...gpu, rank: order.get(gpu.uuid) ?? at }))
+    .sort((one, other) => one.rank - other.rank)
+    .map((gpu) => ({ ...gpu, label: ranksOf(job) ? `rank ${gpu.rank}, ${place(gpu)}` : place(gpu) }));
+}
+
+function JobEvents({ job, events, data }) {
+  const devices = new Map(data.gpus.items.map((gpu) => [gpu.uuid, gpu]));
+  if (events.problem && !events.value) return html`<${Refusal} problem=${events.problem} />`;
+  return html`<ol class="events">${(events.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} event=${{ ...event, ...eventPlace(event, devices), holder: null, job: "", job_id: null, lease_id: event.lease_id === job.lease_id ? null : event.lease_id }} ids=${true} />`)}</ol>`;
+}
+
+function Facts({ job }) {
+  return html`<section class="sheet" aria-labelledby="facts-title"><div class="head"><h2 id="facts-title">Job</h2></div><dl class="pairs">
+    <${Pair} name="Id"><code>${job.id}</code><//>
+    <${Pair} name="Lease"><${Link} view="leases" id=${job.lease_id} class="id">${job.lease_id}<//><//>
+    <${Pair} name="Launcher">${plain(job.launcher)}<//>
+    ${job.working_directory && html`<${Pair} name="Directory"><code>${plain(job.working_directory, 300)}</code><//>`}
+    <${Pair} name="Submitted"><${Moment} at=${job.created_at} /><//>
+    <${Pair} name="Started">${job.started_at ? html`<${Moment} at=${job.started_at} /> <span class="quiet">after ${duration((Date.parse(job.started_at) - Date.parse(job.created_at)) / 1000)}</span>` : "-"}<//>
+    ${job.ended_at && html`<${Pair} name="Ended"><${Moment} at=${job.ended_at} /><//>`}
+    ${job.timeout_s && html`<${Pair} name="Time limit">${duration(job.timeout_s)}${job.started_at && !job.ended_at ? `, ${duration((Date.parse(job.started_at) - nowMs()) / 1000 + job.timeout_s)} left` : ""}<//>`}
+    <${Pair} name="Attempts">${job.attempts} of ${(job.retries ?? 0) + 1}<//>
+    ${job.attempt_history.map((one) => html`<${Pair} key=${one.number} name=${`Attempt ${one.number}`}>${plain(one.reason ?? "", 300)}${one.exit_code === null ? "" : ` Exit code ${one.exit_code}.`}<//>`)}
+  </dl></section>`;
+}

@@ -1,0 +1,46 @@
+// One lease: who asked for what, what was granted, and why it waits or ended.
+
+import { nowMs } from "../clock.js";
+import { askedFor, duration, plain } from "../format.js";
+import { html } from "../html.js";
+import { eventPlace, gpuNames, until, userOf } from "../model.js";
+import { useAnswer } from "../parts/answers.js";
+import { HistoryPlots } from "../parts/history_plots.js";
+import { Link, Moment, Refusal, Since, State, User } from "../parts/marks.js";
+import { EventLine } from "./events.js";
+import { Pair } from "./gpu.js";
+import { Why } from "./why.js";
+
+const EVERY_MS = 3000;
+
+/** The whole view. */
+export function LeasePage({ data, id, query }) {
+  const { value: lease, problem } = useAnswer(`v1/leases/${encodeURIComponent(id)}`, EVERY_MS);
+  const events = useAnswer(`v1/events?lease=${encodeURIComponent(id)}&order=desc&limit=50`, EVERY_MS);
+  const head = html`<h1 id="title" tabindex="-1">Lease <span class="id">${plain(id)}</span></h1>`;
+  if (!lease)
+    return html`<section class="sheet"><div class="head">${head}</div>${problem ? html`<${Refusal} problem=${problem} />` : html`<p class="none">Loading...</p>`}</section>`;
+  const nameOf = gpuNames(data);
+  const devices = new Map(data.gpus.items.map((one) => [one.uuid, one]));
+  return html`
+    <section class="sheet" aria-labelledby="title">
+      <div class="head">${head}<${State} state=${lease.state} /></div>
+      <dl class="pairs">
+        <${Pair} name="Holder"><${User} name=${userOf(lease.holder) || "?"} /> ${plain(lease.holder.label, 80)}<//>
+        ${lease.job_id && html`<${Pair} name="Job"><${Link} view="jobs" id=${lease.job_id}>${lease.job_id}<//><//>`}
+        <${Pair} name="Wants">${askedFor(lease.demand, nameOf)}<//>
+        ${lease.gpus.length > 0 && html`<${Pair} name="GPUs">${lease.gpus.map((gpu, at) => html`${at ? ", " : ""}<${Link} view="gpus" id=${gpu.uuid}>${gpu.index} of ${plain(gpu.node)}<//>`)}<//>`}
+        <${Pair} name="Asked for"><${Moment} at=${lease.created_at} /><//>
+        <${Pair} name="Granted">${lease.granted_at ? html`<${Moment} at=${lease.granted_at} /> <span class="quiet">after ${duration((Date.parse(lease.granted_at) - Date.parse(lease.created_at)) / 1000)}</span>` : "-"}<//>
+        ${lease.state === "active" && html`<${Pair} name="Ends">${until(lease, nowMs()) || "when it is released"}<//>`}
+        ${lease.ended_at && html`<${Pair} name="Ended"><${Moment} at=${lease.ended_at} />, ${plain((lease.end_reason ?? "").replaceAll("_", " "))}, held for <${Since} at=${lease.granted_at ?? lease.created_at} to=${lease.ended_at} /><//>`}
+      </dl>
+      ${lease.problems.map((text) => html`<p class="problem" key=${text}>${plain(text, 400)}</p>`)}
+    </section>
+    ${lease.state === "queued" && html`<section class="sheet" aria-labelledby="why"><div class="head"><h2 id="why">Why it waits</h2></div><${Why} leaseId=${id} nameOf=${nameOf} /></section>`}
+    ${lease.granted_at && html`<${HistoryPlots} path=${`v1/leases/${encodeURIComponent(id)}/metrics`} query=${query} label="" live=${lease.state === "active"} />`}
+    <section class="sheet" aria-labelledby="events-title"><div class="head"><h2 id="events-title">Events</h2></div>
+      ${events.problem && html`<${Refusal} problem=${events.problem} />`}
+      <ol class="events">${(events.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} event=${{ ...event, ...eventPlace(event, devices), holder: lease.holder, job: "" }} />`)}</ol>
+    </section>`;
+}
