@@ -17,7 +17,7 @@ lane = $(call LANE,$(1)) -n $(2) --dist loadgroup && $(call LANE,$(1)-alone) -n 
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool generators tools
+.PHONY: help setup demo test test-slow test-all check bench soak wheel clean packages promtool generators page-tools tools
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -42,17 +42,18 @@ demo: $(STAMP) ## three DDP training runs share four GPUs: see them held, waited
 test: $(STAMP) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
 	$(call lane,fast,6,3)
 
-test-slow: $(STAMP) packages promtool generators tools ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
+test-slow: $(STAMP) packages promtool generators page-tools tools ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
 	$(call lane,slow,6,0)
 
 test-all: test test-slow ## both lanes
 
-check: $(STAMP) ## lint, format, types, import rule, migration drift
+check: $(STAMP) page-tools ## lint, format, types, import rule, migration drift
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples integrations/*/*_*
 	$(BIN)/lint-imports
+	bash tests/dashboard/check.sh $(VENV)/page-tools
 	$(BIN)/python -m pytest -q -n 0 tests/store -k drift
 
 bench: $(STAMP) packages ## how fast it is, beside limits and peers; needs a quiet machine, see bench/README.md
@@ -69,6 +70,11 @@ clean: ## remove .venv and everything built or cached
 
 packages:
 	@bash tests/packages.sh
+
+# What checks the modules of the dashboard, and axe-core for the tests of the page.
+page-tools: $(STAMP) packages
+	@bash tests/dashboard/install.sh $(VENV)/page-tools || \
+		echo "No checks of the dashboard: they come from npm." >&2
 
 # What makes clients of the OpenAPI document.
 generators: $(STAMP) packages

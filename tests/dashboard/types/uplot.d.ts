@@ -1,0 +1,2 @@
+import plot from "uplot";
+export const uPlot: typeof plot;
