@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from gpulease_protocol.device import Device
+from gpulease_protocol.events import Event, EventPage
 from gpulease_protocol.holder import Holder
 from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember
 from gpulease_protocol.lease_parts import LeaseMember
@@ -40,6 +41,7 @@ __all__ = [
     "Device",
     "EndReason",
     "Event",
+    "EventPage",
     "Gpu",
     "GpuLink",
     "GpuReading",
@@ -166,6 +168,14 @@ class Gpu(GpuReading):
     last_busy_at: datetime | None = None
     """While it is leased: when a reading under this lease last showed a kernel on it, or else when it was granted; null
     before the first reading."""
+    idle_s: float | None = None
+    """While it is leased: seconds since `last_busy_at`, but at most since the daemon started. Null before the first
+    reading."""
+    activity_since: datetime | None = None
+    """Since when each reading has shown this `activity`. Null where that is not known, as after a restart of the daemon
+    until it changes."""
+    reserved_for: str | None = None
+    """The waiting request that a free GPU is held for; null for one that anyone may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +250,12 @@ class Lease(Noun):
     without such a budget, and while it waits."""
     position: int | None = None
     """Place in the queue, 1 is next; null unless queued."""
+    held_for_s: float | None = None
+    """For how many seconds it has held GPUs, or did until its end; null before the grant. This and `idle_s` are told by
+    `GET /v1/leases` and `GET /v1/leases/{id}` alone."""
+    idle_s: float | None = None
+    """For how many seconds none of its GPUs has done any work: the least `idle_s` of them. Null unless it is active,
+    and where it is not known of each of them."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""
@@ -394,44 +410,3 @@ class Node(Noun):
     """When the node goes; a job whose `timeout_s` ends later is not placed there. Null where no end is known."""
     leaving: bool = False
     """True while it is about to go: nothing is granted there, and its jobs are ended and tried elsewhere."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event(Noun):
-    """One recorded change. `seq` increases by one with each and is never reused; those of bearer tokens
-    (`token.created`, `token.revoked`) are shown to administrators alone."""
-
-    seq: int
-    """Position in the history."""
-    at: datetime
-    """When it was decided."""
-    kind: str
-    """Noun and verb, such as `lease.granted`."""
-    cause: str
-    """Id of the request, report or timer that led to it; one cause may have several events."""
-    lease_id: str | None = None
-    """The lease concerned."""
-    job_id: str | None = None
-    """The job concerned."""
-    node: str | None = None
-    """The node concerned."""
-    gpus: tuple[str, ...] = ()
-    """UUIDs of the GPUs concerned."""
-    fencing_token: int | None = None
-    """Fencing token of the grant concerned."""
-    reason: str | None = None
-    """A word or sentence that says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventPage(Noun):
-    """One page of the events, oldest first, or newest first."""
-
-    items: tuple[Event, ...]
-    """The events of this page."""
-    next: str | None = None
-    """Pass as `after` for the next page, or as `before` when the newest come first; null at the end."""
-    pruned_seq: int = 0
-    """Events up to this `seq` are no longer kept; 0 while all are. If it is greater than `after`, there is a gap."""
-    last_seq: int = 0
-    """`seq` of the newest event, of whatever page; 0 while there is none."""

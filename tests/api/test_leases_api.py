@@ -315,6 +315,7 @@ def test_a_reserved_gpu_says_so_in_the_list_by_itself_and_in_the_table(api: Daem
     assert len(free) == 3
     for gpu in free:
         assert gpu["reason"].startswith(f"Held for {older} (")
+        assert gpu["reserved_for"] == older
         assert '"resnet"' in gpu["reason"]
         assert api.call("GET", f"/v1/gpus/{gpu['uuid']}").json["reason"] == gpu["reason"]
     table = api.call("GET", "/").content.decode()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 import pytest
 
+from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess, eventually
 
 
@@ -54,4 +57,33 @@ def test_a_leased_gpu_says_when_it_was_last_busy(api: DaemonProcess) -> None:
     lease = api.call("POST", "/v1/leases", {"count": 1}).json
     (uuid,) = (gpu["uuid"] for gpu in lease["gpus"])
     eventually(lambda: api.get(f"/v1/gpus/{uuid}").json["last_busy_at"] is not None, 60, api.story)
-    assert all(gpu["last_busy_at"] is None for gpu in api.get("/v1/gpus").json["items"] if gpu["uuid"] != uuid)
+    fields = ("last_busy_at", "idle_s", "activity_since")
+    others = [gpu for gpu in api.get("/v1/gpus").json["items"] if gpu["uuid"] != uuid]
+    assert [gpu[name] for gpu in others for name in fields] == [None] * 9
+
+
+def test_a_lease_says_how_long_it_has_done_nothing(api: DaemonProcess, hardware: Hardware) -> None:
+    lease = api.call("POST", "/v1/leases", {"count": 2}).json
+    assert (lease["held_for_s"], lease["idle_s"]) == (None, None), "told where leases are looked at"
+    path = f"/v1/leases/{lease['id']}"
+    eventually(lambda: (api.get(path).json["idle_s"] or 0) > 1, 60, api.story)
+    idle = api.get(path).json
+    assert 1 < idle["idle_s"] <= idle["held_for_s"]
+    (listed,) = api.get("/v1/leases?state=active").json["items"]
+    assert listed["idle_s"] >= idle["idle_s"]
+
+    numbers = [int(gpu["index"]) for gpu in lease["gpus"]]
+    working = {"utilization_ratio": 0.5, "processes": [{"pid": 4242}]}
+    hardware.show(*({**working} if index == numbers[1] else {} for index in range(4)))
+    eventually(lambda: api.get(path).json["idle_s"] < idle["idle_s"], 60, api.story)
+    first, second = (api.get(f"/v1/gpus/{gpu['uuid']}").json for gpu in lease["gpus"])
+    assert first["idle_s"] > second["idle_s"], "the lease is as idle as the one of its GPUs that works"
+    assert (first["activity"], second["activity"]) == ("starting", "conflict")
+    since = [datetime.fromisoformat(text) for text in (first["activity_since"], second["activity_since"])]
+    assert timedelta(seconds=-1) < since[0] - datetime.fromisoformat(lease["granted_at"]) < since[1] - since[0]
+
+    hardware.show({}, {}, {}, {})
+    ended = api.call("POST", f"{path}/release", {"token": lease["token"]}).json
+    told = api.get(path).json
+    lasted = datetime.fromisoformat(ended["ended_at"]) - datetime.fromisoformat(ended["granted_at"])
+    assert (told["held_for_s"], told["idle_s"]) == (pytest.approx(lasted.total_seconds(), abs=0.002), None)

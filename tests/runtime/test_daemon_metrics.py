@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulease_protocol.errors import Unavailable
-from gpulease_protocol.model import Lease
+from gpulease_protocol.model import Activity, Lease
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import Instant
@@ -51,6 +51,27 @@ def test_used_and_idle_time_follow_from_readings_and_a_gap_is_neither() -> None:
     assert usage.idle_s(1006.0) == {"g0": 1.0}
     usage.read("g9", 1.0, 1006.0)
     assert usage.totals_at(1006.0)["ann"].used_s == 2.5
+
+
+def test_since_when_a_gpu_does_what_it_does_is_known_from_its_grant_on() -> None:
+    usage = GpuUsage()
+    usage.hold("g0", "l1", "ann", 0.0)
+    usage.hold("g1", "l2", "bob", 0.0, from_grant=False)
+    seen = (
+        (1.0, Activity.STARTING),
+        (2.0, Activity.ACTIVE),
+        (3.0, Activity.ACTIVE),
+        (4.0, None),
+        (9.0, Activity.ACTIVE),
+    )
+    for at_s, activity in seen:
+        usage.observe("g0", activity, at_s)
+    usage.observe("g1", Activity.IDLE, 1.0)
+    usage.observe("g9", Activity.IDLE, 1.0)
+    since = {uuid: held.activity_since_s for uuid, held in usage.held.items()}
+    assert since == {"g0": 2.0, "g1": None}, "it may have been idle before the daemon started"
+    usage.observe("g1", Activity.ACTIVE, 5.0)
+    assert usage.held["g1"].activity_since_s == 5.0
 
 
 def test_a_gpu_that_goes_from_one_lease_to_another_begins_again() -> None:
@@ -200,10 +221,10 @@ def test_an_absurd_utilization_spoils_nothing() -> None:
     metrics = DaemonMetrics()
     metrics.usage.hold(gpu(0).uuid, "l", "ann", 0.0)
     view = NodeReport(worker_id="w", host="a", gpus=(gpu(0, utilization_ratio=1e30),), read_s=0.25)
-    metrics.count_report("a", view, _at(1.0))
+    metrics.count_report("a", view, _at(1.0), Ledger())
     assert metrics.usage.totals_at(1.0)["ann"].used_s == 1.0
     assert metrics.probe_s == {"a": 0.25}
-    metrics.count_report("a", NodeReport(worker_id="w", host="a", problem="hangs"), _at(2.0))
+    metrics.count_report("a", NodeReport(worker_id="w", host="a", problem="hangs"), _at(2.0), Ledger())
     assert metrics.probe_s == {}
     metrics.reset_usage(Ledger(), _at(3.0))
     assert metrics.usage.held == {}

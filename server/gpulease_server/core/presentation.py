@@ -137,10 +137,11 @@ def gpu_view(
     `reserved_for`: the waiting request that a free GPU is held for, by UUID, where that is known already.
     """
     state = state_of(ledger, gpu, now, policy)
-    reason = why_not_free(ledger, gpu, state, now, policy)
+    reason, waiting = why_not_free(ledger, gpu, state, now, policy), None
     if state is GpuState.FREE:
         reserved_for = current_reservations(ledger, now, policy).by_uuid if reserved_for is None else reserved_for
-        reason = why_reserved(ledger, reserved_for[gpu.device.uuid]) if gpu.device.uuid in reserved_for else None
+        waiting = reserved_for.get(gpu.device.uuid)
+        reason = None if waiting is None else why_reserved(ledger, waiting)
     reading = None if state is GpuState.UNKNOWN else reading_of(ledger, gpu)
     seen_at_s = observed_at(ledger.node_observations.get(gpu.device.node), gpu.device.uuid)
     holding = ledger.leases.get(gpu.lease_id or "")
@@ -161,6 +162,7 @@ def gpu_view(
         holder=holder,
         cordoned=is_cordoned(ledger, gpu),
         observed_at=None if seen_at_s is None else wall_clock(now, seen_at_s),
+        reserved_for=waiting,
     )
 
 

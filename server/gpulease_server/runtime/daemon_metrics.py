@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 
 from gpulease_protocol.model import EndReason, Event, JobState, Lease, LeaseState
 from gpulease_protocol.node_protocol import NodeReport
+from gpulease_server.core.gpu import activity_of, reading_of
 from gpulease_server.core.happenings import Happening, LeaseRequested
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import Change, GpuRecord, GpuRemoved, Instant, NodeRemoved
@@ -133,10 +134,10 @@ class DaemonMetrics:
         for uuid in [uuid for uuid in self.usage.held if uuid not in ledger.gpus]:
             self.usage.drop(uuid, now.mono_s)
         for gpu in ledger.gpus.values():
-            self._update_gpu(gpu, ledger, now.mono_s)
+            self._update_gpu(gpu, ledger, now.mono_s, from_grant=False)
 
-    def count_report(self, node: str, report: NodeReport, now: Instant) -> None:
-        """Count the readings of a node's report that was accepted."""
+    def count_report(self, node: str, report: NodeReport, now: Instant, ledger: Ledger) -> None:
+        """Count the readings of a node's report that was accepted. `ledger`: with that report."""
         if report.problem is not None:
             self.probe_s.pop(node, None)
             return
@@ -145,13 +146,17 @@ class DaemonMetrics:
         for reading in report.gpus:
             ratio = reading.utilization_ratio
             self.usage.read(reading.uuid, None if ratio is None else min(max(ratio, 0.0), 1.0), now.mono_s)
+            gpu = ledger.gpus.get(reading.uuid) if reading.uuid in self.usage.held else None
+            if gpu is not None:
+                self.usage.observe(reading.uuid, activity_of(ledger, gpu, reading_of(ledger, gpu)), now.mono_s)
 
-    def _update_gpu(self, gpu: GpuRecord, ledger: Ledger, now_s: float) -> None:
+    def _update_gpu(self, gpu: GpuRecord, ledger: Ledger, now_s: float, *, from_grant: bool = True) -> None:
         if gpu.lease_id is None or gpu.draining:
             self.usage.drop(gpu.device.uuid, now_s)
             return
         record = ledger.leases.get(gpu.lease_id)
-        self.usage.hold(gpu.device.uuid, gpu.lease_id, record.lease.holder.user if record else None, now_s)
+        user = record.lease.holder.user if record else None
+        self.usage.hold(gpu.device.uuid, gpu.lease_id, user, now_s, from_grant=from_grant)
 
     def _count_event(self, event: Event, ledger: Ledger) -> None:
         match event.kind:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from gpulease_protocol.model import Activity
 from gpulease_server.runtime.reading_gaps import FIRST_READING_S, GAP_S
 
 MAX_USERS = 100
@@ -58,6 +59,12 @@ class LeasedGpu:
     """When it was last seen busy, or was granted."""
     read: bool = False
     """True once there was a reading under this lease."""
+    from_grant: bool = True
+    """False where the lease had it before this daemon started."""
+    activity: Activity | None = None
+    """What the last reading showed that tells it."""
+    activity_since_s: float | None = None
+    """Since when; None where that was before this daemon started."""
 
 
 @dataclass(slots=True)
@@ -69,8 +76,8 @@ class GpuUsage:
     held: dict[str, LeasedGpu] = field(default_factory=dict)
     """By UUID."""
 
-    def hold(self, uuid: str, lease_id: str, user: str | None, now_s: float) -> None:
-        """A lease of a user holds a GPU from now on. Idempotent."""
+    def hold(self, uuid: str, lease_id: str, user: str | None, now_s: float, *, from_grant: bool = True) -> None:
+        """A lease of a user holds a GPU from now on. Idempotent. `from_grant`: it did not before."""
         known = self.held.get(uuid)
         if known is not None and known.lease_id == lease_id:
             return
@@ -80,7 +87,7 @@ class GpuUsage:
         totals.advance(now_s)
         totals.gpus += 1
         totals.seen_s = now_s
-        self.held[uuid] = LeasedGpu(lease_id, name, now_s, now_s)
+        self.held[uuid] = LeasedGpu(lease_id, name, now_s, now_s, from_grant=from_grant)
 
     def drop(self, uuid: str, now_s: float) -> None:
         """No lease holds a GPU from now on."""
@@ -108,6 +115,14 @@ class GpuUsage:
             totals.idle_s += passed_s
         else:
             held.idle_since_s = now_s
+
+    def observe(self, uuid: str, activity: Activity | None, now_s: float) -> None:
+        """What a reading shows to happen on a GPU; None where it does not tell."""
+        held = self.held.get(uuid)
+        if held is None or activity is None or activity is held.activity:
+            return
+        is_known = held.from_grant or held.activity is not None
+        held.activity, held.activity_since_s = activity, now_s if is_known else None
 
     def totals_at(self, now_s: float) -> dict[str, UserGpuTime]:
         """The totals up to now, by user. A copy."""

@@ -181,8 +181,8 @@ def drains(connection: Connection, scope: Scope, at_least: timedelta) -> tuple[l
 
 
 def waits(connection: Connection, scope: Scope) -> tuple[list[tuple[datetime, datetime | None]], datetime | None]:
-    """When requests began to wait in or before the period, and when they no longer did; and since when, if there were
-    more. One that was granted at once did not wait."""
+    """When requests began to wait in or before the period, and until when; and since when, if there were more. One that
+    was granted at once did not wait."""
     columns = select(lease.c.created_at, lease.c.granted_at, lease.c.ended_at)
     waited = or_(lease.c.granted_at.is_(None), lease.c.granted_at > lease.c.created_at)
     where = [lease.c.created_at < scope.to_at, waited, *scope.holders()]

@@ -54,4 +54,13 @@ def redact_for_job(caller: Caller, gpu: Gpu) -> Gpu:
     """A GPU as a job may see it: of others than its own, nothing of who uses them."""
     if caller.role is not Role.JOB or gpu.lease_id == caller.lease_id:
         return gpu
-    return replace(gpu, lease_id=None, holder=None, reason=None, processes=(), opened_by=None, unreadable_process=None)
+    return replace(
+        gpu,
+        lease_id=None,
+        holder=None,
+        reason=None,
+        reserved_for=None,
+        processes=(),
+        opened_by=None,
+        unreadable_process=None,
+    )

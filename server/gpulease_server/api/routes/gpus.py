@@ -29,7 +29,8 @@ GPU_JSON: TypeAdapter[object] = TypeAdapter(Gpu)
 
 
 def with_last_use(daemon: DaemonState, gpus: list[Gpu]) -> list[Gpu]:
-    """The GPUs, the leased ones with the last time at which they were busy, which the ledger does not know."""
+    """The GPUs, the leased ones with when they were busy and since when they do what they do, which the ledger does not
+    know."""
     add = last_use(daemon)
     return [add(gpu) for gpu in gpus]
 
@@ -37,12 +38,20 @@ def with_last_use(daemon: DaemonState, gpus: list[Gpu]) -> list[Gpu]:
 def last_use(daemon: DaemonState) -> Callable[[Gpu], Gpu]:
     """What completes a GPU as `with_last_use` does, by what is known at this moment."""
     now = daemon.now()
-    idle_s = daemon.writer.metrics.usage.idle_s(now.mono_s)
+    usage = daemon.writer.metrics.usage
+    idle_s = usage.idle_s(now.mono_s)
 
     def add(gpu: Gpu) -> Gpu:
         if gpu.state is not GpuState.LEASED or gpu.uuid not in idle_s:
             return gpu
-        return replace(gpu, last_busy_at=wall_clock(now, now.mono_s - idle_s[gpu.uuid]))
+        held = usage.held.get(gpu.uuid)
+        since_s = held.activity_since_s if held is not None and held.activity is gpu.activity else None
+        return replace(
+            gpu,
+            last_busy_at=wall_clock(now, now.mono_s - idle_s[gpu.uuid]),
+            idle_s=round(idle_s[gpu.uuid], 3),
+            activity_since=None if since_s is None else wall_clock(now, since_s),
+        )
 
     return add
 

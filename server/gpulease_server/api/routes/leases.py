@@ -22,6 +22,7 @@ from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredentials
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.lease_times import with_times
 from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
@@ -222,7 +223,7 @@ async def list_leases(
         to_at=None if to_at is None else in_utc(to_at),
         known=daemon.ledger.leases,
     )
-    views = (_view(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
+    views = (_timed(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
     items = tuple(redact_lease(caller, lease) for lease in views)
     page = Page(items=items, next=None if number is None else str(number))
     link_to_next(request, response, page.next)
@@ -247,7 +248,7 @@ async def show_lease(
     if wait_s > 0:
         await _wait_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
     await _claim(daemon, request, caller, lease_id)
-    return redact_lease(caller, _view(daemon, await _find_lease(daemon, lease_id)))
+    return redact_lease(caller, _timed(daemon, await _find_lease(daemon, lease_id)))
 
 
 @router.post(
@@ -431,6 +432,10 @@ async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
     )
     with contextlib.suppress(LeaseLost, StaleToken, NotFound):  # it ends at this moment, and is shown as it is
         await daemon.submit(renewal)
+
+
+def _timed(daemon: DaemonState, record: LeaseRecord) -> Lease:
+    return with_times(daemon, record, _view(daemon, record))
 
 
 def _view(daemon: DaemonState, record: LeaseRecord) -> Lease:

@@ -148,7 +148,7 @@ async def exchange(
     if not (report.partial or report.repeated):
         daemon.recorder.record(name, report, daemon.ledger, now)
     if not report.partial:
-        daemon.writer.metrics.count_report(name, report, now)
+        daemon.writer.metrics.count_report(name, report, now, daemon.ledger)
     seen = report.ticket if report.seen is None else report.seen
     started_s = now.mono_s
     until_s = started_s + (0.0 if report.partial else min(max(report.hold_s, 0.0), MAX_HOLD_S))
