@@ -144,7 +144,7 @@ def npm_default() -> str:
     command = [npm] if npm is not None else [sys.executable, "-c", ASK_IT]
     try:
         told = subprocess.run(
-            [*command, "config", "get", "registry"], capture_output=True, text=True, timeout=TIMEOUT_S
+            [*command, "config", "get", "registry"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
