@@ -29,6 +29,21 @@ USAGE_METRICS: tuple[tuple[str, str, str], ...] = (
     ("gpulease_gpu_used_seconds", "used_s", "The part of it in which the GPUs worked: held time times utilization."),
     ("gpulease_gpu_idle_seconds", "idle_s", "The part of it in which utilization was 0."),
 )
+READINGS = (
+    (
+        "gpulease_gpu_utilization_ratio",
+        "utilization_ratio",
+        "Share of the last sample period in which a kernel ran; absent while it is not known.",
+    ),
+    (
+        "gpulease_gpu_memory_used_bytes",
+        "memory_used_bytes",
+        "Memory in use, without what the driver reserves; absent while it is not known.",
+    ),
+    ("gpulease_gpu_temperature_celsius", "temperature_c", "Temperature of a GPU; absent while it is not known."),
+    ("gpulease_gpu_power_watts", "power_w", "Power that a GPU draws; absent while it is not known."),
+)
+"""Gauges of the last reading of a GPU: name, field of the reading, meaning."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,21 @@ def gpu_metrics(snapshot: LedgerSnapshot) -> Iterator[Metric]:
         GaugeMetricFamily("gpulease_gpu_quiet_seconds", text),
         ((_gpu_labels(gpu), quiet_s[gpu.device.uuid]) for gpu in known if gpu.device.uuid in quiet_s),
     )
+    for name, measure, text in READINGS:
+        yield _lazy_family(
+            GaugeMetricFamily(name, text),
+            (
+                (_gpu_labels(gpu), value)
+                for gpu in known
+                if (value := _last_reading(snapshot, gpu, measure)) is not None
+            ),
+        )
     yield holder_metric(snapshot)
+
+
+def _last_reading(snapshot: LedgerSnapshot, gpu: GpuRecord, measure: str) -> float | None:
+    reading = reading_of(snapshot.ledger, gpu)
+    return None if reading is None else getattr(reading, measure)
 
 
 def holder_metric(snapshot: LedgerSnapshot) -> Metric:
