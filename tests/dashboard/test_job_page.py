@@ -1,0 +1,230 @@
+"""The page of one job: what its GPUs did, what it said, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.api.conftest import Hardware
+from tests.daemon import DaemonProcess
+from tests.dashboard.conftest import Watched
+from tests.dashboard.test_modules import in_node, modules
+from tests.dashboard.test_page import GIB, submit
+
+__all__ = ["modules"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRAINING = """
+import os, time
+step = 0
+while True:
+    print("rank", os.environ["RANK"], "step", step, flush=True)
+    step += 1
+    time.sleep(1)
+"""
+PLOTS = "all => all.map(one => ({ labels: one.plot.series.slice(1).map(line => line.label), data: one.plot.data }))"
+
+DRAWN = """() => {
+    const plots = [...document.querySelectorAll(".canvas")].map((one) => one.plot);
+    return plots.length === 4 && plots.every((plot) => plot?.data[0].length > 20);
+}"""
+
+
+@contextmanager
+def training(hardware: Hardware) -> Iterator[None]:
+    """Four GPUs that work and wait for data 3 s of every 12; the last one has two thirds of the others' utilization."""
+    ended = threading.Event()
+    begun = time.monotonic()
+
+    def play() -> None:
+        while not ended.wait(0.4):
+            at = time.monotonic() - begun
+            waits = at % 12 < 3
+            ratios = [
+                0.04 if waits else (0.92 + 0.05 * math.sin(at + rank)) * (0.66 if rank == 3 else 1) for rank in range(4)
+            ]
+            hardware.show(
+                *(
+                    {"utilization_ratio": ratio, "memory_used_bytes": 70 * GIB, "power_w": 90 + 600 * ratio}
+                    for ratio in ratios
+                )
+            )
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def plots(page: Page) -> list[dict[str, Any]]:
+    """Labels and data of the four plots."""
+    found: list[dict[str, Any]] = page.eval_on_selector_all(".plot .canvas", PLOTS)
+    return found
+
+
+@pytest.mark.budget(120)
+def test_ranks_are_plotted_and_a_straggler_and_stalls_are_named(
+    watched: Watched, running: DaemonProcess, hardware: Hardware, tmp_path: Path
+) -> None:
+    """J1, J2, J6: a line for each rank in each of four plots with one cursor; what is wrong is named within 30 s."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    job = submit(running, str(script), name="pretrain", launcher="torchrun", gpus=4, interpreter=sys.executable)
+    page = watched.open(f"#/jobs/{job['id']}")
+    with training(hardware):
+        expect(page.get_by_role("heading", level=1)).to_have_text("pretrain")
+        expect(page.locator(".findings .straggler")).to_have_text(
+            re.compile(r"rank 3, GPU 3 at 6\d % of the others' utilization")
+        )
+        expect(page.locator(".findings .stall")).to_have_text(re.compile(r"all ranks at \d+ %: \d+ s of each minute"))
+        expect(page.locator(".findings li")).to_have_count(2)
+        page.wait_for_function(DRAWN)
+        shown = plots(page)
+    for plot in shown:
+        assert plot["labels"] == [f"rank {rank}, GPU {rank}" for rank in range(4)]
+    assert shown[0]["data"][0][-1] > time.time() - 10  # J1: 5 s, and the time to look
+    metrics = running.call("GET", f"/v1/jobs/{job['id']}/metrics?points=300").json["attempts"][0]["gpus"]
+    known = min(len(shown[0]["data"][0]), len(metrics[0]["start_at"])) - 2  # the last ones were not complete
+    if len(metrics[0]["start_at"]) - len(shown[0]["data"][0]) < 20 and metrics[0]["bucket_s"] == 1:
+        for rank, gpu in enumerate(metrics):
+            assert shown[0]["data"][rank + 1][:known] == pytest.approx(
+                [100 * one for one in gpu["utilization_ratio"]["mean"][:known]]
+            )
+
+    box = page.locator('[data-measure="power_w"] .u-over').bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 20)
+    places = page.eval_on_selector_all(".plot .canvas", "all => all.map(one => one.plot.cursor.idx)")
+    assert len(set(places)) == 1
+    assert places[0] is not None
+    expect(page.locator(".plot .at")).to_have_text([re.compile(r"\d\d:\d\d:\d\d")] * 4)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, box["y"] + 20)
+    page.mouse.up()
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
+    page.get_by_role("group", name="Rank").get_by_role("button", name="2").click()
+    page.get_by_label("Filter the lines").fill("step 1")
+    before = page.evaluate("location.hash")
+    assert re.search(r"from=\d+&to=\d+&rank=2&grep=step\+1", before)
+    page.reload()
+    expect(page.get_by_role("button", name="Reset zoom")).to_be_visible()
+    expect(page.get_by_role("group", name="Rank").get_by_role("button", name="2")).to_have_attribute(
+        "aria-pressed", "true"
+    )
+    rows = page.get_by_role("log").locator(".row")
+    expect(rows.first).to_contain_text("rank 2 step 1")
+    assert all("rank 2 step 1" in text for text in rows.all_inner_texts())
+    assert page.evaluate("location.hash") == before
+    watched.was_good()
+
+
+def test_a_log_follows_and_stops_when_the_reader_scrolls(
+    watched: Watched, running: DaemonProcess, tmp_path: Path
+) -> None:
+    """J4: a line appears as it is printed; only the rows that are seen are elements."""
+    more = tmp_path / "more"
+    script = (
+        "i=0; while [ $i -lt 3000 ]; do echo line $i; i=$((i+1)); done;"
+        f" until [ -e {more} ]; do sleep .05; done; echo late; sleep 600"
+    )
+    job = submit(running, "sh", "-c", script, name="chatty")
+    page = watched.open(f"#/jobs/{job['id']}")
+    log = page.get_by_role("log")
+    expect(log).to_contain_text("line 2999")
+    assert log.locator(".row").count() < 200
+    log.evaluate("one => { one.scrollTop = 900 }")
+    expect(page.get_by_role("button", name="Follow")).to_have_attribute("aria-pressed", "false")
+    expect(log).to_contain_text("line 55")
+    more.touch()
+    expect(page.locator(".log .facts")).to_have_text("3001 lines")
+    expect(log).not_to_contain_text("late")
+    page.get_by_role("button", name="Follow").click()
+    expect(log).to_contain_text("late")
+    watched.was_good()
+
+
+def test_a_failed_job_says_why_first(watched: Watched, running: DaemonProcess) -> None:
+    """J5, J8: reason and exit code, then the log; the attempts can be chosen."""
+    job = submit(running, "sh", "-c", "echo out of memory; exit 7", name="broken", retries=1)
+    page = watched.open(f"#/jobs/{job['id']}")
+    expect(page.locator(".job-head .problem")).to_contain_text("Exit code 7")
+    expect(page.get_by_role("log")).to_contain_text("out of memory")
+    attempts = page.get_by_role("group", name="Attempt")
+    expect(attempts.get_by_role("button")).to_have_text(["attempt 1", "attempt 2"])
+    attempts.get_by_role("button", name="attempt 1").click()
+    expect(attempts.get_by_role("button", name="attempt 1")).to_have_attribute("aria-pressed", "true")
+    assert "attempt=1" in page.evaluate("location.hash")
+    watched.was_good()
+
+
+def gpu(label: str, ratios: list[float | None]) -> dict[str, Any]:
+    """A GPU of a job's metrics, a bucket a second."""
+    times = [f"2026-01-01T00:{at // 60:02}:{at % 60:02}Z" for at in range(len(ratios))]
+    return {"label": label, "start_at": times, "seconds": [1] * len(ratios), "utilization_ratio": {"mean": ratios}}
+
+
+WORK: list[float | None] = [0.9] * 60
+STALLS: list[float | None] = ([0.9] * 9 + [0.05] * 3) * 5
+
+
+SLOW = "rank 1 at 60 % of the others' utilization for 1m 00s"
+WAITS = "at 5 %: 13 s of each minute, as when they wait for data"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "texts"),
+    [
+        pytest.param([], [], id="no GPU"),
+        pytest.param([gpu("rank 0", WORK), gpu("rank 1", WORK)], [], id="all is well"),
+        pytest.param([gpu("rank 0", WORK), gpu("rank 1", [0.54] * 60)], [SLOW], id="a straggler"),
+        pytest.param([gpu("rank 0", STALLS), gpu("rank 1", STALLS)], [f"all ranks {WAITS}"], id="stalls"),
+        pytest.param([gpu("GPU 0", STALLS)], [f"GPU 0 {WAITS}"], id="stalls of one GPU"),
+        pytest.param([gpu("rank 0", WORK[:5]), gpu("rank 1", [0.1] * 5)], [], id="too early to say"),
+        pytest.param([gpu("rank 0", WORK), gpu("rank 1", [None] * 60)], [], id="unknown is not idle"),
+        pytest.param([gpu("rank 0", [0.0] * 60), gpu("rank 1", [0.0] * 60)], [], id="it has not begun to work"),
+        pytest.param([gpu("rank 0", WORK + [0.0] * 90)], ["no work on rank 0 for 1m 30s"], id="it has stopped"),
+    ],
+)
+def test_what_is_wrong_with_a_job_is_named(modules: Path, gpus: list[dict[str, Any]], texts: list[str]) -> None:
+    program = """
+        import { diagnose } from "./parts/diagnosis.js";
+        console.log(JSON.stringify(diagnose(given).map((one) => one.text)));
+    """
+    assert in_node(modules, program, gpus) == texts
+
+
+def test_an_unknown_bucket_is_a_gap(modules: Path) -> None:
+    """J3, G2: null stays null; a line that has no bucket at a time of another one has no gap there."""
+    lines = [
+        {"label": "a", "times": [1, 2, 3], "power_w": {"mean": [5, None, 0]}},
+        {"label": "b", "times": [2, 4], "power_w": {"mean": [7, None]}},
+    ]
+    program = """
+        globalThis.matchMedia = () => ({ matches: false });
+        import { aligned } from "./parts/plots.js";
+        const said = aligned(given, "power_w", "mean", 2);
+        console.log(JSON.stringify(said.map((column) => column.map((one) => (one === undefined ? "absent" : one)))));
+    """
+    assert in_node(modules, program, lines) == [[1, 2, 3, 4], [10, None, 0, "absent"], ["absent", 14, "absent", None]]
+
+
+def test_the_colour_of_a_user_is_stable_and_there_are_eight(modules: Path) -> None:
+    names = [f"user{number}" for number in range(400)]
+    program = 'import { hueOf } from "./model.js"; console.log(JSON.stringify(given.map(hueOf)));'
+    hues = in_node(modules, program, names)
+    assert hues == in_node(modules, program, names)
+    assert set(hues) == set(range(8))
+    assert max(hues.count(hue) for hue in range(8)) < 100

@@ -1,0 +1,341 @@
+"""The shell and what fits a screen: addresses, search, problems, themes, and the criteria of a page for everyone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect
+
+from tests.api.conftest import Hardware
+from tests.daemon import DaemonProcess, daemon
+from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.test_page import GIB, ask, card, submit
+from tests.http_as_user import call
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+AXE = Path(__file__).parents[2] / ".venv/page-tools/node_modules/axe-core/axe.min.js"
+HISTORY = [None] * 10 + [0.0] * 20 + [0.5, 1.0] * 15
+STRANGER = {"pid": 414242, "memory_bytes": 3 * GIB, "user": "mallory", "command": "python mine.py"}
+
+
+def with_history(page: Page, hardware: Hardware) -> None:
+    """Let the daemon have a history of GPU 0."""
+
+    def answer(route: Route) -> None:
+        gpu = {"uuid": hardware.uuid(0), "node": "n1", "index": 0, "name": "x", "utilization_ratio": HISTORY}
+        route.fulfill(
+            json={"from_at": "2026-01-01T00:00:00Z", "to_at": "2026-01-01T01:00:00Z", "bucket_s": 60, "gpus": [gpu]}
+        )
+
+    page.route("**/v1/gpus/history*", answer)
+
+
+def is_inside(page: Page, selector: str) -> bool:
+    """True if all of these are on the screen without scrolling."""
+    return bool(
+        page.eval_on_selector_all(
+            selector,
+            "all => all.length > 0 && all.every(one => {"
+            " const box = one.getBoundingClientRect();"
+            " return box.top >= 0 && box.bottom <= innerHeight && box.right <= innerWidth; })",
+        )
+    )
+
+
+def test_views_have_addresses_and_back_works(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
+    """S1: each view opens by its address and after a reload; the bar says which it is; Back goes back."""
+    waits = [ask(running, count=4), ask(running, count=1)][1]
+    job = submit(running, "true", name="tiny")
+    places = {
+        "now": "Now", "queue": "Queue", "jobs": "Jobs", "events": "Events", "wall": "Wall", f"jobs/{job['id']}": "tiny",
+        f"leases/{waits['id']}": waits["id"], f"gpus/{hardware.uuid(2)}": "GPU 2 of n1",
+    }  # fmt: skip
+    page = watched.open()
+    for place, heading in places.items():
+        page.goto(f"{running.url}/#/{place}")
+        page.reload()
+        expect(page.get_by_role("heading", level=1)).to_contain_text(heading)
+    page.goto(f"{running.url}/#/now")
+    for view in ("Queue", "Jobs", "Events"):
+        page.get_by_role("link", name=view).first.click()
+        expect(page.locator("nav [aria-current=page]")).to_contain_text(view)
+        expect(page.get_by_role("heading", level=1)).to_be_focused()
+    page.go_back()
+    expect(page.locator("nav [aria-current=page]")).to_contain_text("Jobs")
+    watched.was_good()
+
+
+def test_search_leaves_only_what_matches(watched: Watched, running: DaemonProcess) -> None:
+    """S2: `/` focuses it, it works in each view, and it is in the address."""
+    ask(running, count=1, label="chloe: notebook")
+    ask(running, count=1, label="bram: sdxl")
+    for name in ("chloe: eval", "bram: eval"):
+        ask(running, count=4, label=name)
+    page = watched.open()
+    page.keyboard.press("/")
+    expect(page.get_by_role("searchbox", name="Search")).to_be_focused()
+    page.keyboard.type("chloe")
+
+    expect(page.locator("[data-gpu]")).to_have_count(1)
+    expect(card(page, 0)).to_contain_text("chloe: notebook")
+    assert page.evaluate("location.hash") == "#/now?q=chloe"
+    page.get_by_role("link", name="Queue").first.click()
+    expect(page.locator("#queue tbody > tr")).to_have_count(1)
+    page.reload()
+    expect(page.locator("#queue tbody > tr")).to_have_count(1)
+    expect(page.get_by_role("searchbox", name="Search")).to_have_value("chloe")
+    watched.was_good()
+
+
+def test_problems_are_counted_in_the_bar(watched: Watched, hardware: Hardware) -> None:
+    """S3: none, no bar."""
+    page = watched.open()
+    expect(page.locator(".problems")).to_have_count(0)
+    hardware.show({"health": "xid:79"}, {"processes": [STRANGER]}, {}, {"health": "lost"})
+
+    expect(page.locator(".problem-count")).to_have_text("3 problems")
+    expect(page.locator(".problems li")).to_have_count(2)
+    page.get_by_role("button", name="Show all 3").click()
+    for text in ("GPU 0 unhealthy: xid:79", "pid 414242 of mallory", "GPU 3 unhealthy"):
+        expect(page.locator(".problems")).to_contain_text(text)
+    hardware.show({}, {}, {}, {})
+    expect(page.locator(".problems")).to_have_count(0)
+    watched.was_good()
+
+
+def changed(page: Page, path: str, **fields: Any) -> None:
+    """Let the daemon answer with other fields in the first two items of a list."""
+
+    def answer(route: Route) -> None:
+        found = route.fetch()
+        page_of_items = found.json()
+        for item in page_of_items["items"][:2]:
+            item.update(fields)
+        route.fulfill(response=found, body=json.dumps(page_of_items))
+
+    page.route(path, answer)
+
+
+def test_free_is_only_what_anyone_may_get(watched: Watched) -> None:
+    """S4: GPUs that are kept for a waiting request are held."""
+    changed(watched.page, "**/v1/gpus", reason="Held for lease-1 (user ann), which waits")
+    page = watched.open()
+
+    expect(page.locator('[data-total="held"] b')).to_have_text("2")
+    expect(page.locator('[data-total="free"] b')).to_have_text("2")
+    expect(card(page, 0)).to_contain_text("held")
+    expect(card(page, 0)).to_contain_text("Held for lease-1 (user ann)")
+    expect(page).to_have_title(re.compile("^2 of 4 free"))
+    watched.was_good()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axe_finds_nothing(
+    browser: Browser, running: DaemonProcess, hardware: Hardware, scheme: str, width: int
+) -> None:
+    """S5: in every view, with every state that simulated hardware can have."""
+    hardware.show({}, {"health": "xid:79"}, {"processes": [STRANGER]}, {"compute_mode": "prohibited"})
+    ask(running, count=1, label="ada")
+    waits = ask(running, count=4, label="bob")
+    job = submit(running, "sh", "-c", "echo said; exit 3", name="broken")
+    with watching(browser, running, width=width, color_scheme=scheme, bypass_csp=True) as watched:
+        with_history(watched.page, hardware)
+        page = watched.open()
+        page.evaluate(AXE.read_text())
+        uuid = hardware.uuid(0)
+        for view in (
+            "now",
+            "queue",
+            "jobs",
+            "events",
+            "wall",
+            f"jobs/{job['id']}",
+            f"leases/{waits['id']}",
+            f"gpus/{uuid}",
+        ):
+            page.evaluate("view => { location.hash = `#/${view}` }", view)
+            expect(page.locator(f"main.view-{view.split('/')[0]} h1")).to_have_count(1)
+            expect(page.get_by_text("Loading...")).to_have_count(0)
+            found = page.evaluate("axe.run(document)")["violations"]
+            assert [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in found] == [], view
+
+
+def test_the_theme_is_chosen_and_kept(browser: Browser, running: DaemonProcess) -> None:
+    """S8: light, dark, or as the system has it."""
+    background = "getComputedStyle(document.body).backgroundColor"
+    with watching(browser, running, color_scheme="light") as watched:
+        page = watched.open()
+        light = page.evaluate(background)
+        page.emulate_media(color_scheme="dark")
+        dark = page.evaluate(background)
+        assert light != dark
+        page.get_by_role("button", name="Theme: auto").click()
+        assert page.evaluate(background) == light
+        page.reload()
+        page.get_by_role("button", name="Theme: light").click()
+        page.emulate_media(color_scheme="light")
+        page.reload()
+        assert page.evaluate(background) == dark
+
+
+def test_the_windows_of_a_browser_share_one_stream(browser: Browser, running: DaemonProcess) -> None:
+    """S9: eight of them are live, and the next one goes on when the one with the stream closes."""
+    with watching(browser, running) as watched:
+        context = watched.page.context
+        streams: list[str] = []
+        context.on("request", lambda asked: streams.append(asked.url) if asked.url.endswith("/v1/events") else None)
+        pages = [watched.page, *(context.new_page() for _ in range(7))]
+        for page in pages:
+            page.goto(running.url)
+        for page in pages:
+            page.wait_for_selector("body[data-drawn]")
+        assert len(streams) == 1
+        ask(running, count=1, label="for all")
+        for page in pages:
+            expect(card(page, 0)).to_contain_text("for all")
+        pages[0].close()
+        ask(running, count=1, label="for the rest")
+        for page in pages[1:]:
+            expect(card(page, 1)).to_contain_text("for the rest")
+        assert len(streams) == 2
+
+
+def test_stale_data_do_not_count_down(watched: Watched, running: DaemonProcess) -> None:
+    """S10: nor does an alarm lose its colour; the tab says so."""
+    ask(running, count=1, ttl_s=3000)
+    page = watched.open()
+    until = card(page, 0).locator(".until")
+    expect(until).to_have_text(re.compile("^in "))
+    running.kill()
+
+    expect(page).to_have_title(re.compile("^! 3 of 4 free"))
+    expect(page.get_by_role("button", name="Retry now")).to_be_visible()
+    before = until.inner_text()
+    page.wait_for_function("start => performance.now() > start + 2500", arg=page.evaluate("performance.now()"))
+    assert until.inner_text() == before
+
+
+def eight(hardware: Hardware) -> None:
+    """GPUs in different states; two of them with more processes than a card could show."""
+    many = [{"pid": 4000 + number, "memory_bytes": GIB, "user": "mallory"} for number in range(12)]
+    hardware.show(
+        {}, {"processes": many}, {"health": "xid:79"}, {"compute_mode": "prohibited"}, {}, {}, {}, {"processes": many}
+    )
+
+
+def test_a_laptop_shows_8_gpus_and_the_queue_without_scrolling(
+    watched: Watched, running: DaemonProcess, hardware: Hardware
+) -> None:
+    """N1, N2: whatever the number of processes; all cards have one height."""
+    eight(hardware)
+    page = watched.open()
+    expect(page.locator("[data-gpu]")).to_have_count(8)
+    ask(running, count=2, label="l" * 200)
+    for number in range(7):
+        ask(running, count=5, label=f"trial {number}")
+    expect(page.locator("nav")).to_contain_text("Queue 7")
+
+    expect(page.locator(".now-side tbody tr").nth(4)).to_be_visible()
+    assert is_inside(page, "[data-gpu]")
+    assert is_inside(page, ".now-side section:first-child tbody tr:nth-child(-n+5)")
+    heights = page.eval_on_selector_all("[data-gpu]", "all => all.map(one => one.getBoundingClientRect().height)")
+    assert len(set(heights)) == 1
+    watched.was_good()
+
+
+def test_a_sparkline_is_the_last_hour_and_a_gap_is_no_zero(watched: Watched, hardware: Hardware) -> None:
+    """N3: its points are those of the daemon; a time of which nothing is known is not drawn."""
+    with_history(watched.page, hardware)
+    page = watched.open()
+    spark = card(page, 0).locator("svg.spark")
+    drawn = spark.get_attribute("data-values")
+
+    assert drawn is not None
+    assert [None if text == "" else float(text) for text in drawn.split(" ")] == HISTORY
+    line = spark.locator(".line").get_attribute("d")
+    assert line is not None
+    assert line.startswith("M10 31.00")  # the eleventh point, which is 0
+    assert spark.get_attribute("viewBox") == "0 0 59 32"
+    watched.was_good()
+
+
+def test_a_gpu_without_work_says_for_how_long(watched: Watched, running: DaemonProcess) -> None:
+    """N5: after 10 minutes in amber, whoever took it and how."""
+    ask(running, count=1, label="asleep", ttl_s=36_000)
+    page = watched.page
+    page.clock.install()
+    watched.open()
+    expect(card(page, 0)).to_contain_text("unused")
+
+    def later(route: Route) -> None:
+        answer = route.fetch()
+        items = answer.json()
+        items["items"][0]["last_busy_at"] = "2026-01-01T00:00:00Z"
+        route.fulfill(response=answer, body=json.dumps(items), headers={"Date": "Thu, 01 Jan 2026 00:11:00 GMT"})
+
+    page.route("**/v1/gpus", later)
+    page.clock.run_for(4000)
+    expect(card(page, 0).locator(".state-idle")).to_have_text(re.compile(r"idle \d+"))
+    expect(card(page, 0).locator(".use.low")).to_be_visible()
+
+
+def test_a_lease_of_a_watched_process_has_no_countdown(watched: Watched, running: DaemonProcess) -> None:
+    """N6: it is renewed while the process lives."""
+    ask(running, count=1, label="run")
+    holder = {"user": "ada", "host": "h", "owner_pid": 4242, "label": "run"}
+    changed(watched.page, "**/v1/leases?state=active*", liveness="process", holder=holder)
+    page = watched.open()
+    expect(card(page, 0).locator(".until")).to_have_text("while pid 4242 runs")
+
+
+@pytest.mark.budget(120)
+def test_a_wall_shows_64_gpus_without_a_scrollbar(browser: Browser, tmp_path: Path) -> None:
+    """N1, N9: tiles of at least 200 by 90 pixels, with digits of at least 28, in 1920 by 1080."""
+    place = tmp_path / "64.json"
+    gpus = [{"uuid": f"GPU-{number:08d}-0000-0000-0000-000000000000", "utilization_ratio": 0.9} for number in range(64)]
+    place.write_text(json.dumps({"gpus": gpus}))
+    with (
+        daemon(tmp_path, "--simulate", str(place)) as running,
+        watching(browser, running, width=1920, height=1080) as watched,
+    ):
+        ask(running, count=40, label="ada: pretrain")
+        page = watched.open("#/wall")
+        expect(page.locator(".tile")).to_have_count(64)
+        expect(page.locator(".tile .who").first).to_have_text("root")
+        assert is_inside(page, ".tile")
+        size: list[Any] = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
+        assert size == [1080, 1920]
+        boxes = page.eval_on_selector_all(
+            ".tile",
+            "all => all.map(one => [one.offsetWidth, one.offsetHeight,"
+            " parseFloat(getComputedStyle(one.querySelector('.use')).fontSize)])",
+        )
+        assert all(width >= 200 and height >= 90 and digits >= 28 for width, height, digits in boxes)
+        watched.was_good()
+
+
+def test_a_viewers_token_is_remembered_on_request(browser: Browser, tmp_path: Path) -> None:
+    """N9: a wall is live again after its browser was started again; a token that may do more is not kept."""
+    with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as closed:
+        for role, kept in (("viewer", True), ("user", False)):
+            bearer = call(closed.socket, "POST", "/v1/tokens", {"user": "ann", "role": role}).json["bearer"]
+            with watching(browser, closed) as watched:
+                page = watched.page
+                page.goto(closed.url)
+                page.get_by_label("Token").fill(bearer)
+                page.get_by_role("checkbox").check()
+                page.get_by_role("button", name="Sign in").click()
+                page.wait_for_selector("body[data-drawn]")
+                page.wait_for_selector(".me")
+                assert page.evaluate("localStorage.length") == int(kept)
+                again = page.context.new_page()
+                again.goto(closed.url)
+                expect(again.locator("[data-gpu]")).to_have_count(2 if kept else 0)
+                if not kept:
+                    expect(again.get_by_label("Token")).to_be_focused()
