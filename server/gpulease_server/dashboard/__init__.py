@@ -4,7 +4,8 @@ It is static files: one HTML file, one style sheet, and JavaScript modules as th
 `page/vendor` (Preact, htm, uPlot) are fetched by the build (`hatch_build.py`), as `libraries.json` pins them.
 The page requests all its data from the REST API of its own origin, as any caller would, so access rules exist only in
 the API. The files contain no data, so they need no authentication: a caller from another host must have the page before
-they can sign in with a token. The page is read-only: it sends only GET requests.
+they can sign in with a token. What the page may do (cancel, release, cordon, drain) the API decides as for any caller;
+the page shows only the buttons of those who may (`parts/action.js`), and asks first.
 
 `curl 127.0.0.1:8750/` still prints the text table: the page is for clients whose `Accept` prefers `text/html`, as that
 of browsers does.

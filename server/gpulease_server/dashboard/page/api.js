@@ -1,4 +1,4 @@
-// Requests to the daemon: only GET, only to this origin, each with a time limit and the token if there is one.
+// Requests to the daemon: only to this origin, each with a time limit and the token if there is one.
 
 import { learnFrom, realMs } from "./clock.js";
 
@@ -93,8 +93,15 @@ export async function answer(path, { headers = {}, signal, method = "GET", body 
   throw new Problem(response.status, await response.json().catch(() => ({})), Number.isNaN(wait) ? null : wait);
 }
 
+/** Ask the daemon to do something: its answer. `key` is the same when it is tried again. Throws Problem. */
+export async function post(path, body, key) {
+  const headers = { "Content-Type": "application/json", "Idempotency-Key": key };
+  const response = await answer(path, { method: "POST", body: JSON.stringify(body), headers, signal: limited() });
+  return response.json();
+}
+
 /** A signal that aborts after LIMIT_MS, or with another signal if one is given. */
-export function limited(signal) {
+export function limited(/** @type {AbortSignal | undefined} */ signal = undefined) {
   const limit = AbortSignal.timeout(LIMIT_MS);
   return signal ? AbortSignal.any([signal, limit]) : limit;
 }

@@ -110,6 +110,7 @@ export function nodeViews(data, q, nowMs) {
   for (const view of views) {
     view.models = modelsOf(view.gpus);
     view.count = view.gpus.length;
+    view.allHeld = view.gpus.filter((gpu) => gpu.state === "leased").length;
     view.gpus = view.gpus.filter((gpu) => matches(q, gpuWords(gpu))).sort((one, other) => one.index - other.index);
   }
   return q ? views.filter((view) => view.gpus.length) : views;

@@ -3,7 +3,7 @@
 import { html, useLayoutEffect, useRef } from "../html.js";
 
 /** A dialog while it is drawn; `onClose` takes it away. */
-export function Dialog({ title, onClose, children, buttons = null }) {
+export function Dialog({ title, onClose, children, closes = true }) {
   const place = useRef(/** @type {any} */ (null));
   useLayoutEffect(() => {
     const before = document.activeElement;
@@ -13,7 +13,7 @@ export function Dialog({ title, onClose, children, buttons = null }) {
   return html`<dialog ref=${place} aria-labelledby="dialog-title" onClose=${onClose}>
     <div class="dialog-head">
       <h2 id="dialog-title">${title}</h2>
-      <div class="dialog-buttons">${buttons}<button type="button" onClick=${onClose}>Close</button></div>
+      <div class="dialog-buttons">${closes && html`<button type="button" onClick=${onClose}>Close</button>`}</div>
     </div>
     <div class="dialog-body" tabindex="0" role="region" aria-labelledby="dialog-title">${children}</div>
   </dialog>`;

@@ -4,6 +4,7 @@ import { nowMs } from "../clock.js";
 import { amount, gibibytes, percent, plain } from "../format.js";
 import { html } from "../html.js";
 import { eventPlace, gpuNames, modelOf, nodeViews, until } from "../model.js";
+import { Action, isAdmin } from "../parts/action.js";
 import { useAnswer } from "../parts/answers.js";
 import { Link, Refusal, Since, State, User } from "../parts/marks.js";
 import { HistoryPlots } from "../parts/history_plots.js";
@@ -22,7 +23,7 @@ export function GpuPage({ data, id, query }) {
   return html`
     <section class="sheet" aria-labelledby="title">
       <div class="head"><h1 id="title" tabindex="-1">GPU ${gpu.index} of ${plain(gpu.node)}</h1><${State} state=${gpu.stateKey} word=${gpu.word} />
-        <span class="facts">${modelOf(gpu)}</span></div>
+        <span class="facts">${modelOf(gpu)}</span>${isAdmin(data.me) && html`<${Actions} gpu=${gpu} node=${node} />`}</div>
       <dl class="pairs">
         ${gpu.user && html`<${Pair} name="Held by"><${User} name=${gpu.user} /> ${plain(gpu.holder?.label ?? "", 60)}<//>`}
         ${gpu.lease && html`<${Pair} name="Lease"><${Link} view="leases" id=${gpu.lease.id} class="id">${gpu.lease.id}<//> <span class="quiet">${until(gpu.lease, nowMs())}</span><//>`}
@@ -38,6 +39,20 @@ export function GpuPage({ data, id, query }) {
     <${Processes} gpu=${gpu} />
     <${Health} gpu=${gpu} node=${node} nameOf=${gpuNames(data)} />
     <${History} data=${data} id=${id} />`;
+}
+
+/** What an administrator may do to a GPU and its node. */
+function Actions({ gpu, node }) {
+  const [gpuPath, nodePath] = [`v1/gpus/${encodeURIComponent(gpu.uuid)}`, `v1/nodes/${encodeURIComponent(gpu.node)}`];
+  const name = `GPU ${gpu.index} of ${gpu.node}`;
+  const held = node.allHeld
+    ? `${node.allHeld} of its GPUs are leased: their leases go on.`
+    : "None of its GPUs is leased.";
+  return html`
+    ${gpu.cordoned && node.mode === "active" && html`<${Action} verb="Uncordon" subject=${name} path=${`${gpuPath}/uncordon`} danger=${false} consequence="It can be granted again." />`}
+    ${!gpu.cordoned && html`<${Action} verb="Cordon" subject=${name} path=${`${gpuPath}/cordon`} consequence=${`It is not granted any more. ${gpu.lease ? `Lease ${gpu.lease.id} goes on.` : "No one holds it."}`} />`}
+    ${node.mode === "active" && html`<${Action} verb="Drain" subject=${`node ${gpu.node}`} path=${`${nodePath}/drain`} asksWhy=${true} body=${(reason) => (reason ? { reason } : {})} consequence=${`No GPU of it is granted any more. ${held}`} />`}
+    ${node.mode !== "active" && html`<${Action} verb="Resume" subject=${`node ${gpu.node}`} path=${`${nodePath}/resume`} danger=${false} consequence="Its GPUs can be granted again." />`}`;
 }
 
 /** A name and what it is. */

@@ -4,6 +4,7 @@ import { nowMs } from "../clock.js";
 import { duration, percent, plain, printed } from "../format.js";
 import { html, useMemo, useState } from "../html.js";
 import { eventPlace, jobName } from "../model.js";
+import { Action, mayActOn } from "../parts/action.js";
 import { useAnswer } from "../parts/answers.js";
 import { diagnose } from "../parts/diagnosis.js";
 import { metricsLine, zoomOf, zoomTo } from "../parts/history_plots.js";
@@ -23,7 +24,7 @@ const POINTS = 300;
 /** The whole view. */
 export function JobPage({ data, id, query }) {
   const path = `v1/jobs/${encodeURIComponent(id)}`;
-  const { value: job, problem } = useAnswer(path, JOB_MS);
+  const { value: job, problem, again } = useAnswer(path, JOB_MS);
   const metrics = useAnswer(
     job?.attempts ? `${path}/metrics?points=${POINTS}` : null,
     job && job.ended_at === null ? METRICS_MS : null,
@@ -32,7 +33,7 @@ export function JobPage({ data, id, query }) {
   if (!job)
     return html`<section class="sheet"><div class="head"><h1 tabindex="-1">Job <span class="id">${plain(id)}</span></h1></div>${problem ? html`<${Refusal} problem=${problem} />` : html`<p class="none">Loading...</p>`}</section>`;
   return html`
-    <${Head} job=${job} metrics=${metrics.value} data=${data} />
+    <${Head} job=${job} metrics=${metrics.value} data=${data} onDone=${again} />
     <${Metrics} job=${job} metrics=${metrics} query=${query} />
     <${Log} job=${job} ranks=${ranksOf(job)} query=${query} />
     <div class="two">
@@ -47,7 +48,7 @@ function ranksOf(job) {
   return job.launcher === "plain" ? 0 : job.gpus.length || (job.gpu_count ?? 0);
 }
 
-function Head({ job, metrics, data }) {
+function Head({ job, metrics, data, onDone }) {
   const several = data.nodes.items.length > 1;
   const nodes = [...new Set(job.gpus.map((gpu) => gpu.node))];
   const held = metrics?.gpu_hours_held;
@@ -58,6 +59,12 @@ function Head({ job, metrics, data }) {
       <${User} name=${job.user} />
       ${job.gpus.length > 0 && html`<span>GPU ${job.gpus.map((gpu, at) => html`${at ? ", " : ""}<${Link} view="gpus" id=${gpu.uuid}>${gpu.index}<//>`)}${several || nodes.length > 1 ? ` of ${nodes.map((node) => plain(node)).join(", ")}` : ""}</span>`}
       ${held !== undefined && html`<span class="facts">${hours(used)} of ${hours(held)} GPU time used${held > 0 ? ` (${percent(used / held)})` : ""}</span>`}
+      ${
+        job.ended_at === null &&
+        mayActOn(data.me, job.user) &&
+        html`<${Action} verb="Cancel" subject=${jobName(job)} path=${`v1/jobs/${encodeURIComponent(job.id)}/cancel`} onDone=${onDone}
+        consequence=${`It is told to stop, and after 35 s all its processes are ended. ${job.gpus.length ? `Its ${job.gpus.length} GPUs are given back.` : "It leaves the queue."}`} />`
+      }
     </div>
     <${Command} job=${job} />
     ${job.reason && html`<p class=${["failed", "lost", "timed_out"].includes(job.state) ? "problem" : "reason"}>${plain(job.reason, 500)}${job.exit_code === null ? "" : ` Exit code ${job.exit_code}.`}</p>`}

@@ -4,6 +4,7 @@ import { nowMs } from "../clock.js";
 import { askedFor, duration, plain } from "../format.js";
 import { html } from "../html.js";
 import { eventPlace, gpuNames, until, userOf } from "../model.js";
+import { Action, mayActOn } from "../parts/action.js";
 import { useAnswer } from "../parts/answers.js";
 import { HistoryPlots } from "../parts/history_plots.js";
 import { Link, Moment, Refusal, Since, State, User } from "../parts/marks.js";
@@ -13,9 +14,18 @@ import { Why } from "./why.js";
 
 const EVERY_MS = 3000;
 
+/** What a release ends. */
+function ends(lease) {
+  if (lease.state === "queued") return "The request leaves the queue.";
+  const whose = lease.job_id
+    ? `Job ${lease.job_id} runs under it, and ends.`
+    : "Whatever still runs on them is in the way of the next user.";
+  return `Its ${lease.gpus.length === 1 ? "GPU is" : `${lease.gpus.length} GPUs are`} given back. ${whose}`;
+}
+
 /** The whole view. */
 export function LeasePage({ data, id, query }) {
-  const { value: lease, problem } = useAnswer(`v1/leases/${encodeURIComponent(id)}`, EVERY_MS);
+  const { value: lease, problem, again } = useAnswer(`v1/leases/${encodeURIComponent(id)}`, EVERY_MS);
   const events = useAnswer(`v1/events?lease=${encodeURIComponent(id)}&order=desc&limit=50`, EVERY_MS);
   const head = html`<h1 id="title" tabindex="-1">Lease <span class="id">${plain(id)}</span></h1>`;
   if (!lease)
@@ -24,7 +34,14 @@ export function LeasePage({ data, id, query }) {
   const devices = new Map(data.gpus.items.map((one) => [one.uuid, one]));
   return html`
     <section class="sheet" aria-labelledby="title">
-      <div class="head">${head}<${State} state=${lease.state} /></div>
+      <div class="head">${head}<${State} state=${lease.state} />
+        ${
+          lease.state !== "ended" &&
+          mayActOn(data.me, lease.holder.user) &&
+          html`<${Action} verb="Release" subject=${`lease ${id}`} path=${`v1/leases/${encodeURIComponent(id)}/release`} onDone=${again}
+          body=${() => (lease.token === null ? {} : { token: lease.token })} consequence=${ends(lease)} />`
+        }
+      </div>
       <dl class="pairs">
         <${Pair} name="Holder"><${User} name=${userOf(lease.holder) || "?"} /> ${plain(lease.holder.label, 80)}<//>
         ${lease.job_id && html`<${Pair} name="Job"><${Link} view="jobs" id=${lease.job_id}>${lease.job_id}<//><//>`}

@@ -1,0 +1,80 @@
+// What a user may do to a thing: a button, and a dialog that says what it ends. Each click is one request, even when it is made
+// twice; the daemon decides, and its words are shown as they are.
+
+import { asProblem, post } from "../api.js";
+import { html, useEffect, useRef, useState } from "../html.js";
+import { plain } from "../format.js";
+import { Dialog } from "./dialog.js";
+
+/** True if the caller may act on what `user` holds: their own, or everything for an administrator. */
+export function mayActOn(me, user) {
+  return me?.role === "admin" || (me?.role === "user" && user !== null && me.user === user);
+}
+
+/** True for an administrator. */
+export function isAdmin(me) {
+  return me?.role === "admin";
+}
+
+/**
+ * A button with its dialog. `verb` and `subject` name it ("Cancel", "llama8b"); `consequence` says what it ends; `body(reason)`
+ * is what is sent to `path`; `asksWhy`: a reason can be given; `onDone` is called once the daemon has done it.
+ */
+export function Action({
+  verb,
+  subject,
+  consequence,
+  path,
+  body = () => ({}),
+  asksWhy = false,
+  danger = true,
+  onDone,
+}) {
+  const [open, setOpen] = useState(false);
+  const done = () => {
+    setOpen(false);
+    onDone?.();
+  };
+  return html`<button type="button" class="act" onClick=${() => setOpen(true)}>${verb}…</button>
+    ${open && html`<${Confirm} ...${{ verb, subject, consequence, path, body, asksWhy, danger }} onClose=${() => setOpen(false)} onDone=${done} />`}`;
+}
+
+function Confirm({ verb, subject, consequence, path, body, asksWhy, danger, onClose, onDone }) {
+  const keep = useRef(/** @type {any} */ (null));
+  const key = useRef(newKey()); // the same for a second try: it acts once
+  const sending = useRef(false);
+  const [reason, setReason] = useState("");
+  const [problem, setProblem] = useState(/** @type {any} */ (null));
+  useEffect(() => keep.current.focus(), []);
+  const send = async () => {
+    if (sending.current) return;
+    sending.current = true;
+    try {
+      await post(path, body(reason.trim()), key.current);
+      onDone();
+    } catch (error) {
+      setProblem(asProblem(error));
+    } finally {
+      sending.current = false;
+    }
+  };
+  return html`<${Dialog} title=${`${verb} ${plain(subject)}?`} onClose=${onClose} closes=${false}>
+    <p>${consequence}</p>
+    ${asksWhy && html`<label>Reason, for those who wait <input type="text" class="reason-text" maxlength="200" value=${reason} onInput=${(event) => setReason(event.target.value)} /></label>`}
+    <div role="alert">${problem && html`<p class="problem">${said(problem)}</p>`}</div>
+    <div class="dialog-buttons">
+      <button type="button" ref=${keep} onClick=${onClose}>Keep it</button>
+      <button type="button" class=${danger ? "danger" : ""} onClick=${send}>${verb} ${plain(subject)}</button>
+    </div>
+  <//>`;
+}
+
+/** The daemon's words; and where no one knows whether it was done, that. */
+function said(problem) {
+  const unknown = problem.status === 0 || problem.fields.outcome === "unknown";
+  return problem.sentence + (unknown ? " It is not known whether this was done: look at the state, or try again." : "");
+}
+
+function newKey() {
+  return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
+}

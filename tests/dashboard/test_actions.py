@@ -1,0 +1,110 @@
+"""What a user may do on the page: asked before, done once, refused in the daemon's words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Route, expect
+
+from tests.api.conftest import Hardware
+from tests.daemon import DaemonProcess, daemon
+from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.test_page import ask, card, submit
+from tests.http_as_user import call
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_job_is_cancelled_once_and_not_by_accident(watched: Watched, running: DaemonProcess) -> None:
+    """A2, A3: the focus is on the button that keeps it; a double click is one request."""
+    job = submit(running, "sleep", "600", name="llama")
+    page = watched.open(f"#/jobs/{job['id']}")
+    sent: list[str] = []
+    page.on("request", lambda asked: sent.append(asked.url) if asked.method == "POST" else None)
+    page.get_by_role("button", name="Cancel…").click()
+    dialog = page.get_by_role("dialog", name="Cancel llama?")
+    expect(dialog.get_by_role("button", name="Keep it")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    assert sent == []
+    assert running.call("GET", f"/v1/jobs/{job['id']}").json["ended_at"] is None
+
+    page.get_by_role("button", name="Cancel…").click()
+    dialog.get_by_role("button", name="Cancel llama").dblclick()
+    expect(dialog).to_be_hidden()
+    expect(page.locator(".job-head .state")).to_have_text("cancelled")
+    expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
+    assert len(sent) == 1
+    watched.was_good()
+
+
+def test_a_second_try_has_the_same_key_and_says_what_is_not_known(watched: Watched, running: DaemonProcess) -> None:
+    """A1, A3, A4: the daemon's detail and remedy, word for word; and that it may have been done."""
+    lease = ask(running, count=1, label="ada")
+    page = watched.open(f"#/leases/{lease['id']}")
+    keys: list[str] = []
+
+    def answer(route: Route) -> None:
+        keys.append(route.request.headers["idempotency-key"])
+        if len(keys) == 1:
+            problem = {"detail": "The disk is full.", "remedy": "Free some space.", "outcome": "unknown"}
+            route.fulfill(status=503, body=json.dumps(problem), content_type="application/problem+json")
+        else:
+            route.continue_()
+
+    page.route("**/release", answer)
+    page.get_by_role("button", name="Release…").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("Its GPU is given back.")
+    dialog.get_by_role("button", name="Release lease").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("The disk is full. Free some space. It is not known whether")
+    dialog.get_by_role("button", name="Release lease").click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator(".head .state").first).to_have_text("ended")
+    assert len(keys) == 2
+    assert len(set(keys)) == 1
+
+
+def test_an_administrator_cordons_and_drains(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
+    """A7: what is shown afterwards is what the daemon says."""
+    page = watched.open(f"#/gpus/{hardware.uuid(1)}")
+    page.get_by_role("button", name="Cordon…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cordon GPU 1 of n1").click()
+    expect(page.locator(".head .state").first).to_have_text("cordoned")
+    page.get_by_role("button", name="Uncordon…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Uncordon GPU 1 of n1").click()
+    expect(page.locator(".head .state").first).to_have_text("free")
+    page.get_by_role("button", name="Drain…").click()
+    page.get_by_label("Reason").fill("driver update till 15:00")
+    page.get_by_role("dialog").get_by_role("button", name="Drain node n1").click()
+    expect(page.get_by_role("button", name="Resume…")).to_be_visible()
+    assert running.call("GET", "/v1/nodes/n1").json["mode_reason"] == "driver update till 15:00"
+    page.get_by_role("link", name="Now").click()
+    expect(page.locator(".node-head")).to_contain_text("driver update till 15:00")
+    watched.was_good()
+
+
+def test_buttons_are_there_only_for_those_who_may(browser: Browser, tmp_path: Path) -> None:
+    """A1, A6: a viewer has none, a user those of their own; the daemon refuses what is sent nevertheless."""
+    with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as closed:
+        tokens = {
+            user: call(closed.socket, "POST", "/v1/tokens", {"user": user, "role": role}).json["bearer"]
+            for user, role in (("ada", "user"), ("bram", "user"), ("eve", "viewer"))
+        }
+        lease = call(closed.socket, "POST", "/v1/leases", {"count": 1}, Authorization=f"Bearer {tokens['ada']}").json
+        for user, count in (("ada", 1), ("bram", 0), ("eve", 0)):
+            with watching(browser, closed) as watched:
+                page = watched.page
+                page.goto(f"{closed.url}/#/leases/{lease['id']}")
+                page.get_by_label("Token").fill(tokens[user])
+                page.get_by_role("button", name="Sign in").click()
+                expect(page.locator(".me")).to_have_text(user)
+                expect(page.get_by_role("heading", level=1)).to_contain_text(lease["id"])
+                expect(page.locator(".head .state").first).to_have_text("active")
+                expect(page.get_by_role("button", name="Release…")).to_have_count(count)
+                page.get_by_role("link", name="Now").click()
+                card(page, 0).get_by_role("link").click()
+                expect(page.get_by_role("heading", name="Processes")).to_be_visible()
+                expect(page.locator(".act")).to_have_count(0)
