@@ -36,7 +36,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "jobs": Row("List jobs, newest first; those of an array by index", "job_list:list_jobs"),
         "logs": Row("Show a job's output", "jobs:logs"),
         "metrics": Row(
-            "Show a job's GPU utilization, memory and power over time, and its GPU-hours held and used",
+            "Show utilization, memory and power of a job's GPUs over time and its GPU-hours; or of a lease or GPU",
             "metrics:metrics",
         ),
         "wait": Row("Wait until jobs, or every job of an array, have ended", "jobs:wait"),

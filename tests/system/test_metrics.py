@@ -250,5 +250,24 @@ def test_the_command_shows_hours_and_a_line_over_time(
     assert (missing.returncode, "no-such-job" in missing.stderr) == (1, True)
 
 
+def test_a_gpu_and_a_lease_without_a_job_are_plotted(running: DaemonProcess, hardware: Hardware) -> None:
+    show(running, hardware, {"utilization_ratio": 1.0, "power_w": 512}, {}, {})
+    lease = running.call("POST", "/v1/leases", {"count": 1}).json
+    path = f"/v1/leases/{lease['id']}/metrics"
+    eventually(lambda: running.call("GET", path).json["gpu_hours_used"] > 0, 60, running.story)
+    shown = program(running, "metrics", lease["id"])
+    assert (shown.returncode, "n1:0" in shown.stdout, "512 W" in shown.stdout) == (0, True, True), shown.stderr
+    for name in (lease["id"], "n1:0", "0", hardware.uuid(0)):
+        drawn = program(running, "metrics", "--plot", name)
+        assert (drawn.returncode, "Power: mean" in drawn.stdout) == (0, True), drawn.stderr
+        assert max(map(len, drawn.stdout.splitlines())) <= 80
+    assert "From 20" in program(running, "metrics", "0", "--since", "2d").stdout
+    document = json.loads(program(running, "metrics", "0", "--json").stdout)
+    assert document["uuid"] == hardware.uuid(0)
+    for wrong in (("--since", "2d", lease["id"]), ("--csv", "0"), ("--csv", lease["id"]), ("--csv", "--plot", "x")):
+        refused = program(running, "metrics", *wrong)
+        assert (refused.returncode, "--" in refused.stderr) == (2, True), wrong
+
+
 def program(running: DaemonProcess, *words: str) -> subprocess.CompletedProcess[str]:
     return completed(words, {**os.environ, "GPULEASE_URL": running.url, "PYTHONIOENCODING": "utf-8"}, 60)
