@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 
 from gpulease.agent_fields import agent_fields
 from gpulease.brief_errors import brief_errors, brief_errors_of
@@ -244,6 +244,7 @@ class Client:
         label: str = "",
         min_free_memory_bytes: int | None = None,
         gpu_model: str | None = None,
+        topology: Literal["required", "preferred", "any"] = "preferred",
         node: str | None = None,
         among: list[str] | None = None,
         on_lost: Callable[[HeldLease], None] | None = None,
@@ -257,14 +258,13 @@ class Client:
             with client.lease(count=2, wait_s=600) as lease:
                 subprocess.run(command, env=lease.environ())
 
-        With `nodes` it is a gang: `count` GPUs on each of so many nodes, all or none. Its `members` have an environment
-        each. Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are
-        free now. A wait is announced by the logger `gpulease`: who is in the way, and the place in the queue; Ctrl-C
-        ends it. If `on_queued` is given, it is called once instead when the request must wait. The GPUs are freed when
-        the process `owner` exits, by default this one; with `watch_owner=False` when it is no longer renewed. Processes
-        with the same `shared_key` and the same arguments hold one lease together while its owner lives; if it has
-        ended, this raises LeaseLost. See also `LeaseRequest`.
+        With `nodes` it is a gang: `count` GPUs on each of so many nodes, and an environment for each of its `members`.
+        Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
+        now. The logger `gpulease` tells who is in the way, or `on_queued` is called once instead; Ctrl-C ends a wait.
         `on_lost` is called once if the lease is lost, in a thread.
+        The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
+        longer renewed. Processes with the same `shared_key` and arguments hold one lease together while its owner
+        lives; then this raises LeaseLost. The others are fields of `LeaseRequest`: `topology="required"` is NVLink.
 
         Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
         useless; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
@@ -278,6 +278,7 @@ class Client:
             label=label,
             min_free_memory_bytes=min_free_memory_bytes,
             gpu_model=gpu_model,
+            topology=topology,
             node=node,
             among=among,
             watch_owner=watch_owner,

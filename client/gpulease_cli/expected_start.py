@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
-from gpulease_protocol.model import Gpu, GpuState, Job, JobState, Lease, LeaseState, Selection
+from gpulease_protocol.model import Gpu, GpuState, Job, JobState, Lease, LeaseState, Selection, TopologyMode
 from gpulease_protocol.status_table import describe_holder, format_age, job_label
 
 
@@ -36,6 +36,7 @@ def expected_starts(
             found[lease.id] = f"its array runs {job.array_at_most} at once"
             continue
         any_will_do = demand.selection is Selection.COUNT and not demand.gpu_model and not demand.min_free_memory_bytes
+        any_will_do = any_will_do and demand.topology is not TopologyMode.REQUIRED
         if not any_will_do or len({gpu.node for gpu in gpus}) != 1:
             break
         needed += demand.count

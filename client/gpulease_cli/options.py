@@ -10,7 +10,7 @@ import click
 from gpulease_cli.option_types import DEVICE_FORM, DURATION, Field, Number, OneOf
 from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.model import Mask
+from gpulease_protocol.model import Mask, TopologyMode
 
 Body = TypeVar("Body")
 MAX_TOKEN = 2**63 - 1
@@ -79,6 +79,13 @@ MODEL = option(
     type=Field(click.STRING, _lease_request, "gpu_model"),
     metavar="TEXT",
     help="Only GPUs with TEXT in their name.",
+)
+TOPOLOGY = option(
+    "--topology",
+    type=OneOf(TopologyMode),
+    default=TopologyMode.PREFERRED.value,
+    show_default="preferred",
+    help="required: only GPUs of a node that are all connected by NVLink, and wait for them. any: the first free ones.",
 )
 NODE = option(
     "--node",

@@ -32,6 +32,7 @@ from gpulease_protocol.states import (
     PartState,
     ProcessType,
     Selection,
+    TopologyMode,
 )
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Process",
     "ProcessType",
     "Selection",
+    "TopologyMode",
 ]
 
 
@@ -204,6 +206,8 @@ class Demand(Noun):
     """Only GPUs with at least this much free memory."""
     time_s: float | None = None
     """How long it may take: a job's `timeout_s`. A node that ends before that is passed over. Null: not declared."""
+    topology: TopologyMode = TopologyMode.PREFERRED
+    """How its GPUs on one node must be connected: see `topology` of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

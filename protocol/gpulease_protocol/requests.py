@@ -23,7 +23,7 @@ from gpulease_protocol.job_checks import (
     environment_bytes,
 )
 from gpulease_protocol.launchers import choose_launcher, usage_error
-from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Selection
+from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Selection, TopologyMode
 
 MAX_COUNT = 4096
 """GPUs in one lease, at most."""
@@ -99,6 +99,10 @@ class LeaseRequest(RequestBody):
         None
     )
     """Only GPUs of this list of UUIDs."""
+    topology: Literal["required", "preferred", "any"] = "preferred"
+    """`preferred`: of the GPUs that are free on a node, those that are connected best. It never waits for others.
+    `required`: only GPUs of which each one is connected to each other one by NVLink, on each node; it waits for them,
+    and is refused where no node could ever have them. `any`: the first ones that are free."""
     owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31, rule="must be a process id, over 0")] = (
         None
     )
@@ -137,9 +141,15 @@ class LeaseRequest(RequestBody):
             "devices",
             "with nodes over 1 must be a count: give how many GPUs to lease on each node",
         )
+        check_field(
+            self.topology != "required" or selection.get("selection") is not Selection.AUTO,
+            "topology",
+            'cannot be required with devices "auto", which takes what is free: give a count',
+        )
         if self.adopt:
             check_field(self.owner_pid is not None, "adopt", "must come with owner_pid, the process")
             chosen = [name for name in CHOICE_FIELDS if getattr(self, name) is not None]
+            chosen += ["topology"] if self.topology != "preferred" else []
             check_field(self.nodes == 1, "adopt", "takes the GPUs that the process uses, so leave out nodes")
             check_field(not chosen, "adopt", f"takes the GPUs that the process uses, so leave out {', '.join(chosen)}")
             check_field(self.watch_owner, "adopt", "needs watch_owner")
@@ -153,6 +163,7 @@ class LeaseRequest(RequestBody):
             gpu_model=self.gpu_model,
             min_free_memory_bytes=self.min_free_memory_bytes,
             among=None if self.among is None else tuple(canonical_uuid(uuid) for uuid in self.among),
+            topology=TopologyMode(self.topology),
             **selection,
         )
 
@@ -234,6 +245,10 @@ class JobRequest(RequestBody):
     """Only GPUs with this text in their product name; case does not matter."""
     min_free_memory_bytes: Annotated[int | None, MEMORY] = None
     """Only GPUs with at least this much free memory."""
+    topology: Literal["required", "preferred", "any"] = "preferred"
+    """`preferred`: of the GPUs that are free on a node, those that are connected best. It never waits for others.
+    `required`: only GPUs of which each one is connected to each other one by NVLink, on each node; it waits for them,
+    and is refused where no node could ever have them. `any`: the first ones that are free."""
     after: Annotated[
         list[JobDependency], Bounds(maxItems=MAX_DEPENDENCIES, rule=f"must name at most {MAX_DEPENDENCIES} jobs")
     ] = field(default_factory=list)
@@ -286,6 +301,7 @@ class JobRequest(RequestBody):
             gpu_model=self.gpu_model,
             min_free_memory_bytes=self.min_free_memory_bytes,
             time_s=self.timeout_s,
+            topology=TopologyMode(self.topology),
         )
 
     @property

@@ -146,6 +146,14 @@ class Mask(StrEnum):
     INDICES = "indices"
 
 
+class TopologyMode(StrEnum):
+    """What a request asks of the connections between the GPUs that it gets on a node."""
+
+    REQUIRED = "required"
+    PREFERRED = "preferred"
+    ANY = "any"
+
+
 class Selection(StrEnum):
     """How a request names its GPUs."""
 

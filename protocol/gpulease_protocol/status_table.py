@@ -23,6 +23,7 @@ from gpulease_protocol.model import (
     Node,
     NodeState,
     Selection,
+    TopologyMode,
 )
 
 GIB = 1024**3
@@ -256,6 +257,8 @@ def describe_demand(demand: Demand) -> str:
         what += f" with {gibibytes(demand.min_free_memory_bytes)} GiB free"
     if demand.node:
         what += f" on {demand.node}"
+    if demand.topology is TopologyMode.REQUIRED:
+        what += ", NVLink between all"
     return what + (f", model contains {demand.gpu_model}" if demand.gpu_model else "")
 
 

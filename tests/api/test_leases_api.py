@@ -363,3 +363,30 @@ def test_a_page_links_to_the_next_one(api: DaemonProcess) -> None:
     assert found == ids[::-1]
     assert api.get("/v1/events?after=0&limit=1").headers["link"] == '</v1/events?limit=1&after=1>; rel="next"'
     assert "link" not in api.get("/v1/gpus").headers
+
+
+def test_a_request_can_require_nvlink(api: DaemonProcess, hardware: Hardware) -> None:
+    """GPUs 0 and 2, 1 and 3 have a bridge."""
+    hardware.show({}, {}, {}, {}, links=[[0, 2, "nvlink"], [1, 3, "nvlink"]])
+    eventually(lambda: len(api.call("GET", "/v1/nodes/n1").json["links"]) == 2, 30)
+    try:
+        for body, expected in (
+            ({"count": 2}, [0, 2]),
+            ({"count": 2, "topology": "any"}, [0, 1]),
+            ({"count": 2, "topology": "required"}, [0, 2]),
+        ):
+            lease = api.call("POST", "/v1/leases", body).json
+            assert [gpu["index"] for gpu in lease["gpus"]] == expected
+            assert lease["demand"]["topology"] == body.get("topology", "preferred")
+            api.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+            eventually(lambda: all(gpu["state"] == "free" for gpu in api.call("GET", "/v1/gpus").json["items"]), 30)
+        refused = api.call("POST", "/v1/leases", {"count": 3, "topology": "required"})
+        assert refused.problem() == (422, "never_fits")
+        assert "No 3 GPUs of one node are all connected by NVLink" in refused.json["detail"]
+        for body in ({"count": 1, "topology": "nvlink"}, {"devices": "auto", "topology": "required"}):
+            wrong = api.call("POST", "/v1/leases", body)
+            assert wrong.problem() == (422, "invalid_request")
+            assert "topology" in wrong.json["detail"]
+    finally:
+        hardware.show({}, {}, {}, {})
+        eventually(lambda: api.call("GET", "/v1/nodes/n1").json["links"] == [], 30)

@@ -328,3 +328,17 @@ def test_completion_is_silent_and_soon_where_no_daemon_answers(monkeypatch: pyte
             begun = time.monotonic()
             assert completions("gpu", "cordon") == []
             assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("words", [("run",), ("submit",), ("acquire",)])
+def test_what_requires_nvlink_is_refused_where_there_is_none(
+    client: Client, gpulease: Program, words: tuple[str]
+) -> None:
+    """The simulated GPUs are not connected."""
+    command = ("--", "true") if words != ("acquire",) else ("--detach",)
+    refused = gpulease(*words, "-n", "2", "--topology", "required", *command)
+    said = lines(refused.stderr)
+    assert refused.returncode == (125 if words == ("run",) else 1)
+    assert "with NVLink between all of them" in said[1]
+    assert "no two are. Of" in said[1]
+    assert gpulease("run", "-n", "2", "--topology", "any", "--wait", "60s", "--", "true").returncode == 0

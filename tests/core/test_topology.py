@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from gpulease_protocol.model import GpuLink, Lease, Selection
+from gpulease_protocol.errors import NeverFits
+from gpulease_protocol.model import GpuLink, Lease, LeaseState, Selection, TopologyMode
 from gpulease_server.core import topology as topologies
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.topology import Topology, best_set
 from tests.core.build import World, uuid
 from tests.core.topologies import (
@@ -220,3 +223,130 @@ def on(host: Host) -> World:
 
 def indices(lease: Lease) -> list[int]:
     return [one.index for one in lease.gpus]
+
+
+def occupied(host: Host, taken: list[int]) -> tuple[World, dict[int, Lease]]:
+    """A world with this host, and the leases of the GPUs that are taken."""
+    world = on(host)
+    leases = {index: world.lease(1, selection=Selection.LISTED, uuids=(uuid(index),)) for index in taken}
+    world.report(links=host.links())
+    return world, leases
+
+
+def give_back(world: World, lease: Lease, host: Host) -> None:
+    world.release(lease)
+    world.report(links=host.links())
+
+
+def test_a_request_that_requires_nvlink_waits_for_it_and_others_do_not() -> None:
+    world, leases = occupied(A100_BRIDGES, [0, 2])
+    asked = world.ask(2, topology=TopologyMode.REQUIRED)
+    waits = world.answers[asked]
+    assert isinstance(waits, Lease)
+    assert waits.state is LeaseState.QUEUED
+    said = explain(world.ledger, world.ledger.leases[waits.id], world.now, world.policy).sentence
+    assert "GPUs 1, 3 of a are free, but no 2 of them are all connected by NVLink" in said
+    assert indices(world.lease(2, topology=TopologyMode.PREFERRED)) == [1, 3], "never a delay unless required"
+    give_back(world, leases[0], A100_BRIDGES)
+    assert world.ledger.leases[waits.id].lease.state is LeaseState.QUEUED
+    give_back(world, leases[2], A100_BRIDGES)
+    assert world.ledger.leases[waits.id].lease.state is LeaseState.QUEUED
+
+
+def test_it_is_granted_when_the_lease_on_the_other_end_of_a_pair_ends() -> None:
+    world, leases = occupied(BRIDGES_ACROSS, [0, 1])
+    waits = world.answers[world.ask(2, topology=TopologyMode.REQUIRED)]
+    assert isinstance(waits, Lease)
+    give_back(world, leases[1], BRIDGES_ACROSS)
+    assert indices(world.ledger.leases[waits.id].lease) == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("host", "what", "said"),
+    [
+        (A100_BRIDGES, {"count": 3}, "No 3 GPUs of one node are all connected by NVLink"),
+        (A100_BRIDGES, {"count": 3}, "the most are 2"),
+        (
+            A100_BRIDGES,
+            {"count": 2, "selection": Selection.LISTED, "indices": (1, 2)},
+            "These GPUs are not all connected by NVLink",
+        ),
+        (A100_BRIDGES, {"count": 1, "selection": Selection.ALL}, "On no node are all GPUs connected by NVLink"),
+        (DGX_1V, {"count": 5}, "the most are 4"),
+        (RTX, {"count": 2}, "no two are"),
+        (NOTHING_KNOWN, {"count": 2}, "Of a no connections are known: the driver does not tell."),
+    ],
+)
+def test_what_no_node_can_ever_satisfy_is_refused_at_once(host: Host, what: dict[str, Any], said: str) -> None:
+    world = on(host)
+    answer = world.answers[world.ask(**what, topology=TopologyMode.REQUIRED)]
+    assert isinstance(answer, NeverFits)
+    assert said in str(answer)
+
+
+@pytest.mark.parametrize("host", [HGX, HOSTS["GB200"], HOSTS["two 3090"]])
+def test_a_host_with_nvlink_between_all_has_the_whole_of_it(host: Host) -> None:
+    world = on(host)
+    size = len(host.words)
+    assert len(world.lease(size, topology=TopologyMode.REQUIRED).gpus) == size
+
+
+def test_a_single_gpu_needs_no_connection() -> None:
+    assert indices(on(RTX).lease(1, topology=TopologyMode.REQUIRED)) == [0]
+
+
+def test_a_node_that_has_not_reported_yet_may_have_nvlink() -> None:
+    """After a restart the daemon knows the GPUs, and not yet how they are connected."""
+    world = on(RTX)
+    assert isinstance(world.answers[world.ask(2, topology=TopologyMode.REQUIRED)], NeverFits)
+    world.report(problem="NVML does not answer")
+    waits = world.answers[world.ask(2, topology=TopologyMode.REQUIRED)]
+    assert isinstance(waits, Lease)
+    world.report(links=A100_BRIDGES.links())
+    assert indices(world.ledger.leases[waits.id].lease) == [0, 1]
+
+
+def test_nothing_is_held_where_the_gpus_that_will_be_free_are_not_connected() -> None:
+    """GPUs 1 and 3 are cordoned: each pair lacks one, so the other two GPUs go to newer requests, however many."""
+    world, leases = occupied(A100_BRIDGES, [0, 2])
+    waits = world.answers[world.ask(2, topology=TopologyMode.REQUIRED)]
+    assert isinstance(waits, Lease)
+    for index in (1, 3):
+        world.cordon(index)
+    for _ in range(30):
+        give_back(world, leases[0], A100_BRIDGES)
+        leases[0] = world.lease(1)
+        assert indices(leases[0]) == [0]
+        world.report(links=A100_BRIDGES.links())
+
+
+def test_no_stream_of_newer_requests_keeps_it_waiting() -> None:
+    """Requests for one GPU come and go; after the bound what is given back waits for the pair."""
+    world, leases = occupied(A100_BRIDGES, [0, 2])
+    waits = world.answers[world.ask(2, topology=TopologyMode.REQUIRED)]
+    assert isinstance(waits, Lease)
+    for _ in range(40):
+        newer = world.answers[world.ask(1, queue=False)]
+        oldest = min(leases)
+        give_back(world, leases.pop(oldest), A100_BRIDGES)
+        if isinstance(newer, Lease):
+            leases[indices(newer)[0]] = newer
+        if world.ledger.leases[waits.id].lease.state is LeaseState.ACTIVE:
+            break
+        if not leases:
+            leases[0] = world.lease(1)
+    assert indices(world.ledger.leases[waits.id].lease) in ([0, 1], [2, 3])
+
+
+def test_any_takes_the_first_ones() -> None:
+    assert indices(on(BRIDGES_ACROSS).lease(2, topology=TopologyMode.ANY)) == [0, 1]
+
+
+def test_a_gang_that_requires_nvlink_has_it_on_each_node() -> None:
+    world = World()
+    for name, host in (("a", BRIDGES_ACROSS), ("b", RTX), ("c", A100_BRIDGES)):
+        world.node(name, gpus=host.readings(name), report=False)
+        world.report(name, links=host.links(name))
+    lease = world.lease(2, nodes=2, topology=TopologyMode.REQUIRED)
+    assert [(one.node, one.index) for one in lease.gpus] == [("a", 0), ("a", 2), ("c", 0), ("c", 1)]
+    assert isinstance(world.answers[world.ask(2, nodes=3, topology=TopologyMode.REQUIRED)], NeverFits)

@@ -19,11 +19,23 @@ from gpulease_cli.calling_shell import CallingShell, calling_shell
 from gpulease_cli.commands.leases import JOB
 from gpulease_cli.help_format import command
 from gpulease_cli.option_types import DeviceForm, Field, Number
-from gpulease_cli.options import DEVICES, FENCING_TOKEN, JSON, LABEL, MODEL, NODES, OWN_NODE, WAIT, checked, ttl
+from gpulease_cli.options import (
+    DEVICES,
+    FENCING_TOKEN,
+    JSON,
+    LABEL,
+    MODEL,
+    NODES,
+    OWN_NODE,
+    TOPOLOGY,
+    WAIT,
+    checked,
+    ttl,
+)
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
-from gpulease_protocol.model import Lease, LeaseState, Liveness
+from gpulease_protocol.model import Lease, LeaseState, Liveness, TopologyMode
 from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import format_duration
@@ -70,6 +82,7 @@ LEASES = argument(
 @WAIT
 @LABEL
 @MODEL
+@TOPOLOGY
 @OWN_NODE
 @option("--new", is_flag=True, help="Lease other GPUs, even if this shell has a lease, which it keeps.")
 @JSON
@@ -82,6 +95,7 @@ def acquire(
     wait: float,
     label: str,
     model: str | None,
+    topology: TopologyMode,
     node: str | None,
     new: bool,
     json: bool,
@@ -103,7 +117,7 @@ def acquire(
         among = caller_mask.among(client, gpus or 1, devices, node, quiet=False) if nodes == 1 else None
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
         asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model}
-        asked |= {"node": node, "nodes": nodes}
+        asked |= {"node": node, "nodes": nodes, "topology": topology.value}
         request = checked(
             lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
         )

@@ -133,6 +133,7 @@ def request_for(
             launcher=launcher.value,
             name=options["label"],
             gpu_model=options["model"],
+            topology=options["topology"].value,
             interpreter=submitted_command.interpreter(None, launcher, mask or choose_mask(launcher, command)),
             mask=None if mask is None else mask.value,
             **fields,

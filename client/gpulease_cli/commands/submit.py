@@ -17,13 +17,13 @@ from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
 from gpulease_cli.option_types import DURATION, Field, NodeRange, Number, OneOf
-from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, checked
+from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, TOPOLOGY, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.launchers import choose_launcher, choose_mask
-from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask
+from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask, TopologyMode
 from gpulease_protocol.requests import ArrayRequest, JobRequest
 from gpulease_protocol.status_table import printable
 
@@ -32,6 +32,7 @@ LIKELY_OURS = (
     "--gpus",
     "--nodes",
     "--launcher",
+    "--topology",
     "--array",
     "--after",
     "--notify",
@@ -122,6 +123,7 @@ LIKELY_OURS = (
     help="End the job after this time if its node cannot reach the daemon; --retries may start it elsewhere.",
 )
 @MODEL
+@TOPOLOGY
 @NODE
 @MASK
 @option(
@@ -159,6 +161,7 @@ def submit(
     max_restarts: int,
     fence: float | None,
     model: str | None,
+    topology: TopologyMode,
     node: str | None,
     mask: Mask | None,
     array: str | None,
@@ -191,6 +194,7 @@ def submit(
             max_restarts=max_restarts,
             fence_s=fence,
             gpu_model=model,
+            topology=topology.value,
             node=None if node == ANY_NODE else node,
             interpreter=python,
             mask=None if mask is None else mask.value,

@@ -48,7 +48,15 @@ from typing import NamedTuple
 from gpulease_protocol.model import Demand, GpuState
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import can_have, find_candidates, gpus_needed, grant_size, lacks_memory, reach_of
+from gpulease_server.core.placement import (
+    can_have,
+    find_candidates,
+    gpus_needed,
+    grant_size,
+    has_enough,
+    lacks_memory,
+    reach_of,
+)
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import BypassCounts, GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -163,16 +171,16 @@ class Reservations:
             demand,
             self.now,
             most_gpus,
-            lambda gpus: len(self._usable(demand, gpus)) + self._coming(demand, gpus),
+            lambda gpus: [*self._usable(demand, gpus), *self._coming(demand, gpus)],
         )
 
     def _usable(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
         """Those that are free for the demand, whether they are reserved or not."""
         return [gpu for gpu in gpus if self.is_free(gpu) and not lacks_memory(self.ledger, demand, gpu)]
 
-    def _coming(self, demand: Demand, gpus: list[GpuRecord]) -> int:
-        """How many will be free for the demand when leases end."""
-        return sum(self.will_be_free(demand, gpu) for gpu in gpus)
+    def _coming(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
+        """Those that will be free for the demand when leases end."""
+        return [gpu for gpu in gpus if self.will_be_free(demand, gpu)]
 
     def _gpus_to_reserve(self, record: LeaseRecord, limited: LimitedDemand, most_nodes: int) -> list[GpuRecord]:
         """The free GPUs on the nodes that lack the fewest. Looks only at nodes that have a free GPU."""
@@ -217,7 +225,7 @@ class Reservations:
         if ends_too_soon(self.ledger, demand, node, self.now):
             return None
         usable = self._usable(demand, gpus)
-        if len(usable) + self._coming(demand, gpus) < needed:
+        if not has_enough(self.ledger, demand, node, [*usable, *self._coming(demand, gpus)], needed):
             return None
         own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]
         return _Serving(needed - len(own), node, own)

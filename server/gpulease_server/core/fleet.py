@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TypeVar
 
-from gpulease_protocol.model import Demand
+from gpulease_protocol.model import Demand, TopologyMode
 from gpulease_server.core.gpu_state import is_cordoned
-from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord
+from gpulease_server.core.records import GpuRecord, NodeObservation, NodeRecord, connects_as
 
 Member = TypeVar("Member")
 _PCI_ORDER = attrgetter("index", "uuid")
@@ -69,6 +69,8 @@ class Fleet:
     """By number of GPUs in `free`: the names of the nodes, sorted."""
     candidates: dict[Demand, Candidates] = field(default_factory=dict, compare=False)
     """What could serve a demand ever, for those that were looked for. Emptied when the list of GPUs changes."""
+    required: dict[Demand, None] = field(default_factory=dict, compare=False)
+    """Those of them that require connections between GPUs."""
     _known_uuids: int = field(default=0, compare=False)
     """How many UUIDs are in `candidates`."""
 
@@ -142,13 +144,25 @@ class Fleet:
     def keep_candidates(self, demand: Demand, found: Candidates) -> None:
         """Keep what could serve a demand, and let go what was looked for first where that is too much."""
         self.candidates[demand] = found
+        if demand.topology is TopologyMode.REQUIRED:
+            self.required[demand] = None
         self._known_uuids += _size(demand, found)
         while self._known_uuids > MAX_KNOWN_UUIDS and len(self.candidates) > 1:
             oldest = next(iter(self.candidates))
             self._known_uuids -= _size(oldest, self.candidates.pop(oldest))
+            self.required.pop(oldest, None)
+
+    def put_observation(self, before: NodeObservation | None, observation: NodeObservation) -> None:
+        """Forget what could serve the demands that require connections where those of a node have changed."""
+        if not self.required or (before is not None and connects_as(before, observation)):
+            return
+        for demand in self.required:
+            self._known_uuids -= _size(demand, self.candidates.pop(demand))
+        self.required.clear()
 
     def _forget_candidates(self) -> None:
         self.candidates.clear()
+        self.required.clear()
         self._known_uuids = 0
 
     def _count_holder(self, record: GpuRecord, gpus: int) -> None:

@@ -43,10 +43,8 @@ MAX_ENDED_BYTES = 64 * 2**20
 
 @dataclass
 class Ledger:
-    """All of it, by id. Changed by `apply` alone.
-
-    The writer keeps one to decide on; a second one, that only ever sees what is committed, answers the readers.
-    """
+    """All of it, by id. Changed by `apply` alone. The writer keeps one to decide on; a second one, that only ever sees
+    what is committed, answers the readers."""
 
     leases: dict[str, LeaseRecord] = field(default_factory=dict)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
@@ -181,6 +179,7 @@ class Ledger:
             del self.node_observations[observation.node]  # it becomes the last one
         self.node_observations[observation.node] = observation
         self.unreported.pop(observation.node, None)
+        self.fleet.put_observation(before, observation)
         if before is None or before.clear != observation.clear:
             self._find_free(observation.node)
 

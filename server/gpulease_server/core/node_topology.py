@@ -24,6 +24,8 @@ class NodeTopology:
     """Its GPUs, in the order of their positions."""
     positions: Mapping[str, int]
     """By UUID: its place in `uuids`."""
+    is_uniform: bool
+    """True when it makes no difference which GPUs are taken."""
 
     def mask(self, uuids: Iterable[str]) -> int:
         """The GPUs as bits."""
@@ -49,7 +51,7 @@ class TopologyCache:
         self._found: NodeTopology | None = None
 
     def of(self, links: tuple[GpuLink, ...], readings: Mapping[str, GpuReading]) -> NodeTopology | None:
-        """The topology with these links; None where it makes no difference which GPUs are taken."""
+        """The topology with these links; None where the node has too many GPUs, or none."""
         if links is not self._links or readings is not self._readings:
             facts = tuple(sorted((one.index, uuid, one.numa_node) for uuid, one in readings.items()))
             if links != self._links or facts != self._facts:
@@ -60,7 +62,7 @@ class TopologyCache:
 
 def _node_topology(links: tuple[GpuLink, ...], facts: tuple[tuple[int, str, int | None], ...]) -> NodeTopology | None:
     uuids = tuple(uuid for _, uuid, _ in facts)
-    if not 1 < len(uuids) <= MAX_GPUS:
+    if not 0 < len(uuids) <= MAX_GPUS:
         return None
     positions = {uuid: position for position, uuid in enumerate(uuids)}
     scores = [[0] * len(uuids) for _ in uuids]
@@ -69,7 +71,7 @@ def _node_topology(links: tuple[GpuLink, ...], facts: tuple[tuple[int, str, int 
         if first is not None and second is not None and first != second:
             scores[first][second] = scores[second][first] = score_of(link)
     topology = topology_of(tuple(map(tuple, scores)), tuple(numa_node for _, _, numa_node in facts))
-    return None if topology.is_uniform else NodeTopology(topology, uuids, positions)
+    return NodeTopology(topology, uuids, positions, topology.is_uniform)
 
 
 def score_of(link: GpuLink) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from gpulease_protocol.model import Demand
+from gpulease_protocol.model import Demand, TopologyMode
 from gpulease_server.core.gang_placement import GangRanking
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, Search, find_candidates
@@ -56,7 +56,8 @@ def place(
         ranking = GangRanking([])
     if ranking is not None:
         return ranking.place(search)
-    if search.is_within_limit and demand == Demand(count=demand.count, time_s=demand.time_s):
+    plain = Demand(count=demand.count, time_s=demand.time_s, topology=demand.topology)
+    if search.is_within_limit and demand == plain and demand.topology is not TopologyMode.REQUIRED:
         found = search.by_count()
         if found is not None or not (allow_reread and ledger.fleet.unheld):
             return found or search.blocked(find_candidates(ledger, demand))

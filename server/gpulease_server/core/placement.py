@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpulease_protocol.model import Demand, Device, GpuState, Selection
+from gpulease_protocol.model import Demand, Device, GpuState, Selection, TopologyMode
 from gpulease_server.core.fleet import Candidates
-from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, node_problem, reading_of, state_of
-from gpulease_server.core.gpu_choice import choose_gpus
+from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, is_stale, node_problem, reading_of, state_of
+from gpulease_server.core.gpu_choice import can_connect, choose_after_reading, choose_gpus
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant
@@ -93,6 +93,12 @@ def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
             for node, some in by_node.items()
             if len(some) >= demand.count
         }
+        if demand.topology is TopologyMode.REQUIRED:
+            enough = {
+                node: uuids
+                for node, uuids in enough.items()
+                if can_connect(ledger, demand, node, uuids, gpus_needed(demand, uuids))
+            }
         if len(enough) >= demand.nodes:
             by_model[model] = enough
     uuids = (uuid for nodes in by_model.values() for some in nodes.values() for uuid in some)
@@ -128,11 +134,20 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
+def has_enough(ledger: Ledger, demand: Demand, node: str, gpus: list[GpuRecord], needed: int) -> bool:
+    """True when these GPUs of a node are enough for the demand, and may be connected as it requires."""
+    return len(gpus) >= needed and can_connect(ledger, demand, node, [gpu.device.uuid for gpu in gpus], needed)
+
+
 def can_have(
-    ledger: Ledger, demand: Demand, now: Instant, most_gpus: int | None, count: Callable[[list[GpuRecord]], int]
+    ledger: Ledger,
+    demand: Demand,
+    now: Instant,
+    most_gpus: int | None,
+    counting: Callable[[list[GpuRecord]], list[GpuRecord]],
 ) -> bool:
-    """True where so many nodes as the demand asks for have enough of the GPUs that are counted, and do not go too soon.
-    `count`: how many of a node's candidates count; `most_gpus`: what a grant may take in all."""
+    """True where so many nodes as the demand asks for have enough of the GPUs that count, and do not go too soon.
+    `counting`: those of a node's candidates that count; `most_gpus`: what a grant may take in all."""
     for nodes in find_candidates(ledger, demand).by_model.values():
         enough: Counter[str] = Counter()
         for node, uuids in nodes.items():
@@ -141,7 +156,8 @@ def can_have(
                 continue
             if ends_too_soon(ledger, demand, node, now):
                 continue
-            enough[reach] += count([ledger.gpus[uuid] for uuid in uuids]) >= gpus_needed(demand, uuids)
+            counted = counting([ledger.gpus[uuid] for uuid in uuids])
+            enough[reach] += has_enough(ledger, demand, node, counted, gpus_needed(demand, uuids))
             if enough[reach] == demand.nodes:
                 return True
     return False
@@ -194,7 +210,11 @@ class Search:
         for _, node, uuids in self._by_what_is_left():
             if node_problem(self.ledger, node, self.now, self.policy) is not None or not self._may_serve(node, 0):
                 continue
-            gpus = [self.ledger.gpus[uuid] for uuid in choose_gpus(self.ledger, node, uuids, self.demand.count)]
+            if after_reading is not None and is_stale(self.ledger, node, self.now, self.policy, self.requested_at_s):
+                continue
+            gpus = [
+                self.ledger.gpus[uuid] for uuid in choose_gpus(self.ledger, self.demand, node, uuids, self.demand.count)
+            ]
             if self._all_recent(node, gpus):
                 return Placed(tuple(gpus))
             after_reading = after_reading or NeedsReading((node,), tuple(gpus))
@@ -245,9 +265,8 @@ class Search:
         usable = [uuid for uuid in free if uuid in ever and uuid not in self.reserved]
         if self.demand.min_free_memory_bytes is not None:
             usable = [uuid for uuid in usable if not lacks_memory(ledger, self.demand, ledger.gpus[uuid])]
-        if len(usable) < needed:
+        if len(usable) < needed or not (chosen := self._choose(node, usable, needed)):
             return None
-        chosen = self._choose(node, usable, needed)
         left = -len(usable) if self.demand.selection is Selection.AUTO else len(usable) - needed
         return RankedNode((not self._all_recent(node, chosen), left, node), tuple(chosen))
 
@@ -287,7 +306,7 @@ class Search:
         most = needed
         if self.demand.selection is Selection.AUTO:
             most = len(usable) if self.most_gpus is None else min(self.most_gpus, len(usable))
-        chosen = [self.ledger.gpus[uuid] for uuid in choose_gpus(self.ledger, node, usable, most)]
+        chosen = [self.ledger.gpus[uuid] for uuid in choose_gpus(self.ledger, self.demand, node, usable, most)]
         if self.demand.selection is not Selection.LISTED:
             return chosen
         # As they were listed; those listed by UUID come after those listed by index.
@@ -306,6 +325,8 @@ class Search:
             and gpu.lease_id is None
             and not is_cordoned(self.ledger, gpu)
         ]
+        if self.demand.topology is TopologyMode.REQUIRED:
+            found = choose_after_reading(self.ledger, self.demand, node, found, needed)
         return NeedsReading((node,), tuple(found[:needed])) if len(found) >= needed > 0 else None
 
     def _within_limit(self, found: Candidates) -> frozenset[str]:

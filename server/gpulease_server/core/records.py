@@ -263,8 +263,21 @@ class NodeObservation:
 
     @property
     def topology(self) -> NodeTopology | None:
-        """How its GPUs are connected; None where it makes no difference which ones are taken."""
+        """How its GPUs are connected; None where it has too many of them, or none."""
         return self.topology_cache.of(self.links, self.readings)
+
+
+def connects_as(before: NodeObservation, after: NodeObservation) -> bool:
+    """True when two observations of a node show the same connections between the same GPUs that work."""
+    return (
+        (before.problem is None) is (after.problem is None)
+        and before.links == after.links
+        and _working(before) == _working(after)
+    )
+
+
+def _working(observation: NodeObservation) -> list[str]:
+    return [uuid for uuid, one in observation.readings.items() if one.health == "ok"]
 
 
 def awaits_memory(observation: NodeObservation, uuid: str) -> bool:

@@ -114,7 +114,7 @@ class UserOrder:
                 demand,
                 self.reservations.now,
                 self.reservations.users.limits.gpus,
-                lambda gpus: sum(self._is_free_or_own(record, gpu) for gpu in gpus),
+                lambda gpus: [gpu for gpu in gpus if self._is_free_or_own(record, gpu)],
             )
         return self._only_limited[user, demand]
 

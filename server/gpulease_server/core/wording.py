@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpulease_protocol.model import Demand, Device, Process, Selection
+from gpulease_protocol.model import Demand, Device, Process, Selection, TopologyMode
 from gpulease_server.core.policy import Policy
 
 MAX_NAMED = 8
@@ -41,6 +41,7 @@ def describe_demand(demand: Demand) -> str:
         f"with {demand.min_free_memory_bytes / 2**30:.1f} GiB free" if demand.min_free_memory_bytes else "",
         f"on node {demand.node}" if demand.node is not None else "",
         f"among {len(demand.among)} named ones" if demand.among is not None else "",
+        "with NVLink between all of them" if demand.topology is TopologyMode.REQUIRED else "",
         f"for up to {duration(demand.time_s)}" if demand.time_s is not None else "",
     ]
     return " ".join([what, *filter(None, limits)])

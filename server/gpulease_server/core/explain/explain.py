@@ -8,6 +8,7 @@ from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
 from gpulease_server.core.explain.compute_modes import mode_notes
+from gpulease_server.core.explain.connections import describe_unconnected
 from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
@@ -20,6 +21,7 @@ from gpulease_server.core.reservation_view import reservations_before
 from gpulease_server.core.wording import describe_demand, describe_gpus, describe_places
 
 NONE_REPORTED = "No node has reported its GPUs yet."
+JUST_FREE = "GPUs for it have just become free; they are granted when the queue is processed next."
 
 
 def explain(
@@ -71,11 +73,9 @@ def explain(
         return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles, nodes=nodes)
     # Asks the GPU, not `item.code`: `too_little_memory` may be for now or for good.
     in_the_way = [item for item in obstacles if mismatch(lease.demand, ledger.gpus[item.uuid]) is None]
-    details = " ".join(list(dict.fromkeys(item.sentence for item in in_the_way))[:16]) or (
-        "GPUs for it have just become free; they are granted when the queue is processed next."
-        if ledger.gpus
-        else NONE_REPORTED
-    )
+    said = [describe_unconnected(ledger, lease.demand, {item.uuid for item in obstacles})]
+    said += list(dict.fromkeys(item.sentence for item in in_the_way))[:16]
+    details = " ".join(filter(None, said)) or (JUST_FREE if ledger.gpus else NONE_REPORTED)
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy) if stays_queued else ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
-from gpulease_protocol.model import Demand, Selection
+from gpulease_protocol.model import Demand, Selection, TopologyMode
+from gpulease_server.core.explain.connections import why_never_connected
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates
 from gpulease_server.core.records import GpuRecord
@@ -27,6 +29,10 @@ def why_never(ledger: Ledger, demand: Demand) -> str:
         gpus, said = condition(demand, gpus)
         if said:
             return said
+    if demand.topology is TopologyMode.REQUIRED:
+        otherwise = find_candidates(ledger, replace(demand, topology=TopologyMode.PREFERRED)).by_node
+        if otherwise:
+            return why_never_connected(ledger, demand, otherwise)
     return _on_one_node(demand, gpus)
 
 
