@@ -285,7 +285,6 @@ def gpu_history(uuid: str, choice: HistoryChoice) -> ApiCall[GpuHistory]:
 def gpu_histories(choice: HistoryChoice) -> ApiCall[FleetHistory]:
     """`GET /v1/gpus/history`."""
     from gpulease_protocol.gpu_history import FleetHistory, query_of
-
     return ApiCall(method="GET", path="/v1/gpus/history", query=query_of(choice), read=_reader(FleetHistory))
 
 
@@ -382,9 +381,9 @@ def timeline(**choice: Unpack[TimelineChoice]) -> ApiCall[Timeline]:
     """`GET /v1/timeline`: a page; what is not given is the daemon's default."""
     from gpulease_protocol.timeline import Timeline
 
-    given = {name.removesuffix("_at"): value for name, value in choice.items() if value is not None}
-    texts = {name: value.isoformat() if isinstance(value, datetime) else str(value) for name, value in given.items()}
-    return ApiCall(method="GET", path="/v1/timeline", query=tuple(texts.items()), read=_reader(Timeline))
+    given = ((name.removesuffix("_at"), value) for name, value in choice.items() if value is not None)
+    query = tuple((name, value.isoformat() if isinstance(value, datetime) else str(value)) for name, value in given)
+    return ApiCall(method="GET", path="/v1/timeline", query=query, read=_reader(Timeline))
 
 
 def ready() -> ApiCall[Mapping[str, Any]]:

@@ -255,11 +255,9 @@ class Lease(Noun):
     position: int | None = None
     """Place in the queue, 1 is next; null unless queued."""
     held_for_s: float | None = None
-    """For how many seconds it has held GPUs, or did until its end; null before the grant. This and `idle_s` are told by
-    `GET /v1/leases` and `GET /v1/leases/{id}` alone."""
+    """Seconds from its grant to now or its end, in `GET /v1/leases` and `GET /v1/leases/{id}`; null before the grant."""
     idle_s: float | None = None
-    """For how many seconds none of its GPUs has done any work: the least `idle_s` of them. Null unless it is active,
-    and where it is not known of each of them."""
+    """There too: seconds for which none of its GPUs has done any work; null unless it is active and all are known."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""

@@ -266,7 +266,7 @@ def test_a_sparkline_is_the_last_hour_and_a_gap_is_no_zero(watched: Watched, har
 
 
 def test_a_gpu_without_work_says_for_how_long(watched: Watched, running: DaemonProcess) -> None:
-    """N5: after 10 minutes in amber, whoever took it and how."""
+    """N5: after 10 minutes in amber, no matter who took it and how."""
     ask(running, count=1, label="asleep", ttl_s=36_000)
     page = watched.page
     page.clock.install()

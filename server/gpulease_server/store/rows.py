@@ -69,7 +69,7 @@ JOB_RECORD_COLUMNS = (
     *("fenced", "go_at", "parts_stopped_at", "regroups", "grows_at"),
 )
 COMPUTED: dict[type, Collection[str]] = {
-    Lease: ("expires_at", "ends_at", "position", "problems"),
+    Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     BudgetRecord: ("counted_at_s",),
 }
