@@ -221,13 +221,8 @@ def _job_body(request: JobRequest) -> dict[str, Any]:
 
 def submit(request: JobRequest, idempotency_key: str) -> ApiCall[Job]:
     """`POST /v1/jobs`."""
-    return ApiCall(
-        method="POST",
-        path="/v1/jobs",
-        body=_job_body(request),
-        idempotency_key=idempotency_key,
-        read=_reader(Job),
-    )
+    body = _job_body(request)
+    return ApiCall(method="POST", path="/v1/jobs", body=body, idempotency_key=idempotency_key, read=_reader(Job))
 
 
 def jobs(
@@ -285,6 +280,7 @@ def gpu_history(uuid: str, choice: HistoryChoice) -> ApiCall[GpuHistory]:
 def gpu_histories(choice: HistoryChoice) -> ApiCall[FleetHistory]:
     """`GET /v1/gpus/history`."""
     from gpulease_protocol.gpu_history import FleetHistory, query_of
+
     return ApiCall(method="GET", path="/v1/gpus/history", query=query_of(choice), read=_reader(FleetHistory))
 
 
