@@ -15,7 +15,7 @@ import { setQuery } from "../route.js";
 import { EventLine } from "./events.js";
 import { Pair } from "./gpu.js";
 import { JobTime } from "./jobs.js";
-import { hours } from "./usage.js";
+import { gpuHours } from "./usage.js";
 
 const JOB_MS = 2000;
 const METRICS_MS = 4000;
@@ -58,7 +58,7 @@ function Head({ job, metrics, data, onDone }) {
       <h1 id="title" tabindex="-1">${jobName(job)}</h1><${State} state=${job.state} /><span class="nowrap"><${JobTime} job=${job} /></span>
       <${User} name=${job.user} />
       ${job.gpus.length > 0 && html`<span>GPU ${job.gpus.map((gpu, at) => html`${at ? ", " : ""}<${Link} view="gpus" id=${gpu.uuid}>${gpu.index}<//>`)}${several || nodes.length > 1 ? ` of ${nodes.map((node) => plain(node)).join(", ")}` : ""}</span>`}
-      ${held !== undefined && html`<span class="facts">${hours(used)} of ${hours(held)} GPU time used${held > 0 ? ` (${percent(used / held)})` : ""}</span>`}
+      ${held !== undefined && html`<span class="facts">${gpuHours(used)} of ${gpuHours(held)} GPU-hours used${held > 0 ? ` (${percent(used / held)})` : ""}</span>`}
       ${
         job.ended_at === null &&
         mayActOn(data.me, job.user) &&

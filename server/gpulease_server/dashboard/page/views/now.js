@@ -21,6 +21,7 @@ import {
 import { Bar, Link, More, Since, State, User } from "../parts/marks.js";
 import { Sparkline } from "../parts/sparkline.js";
 import { EventLine } from "./events.js";
+import { JobTime } from "./jobs.js";
 import { UsageToday } from "./usage.js";
 
 const QUEUE_ROWS = 6;
@@ -112,7 +113,7 @@ function Card({ gpu, values, mixed }) {
   const { memory_used_bytes: used, memory_total_bytes: total } = gpu;
   const share = used === null || !total ? null : used / total;
   const warnings = [
-    ...(gpu.health === "ok" || gpu.state === "unknown" ? [] : [gpu.health]),
+    ...(gpu.health === "ok" || gpu.state === "unknown" || gpu.reason?.includes(gpu.health) ? [] : [gpu.health]),
     ...(gpu.warnings ?? []),
     ...(gpu.cordoned && gpu.state !== "cordoned" ? ["cordoned"] : []),
   ];
@@ -158,27 +159,33 @@ function Waiting({ data, q }) {
 }
 
 function Running({ data, q }) {
-  const views = jobViews(data, q).filter((job) => job.ended_at === null && job.state !== "queued");
+  const views = jobViews(data, q).filter((job) => job.state !== "queued");
+  const running = views.filter((job) => job.ended_at === null).length;
   const uses = new Map(data.gpus.items.map((gpu) => [gpu.uuid, gpu.utilization_ratio]));
   const nameOf = gpuNames(data);
   if (!views.length) return null;
   return html`<section class="sheet" aria-labelledby="running">
-    <div class="head"><h2 id="running">Jobs</h2><span class="facts">${views.length} running</span></div>
+    <div class="head"><h2 id="running">Jobs</h2><span class="facts">${running} running, and the last that ended</span></div>
     <table><thead><tr><th scope="col">Job</th><th scope="col">User</th><th scope="col">State</th><th scope="col">GPUs</th><th scope="col">Time</th><th scope="col">Utilization now</th></tr></thead>
-      <tbody>${views.slice(0, JOB_ROWS).map((job) => {
-        const known = job.gpus.map((gpu) => uses.get(gpu.uuid) ?? null).filter((ratio) => ratio !== null);
-        const mean = known.length ? known.reduce((sum, ratio) => sum + ratio, 0) / known.length : null;
-        return html`<tr key=${job.id}>
-          <td data-label="Job" class="cut"><${Link} view="jobs" id=${job.id}>${jobName(job)}<//></td>
-          <td data-label="User"><${User} name=${job.user} /></td>
-          <td data-label="State"><${State} state=${job.state} /></td>
-          <td data-label="GPUs">${job.gpus.map((gpu) => nameOf(gpu.uuid)).join(", ")}</td>
-          <td data-label="Time" class="nowrap"><${Since} at=${job.started_at ?? job.created_at} /></td>
-          <td data-label="Utilization" class="gauge">${percent(mean)} <${Bar} ratio=${mean} /></td>
-        </tr>`;
-      })}</tbody></table>
+      <tbody>${views.slice(0, JOB_ROWS).map(
+        (job) => html`<tr key=${job.id}>
+        <td data-label="Job" class="cut"><${Link} view="jobs" id=${job.id}>${jobName(job)}<//></td>
+        <td data-label="User"><${User} name=${job.user} /></td>
+        <td data-label="State"><${State} state=${job.state} /></td>
+        <td data-label="GPUs">${job.gpus.map((gpu) => nameOf(gpu.uuid)).join(", ") || "-"}</td>
+        <td data-label="Time" class="nowrap"><${JobTime} job=${job} /></td>
+        <td data-label="Utilization" class="gauge">${job.ended_at === null && html`<${MeanUse} job=${job} uses=${uses} />`}</td>
+      </tr>`,
+      )}</tbody></table>
     ${views.length > JOB_ROWS && html`<p class="all"><${Link} view="jobs" query=${{ q }}>All ${views.length}<//></p>`}
   </section>`;
+}
+
+/** The mean of a job's GPUs now, of those that are known. */
+function MeanUse({ job, uses }) {
+  const known = job.gpus.map((gpu) => uses.get(gpu.uuid) ?? null).filter((ratio) => ratio !== null);
+  const mean = known.length ? known.reduce((sum, ratio) => sum + ratio, 0) / known.length : null;
+  return html`${percent(mean)} <${Bar} ratio=${mean} />`;
 }
 
 function Recent({ data, q }) {

@@ -25,14 +25,15 @@ export function UsageToday() {
         <rect class="outline" width=${(100 * share.gpu_hours_held) / most} height="12" />
         ${share.gpu_hours_used !== null && html`<rect class="fill" width=${(100 * share.gpu_hours_used) / most} height="12" />`}
       </svg></td>
-      <td class="nowrap number">${hours(share.gpu_hours_held)} / ${hours(share.gpu_hours_used)}</td>
+      <td class="nowrap number">${gpuHours(share.gpu_hours_held)} / ${gpuHours(share.gpu_hours_used)}</td>
     </tr>`,
     )}</tbody></table>
   </section>`;
 }
 
 /** GPU-hours in a few digits; ? if unknown. */
-export function hours(value) {
+export function gpuHours(value) {
   if (value === null || value === undefined) return "?";
-  return `${value < 10 ? value.toFixed(value < 1 ? 2 : 1) : Math.round(value)} h`;
+  if (value >= 10) return String(Math.round(value));
+  return value.toFixed(value < 1 ? 2 : 1);
 }
