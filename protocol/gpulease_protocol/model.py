@@ -405,6 +405,8 @@ class Node(Noun):
     """When the last reading was taken, at the earliest."""
     links: tuple[GpuLink, ...] = ()
     """How its GPUs are connected, each pair once; a pair of which the driver tells nothing is left out."""
+    islands: tuple[tuple[str, ...], ...] = ()
+    """Its GPUs that NVLink connects, directly or through others: the UUIDs of each island of two or more."""
     realm: str | None = None
     """`BOOT/NAMESPACE`: /proc/sys/kernel/random/boot_id of its host, /proc/self/ns/pid of its worker. Where the same
     boot is found is its host. Null where the worker cannot tell."""

@@ -80,7 +80,15 @@ def test_a_node_shows_how_its_gpus_are_connected(api: DaemonProcess, hardware: H
     assert api.call("GET", "/v1/nodes/n1").json["links"] == []
     hardware.show({}, {}, {}, {}, links=[[0, 1, "nvlink"], [2, 3, "pcie"]])
     shown = [
-        {"first": hardware.uuid(0), "second": hardware.uuid(1), "path": "nvlink", "peer_to_peer": True},
-        {"first": hardware.uuid(2), "second": hardware.uuid(3), "path": "pcie", "peer_to_peer": None},
+        {
+            "first": hardware.uuid(0),
+            "second": hardware.uuid(1),
+            "path": "nvlink",
+            "peer_to_peer": True,
+            "nvlinks": None,
+        },
+        {"first": hardware.uuid(2), "second": hardware.uuid(3), "path": "pcie", "peer_to_peer": None, "nvlinks": None},
     ]
     eventually(lambda: api.call("GET", "/v1/nodes/n1").json["links"] == shown, 30)
+    (node,) = api.call("GET", "/v1/nodes").json["items"]
+    assert node["islands"] == [[hardware.uuid(0), hardware.uuid(1)]]

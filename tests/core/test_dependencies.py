@@ -354,7 +354,8 @@ def test_a_dry_run_takes_nothing_and_says_what_would_be() -> None:
     before = copy_ledger(world.ledger)
     assert said(world, 2) == (
         "fits_now",
-        "Fits now: GPUs 0, 1 of a. Nothing is reserved: another request may be first.",
+        "Fits now: GPUs 0, 1 of a. How they are connected is not known: the driver does not tell, so the first free"
+        " ones were taken. Nothing is reserved: another request may be first.",
     )
     assert said(world, 3)[0] == "never"
     assert replace(world.ledger) == before

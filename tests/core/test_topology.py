@@ -11,11 +11,14 @@ from unittest import mock
 import pytest
 
 from gpulease_protocol.errors import NeverFits
-from gpulease_protocol.model import GpuLink, Lease, LeaseState, Selection, TopologyMode
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import Demand, GpuLink, Holder, Lease, LeaseState, Liveness, Selection, TopologyMode
 from gpulease_server.core import topology as topologies
+from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.node_topology import nvlink_islands
 from gpulease_server.core.topology import Topology, best_set
-from tests.core.build import World, uuid
+from tests.core.build import NOON, World, uuid
 from tests.core.topologies import (
     A100_BRIDGES,
     BRIDGES_ACROSS,
@@ -350,3 +353,61 @@ def test_a_gang_that_requires_nvlink_has_it_on_each_node() -> None:
     lease = world.lease(2, nodes=2, topology=TopologyMode.REQUIRED)
     assert [(one.node, one.index) for one in lease.gpus] == [("a", 0), ("a", 2), ("c", 0), ("c", 1)]
     assert isinstance(world.answers[world.ask(2, nodes=3, topology=TopologyMode.REQUIRED)], NeverFits)
+
+
+@pytest.mark.parametrize(
+    ("host", "count", "what", "said"),
+    [
+        (BRIDGES_ACROSS, 2, {}, "Granted: GPUs 0, 2. They are all connected by NVLink, the best that was free."),
+        (HGX, 8, {"selection": Selection.ALL}, "They are all connected by NVLink."),
+        (
+            A100_BRIDGES,
+            3,
+            {},
+            "GPUs 0 and 2 of a are connected from one NUMA node to another at worst, the best that was",
+        ),
+        (RTX, 2, {}, "GPUs 0 and 1 of a are connected through one PCIe switch at worst, the best that was free."),
+        (BRIDGES_ACROSS, 2, {"topology": TopologyMode.ANY}, "through the PCIe host bridges of a NUMA node at worst."),
+        (BRIDGES_ACROSS, 1, {}, "Granted: GPU 0. Of the free GPUs it was the one that breaks the least for others."),
+        (BRIDGES_ACROSS, 1, {"selection": Selection.LISTED, "indices": (3,)}, "Granted: GPU 3."),
+        (NOTHING_KNOWN, 2, {}, "How they are connected is not known: the driver does not tell, so the first free ones"),
+        (NOTHING_KNOWN, 1, {}, "Granted: GPU 0."),
+        (HOSTS["half known"], 3, {}, "How GPUs 0 and 2 of a are connected is not known."),
+    ],
+)
+def test_explain_says_why_these_gpus(host: Host, count: int, what: dict[str, Any], said: str) -> None:
+    world = on(host)
+    would = fits(world, Demand(count=count, **what))
+    lease = world.lease(count, **what)
+    sentence = explain(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).sentence
+    assert said in sentence
+    assert sentence.endswith(said) or not said.startswith("Granted")
+    assert sentence.partition(". ")[2] in would
+
+
+def fits(world: World, demand: Demand) -> str:
+    """What a dry run says."""
+    lease = Lease(
+        id="lease-dry",
+        state=LeaseState.QUEUED,
+        holder=Holder(user="ann"),
+        demand=demand,
+        ttl_s=60.0,
+        liveness=Liveness.HEARTBEAT,
+        created_at=NOON,
+    )
+    found = dry_run(world.ledger, lease, world.now, world.policy)
+    assert isinstance(found, Explanation)
+    return found.sentence
+
+
+def test_a_node_shows_the_islands_that_nvlink_makes() -> None:
+    def islands(host: Host) -> list[list[int]]:
+        shown = nvlink_islands(host.links())
+        return [[int(one[-12:], 16) for one in island] for island in shown]
+
+    assert islands(A100_BRIDGES) == [[0, 1], [2, 3]]
+    assert islands(BRIDGES_ACROSS) == [[0, 2], [1, 3]]
+    assert islands(DGX_1V) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert islands(HGX) == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert islands(RTX) == islands(NOTHING_KNOWN) == []

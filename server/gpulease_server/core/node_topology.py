@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpulease_protocol.model import GpuLink, GpuReading
 from gpulease_server.core.topology import NVLINK, SCORES, Score, Topology, best_set, topology_of
@@ -42,22 +43,30 @@ class NodeTopology:
 class TopologyCache:
     """The topology of one node, made again only when its links or NUMA nodes change."""
 
-    __slots__ = ("_facts", "_found", "_links", "_readings")
+    __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        self._links: tuple[GpuLink, ...] | None = None
-        self._readings: Mapping[str, GpuReading] | None = None
-        self._facts: tuple[tuple[int, str, int | None], ...] = ()
-        self._found: NodeTopology | None = None
+        self._last: _Known = _Known((), {}, (), None)
 
     def of(self, links: tuple[GpuLink, ...], readings: Mapping[str, GpuReading]) -> NodeTopology | None:
         """The topology with these links; None where the node has too many GPUs, or none."""
-        if links is not self._links or readings is not self._readings:
-            facts = tuple(sorted((one.index, uuid, one.numa_node) for uuid, one in readings.items()))
-            if links != self._links or facts != self._facts:
-                self._facts, self._found = facts, _node_topology(links, facts)
-            self._links, self._readings = links, readings
-        return self._found
+        last = self._last
+        if links is last.links and readings is last.readings:
+            return last.found
+        facts = tuple(sorted((one.index, uuid, one.numa_node) for uuid, one in readings.items()))
+        is_same = links == last.links and facts == last.facts
+        found = last.found if is_same else _node_topology(links, facts)
+        self._last = _Known(links, readings, facts, found)
+        return found
+
+
+class _Known(NamedTuple):
+    """A topology, and what it was made of."""
+
+    links: tuple[GpuLink, ...]
+    readings: Mapping[str, GpuReading]
+    facts: tuple[tuple[int, str, int | None], ...]
+    found: NodeTopology | None
 
 
 def _node_topology(links: tuple[GpuLink, ...], facts: tuple[tuple[int, str, int | None], ...]) -> NodeTopology | None:
@@ -77,3 +86,13 @@ def _node_topology(links: tuple[GpuLink, ...], facts: tuple[tuple[int, str, int 
 def score_of(link: GpuLink) -> int:
     """The score of a pair, see `core.topology`."""
     return NVLINK * min(max(link.nvlinks or 1, 1), MAX_NVLINKS) if link.path == "nvlink" else SCORES.get(link.path, 0)
+
+
+def nvlink_islands(links: Iterable[GpuLink]) -> tuple[tuple[str, ...], ...]:
+    """The GPUs that NVLink connects, directly or through others: each island's UUIDs, sorted; none of a single GPU."""
+    island_of: dict[str, set[str]] = {}
+    for link in links:
+        if link.path == "nvlink" and link.first != link.second:
+            joined = island_of.get(link.first, {link.first}) | island_of.get(link.second, {link.second})
+            island_of |= dict.fromkeys(joined, joined)
+    return tuple(sorted({tuple(sorted(island)) for island in island_of.values()}))

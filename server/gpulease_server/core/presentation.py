@@ -19,6 +19,7 @@ from gpulease_server.core.gpu import (
 )
 from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.node_topology import nvlink_islands
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
@@ -200,6 +201,7 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
         simulated=node.simulated,
         observed_at=None if observed_at_s is None else wall_clock(now, observed_at_s),
         links=observation.links if observation else (),
+        islands=nvlink_islands(observation.links) if observation else (),
         realm=node.realm,
         available_until=None if until_s is None else wall_clock(now, until_s).replace(microsecond=0),
         leaving=observation.leaving if observation else False,

@@ -6,6 +6,7 @@ from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import OverQuota
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Lease
+from gpulease_server.core.explain.connections import describe_connections
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.ledger import Ledger
@@ -54,7 +55,8 @@ def dry_run(
         if not isinstance(placed, Blocked):
             first = f"the first of {further_jobs + 1} jobs would get " if further_jobs else ""
             named = describe_places(gpu.device for gpu in placed.gpus)
-            return Explanation(verdict="fits_now", sentence=f"Fits now: {first}{named}. {PROMISE}")
+            connected = describe_connections(ledger, demand, (gpu.device for gpu in placed.gpus))
+            return Explanation(verdict="fits_now", sentence=f"Fits now: {first}{named}.{connected} {PROMISE}")
     if queue and (full := _queue_is_full(ledger, lease, policy, further_jobs + 1)) is not None:
         return full
     return explain(ledger, record, now, policy, reservations=reservations, stays_queued=queue)

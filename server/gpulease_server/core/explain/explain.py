@@ -8,7 +8,7 @@ from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
 from gpulease_server.core.explain.compute_modes import mode_notes
-from gpulease_server.core.explain.connections import describe_unconnected
+from gpulease_server.core.explain.connections import describe_connections, describe_unconnected
 from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
@@ -44,7 +44,8 @@ def explain(
     if lease.state is LeaseState.ACTIVE:
         notes = mode_notes(ledger, ledger.held_by(lease))
         named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
-        return Explanation(verdict="granted", sentence=f"Granted: {named}.{notes}")
+        connected = describe_connections(ledger, lease.demand, lease.gpus)
+        return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")
     unmet = dependencies.waits_for(ledger, record)
     if unmet:
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
