@@ -1,8 +1,8 @@
-"""What does it cost to keep what the GPUs of jobs show?
+"""What does it cost to keep what GPUs show?
 
-The daemon's part of one exchange of a node of 8 GPUs, all held by a job, with and without it; the size of what is kept;
-how long a write, an answer and a restart take. The limit beside it: the core's own turn for the same report.
-"""
+The daemon's part of one exchange of a node of 8 GPUs, all held by a job, with and without it; the size of what is
+kept, and of the history of 64 GPUs for a year; how long a write, an answer and a restart take. The limit beside it:
+the core's own turn for the same report."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import Instant
 from gpulease_server.core.turn import Turn
+from gpulease_server.runtime.gpu_metrics.history import Block, Window, curve, window
+from gpulease_server.runtime.gpu_metrics.history_recorder import read_blocks
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder, encode_series
 from gpulease_server.runtime.gpu_metrics.time_series import MAX_BUCKETS, TimeSeries
 from gpulease_server.runtime.writer import Writer
 from gpulease_server.store import gpu_metrics_table
 from gpulease_server.store.database import upgrade
+from gpulease_server.store.gpu_metrics_table import RESOLUTIONS, BlockRow, Resolution
 from gpulease_server.store.ledger_store import Store, is_stored
 
 GPUS = 8
+YEAR_GPUS = 64
 ROUNDS = 3000
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -115,6 +119,7 @@ def main() -> None:
         node = Node(recorder, writer)
         print(f"\n{GPUS} GPUs held by a job\n\n| what | median us | p99 us |\n|---|---|---|")
         measure(store, recorder, node)
+        history_of_a_year(store)
         store.close()
     memory()
 
@@ -129,7 +134,14 @@ def measure(store: Store, recorder: GpuMetricsRecorder, node: Node) -> None:
         recorder.record("a", next(upcoming), node.ledger, node.now)
 
     row("the core's turn for one report (limit)", timed(node.core, 300))
-    row("keeping the readings of one report", timed(take, ROUNDS))
+    row("keeping the readings of one report, for the lease and for the history", timed(take, ROUNDS))
+    upcoming = iter(reports)
+
+    def remember() -> None:
+        node.at_s += 1
+        recorder.history.record("a", next(upcoming), node.ledger, node.now)
+
+    row("of that, for the history", timed(remember, ROUNDS))
     content = recorder.encoded("lease")
     assert content is not None
     row("copying the series for a write or an answer", timed(lambda: recorder.encoded("lease"), 300))
@@ -150,6 +162,56 @@ def measure(store: Store, recorder: GpuMetricsRecorder, node: Node) -> None:
         len(zlib.compress(content, gpu_metrics_table.ZLIB_LEVEL)),
     )
     print(f"\n{points} buckets for each GPU; a row of {row_bytes} bytes for each attempt, written every minute")
+
+
+def history_of_a_year(store: Store) -> None:
+    """Print what the history of 64 GPUs takes in the database after a year, and its cost."""
+    chance, before = random.Random(7), _database_bytes(store)  # noqa: S311 - load
+    uuids = [f"GPU-{place:08x}-0000-0000-0000-000000000001" for place in range(YEAR_GPUS)]
+    for uuid in uuids:
+        rows = []
+        for one in RESOLUTIONS:
+            for place in range(int((one.keep_s or 366 * 86400) / one.block_s) + 1):
+                block = _busy_block(one, (int(NOON.timestamp()) // one.block_s - place) * one.block_s, chance)
+                rows.append(BlockRow(uuid, one.width_s, block.start_s, block.to_bytes()))
+        gpu_metrics_table.save_blocks(store, rows)
+    grown = _database_bytes(store) - before
+    print(f"\n{YEAR_GPUS} GPUs for a year: {grown / 1e6:.1f} MB in the database")
+    print("\n| what | median us | p99 us |\n|---|---|---|")
+    minute = [BlockRow(uuid, 60, 0, _busy_block(RESOLUTIONS[1], 0, chance).to_bytes()) for uuid in uuids]
+    row("a minute's write of 64 GPUs", timed(lambda: gpu_metrics_table.save_blocks(store, minute), 100))
+    for what, last_s in (("hour", 3600), ("week", 7 * 86400), ("90 days", 90 * 86400)):
+        now_s = NOON.timestamp() + 1
+        span = window(now_s - last_s, now_s, now_s, 61)
+
+        def answer(span: Window = span) -> None:
+            for blocks in read_blocks(store, uuids, span, {}).values():
+                curve(0, span, blocks)
+
+        row(f"utilization of 64 GPUs, the last {what}", timed(answer, 10))
+
+
+def _busy_block(one: Resolution, start_s: int, chance: random.Random) -> Block:
+    """A block of a GPU that is in use half of the time."""
+    block, busy = Block(one, start_s), False
+    for bucket in range(one.buckets):
+        busy = busy if chance.random() < 0.9 else not busy
+        most = (9900, 4500, 6900, 800) if busy else (1, 30, 730, 330)
+        for measure, high in enumerate(most):
+            value = chance.randint(high // 2, high)
+            if one is RESOLUTIONS[0]:
+                block.cells[measure * one.buckets + bucket] = value
+            else:
+                block.put(bucket, measure, one.width_s, value * one.width_s, high)
+    return block
+
+
+def _database_bytes(store: Store) -> int:
+    with store.engine.connect() as connection:
+        pages, size = (
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in ("page_count", "page_size")
+        )
+    return int(pages) * int(size)
 
 
 def memory() -> None:

@@ -51,7 +51,7 @@ def plot(
             before = y
     beside = [labels[0], *[""] * (rows - 2), labels[1]] if rows > 1 else [labels[0]]
     return [
-        f"{label:>{LABEL}} {''.join(chr(BLANK + cell) for cell in line)}".rstrip()
+        f"{label:>{LABEL}} {''.join(chr(BLANK + cell) for cell in line)}".rstrip(f" {chr(BLANK)}")
         for label, line in zip(beside, cells, strict=True)
     ]
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select, text, update
@@ -16,9 +17,9 @@ from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.records import Instant
 from gpulease_server.runtime.gpu_metrics.history import MAX_BLOCKS, Block, Curve, Window, curve
 from gpulease_server.runtime.gpu_metrics.history_recorder import HistoryRecorder, read_blocks
-from gpulease_server.store import tables
+from gpulease_server.store import gpu_metrics_table, tables
 from gpulease_server.store.database import upgrade
-from gpulease_server.store.gpu_metrics_table import HOURS, MINUTES, QUARTERS, RESOLUTIONS, SECONDS, Resolution
+from gpulease_server.store.gpu_metrics_table import HOURS, MINUTES, QUARTERS, RESOLUTIONS, SECONDS, BlockRow, Resolution
 from gpulease_server.store.ledger_store import Store
 from gpulease_server.store.retention import RetentionLimits
 from tests.core.build import World, gpu, uuid
@@ -150,6 +151,30 @@ def test_what_is_written_is_not_written_again(daemon: Daemon, monkeypatch: pytes
     written.clear()
     daemon.save()
     assert written == []
+
+
+def test_a_block_that_arises_while_others_are_read_is_not_written_over_what_is_stored(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.at_s = 600
+    daemon.show(busy(0, 1.0), seconds=60)
+    daemon.save(everything=True)
+    daemon.restart()
+    daemon.at_s = 599
+    daemon.show(busy(0, 1.0))
+    load = gpu_metrics_table.load_blocks
+
+    def load_late(*what: Any) -> list[BlockRow]:
+        daemon.at_s = 660
+        daemon.show(busy(0, 1.0))
+        return load(*what)
+
+    monkeypatch.setattr("gpulease_server.store.gpu_metrics_table.load_blocks", load_late)
+    daemon.save(everything=True)
+    monkeypatch.undo()
+    daemon.save(everything=True)
+    daemon.restart()
+    assert daemon.read(SECONDS, 62, from_s=599).known_s == (1.0,) * 62
 
 
 def test_a_write_that_fails_loses_nothing_and_is_said_once(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
