@@ -99,6 +99,9 @@ def test_a_lease_without_a_job_has_metrics_and_goes_on_having_them_when_it_has_e
 
     eventually(lambda: len(means()) >= 2, 60, api.story)
     assert api.get(path).json["held_until_at"] is None
+    with api.client() as client:
+        none = client.lease_metrics(waiting["id"])
+    assert (none.held_from_at, none.gpus, none.gpu_hours_held) == (None, (), 0), "it waits for the others"
     api.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
     eventually(lambda: len(means()) >= 2 and api.get(path).json["held_until_at"] is not None, 60, api.story)
     found = api.get(f"{path}?points=1").json
@@ -107,8 +110,6 @@ def test_a_lease_without_a_job_has_metrics_and_goes_on_having_them_when_it_has_e
     assert 0 < found["gpu_hours_used"] <= found["gpu_hours_held"]
     with api.client() as client:
         assert client.lease_metrics(lease["id"]).gpus[0].uuid == lease["gpus"][0]["uuid"]
-        none = client.lease_metrics(waiting["id"])
-    assert (none.held_from_at, none.gpus, none.gpu_hours_held) == (None, (), 0)
     assert api.call("GET", "/v1/leases/lease-none/metrics").problem() == (404, "not_found")
 
 

@@ -19,7 +19,7 @@ def with_times(daemon: DaemonState, record: LeaseRecord, lease: Lease) -> Lease:
         held_for_s = now.mono_s - record.granted_at_s
     else:
         held_for_s = ((lease.ended_at or now.at) - lease.granted_at).total_seconds()
-    return replace(lease, held_for_s=round(max(held_for_s, 0.0), 3), idle_s=_idle_s(daemon, lease, now))
+    return replace(lease, held_for_s=_whole(held_for_s), idle_s=_idle_s(daemon, lease, now))
 
 
 def _idle_s(daemon: DaemonState, lease: Lease, now: Instant) -> float | None:
@@ -34,4 +34,9 @@ def _idle_s(daemon: DaemonState, lease: Lease, now: Instant) -> float | None:
         if state_of(ledger, gpu, now, daemon.policy) is not GpuState.LEASED:
             return None
         found.append(now.mono_s - used.idle_since_s)
-    return round(max(min(found), 0.0), 3)
+    return _whole(min(found))
+
+
+def _whole(seconds: float) -> float:
+    """Whole seconds: an answer that changes every millisecond would never be the one that the caller has (ETag)."""
+    return float(max(int(seconds), 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
 
@@ -36,32 +37,13 @@ MAX_ANSWER_POINTS = 60_000
 FLEET_JSON: TypeAdapter[FleetHistory] = TypeAdapter(FleetHistory)
 
 
+@dataclass(frozen=True, slots=True)
 class Period:
-    """The period that a request is about."""
+    """The period that a request is about, in seconds since the epoch."""
 
-    def __init__(
-        self,
-        daemon: DaemonDep,
-        from_at: Annotated[
-            Moment | None, Query(alias="from", description="Begin of the period, ISO 8601; if absent, see `last_s`.")
-        ] = None,
-        to_at: Annotated[
-            Moment | None,
-            Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now."),
-        ] = None,
-        last_s: Annotated[
-            float | None,
-            Query(gt=0, le=MAX_LAST_S, description="The period is this many seconds up to `to`; if absent, an hour."),
-        ] = None,
-    ) -> None:
-        if from_at is not None and last_s is not None:
-            raise InvalidRequest("from, last_s: cannot be combined.", remedy="Use one of them.")
-        self.now_s = daemon.now().at.timestamp()
-        self.to_s = min(in_utc(to_at).timestamp() if to_at else self.now_s, self.now_s)
-        begin_s = in_utc(from_at).timestamp() if from_at else self.to_s - (last_s or DEFAULT_LAST_S)
-        self.from_s = max(0.0, begin_s)
-        if self.from_s >= self.to_s:
-            raise InvalidRequest("from: must be before to, and before now.")
+    from_s: float
+    to_s: float
+    now_s: float
 
     def window(self, points: int) -> Window:
         """The period in at most so many buckets."""
@@ -74,7 +56,31 @@ class Period:
         return {"from_at": begin_at, "to_at": end_at, "bucket_s": span.bucket_s}
 
 
-PeriodDep = Annotated[Period, Depends()]
+async def requested_period(
+    daemon: DaemonDep,
+    from_at: Annotated[
+        Moment | None, Query(alias="from", description="Begin of the period, ISO 8601; if absent, see `last_s`.")
+    ] = None,
+    to_at: Annotated[
+        Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
+    ] = None,
+    last_s: Annotated[
+        float | None,
+        Query(gt=0, le=MAX_LAST_S, description="The period is this many seconds up to `to`; if absent, an hour."),
+    ] = None,
+) -> Period:
+    """The period of the query. Raises InvalidRequest if it is none."""
+    if from_at is not None and last_s is not None:
+        raise InvalidRequest("from, last_s: cannot be combined.", remedy="Use one of them.")
+    now_s = daemon.now().at.timestamp()
+    to_s = min(in_utc(to_at).timestamp() if to_at else now_s, now_s)
+    from_s = max(0.0, in_utc(from_at).timestamp() if from_at else to_s - (last_s or DEFAULT_LAST_S))
+    if from_s >= to_s:
+        raise InvalidRequest("from: must be before to, and before now.")
+    return Period(from_s, to_s, now_s)
+
+
+PeriodDep = Annotated[Period, Depends(requested_period)]
 Points = Query(ge=2, le=MAX_HISTORY_POINTS, description="Maximum number of buckets for each GPU; fewer are wider.")
 
 
