@@ -21,6 +21,7 @@
  *   garbled INDEX 1      its name is not valid UTF-8
  *   fabric INDEX N       state of its NVLink fabric: 0 none, 1 not started, 2 in progress, 3 completed
  *   fabric_status INDEX N   the error with which that completed
+ *   switched -1 1        NVLinks lead to an NVSwitch
  *   retired INDEX 1      memory pages wait to be retired (and it remaps no rows)
  *   raced INDEX N        each process list grows N times between the two calls that it takes
  *   waits -1 CODE        waiting for Xids fails with this; -1 hangs until the file says otherwise
@@ -277,6 +278,18 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(Device device, unsigned long long 
 int nvmlDeviceGetP2PStatus(Device device, Device other, unsigned what, unsigned *status) {
     DEVICE;
     *status = poor(device) || poor(other) ? 5 : 0;
+    return SUCCESS;
+}
+int nvmlDeviceGetNvLinkState(Device device, unsigned link, unsigned *active) {
+    DEVICE;
+    *active = link != 1; /* link 1 has no bridge */
+    return poor(device) ? NOT_SUPPORTED : link < 4 ? SUCCESS : 2;
+}
+int nvmlDeviceGetNvLinkRemotePciInfo_v2(Device device, unsigned link, PciInfo *info) {
+    DEVICE;
+    memset(info, 0, sizeof *info);
+    if (told("switched", -1, NULL) || link == 3) strcpy(info->bus_id, "00000000:D0:00.0"); /* an NVSwitch */
+    else sprintf(info->bus_id, device->index ? "00000000:3B:00.0" : "00000000:50:00.0");
     return SUCCESS;
 }
 int nvmlDeviceGetTopologyCommonAncestor(Device device, Device other, unsigned *level) { DEVICE; *level = 40; return SUCCESS; }

@@ -731,8 +731,26 @@ def test_gpus_on_one_nvlink_are_linked(tmp_path: Path) -> None:
     library = Driver(tmp_path)
     library.says(("count", EVERY, 3))
     links = library.read().links
-    assert GpuLink(first=WHOLE.uuid, second=THIRD.uuid, path="nvlink", peer_to_peer=True) in links
+    assert GpuLink(first=WHOLE.uuid, second=THIRD.uuid, path="nvlink", peer_to_peer=True, nvlinks=2) in links
     assert len(links) == 3
+
+
+@pytest.mark.parametrize(
+    "matter",
+    [
+        pytest.param(("switched", -1, 1), id="behind an NVSwitch"),
+        pytest.param(("nvmlDeviceGetNvLinkState", EVERY, NOT_SUPPORTED), id="a driver that does not count them"),
+        pytest.param(
+            ("nvmlDeviceGetNvLinkRemotePciInfo_v2", EVERY, NOT_SUPPORTED), id="one that hides where they lead"
+        ),
+        pytest.param(("nvmlDeviceGetNvLinkState", 0, 15), id="a GPU that is lost while they are counted"),
+    ],
+)
+def test_nvlinks_that_cannot_be_counted_are_nvlinks(tmp_path: Path, matter: tuple[str, int, int]) -> None:
+    library = Driver(tmp_path)
+    library.says(("count", EVERY, 3), matter)
+    links = library.read().links
+    assert GpuLink(first=WHOLE.uuid, second=THIRD.uuid, path="nvlink", peer_to_peer=True) in links
 
 
 @pytest.mark.parametrize(

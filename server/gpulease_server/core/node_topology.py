@@ -12,7 +12,7 @@ from gpulease_server.core.topology import NVLINK, SCORES, Score, Topology, best_
 MAX_GPUS = 64
 """Of a node with more GPUs the connections are not looked at: it counts as one of which nothing is known."""
 
-MAX_NVLINKS = 18
+MAX_NVLINKS = 36
 """NVLinks of one GPU, at most."""
 
 

@@ -23,6 +23,7 @@ often the longer it is lost.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -35,6 +36,7 @@ from gpulease_protocol.model import ComputeMode, Device, GpuLink, GpuReading, Pr
 from gpulease_protocol.node_protocol import NodeLease
 from gpulease_worker.probe import driver_check, gpu_health, pci_sysfs
 from gpulease_worker.probe.cuda_init_check import CudaInitCheck
+from gpulease_worker.probe.nvlink_count import count_nvlinks
 from gpulease_worker.probe.nvml_binding import CallRefused, GpuFailed, LibraryFailed, NoProcessList, Nvml
 from gpulease_worker.probe.probe_protocol import (
     IDLE_BYTES,
@@ -377,6 +379,7 @@ class NvmlReader:
         if present <= self._linked_uuids:
             return
         links = []
+        nvlinks = functools.cache(functools.partial(count_nvlinks, self._nvml))
         for first, second in combinations(answering, 2):
             with suppress(GpuFailed):
                 path, peer = self._nvml.link_path(self._nvml.handle(first), self._nvml.handle(second))
@@ -384,8 +387,9 @@ class NvmlReader:
                     (answering[first].device, answering[second].device), key=lambda one: one.pci_bus_id or ""
                 )
                 if path is not None:
+                    count = nvlinks(first)[answering[second].device.pci_bus_id or ""] if path == "nvlink" else 0
                     link = GpuLink(first=uuids[0].uuid, second=uuids[1].uuid, path=path, peer_to_peer=peer)
-                    links.append(link)
+                    links.append(replace(link, nvlinks=count) if count else link)
         self._links, self._linked_uuids = tuple(links), present
 
 
