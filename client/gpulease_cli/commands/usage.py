@@ -33,8 +33,8 @@ from gpulease_protocol.usage import GpuTime, UsageKey
 def usage(since: datetime, until: datetime | None, user: str | None, by: UsageKey, json: bool) -> None:
     """Show GPU-hours held and used, by user, label, node, agent, session or day.
 
-    Used is utilization times time, IDLE is the time at a utilization of 0. Both are known for jobs only; UNKNOWN is the
-    part of HELD for which they are not. A day is one in UTC.
+    Used is utilization times time, IDLE is the time at a utilization of 0. UNKNOWN is the part of HELD of which neither
+    is known. A day is one in UTC.
     """
     now = datetime.now(UTC)
     if since >= min(until or now, now):
