@@ -339,3 +339,30 @@ def test_a_viewers_token_is_remembered_on_request(browser: Browser, tmp_path: Pa
                 expect(again.locator("[data-gpu]")).to_have_count(2 if kept else 0)
                 if not kept:
                     expect(again.get_by_label("Token")).to_be_focused()
+
+
+def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonProcess) -> None:
+    """E1, E3, E4: "03:00" shows half an hour before and after; problems are marked, ids are links."""
+    failed = submit(running, "sh", "-c", "exit 3", name="broken")
+    running.wait_job(failed["id"])
+    asked: list[str] = []
+    page = watched.page
+    page.on("request", lambda one: asked.append(one.url) if "from=" in one.url else None)
+    watched.open("#/events")
+    now = page.evaluate("new Date().toTimeString().slice(0, 5)")
+    page.get_by_label("around").fill(now)
+    page.wait_for_function("start => performance.now() > start + 1500", arg=page.evaluate("performance.now()"))
+    page.keyboard.press("Enter")
+
+    expect(page.locator("#events .is-problem").filter(has_text="job ended")).to_have_count(1)
+    expect(page.locator("#events li").filter(has_text="job submitted")).to_have_count(1)
+    page.get_by_role("group", name="Kind").get_by_role("button", name="problems").click()
+    expect(page.locator("#events li").filter(has_text="job submitted")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#events .is-problem").filter(has_text="job ended")).to_have_count(1)
+    page.locator("#events").get_by_role("link", name="broken").first.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("broken")
+    assert len(asked) == 2  # one, and one after the reload
+    page.goto(f"{running.url}/#/events?at=26:99")
+    expect(page.locator(".problem")).to_contain_text("is no time: write 03:00")
+    watched.was_good()

@@ -38,6 +38,8 @@ const STATES = [
   "unknown",
 ];
 const ALARMS = ["unhealthy", "conflict", "foreign"];
+const PROBLEM =
+  /conflict|unhealthy|failed|lost|revoked|died|foreign|timed.out|unknown|exited with code (?!0\b)|signal/i;
 const JOB_ORDER = ["running", "starting", "stopping", "queued"];
 /** The place of a job that waits for other jobs, and joins the queue at its end. */
 const LAST = 1e9;
@@ -208,9 +210,7 @@ export function eventPlace(event, devices) {
   const where = known.length ? `GPU ${places(known, true)}` : event.node ? `node ${plain(event.node)}` : "";
   return {
     where,
-    problem: /conflict|unhealthy|failed|lost|revoked|died|foreign|timed_out|unknown/.test(
-      `${event.kind} ${event.reason ?? ""}`,
-    ),
+    problem: PROBLEM.test(`${event.kind} ${event.reason ?? ""}`),
   };
 }
 

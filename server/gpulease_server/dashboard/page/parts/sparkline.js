@@ -24,7 +24,7 @@ export function Sparkline({ values, label }) {
   const line = (run) => run.map(([x, value]) => `${x} ${y(value).toFixed(2)}`).join("L");
   const found = runs(values);
   const areas = found.map((run) => `M${run[0][0]} 32L${line(run)}L${run.at(-1)[0]} 32z`).join("");
-  const lines = found.map((run) => `M${line(run)}${run.length === 1 ? "h.6" : ""}`).join("");
+  const lines = found.map((run) => `M${line(run)}${run.length === 1 ? "h-.6" : ""}`).join("");
   return html`<svg class="spark" viewBox=${`0 0 ${width} 32`} preserveAspectRatio="none" role="img" aria-label=${label} data-values=${values.map((value) => value ?? "").join(" ")}>
     <path class="base" d=${`M0 31.5h${width}`} /><path class="area" d=${areas} /><path class="line" d=${lines} />
   </svg>`;

@@ -1,18 +1,70 @@
-// Recent events, newest first. Names first, ids as links.
+// Events, newest first: the last ones as they happen, or those around a time. Names first, ids as links.
 
+import { nowMs } from "../clock.js";
 import { plain } from "../format.js";
 import { html } from "../html.js";
 import { eventViews, userOf } from "../model.js";
-import { Link, Moment, User } from "../parts/marks.js";
+import { useAnswer } from "../parts/answers.js";
+import { Link, Moment, Refusal, User } from "../parts/marks.js";
+import { setQuery } from "../route.js";
 
-/** The whole view. */
-export function Events({ data, q }) {
-  const views = eventViews(data, q);
+const AROUND_MS = 1_800_000;
+const DAY_MS = 86_400_000;
+const MOST = 1000;
+const KINDS = ["all", "problems", "lease", "job", "gpu", "node"];
+
+/** The whole view. `at` in the address is a time: 03:00, or 2026-11-26 03:00. */
+export function Events({ data, q, query }) {
+  const atMs = momentOf(query.at ?? "", nowMs());
+  const path =
+    atMs === null
+      ? null
+      : `v1/events?from=${iso(atMs - AROUND_MS)}&to=${iso(atMs + AROUND_MS)}&order=desc&limit=${MOST}`;
+  const { value, problem } = useAnswer(path);
+  const events = path === null ? data.events : (value?.items ?? []);
+  const views = eventViews({ ...data, events }, q).filter((event) => isOf(query.kind, event));
+  const gap = value?.pruned_seq > 0 && value.items.length === 0;
   return html`<section class="sheet" aria-labelledby="title">
-    <div class="head"><h1 id="title" tabindex="-1">Events</h1><span class="facts">the last ${data.events.length}</span></div>
-    ${views.length === 0 && html`<p class="none">${q ? "No event matches." : "No events yet."}</p>`}
+    <div class="head"><h1 id="title" tabindex="-1">Events</h1>
+      <div class="choice" role="group" aria-label="Kind">${KINDS.map((kind) => html`<button type="button" key=${kind} aria-pressed=${kind === (query.kind ?? "all")} onClick=${() => setQuery({ kind: kind === "all" ? "" : kind })}>${kind}</button>`)}</div>
+      <form class="at" onSubmit=${jump}><label>around <input name="at" type="text" size="16" key=${query.at ?? ""} defaultValue=${query.at ?? ""} placeholder="03:00" autocomplete="off" /></label><button type="submit">Go</button>
+        ${query.at && html`<button type="button" onClick=${() => setQuery({ at: "" })}>Now</button>`}</form>
+      <span class="facts">${atMs === null ? `the last ${data.events.length}` : `half an hour before and after, ${views.length} of them`}</span></div>
+    ${query.at && atMs === null && html`<p class="problem">“${plain(query.at)}” is no time: write 03:00, or 2026-11-26 03:00.</p>`}
+    ${problem && html`<${Refusal} problem=${problem} />`}
+    ${gap && html`<p class="problem">Older events are no longer kept: there may have been some at that time.</p>`}
+    ${path !== null && !value && !problem && html`<p class="none">Loading...</p>`}
+    ${views.length === 0 && !problem && (path === null || value) && html`<p class="none">${q || query.kind || query.at ? "No event matches." : "No events yet."}</p>`}
     <ol id="events" class="events">${views.map((event) => html`<${EventLine} key=${event.seq} event=${event} ids=${true} />`)}</ol>
   </section>`;
+}
+
+function jump(event) {
+  event.preventDefault();
+  setQuery({ at: new FormData(event.target).get("at")?.toString().trim() ?? "" });
+}
+
+function iso(atMs) {
+  return new Date(atMs).toISOString().replace(".000", "");
+}
+
+/** The last time, not in the future, that a text names in this browser's zone; null if it names none. */
+export function momentOf(text, beforeMs) {
+  const [, day = "", hours, minutes] = /^(?:(\d{4}-\d\d-\d\d)[ T])?(\d\d?):(\d\d)$/.exec(text.trim()) ?? [];
+  if (hours === undefined || Number(hours) > 23 || Number(minutes) > 59) return null;
+  const time = `${hours.padStart(2, "0")}:${minutes}`;
+  if (day) {
+    const atMs = new Date(`${day}T${time}`).getTime();
+    return Number.isNaN(atMs) ? null : atMs;
+  }
+  const today = new Date(beforeMs);
+  today.setHours(Number(hours), Number(minutes), 0, 0);
+  return today.getTime() > beforeMs ? today.getTime() - DAY_MS : today.getTime();
+}
+
+function isOf(kind, event) {
+  if (!kind || kind === "all") return true;
+  return kind === "problems" ? event.problem : event.kind.startsWith(`${kind}.`);
 }
 
 /** One event: when, what, of whom, where and why. */
