@@ -26,10 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TRAINING = """
 import os, time
-step = 0
-while True:
+for step in range(300):
     print("rank", os.environ["RANK"], "step", step, flush=True)
-    step += 1
     time.sleep(1)
 """
 PLOTS = "all => all.map(one => ({ labels: one.plot.series.slice(1).map(line => line.label), data: one.plot.data }))"
@@ -129,6 +127,7 @@ def test_ranks_are_plotted_and_a_straggler_and_stalls_are_named(
     assert all("rank 2 step 1" in text for text in rows.all_inner_texts())
     assert page.evaluate("location.hash") == before
     watched.was_good()
+    running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
 def test_a_log_follows_and_stops_when_the_reader_scrolls(
@@ -154,6 +153,7 @@ def test_a_log_follows_and_stops_when_the_reader_scrolls(
     page.get_by_role("button", name="Follow").click()
     expect(log).to_contain_text("late")
     watched.was_good()
+    running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
 def test_a_failed_job_says_why_first(watched: Watched, running: DaemonProcess) -> None:
