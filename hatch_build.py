@@ -105,7 +105,9 @@ def fetch(root: Path, library: dict[str, Any]) -> dict[str, bytes]:
     request = urllib.request.Request(url)  # noqa: S310 - checked above
     token = settings.get(re.sub(r"^https?:", "", registry) + ":_authToken")
     if token:
-        request.add_header("Authorization", f"Bearer {token}")
+        request.add_unredirected_header(
+            "Authorization", f"Bearer {token}"
+        )  # a registry may redirect to a store of files
     try:
         context = ssl.create_default_context(cafile=settings.get("cafile"))
         with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310

@@ -341,6 +341,40 @@ def test_no_stream_of_newer_requests_keeps_it_waiting() -> None:
     assert indices(world.ledger.leases[waits.id].lease) in ([0, 1], [2, 3])
 
 
+@pytest.mark.parametrize("what", [{}, {"nodes": 2}])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_node_that_was_never_heard_since_a_restart_fails_no_request(what: dict[str, Any], count: int) -> None:
+    """The daemon knows its GPUs from the ledger, and has no reading of it."""
+    world = on(A100_BRIDGES).node("b", gpus=A100_BRIDGES.readings("b"), report=False)
+    world.report("b", links=A100_BRIDGES.links("b"))
+    del world.ledger.node_observations["b"]
+    asked = world.ask(count, topology=TopologyMode.REQUIRED, **what)
+    waits = world.answers[asked]
+    assert isinstance(waits, Lease)
+    assert (waits.state is LeaseState.ACTIVE) is ("nodes" not in what)
+    world.report("b", links=A100_BRIDGES.links("b"))
+    assert world.ledger.leases[waits.id].lease.state is LeaseState.ACTIVE
+
+
+def test_what_is_held_for_a_request_is_what_it_can_use() -> None:
+    """Pairs 0-1 and 2-3; 2 and 3 end soon, 1 never does: GPU 0 is not held, and 2 is, until 3 is free."""
+    world, leases = occupied(A100_BRIDGES, [1, 2, 3])
+    world.cordon(1)
+    waits = world.answers[world.ask(2, topology=TopologyMode.REQUIRED)]
+    assert isinstance(waits, Lease)
+    for _ in range(40):
+        newer = world.lease(1)
+        assert indices(newer) == [0], "what can never serve it goes to others"
+        give_back(world, newer, A100_BRIDGES)
+    give_back(world, leases[2], A100_BRIDGES)
+    for _ in range(40):
+        newer = world.lease(1)
+        assert indices(newer) == [0], "GPU 2 is held until GPU 3 is free"
+        give_back(world, newer, A100_BRIDGES)
+    give_back(world, leases[3], A100_BRIDGES)
+    assert indices(world.ledger.leases[waits.id].lease) == [2, 3]
+
+
 def test_any_takes_the_first_ones() -> None:
     assert indices(on(BRIDGES_ACROSS).lease(2, topology=TopologyMode.ANY)) == [0, 1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +26,6 @@ OPTIONS = (
 )
 WITHIN_MS = 60_000
 """For whatever a page is waited for: it is there within a second or two, on a machine that is not loaded."""
-ABSENT = re.compile(r"/v1/(gpus|gpus/[^/]+)/history|/v1/leases/[^/]+/metrics")
-"""What a daemon may not have: Chromium reports its answer as an error, and the page draws no history."""
 NOTES_VIOLATIONS = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (seen) => violations.push(`${seen.violatedDirective} ${seen.blockedURI}`));
@@ -61,7 +58,7 @@ class Watched:
         assert self.page.evaluate("window.violations") == []
 
     def _said(self, message: ConsoleMessage) -> None:
-        if message.type in ("error", "warning") and not ABSENT.search(message.location.get("url", "")):
+        if message.type in ("error", "warning"):
             self.errors.append(message.text)
 
     def _asked(self, request: Request) -> None:

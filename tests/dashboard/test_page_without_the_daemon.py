@@ -122,7 +122,7 @@ def test_another_token_shows_no_data_of_the_former_one(browser: Browser, closed:
 
         call(closed.socket, "DELETE", f"/v1/tokens/{other['id']}")
         expect(page.get_by_label("Token")).to_be_focused()
-        page.evaluate("bearer => sessionStorage.setItem('gpulease-token', bearer)", third["bearer"])
+        page.evaluate("bearer => sessionStorage.setItem('gpulease-token /', bearer)", third["bearer"])
         hide(page)
         show(page)
         expect(page.get_by_label("Token")).to_be_hidden()

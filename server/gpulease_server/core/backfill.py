@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, GpuState
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
+from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import (
     can_have,
@@ -225,9 +226,12 @@ class Reservations:
         if ends_too_soon(self.ledger, demand, node, self.now):
             return None
         usable = self._usable(demand, gpus)
-        if not has_enough(self.ledger, demand, node, [*usable, *self._coming(demand, gpus)], needed):
+        able = [*usable, *self._coming(demand, gpus)]
+        if not has_enough(self.ledger, demand, node, able, needed):
             return None
-        own = [gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id]
+        wanted = set_to_wait_for(self.ledger, demand, node, able, needed)
+        not_others = (gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id)
+        own = [gpu for gpu in not_others if gpu.device.uuid in wanted]
         return _Serving(needed - len(own), node, own)
 
     def is_free(self, gpu: GpuRecord) -> bool:

@@ -7,12 +7,11 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpulease_protocol.model import Demand, TopologyMode
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import GpuRecord
-from gpulease_server.core.topology import NVLINK
 
 
 def choose_gpus(ledger: Ledger, demand: Demand, node: str, usable: Sequence[str], count: int) -> Sequence[str]:
@@ -27,18 +26,19 @@ def choose_gpus(ledger: Ledger, demand: Demand, node: str, usable: Sequence[str]
         return usable[:count]
     if topology is None:
         return ()
-    best = topology.best(usable, ledger.fleet.free.get(node, usable), count)
-    if required and best.worst < NVLINK:
-        return ()
-    return [topology.uuids[position] for position in best.positions]
+    free = ledger.fleet.free.get(node, usable)
+    best = topology.best_linked(usable, free, count) if required else topology.best(usable, free, count)
+    return () if best is None else [topology.uuids[position] for position in best.positions]
 
 
 def choose_after_reading(
     ledger: Ledger, demand: Demand, node: str, gpus: list[GpuRecord], count: int
 ) -> list[GpuRecord]:
     """The same of GPUs of which some must be read first; all that the node shows count."""
-    readings = ledger.node_observations[node].readings
-    shown = [gpu.device.uuid for gpu in gpus if gpu.device.uuid in readings]
+    observation = ledger.node_observations.get(node)
+    if observation is None:
+        return []
+    shown = [gpu.device.uuid for gpu in gpus if gpu.device.uuid in observation.readings]
     chosen = choose_gpus(ledger, demand, node, shown, count) if len(shown) >= count else ()
     return [ledger.gpus[uuid] for uuid in chosen]
 
@@ -57,4 +57,23 @@ def can_connect(ledger: Ledger, demand: Demand, node: str, uuids: Sequence[str],
     if needed <= 1:
         return True
     topology = observation.topology
-    return topology is not None and len(working) >= needed and topology.best(working, working, needed).worst >= NVLINK
+    return topology is not None and topology.best_linked(working, working, needed) is not None
+
+
+def set_to_wait_for(
+    ledger: Ledger, demand: Demand, node: str, gpus: Sequence[GpuRecord], count: int
+) -> Collection[str]:
+    """Of GPUs that are free or will be, the UUIDs of those that a request is to collect; all where any will do.
+
+    It depends on these GPUs alone, and not on which of them are free already: one that is kept is still wanted when the
+    next becomes free.
+    """
+    uuids = [gpu.device.uuid for gpu in sorted(gpus, key=lambda gpu: gpu.device.index)]
+    if demand.topology is not TopologyMode.REQUIRED or count <= 1:
+        return uuids
+    observation = ledger.node_observations.get(node)
+    topology = None if observation is None else observation.topology
+    if topology is None or not topology.positions.keys() >= set(uuids):
+        return uuids
+    best = topology.best_linked(uuids, uuids, count)
+    return uuids if best is None else {topology.uuids[position] for position in best.positions}

@@ -39,6 +39,22 @@ class NodeTopology:
         """The score of the best set of `count` of the usable GPUs, all of which are among the free ones."""
         return best_set(self.topology, self.mask(usable), self.mask(free), count)
 
+    def best_linked(self, usable: Iterable[str], free: Iterable[str], count: int) -> Score | None:
+        """The best set with NVLink between every pair; None if there is none. Looks at each island alone."""
+        left, found = {self.positions[uuid] for uuid in usable}, []
+        while left:
+            island, at = [min(left)], 0
+            left.remove(island[0])
+            while at < len(island):
+                near = [one for one in left if self.topology.scores[island[at]][one] >= NVLINK]
+                left.difference_update(near)
+                island, at = [*island, *near], at + 1
+            if len(island) >= count:
+                mask = sum(1 << position for position in island)
+                found.append(best_set(self.topology, mask, self.mask(free) | mask, count))
+        best = max(found, default=None)
+        return None if best is None or best.worst < NVLINK else best
+
 
 class TopologyCache:
     """The topology of one node, made again only when its links or NUMA nodes change."""

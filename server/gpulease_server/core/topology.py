@@ -115,7 +115,7 @@ class Topology:
         )
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(64)
 def topology_of(scores: tuple[tuple[int, ...], ...], numa_nodes: tuple[int | None, ...]) -> Topology:
     """The topology with these scores."""
     return Topology(scores, numa_nodes)
@@ -126,7 +126,7 @@ def positions_in(mask: int) -> list[int]:
     return [position for position in range(mask.bit_length()) if mask >> position & 1]
 
 
-@functools.lru_cache(16_384)
+@functools.lru_cache(4096)
 def best_set(topology: Topology, usable: int, free: int, count: int) -> Score:
     """The best set of `count` of the usable GPUs. `usable` and `free` have a bit for each position; all that are
     usable are free, and there are at least `count` of them."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from heapq import heappush, heappushpop
 from itertools import islice
 
 from gpulease_protocol.usage import MAX_SHARES, Usage, UsageKey, UsageShare
@@ -18,7 +19,7 @@ from gpulease_server.store.usage import HeldTime, held_times
 log = logging.getLogger("gpulease.metrics")
 
 MAX_SERIES = 2000
-"""Metrics of at most this many leases, the newest, are read for one answer. That takes about a second."""
+"""Metrics of at most this many leases, those with the most GPU time, are read for one answer. That takes a second."""
 AT_ONCE = 50
 """Metrics of at most this many leases are in memory at a time: about 32 kB for each GPU."""
 DAY = timedelta(days=1)
@@ -70,7 +71,7 @@ def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, us
     Metrics of an active lease count as far as they are written, which is up to a minute ago.
     """
     sums: dict[str | None, _Sum] = {}
-    found: list[tuple[HeldTime, list[_Part]]] = []
+    found: list[tuple[float, int, HeldTime, list[_Part]]] = []
     leases = 0
     for lease in held_times(store.engine, from_at, to_at, user):
         leases += 1
@@ -78,9 +79,9 @@ def gpu_usage(store: Store, from_at: datetime, to_at: datetime, by: UsageKey, us
         for part in parts:
             part.share.leases += 1
             part.share.held_s += lease.gpu_seconds(part.begin, part.end, part.node)
-        if len(found) < MAX_SERIES:
-            found.append((lease, parts))
-    for some in _chunks(found):
+        entry = (lease.gpu_seconds(from_at, to_at), leases, lease, parts)
+        heappush(found, entry) if len(found) < MAX_SERIES else heappushpop(found, entry)
+    for some in _chunks([(lease, parts) for *_, lease, parts in found]):
         contents = gpu_metrics_table.load(store.engine, [lease.lease_id for lease, _ in some])
         for lease, parts in some:
             _add_used(lease, parts, contents.get(lease.lease_id))

@@ -126,12 +126,13 @@ def leases(
         ended = ended.where(lease.c.ended_at <= at, or_(lease.c.ended_at < at, lease.c.number < number))
     ended = ended.order_by(lease.c.ended_at.desc(), lease.c.number.desc()).limit(limit)
     count, named, last = 0, 0, None
-    for row in connection.execute(ended):
-        found.append(row)
-        count, named = count + 1, named + row[8].count('"uuid"')
-        if count == limit or named >= MAX_NAMED_GPUS:
-            last = (row.ended_at, row.number)
-            break
+    with connection.execute(ended.execution_options(yield_per=100)) as rows:
+        for row in rows:
+            found.append(row)
+            count, named = count + 1, named + row[8].count('"uuid"')
+            if count == limit or named >= MAX_NAMED_GPUS:
+                last = (row.ended_at, row.number)
+                break
     elastic = [row.id for row in found if row[9]]
     changes = node_changes(connection, lease.c.id.in_(elastic)) if elastic else {}
     page = [

@@ -30,6 +30,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
+from math import comb
 from typing import Any
 
 from gpulease_protocol.model import ComputeMode, Device, GpuLink, GpuReading, Process
@@ -57,6 +58,8 @@ HIDDEN_USE_BYTES = 16 * 1024**2
 client 30."""
 REOPEN_PAUSE_RATIO = 0.1
 """The pause between two sessions, as a fraction of the time for which a GPU has been lost."""
+LINKS_S, LINKS_AGAIN_S = 600.0, 30.0
+"""How long what was read of the connections counts, and how long where a pair could not be read."""
 MEMORY_CHANGE_BYTES = 16 * 1024**2
 """A change of memory in use that means that a process has come or gone: the GPU's processes are read immediately."""
 
@@ -113,6 +116,7 @@ class NvmlReader:
         """GPUs of an earlier session or probe that this session does not show."""
         self._links: tuple[GpuLink, ...] = ()
         self._linked_uuids: set[str] = set()
+        self._links_until_s = 0.0
         """UUIDs of the GPUs whose links have been read."""
         self._xids = gpu_health.ActiveXids(self._pace.health_s)
         for uuid, xid in setup.xids.items():
@@ -373,16 +377,18 @@ class NvmlReader:
         }
 
     def _read_links(self) -> None:
-        """Read how the GPUs are connected: once, and again when a GPU that did not answer does."""
+        """Read how the GPUs are connected: now and then, since NVLink may come up late or fail, soon again where a pair
+        could not be read, and when a GPU that did not answer does."""
         answering = {position: one for position, one in self._gpus.items() if one.failed_health is None}
         present = {one.device.uuid for one in answering.values()}
-        if present <= self._linked_uuids:
+        if present <= self._linked_uuids and time.monotonic() < self._links_until_s:
             return
-        links = []
+        links, pairs = [], 0
         nvlinks = functools.cache(functools.partial(count_nvlinks, self._nvml))
         for first, second in combinations(answering, 2):
             with suppress(GpuFailed):
                 path, peer = self._nvml.link_path(self._nvml.handle(first), self._nvml.handle(second))
+                pairs += 1
                 uuids = sorted(
                     (answering[first].device, answering[second].device), key=lambda one: one.pci_bus_id or ""
                 )
@@ -391,6 +397,8 @@ class NvmlReader:
                     link = GpuLink(first=uuids[0].uuid, second=uuids[1].uuid, path=path, peer_to_peer=peer)
                     links.append(replace(link, nvlinks=count) if count else link)
         self._links, self._linked_uuids = tuple(links), present
+        all_read = pairs == comb(len(answering), 2)
+        self._links_until_s = time.monotonic() + (LINKS_S if all_read else LINKS_AGAIN_S)
 
 
 def _unanswered(cached: GpuCache, health: str) -> GpuReading:

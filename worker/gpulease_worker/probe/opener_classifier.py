@@ -11,7 +11,7 @@ that applies decides:
 | works under another lease with GPUs on this node, by claim or cgroup | nothing: that lease answers for it |
 | belonged to a lease with GPUs on this node before (an exiting process loses its marker before its files) | as before |
 | is an owner of leases or descends from one (the nearest counts), one of them active or none the ended one | nothing |
-| is the owner of a request that waits, or descends from one that does not own the ended lease | nothing: it asks |
+| is the owner of a request that waits, or descends from one and from no owner above it | nothing: it asks |
 | is itself the owner of the ended lease, and lives on | a stranger: no one waits for themselves |
 | descends from that owner, or did before an ancestor died (`owner_descendants`) | the lease's |
 | was in that owner's process group, if it has ended | the lease's |
@@ -134,15 +134,17 @@ class OpenerClassifier:
 
     def _nearest_owner(self, pid: int) -> ProcessId | None:
         """The owner or asker that this process is, descends or descended from, or that has ended and led its group."""
-        lineage = self._lineages[pid]
+        lineage, asker = self._lineages[pid], None
         for ancestor in lineage:
             if (seen := self._stat(ancestor)) is None:
                 continue
             process = ProcessId(ancestor, seen.start_ticks)
-            if process in self._owned or process in self._askers:
+            if process in self._owned or (ancestor == pid and process in self._askers):
                 return process
             if (owner := self._descendants.get(process)) is not None:
                 return owner
+            if asker is None and process in self._askers:
+                asker = process
         for member in lineage:
             seen = self._stat(member)
             # The kernel does not reuse the pid of a group leader while the group has members.
@@ -150,7 +152,7 @@ class OpenerClassifier:
                 for owner in self._owned:
                     if owner.pid == seen.group and (leader is None or leader.start_ticks == owner.start_ticks):
                         return owner
-        return None
+        return asker
 
     def _stat(self, pid: int) -> Stat | None:
         if pid not in self._stats:

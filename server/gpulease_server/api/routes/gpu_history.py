@@ -32,6 +32,8 @@ DEFAULT_LAST_S = 3600.0
 MAX_LAST_S = 100 * 366 * 86400.0
 FLEET_POINTS, GPU_POINTS = 61, 300
 """Buckets of one GPU, unless the caller says how many: the last hour by the minute, which begins within a minute."""
+AT_ONCE = 100
+"""The history of at most so many GPUs is in memory at a time: 25 kB each for a year."""
 MAX_ANSWER_POINTS = 60_000
 """Buckets in one answer, of all GPUs and measures."""
 FLEET_JSON: TypeAdapter[FleetHistory] = TypeAdapter(FleetHistory)
@@ -108,9 +110,11 @@ async def list_histories(
     copied = daemon.recorder.history.copy([device.uuid for device in devices], span)
 
     def answer() -> bytes:
-        blocks = read_blocks(daemon.store, [device.uuid for device in devices], span, copied)
-        gpus = tuple(_means(device, span, blocks[device.uuid], asked) for device in devices)
-        return FLEET_JSON.dump_json(FleetHistory(**period.bounds(span), gpus=gpus))  # type: ignore[arg-type]
+        gpus: list[GpuMeans] = []
+        for some in (devices[at : at + AT_ONCE] for at in range(0, len(devices), AT_ONCE)):
+            blocks = read_blocks(daemon.store, [device.uuid for device in some], span, copied)
+            gpus += (_means(device, span, blocks[device.uuid], asked) for device in some)
+        return FLEET_JSON.dump_json(FleetHistory(**period.bounds(span), gpus=tuple(gpus)))  # type: ignore[arg-type]
 
     return Response(await asyncio.to_thread(answer), media_type="application/json")
 

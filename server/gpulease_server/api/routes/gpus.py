@@ -49,7 +49,7 @@ def last_use(daemon: DaemonState) -> Callable[[Gpu], Gpu]:
         return replace(
             gpu,
             last_busy_at=wall_clock(now, now.mono_s - idle_s[gpu.uuid]),
-            idle_s=round(idle_s[gpu.uuid], 3),
+            idle_s=float(int(idle_s[gpu.uuid])),  # whole seconds, as of a lease: answers stay the same for a while
             activity_since=None if since_s is None else wall_clock(now, since_s),
         )
 

@@ -34,8 +34,8 @@ async def show_usage(
 ) -> Usage:
     """GPU-hours that leases held and used in a period, by user, label, node, agent, session or day (in UTC).
 
-    Leases that are pruned (`serve --keep-days`) are not counted. Use is known of the newest 2000 leases in the period.
-    A node of an elastic lease counts for the time that the lease had it. A time without an offset is UTC.
+    Leases that are pruned (`serve --keep-days`) are not counted. Use is known of the 2000 leases with the most GPU
+    time. A node of an elastic lease counts for the time that the lease had it. A time without an offset is UTC.
     """
     now = daemon.now().at
     end = min(in_utc(to_at) if to_at else now, now)

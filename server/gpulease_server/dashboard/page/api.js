@@ -4,7 +4,7 @@ import { learnFrom, realMs } from "./clock.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
-const TOKEN = "gpulease-token";
+const TOKEN = `gpulease-token ${new URL(".", document.baseURI).pathname}`; // of this daemon, which may share its host
 
 /** A failed request: the problem that the daemon answered, or that no answer arrived (status 0). */
 export class Problem extends Error {

@@ -14,8 +14,24 @@ const data = { events: [], me: null, history: null };
 const status = { lost: null, lostMs: null, currentMs: null, standby: null, refused: null, hurry: () => follow.hurry() };
 let drawPending = false;
 
+/** Draw; where that fails, say so instead of showing what is no longer true. It is tried again every second. */
 function draw() {
   drawPending = false;
+  try {
+    drawPage();
+  } catch (error) {
+    console.error(error);
+    const app = /** @type {HTMLElement} */ (document.getElementById("app"));
+    render(null, app);
+    render(
+      html`<p class="notice" role="alert">This page cannot be drawn: ${String(error)}. Reload it; \`gpulease status\` shows the GPUs.</p>`,
+      app,
+    );
+    document.title = "! gpulease";
+  }
+}
+
+function drawPage() {
   const ready = LISTS.every((name) => name in data); // else the first round is under way
   const shown = ready ? data : null;
   render(

@@ -1,7 +1,7 @@
 // The shell of every view: the bar at the top, problems, and the line that says that the page is not current.
 
 import { setToken, token } from "./api.js";
-import { moment, nowMs } from "./clock.js";
+import { moment, nowMs, realMs } from "./clock.js";
 import { plain } from "./format.js";
 import { html, useEffect, useRef, useState } from "./html.js";
 import { problems } from "./model.js";
@@ -131,7 +131,7 @@ function noticeOf({ lost, lostMs, currentMs, standby }) {
     return what + why + (currentMs === null ? "" : ` Data from ${moment(currentMs)}.`);
   }
   if (!standby) return "";
-  return `This daemon is a standby; the writer is ${plain(standby, 200)}.${Date.now() - currentMs > 10_000 ? ` Data from ${moment(currentMs)}.` : ""}`;
+  return `This daemon is a standby; the writer is ${plain(standby, 200)}.${realMs() - currentMs > 10_000 ? ` Data from ${moment(currentMs)}.` : ""}`;
 }
 
 function signOut() {

@@ -41,7 +41,7 @@ export function Action({
 
 function Confirm({ verb, subject, consequence, path, body, asksWhy, danger, onClose, onDone }) {
   const keep = useRef(/** @type {any} */ (null));
-  const key = useRef(newKey()); // the same for a second try: it acts once
+  const key = useRef(newKey()); // of one click, and the same for a second try
   const sending = useRef(false);
   const [reason, setReason] = useState("");
   const [problem, setProblem] = useState(/** @type {any} */ (null));

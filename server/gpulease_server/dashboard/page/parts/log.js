@@ -9,6 +9,7 @@ import { Refusal } from "./marks.js";
 const TAIL = 5000;
 const MOST = 100_000; // lines; the newest stay
 const LONGEST = 2000; // characters of a line
+const LONGEST_REST = 65_536;
 const ROW = 18; // pixels
 const SPARE = 20; // rows drawn above and below
 const WRAPPED = 1000; // rows drawn where lines are wrapped, because their heights differ
@@ -70,6 +71,8 @@ function useLog(job, rank) {
   const [state, setState] = useState(/** @type {any} */ ({ version: 0, problem: null }));
   const path = `v1/jobs/${encodeURIComponent(job.id)}/logs?follow=true&tail=${TAIL}${rank && rank !== "launcher" ? `&rank=${rank}` : ""}`;
   const started = job.attempts > 0;
+  const isOver = useRef(false);
+  isOver.current = job.ended_at !== null;
   useEffect(() => {
     lines.current = [];
     setState({ version: 0, problem: null });
@@ -89,11 +92,13 @@ function useLog(job, rank) {
           append(lines.current, next);
           setState((before) => ({ version: before.version + 1, problem: null }));
         });
+        if (!isOver.current) timer = setTimeout(read, AGAIN_MS); // the daemon stops, or this token does
       } catch (error) {
         if (signal.aborted) return;
         const problem = asProblem(error);
+        const passes = problem.status === 0 || problem.status === 429 || problem.status === 503;
         if (problem.status) setState((before) => ({ ...before, problem }));
-        else timer = setTimeout(read, AGAIN_MS);
+        if (passes) timer = setTimeout(read, Math.max(AGAIN_MS, (problem.retryAfterS ?? 0) * 1000));
       }
     };
     document.addEventListener("visibilitychange", read);
@@ -131,7 +136,7 @@ async function readLines(path, signal, take) {
   for (;;) {
     const { done, value } = await pieces.read();
     const texts = (rest + (value ?? "")).split("\n");
-    rest = done ? "" : (texts.pop() ?? "");
+    rest = done ? "" : (texts.pop() ?? "").slice(-LONGEST_REST); // progress without a line's end, for hours
     if (done && texts.at(-1) === "") texts.pop();
     if (texts.length || restarted) take(texts, restarted);
     restarted = false;

@@ -52,13 +52,14 @@ function Head({ job, metrics, data, onDone }) {
   const several = data.nodes.items.length > 1;
   const nodes = [...new Set(job.gpus.map((gpu) => gpu.node))];
   const held = metrics?.gpu_hours_held;
-  const used = metrics?.gpu_hours_used;
+  const unknown = held > 0 && metrics.gpu_hours_unknown >= held;
+  const used = unknown ? null : metrics?.gpu_hours_used;
   return html`<section class="sheet job-head" aria-labelledby="title">
     <div class="head">
       <h1 id="title" tabindex="-1">${jobName(job)}</h1><${State} state=${job.state} /><span class="nowrap"><${JobTime} job=${job} /></span>
       <${User} name=${job.user} />
       ${job.gpus.length > 0 && html`<span>GPU ${job.gpus.map((gpu, at) => html`${at ? ", " : ""}<${Link} view="gpus" id=${gpu.uuid}>${gpu.index}<//>`)}${several || nodes.length > 1 ? ` of ${nodes.map((node) => plain(node)).join(", ")}` : ""}</span>`}
-      ${held !== undefined && html`<span class="facts">${gpuHours(used)} of ${gpuHours(held)} GPU-hours used${held > 0 ? ` (${percent(used / held)})` : ""}</span>`}
+      ${held !== undefined && html`<span class="facts">${gpuHours(used)} of ${gpuHours(held)} GPU-hours used${held > 0 && !unknown ? ` (${percent(used / held)})` : ""}</span>`}
       ${
         job.ended_at === null &&
         mayActOn(data.me, job.user) &&

@@ -1,6 +1,6 @@
 // Wall: every GPU as a tile that is read from across the room, without a pointer and without scrolling.
 
-import { nowMs, wallTime } from "../clock.js";
+import { moment, nowMs, realMs, wallTime } from "../clock.js";
 import { percent, plain } from "../format.js";
 import { html } from "../html.js";
 import { historyByGpu, hueOf, nodeViews, queueViews, totals, userOf } from "../model.js";
@@ -17,16 +17,16 @@ export function Wall({ data, q, asOfMs }) {
   const gpus = nodes.flatMap((node) => node.gpus);
   const history = historyByGpu(data);
   const columns = columnsFor(gpus.length, nodes);
-  const ageMs = nowMs() - asOfMs;
+  const ageMs = realMs() - asOfMs; // nowMs() stands still while the daemon does not answer
   return html`<div class="wall">
     <h1 class="unseen" tabindex="-1">Wall</h1>
     <div class="wall-head">
       <ul id="totals" aria-label="Totals">${totals(data, nowMs()).map(({ key, count }) => html`<li key=${key} data-total=${key}><b>${count}</b> <${State} state=${key} big=${true} /></li>`)}</ul>
       <${Next} data=${data} />
-      <time class="wall-clock">${wallTime(nowMs())}</time>
+      <time class="wall-clock">${wallTime(realMs())}</time>
       <${Link} view="now" class="leave">Leave the wall<//>
     </div>
-    ${ageMs > OLD_MS && html`<p class="wall-old">Data from ${wallTime(asOfMs)}</p>`}
+    ${ageMs > OLD_MS && html`<p class="wall-old">Data from ${moment(asOfMs)}</p>`}
     <div class=${`tiles columns-${columns}`}>
       ${gpus.map((gpu) => html`<${Tile} key=${gpu.uuid} gpu=${gpu} values=${history.get(gpu.uuid)} several=${nodes.length > 1} />`)}
     </div>
