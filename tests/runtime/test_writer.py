@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import sqlite3
 from collections.abc import Callable, Coroutine
+from contextlib import closing
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +123,35 @@ def test_a_failed_commit_refuses_its_callers_and_loses_nothing(database_url: str
         assert isinstance(released, Lease)
 
     run(database_url, body)
+
+
+def test_an_older_copy_is_not_taken_for_the_database_where_a_commit_has_gone_into_it(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is put there between the check and a new connection: then it ends with a later event than was answered."""
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    copy = path.with_name("copy.db")
+
+    async def body(writer: Writer, store: FaultyStore) -> None:
+        await report(writer, gpus=2)
+        with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(copy)) as to:
+            source.backup(to)
+        kept = await writer.submit(ask())
+        assert isinstance(kept, Lease)
+        check, calls = writer._file_guard.check, itertools.count()
+        monkeypatch.setattr(writer._file_guard, "check", lambda: None if next(calls) == 0 else check())
+        store.engine.dispose()
+        for end in ("-wal", "-shm"):
+            path.with_name(path.name + end).unlink(missing_ok=True)
+        copy.replace(path)
+        with pytest.raises(Unavailable, match="replaced by another file"):
+            await writer.submit(ask())
+        while "older than this daemon's answers" not in (writer.problem or ""):
+            assert writer.problem is not None, "it goes on without the lease"
+            await asyncio.sleep(0.01)
+        assert kept.id in writer.committed.leases
+
+    run(sqlite_url, body)
 
 
 def test_a_fault_in_the_core_reaches_no_one_as_a_grant(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,10 @@ def _copy_part(part: Any) -> Any:
     return part.copy() if isinstance(part, (list, set, DemandClasses)) else part
 
 
-def refuse_older_copy(ledger: Ledger, committed: Ledger) -> None:
-    """Raise `StoreFailed` if the database lacks what this process has answered: it is an older copy."""
-    if ledger.next_seq < committed.next_seq or ledger.next_token < committed.next_token:
+def refuse_older_copy(ledger: Ledger, committed: Ledger, *, lacks_newest: bool) -> None:
+    """Raise `StoreFailed` if the database lacks what this process has answered: it is an older copy. `lacks_newest`: it
+    lacks the newest event of this process, although a commit that failed may have written a later one."""
+    if lacks_newest or ledger.next_seq < committed.next_seq or ledger.next_token < committed.next_token:
         found, expected = ledger.next_seq - 1, committed.next_seq - 1
         raise StoreFailed(
             f"The database is older than this daemon's answers: it ends with event {found} of {expected}.",

@@ -25,6 +25,11 @@ class RecentEvents:
         """`seq` of the last committed event."""
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
+    @property
+    def newest(self) -> Event | None:
+        """The last event that was added since the ledger was loaded."""
+        return self._events[-1] if self._events else None
+
     def add(self, event: Event) -> None:
         """Add an event that was committed."""
         if event.seq != self.last_seq + 1:

@@ -264,7 +264,8 @@ class Writer:
         self.wakeups.wake(f"node:{node}" for node in new)
 
     def _commit(self, changes: list[Change], ledger: Ledger) -> None:
-        """Write, and check that it went where a restart will read it. Blocks. Raises `StoreFailed`."""
+        """Write, and check that it goes, and went, where a restart will read it. Blocks. Raises `StoreFailed`."""
+        self._file_guard.check()  # a new connection would write into whatever is there now
         self.store.write(changes, ledger)
         self._file_guard.check()
 
@@ -380,7 +381,10 @@ class Writer:
         """The ledger as the database has it. Blocks. Raises `StoreFailed` or SQLAlchemyError."""
         self._file_guard.open()
         ledger = self.store.load()
-        refuse_older_copy(ledger, self.committed)
+        newest = self.recent_events.newest
+        refuse_older_copy(
+            ledger, self.committed, lacks_newest=newest is not None and not self.store.has_event(newest.seq)
+        )
         return ledger
 
     def _publish_loaded(self, ledger: Ledger) -> None:

@@ -124,6 +124,11 @@ class Store:
         with self.fence.writing() as connection:
             yield connection
 
+    def has_event(self, seq: int) -> bool:
+        """True if the event with this number is there. Blocks."""
+        with snapshot(self.engine) as connection:
+            return connection.scalar(select(tables.event.c.seq).where(tables.event.c.seq == seq)) is not None
+
     def write(self, changes: Iterable[Change], ledger: Ledger) -> None:
         """Commit one turn, all or nothing, with fsync. Raises `StoreFailed`, `Superseded`, or DataError."""
         decided = list(changes)
