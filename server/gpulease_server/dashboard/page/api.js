@@ -4,7 +4,8 @@ import { learnFrom, realMs } from "./clock.js";
 
 const LIMIT_MS = 20_000;
 const MAX_TAGS = 64;
-const TOKEN = `gpulease-token ${new URL(".", document.baseURI).pathname}`; // of this daemon, which may share its host
+/** Where the token is kept: that of this daemon, which may share its host with others. */
+const tokenKey = () => `gpulease-token ${new URL(".", document.baseURI).pathname}`;
 
 /** A failed request: the problem that the daemon answered, or that no answer arrived (status 0). */
 export class Problem extends Error {
@@ -38,14 +39,14 @@ export function asProblem(error) {
 
 /** The token of this tab, or the one that this device remembers; "" without one. */
 export function token() {
-  return sessionStorage.getItem(TOKEN) ?? localStorage.getItem(TOKEN) ?? "";
+  return sessionStorage.getItem(tokenKey()) ?? localStorage.getItem(tokenKey()) ?? "";
 }
 
 /** Keep a token until the tab is closed; "" forgets it, on this device too. */
 export function setToken(text) {
-  if (text) sessionStorage.setItem(TOKEN, text);
-  else sessionStorage.removeItem(TOKEN);
-  if (text !== localStorage.getItem(TOKEN)) localStorage.removeItem(TOKEN);
+  if (text) sessionStorage.setItem(tokenKey(), text);
+  else sessionStorage.removeItem(tokenKey());
+  if (text !== localStorage.getItem(tokenKey())) localStorage.removeItem(tokenKey());
   cache.clear();
 }
 
@@ -60,7 +61,7 @@ export function rememberToken(wanted) {
 export function rememberViewersToken(me) {
   if (!remember || me === null) return;
   remember = false;
-  if (me.role === "viewer") localStorage.setItem(TOKEN, token());
+  if (me.role === "viewer") localStorage.setItem(tokenKey(), token());
 }
 
 const cache = new Map(); // path -> last value and its ETag
