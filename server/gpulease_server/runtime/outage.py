@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from datetime import datetime
 from typing import Any
@@ -164,9 +164,12 @@ def _copy_part(part: Any) -> Any:
     return part.copy() if isinstance(part, (list, set, DemandClasses)) else part
 
 
-def refuse_older_copy(ledger: Ledger, committed: Ledger, *, lacks_newest: bool) -> None:
-    """Raise `StoreFailed` if the database lacks what this process has answered: it is an older copy. `lacks_newest`: it
-    lacks the newest event of this process, although a commit that failed may have written a later one."""
+def refuse_older_copy(
+    ledger: Ledger, committed: Ledger, newest: Event | None, has_event: Callable[[int], bool]
+) -> None:
+    """Raise `StoreFailed` if the database lacks what this process has answered: it is an older copy. So it is without
+    the newest event of this process, although a commit that failed may have written a later one."""
+    lacks_newest = newest is not None and not has_event(newest.seq)
     if lacks_newest or ledger.next_seq < committed.next_seq or ledger.next_token < committed.next_token:
         found, expected = ledger.next_seq - 1, committed.next_seq - 1
         raise StoreFailed(

@@ -265,7 +265,7 @@ class Writer:
 
     def _commit(self, changes: list[Change], ledger: Ledger) -> None:
         """Write, and check that it goes, and went, where a restart will read it. Blocks. Raises `StoreFailed`."""
-        self._file_guard.check()  # a new connection would write into whatever is there now
+        self._file_guard.check()
         self.store.write(changes, ledger)
         self._file_guard.check()
 
@@ -381,10 +381,7 @@ class Writer:
         """The ledger as the database has it. Blocks. Raises `StoreFailed` or SQLAlchemyError."""
         self._file_guard.open()
         ledger = self.store.load()
-        newest = self.recent_events.newest
-        refuse_older_copy(
-            ledger, self.committed, lacks_newest=newest is not None and not self.store.has_event(newest.seq)
-        )
+        refuse_older_copy(ledger, self.committed, self.recent_events.newest, self.store.has_event)
         return ledger
 
     def _publish_loaded(self, ledger: Ledger) -> None:
