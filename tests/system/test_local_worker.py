@@ -54,6 +54,7 @@ def worker(tmp_path: Path) -> LocalWorker:
 def test_it_ends_with_a_daemon_that_does_not_come_to_serve(worker: LocalWorker) -> None:
     with worker:
         worker.start()
+        eventually(lambda: bool(workers_of(os.getpid())), 30)  # at first it has this process's command line
         (process,) = workers_of(os.getpid())
     assert not process.is_running()
 
