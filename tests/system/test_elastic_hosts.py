@@ -95,8 +95,9 @@ def test_a_host_dies_and_training_goes_on_and_it_takes_part_again(
     eventually(lambda: worlds() == [3, 2, 3], 240, story)
     (tmp_path / "finish").touch()
     ended = made.daemon.wait_job(job_id, within_s=120)
-    assert (ended["state"], ended["attempts"], ended["lease_id"]) == ("succeeded", 3, lease_id), ended
-    assert [attempt["regrouped"] for attempt in ended["attempt_history"]] == [True, True]
+    assert (ended["state"], ended["lease_id"]) == ("succeeded", lease_id), ended
+    assert ended["attempts"] in (3, 4), "a node that comes while the machine is busy may need a second go"
+    assert [attempt["regrouped"] for attempt in ended["attempt_history"]] == [True] * (ended["attempts"] - 1)
     numbers = [step for _, step in steps()]
     assert numbers == sorted(numbers), "a step was lost"
     eventually(lambda: all(made.states(node) == ["free"] for node in NODES), 120, story)
