@@ -39,6 +39,7 @@ while True:
     if ends:
         break
     time.sleep(0.2)
+dist.destroy_process_group()
 """
 
 
