@@ -28,6 +28,8 @@ What each failure does
 | a node leaves, or is forgotten | the next attempt runs on the others |
 | a node is drained, or paused by force | the next attempt runs on the others; if they are too few, on a drained one \
 too |
+| a node's reports are late as the attempt ends, of one that took part or that all were stopped for | the next attempt \
+waits for it, for a while: a busy host is not a lost one |
 | fewer than `nodes` are left | as any attempt that was lost |
 | a node that has joined later fails, before or after the start | it is given back, and the others go on without it |
 | a rank, a launcher, also while all are stopped for a node | as for any job on several nodes |
@@ -118,21 +120,39 @@ def may_take_part(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
     """True for a node of the lease that can run a part: of one that took no part in the last attempt, a reading must
     show that its GPUs work. One of which it is not known how its part ended waits at least until the next attempt has
     run for a while, see `core.elastic_growth`."""
+    if is_unheard(turn.ledger, member.node, turn.now, turn.policy) or not _is_fit(turn, record, member):
+        return False
+    return _took_part(record, member) or _states(turn, member) == {GpuState.LEASED}
+
+
+def is_late(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
+    """True for a node of the lease that cannot run a part of the next attempt only because its last report is too old,
+    or shows nothing: one that has taken part in this attempt, or that may be the one that all were stopped for."""
+    if not _is_fit(turn, record, member) or may_take_part(turn, record, member):
+        return False
+    may_show = _states(turn, member) <= {GpuState.LEASED, GpuState.UNKNOWN}
+    return _took_part(record, member) or (record.grows_at is not None and may_show)
+
+
+def _is_fit(turn: Turn, record: JobRecord, member: LeaseMember) -> bool:
+    """True for a node of the lease on which nothing but its reports and its readings keeps a part from running."""
     ledger, observation = turn.ledger, turn.ledger.node_observations.get(member.node)
-    if observation is None or is_unheard(ledger, member.node, turn.now, turn.policy):
+    if observation is None or observation.leaving or observation.address is None or not observation.takes_gangs:
         return False
-    if observation.leaving or observation.address is None or not observation.takes_gangs:
-        return False
-    if node_mode(ledger, member.node) is NodeMode.PAUSED:
-        return False
-    if not _are_held(turn, record.job.lease_id, member):
+    mode = node_mode(ledger, member.node)
+    if mode is NodeMode.PAUSED or not _are_held(turn, record.job.lease_id, member):
         return False
     part = next((one for one in record.job.members if one.node == member.node), None)
-    if part is not None:
-        # What its worker has lost the record of may still run: its supervisor ends it, but no one reports that.
-        return part.state is not PartState.LOST
-    states = {state_of(ledger, ledger.gpus[device.uuid], turn.now, turn.policy) for device in member.gpus}
-    return node_mode(ledger, member.node) is NodeMode.ACTIVE and states == {GpuState.LEASED}
+    # What its worker has lost the record of may still run: its supervisor ends it, but no one reports that.
+    return mode is NodeMode.ACTIVE if part is None else part.state is not PartState.LOST
+
+
+def _took_part(record: JobRecord, member: LeaseMember) -> bool:
+    return any(one.node == member.node for one in record.job.members)
+
+
+def _states(turn: Turn, member: LeaseMember) -> set[GpuState]:
+    return {state_of(turn.ledger, turn.ledger.gpus[one.uuid], turn.now, turn.policy) for one in member.gpus}
 
 
 def _are_held(turn: Turn, lease_id: str, member: LeaseMember) -> bool:

@@ -50,7 +50,7 @@ from typing import Any
 
 from gpulease_protocol.model import EndReason, Job, JobMember, JobState, PartState
 from gpulease_protocol.node_protocol import JobReport, RunState
-from gpulease_server.core.elastic_jobs import go_on
+from gpulease_server.core.elastic_jobs import go_on, is_late
 from gpulease_server.core.gpu import is_unheard
 from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, retry_job
 from gpulease_server.core.ledger import Ledger
@@ -342,11 +342,17 @@ def _finish(turn: Turn, record: JobRecord) -> None:
 
 
 def _awaits_reports(turn: Turn, record: JobRecord) -> bool:
-    """True for an elastic job while a node of its lease may still report for the first time since the daemon started:
-    it is not known yet on how many nodes the job can go on. `watch_gangs` looks again."""
+    """True for an elastic job while it is not known yet on how many nodes it can go on: one of them has yet to report
+    since the daemon started, or its reports are late. Up to SILENT_S after the last part has ended, and for no node
+    that has been silent for longer. `watch_gangs` looks again."""
     if record.spec.max_nodes is None:
         return False
-    times = turn.ledger.job_index.gang_times.get(record.job.id)
-    lease = turn.ledger.leases[record.job.lease_id].lease
-    is_new = times is None or turn.now.mono_s - times.since_s < SILENT_S
-    return is_new and any(one.node in turn.ledger.unreported for one in lease.members)
+    ledger, job_id = turn.ledger, record.job.id
+    times = ledger.job_index.gang_times.get(job_id)
+    if times is None or times.stop_s is None:
+        _note_stop(turn, record)
+    elif turn.now.mono_s - times.stop_s >= SILENT_S:
+        return False
+    members = ledger.leases[record.job.lease_id].lease.members
+    recent = [one for one in members if ledger.silent_s.get(one.node, 0.0) < SILENT_S]
+    return any(one.node in ledger.unreported or is_late(turn, record, one) for one in recent)
