@@ -33,7 +33,7 @@ class GpuHours(Noun):
     """GPU time in hours: one GPU for one hour is 1."""
 
     gpu_hours_held: float
-    """From the grant until the lease ended, or until now."""
+    """From the grant until the lease ended, or until now; a GPU of an elastic lease while the lease had it."""
     gpu_hours_used: float
     """Utilization times time, over the time for which utilization is known. The true figure is between this and this
     plus `gpu_hours_unknown`."""
@@ -56,7 +56,7 @@ class GpuMetrics(GpuHours):
     bucket_s: float
     """Length of a bucket, a power of two: it doubles as the lease grows older."""
     start_at: tuple[datetime, ...]
-    """When each bucket begins; the first when the GPU was granted."""
+    """When each bucket begins; the first when the lease was granted."""
     seconds: tuple[float, ...]
     """Length of each bucket: `bucket_s`, less for the last one."""
     utilization_ratio: MetricSeries
@@ -82,7 +82,7 @@ class AttemptMetrics(GpuHours):
     held_until_at: datetime | None = None
     """When its lease ended; null while it holds them."""
     gpus: tuple[GpuMetrics, ...]
-    """Its GPUs, in PCI order."""
+    """Its GPUs, in PCI order. Those that an elastic lease gave back count in its hours alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,4 +106,4 @@ class LeaseMetrics(GpuHours):
     held_until_at: datetime | None = None
     """When it ended; null while it holds them."""
     gpus: tuple[GpuMetrics, ...]
-    """Its GPUs, in PCI order."""
+    """Its GPUs, in PCI order. Those that an elastic lease gave back count in its hours alone."""

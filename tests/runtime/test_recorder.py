@@ -81,7 +81,7 @@ class Daemon:
         leases = [one for one in gpu_metrics_table.leases_of_job(self.store.engine, job_id) if one.lease.granted_at]
         saved = gpu_metrics_table.load(self.store.engine, [one.lease.id for one in leases])
         contents = {one.lease.id: self.recorder.encoded(one.lease.id) or saved.get(one.lease.id) for one in leases}
-        return job_metrics(job_id, leases, contents, self.world.now.at, points)
+        return job_metrics(job_id, leases, contents, self.world.now.at, points, {})
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_lease_without_a_job_is_recorded_as_well(daemon: Daemon) -> None:
     daemon.commit()
     record = daemon.store.lease(lease.id)
     assert record is not None
-    found = lease_metrics(record, daemon.recorder.encoded(lease.id), daemon.world.now.at, 600)
+    found = lease_metrics(record, daemon.recorder.encoded(lease.id), daemon.world.now.at, 600, ())
     assert [gpu.uuid for gpu in found.gpus] == [uuid(0), uuid(1)]
     assert found.gpu_hours_used * 3600 == pytest.approx(20 * 1.5, abs=2)
 

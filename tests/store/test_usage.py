@@ -10,12 +10,14 @@ import pytest
 
 from gpulease_protocol.model import Demand, Device, EndReason, Event, Holder, LeaseMember, LeaseState
 from gpulease_protocol.usage import Usage, UsageKey
+from gpulease_server.api.routes.job_metrics import job_metrics, lease_metrics
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.runtime import usage
 from gpulease_server.runtime.gpu_metrics.recorder import encode_series
 from gpulease_server.runtime.gpu_metrics.time_series import TimeSeries
 from gpulease_server.runtime.usage import gpu_usage
 from gpulease_server.store import gpu_metrics_table
+from gpulease_server.store.held_gpus import changes_of
 from gpulease_server.store.ledger_store import Store
 from tests.store.old_records import MODEL, NOW, put
 
@@ -179,6 +181,35 @@ def test_a_node_of_an_elastic_lease_that_came_back_counts_twice(store: Store) ->
     found = gpu_usage(store, NOW - 6 * HOUR, NOW, UsageKey.NODE)
     assert hours(found) == {"n1": 12.0, "n2": 12.0, "n3": 4.0}
     assert {share.key: share.leases for share in found.shares} == {"n1": 1, "n2": 1, "n3": 1}
+
+
+def test_the_metrics_of_an_elastic_lease_count_what_usage_counts(store: Store) -> None:
+    record = elastic(1, NOW - 10 * HOUR, None, "n1", "n2")
+    lease_id = record.lease.id
+    put(
+        store,
+        [
+            record,
+            changed(1, NOW - 4 * HOUR, "lease.shrunk", 1, "n4"),  # it had that from the beginning
+            changed(2, NOW - 2 * HOUR, "lease.grown", 1, "n2"),
+        ],
+    )
+    content = encode_series({"GPU-n1-0": busy(3600, 0.5), "GPU-n4-1": busy(3600, 1.0)})
+    gpu_metrics_table.save(store, {lease_id: content})
+    changes = changes_of(store.engine, [lease_id, "lease-of-no-one"])
+    of_lease = lease_metrics(record, content, NOW, 600, changes[lease_id])
+    assert [(one.uuid, one.gpu_hours_held) for one in of_lease.gpus] == [
+        ("GPU-n1-0", 10.0),
+        ("GPU-n1-1", 10.0),
+        ("GPU-n2-0", 2.0),
+        ("GPU-n2-1", 2.0),
+    ]
+    by_user = gpu_usage(store, NOW - 10 * HOUR, NOW, UsageKey.USER)
+    of_job = job_metrics("job-1", [record], {lease_id: content}, NOW, 600, changes)
+    for found in (by_user, of_lease, of_job, of_job.attempts[0]):
+        given_back = 2 * 6.0
+        assert found.gpu_hours_held == 10.0 + 10.0 + 2.0 + 2.0 + given_back
+        assert (found.gpu_hours_used, found.gpu_hours_unknown) == pytest.approx((0.5 + 1.0, 36.0 - 2.0))
 
 
 def test_a_lease_counts_on_each_of_its_days_and_all_of_it_in_the_sum(store: Store) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy import ColumnElement, Connection, Engine, select
 
 from gpulease_server.store.lease_conditions import is_elastic
 from gpulease_server.store.tables import event, lease
@@ -56,6 +56,12 @@ def node_changes(connection: Connection, *which: ColumnElement[bool]) -> dict[st
     for lease_id, kind, at, node, uuids in connection.execute(query):
         found.setdefault(lease_id, []).append(NodeChange(kind, at, node or "", tuple(uuids)))
     return found
+
+
+def changes_of(engine: Engine, lease_ids: Iterable[str]) -> dict[str, list[NodeChange]]:
+    """By lease, how the nodes of those of these leases changed that are elastic, oldest first. Blocks."""
+    with engine.connect() as connection:
+        return node_changes(connection, lease.c.id.in_(list(lease_ids)))
 
 
 def held_gpus(

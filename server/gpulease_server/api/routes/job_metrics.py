@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Annotated, Any
@@ -13,7 +13,15 @@ from fastapi import Header, Query, Response
 from pydantic import TypeAdapter
 
 from gpulease_protocol.errors import NotFound
-from gpulease_protocol.job_metrics import MAX_POINTS, AttemptMetrics, GpuMetrics, JobMetrics, LeaseMetrics, MetricSeries
+from gpulease_protocol.job_metrics import (
+    MAX_POINTS,
+    AttemptMetrics,
+    GpuHours,
+    GpuMetrics,
+    JobMetrics,
+    LeaseMetrics,
+    MetricSeries,
+)
 from gpulease_protocol.model import Device, Lease
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
@@ -22,6 +30,7 @@ from gpulease_server.core.records import LeaseRecord
 from gpulease_server.runtime.gpu_metrics.recorder import decode_series
 from gpulease_server.runtime.gpu_metrics.time_series import DIGITS, MEASURES, DamagedSeries, TimeSeries
 from gpulease_server.store import gpu_metrics_table
+from gpulease_server.store.held_gpus import NodeChange, changes_of, held_gpus
 
 router = new_router("/v1/jobs", "jobs")
 log = logging.getLogger("gpulease.metrics")
@@ -85,25 +94,33 @@ def _answer(
     contents = {lease_id: saved.get(lease_id) if content is None else content for lease_id, content in live.items()}
     held = sum(len(record.lease.gpus) for record in leases)
     points = max(1, min(points, MAX_ANSWER_POINTS // max(1, held)))
-    metrics = job_metrics(job_id, leases, contents, daemon.now().at, points)
+    changes = changes_of(daemon.store.engine, live)
+    metrics = job_metrics(job_id, leases, contents, daemon.now().at, points, changes)
     if as_csv:
         return Response(csv(metrics), media_type=CSV)
     return Response(JSON.dump_json(metrics), media_type="application/json")
 
 
 def job_metrics(
-    job_id: str, leases: list[LeaseRecord], contents: Mapping[str, bytes | None], now: datetime, points: int
+    job_id: str,
+    leases: list[LeaseRecord],
+    contents: Mapping[str, bytes | None],
+    now: datetime,
+    points: int,
+    changes: Mapping[str, Sequence[NodeChange]],
 ) -> JobMetrics:
-    """The noun, from the leases of a job's attempts and the time series of each."""
+    """The noun, from the leases of a job's attempts, the time series of each, and how the nodes of each changed."""
     attempts = tuple(
-        _attempt(number, record.lease, contents.get(record.lease.id), now, points)
+        _attempt(number, record.lease, contents.get(record.lease.id), now, points, changes.get(record.lease.id, ()))
         for number, record in enumerate(leases, 1)
     )
     return JobMetrics(job_id=job_id, attempts=attempts, **_sum(attempts))
 
 
-def _attempt(number: int, lease: Lease, content: bytes | None, now: datetime, points: int) -> AttemptMetrics:
-    gpus = _gpus(lease, content, now, points)
+def _attempt(
+    number: int, lease: Lease, content: bytes | None, now: datetime, points: int, changes: Sequence[NodeChange]
+) -> AttemptMetrics:
+    gpus, given_back = _gpus(lease, content, now, points, changes)
     assert lease.granted_at is not None
     return AttemptMetrics(
         attempt=number,
@@ -111,43 +128,75 @@ def _attempt(number: int, lease: Lease, content: bytes | None, now: datetime, po
         held_from_at=lease.granted_at,
         held_until_at=lease.ended_at,
         gpus=gpus,
-        **_sum(gpus),
+        **_sum((*gpus, *given_back)),
     )
 
 
-def lease_metrics(record: LeaseRecord, content: bytes | None, now: datetime, points: int) -> LeaseMetrics:
-    """The noun of one lease, from its time series."""
+def lease_metrics(
+    record: LeaseRecord, content: bytes | None, now: datetime, points: int, changes: Sequence[NodeChange]
+) -> LeaseMetrics:
+    """The noun of one lease, from its time series, and how its nodes changed."""
     lease = record.lease
-    gpus = _gpus(lease, content, now, points)
-    held_until_at = lease.ended_at if lease.granted_at is not None else None
+    gpus, given_back = _gpus(lease, content, now, points, changes)
     return LeaseMetrics(
-        lease_id=lease.id, held_from_at=lease.granted_at, held_until_at=held_until_at, gpus=gpus, **_sum(gpus)
+        lease_id=lease.id,
+        held_from_at=lease.granted_at,
+        held_until_at=lease.ended_at if lease.granted_at is not None else None,
+        gpus=gpus,
+        **_sum((*gpus, *given_back)),
     )
 
 
-def _gpus(lease: Lease, content: bytes | None, now: datetime, points: int) -> tuple[GpuMetrics, ...]:
+def _gpus(
+    lease: Lease, content: bytes | None, now: datetime, points: int, changes: Sequence[NodeChange]
+) -> tuple[tuple[GpuMetrics, ...], tuple[GpuHours, ...]]:
+    """What the GPUs showed that a lease has, or had last; and the hours of those that it gave back before: nodes of
+    an elastic lease, of which only the UUIDs are known."""
     granted_at = lease.granted_at
     if granted_at is None:
-        return ()
-    held_s = max(0.0, ((lease.ended_at or now) - granted_at).total_seconds())
+        return (), ()
+    held_s = _held_s(lease, granted_at, lease.ended_at or now, changes)
     try:
         series = {} if content is None else decode_series(content)
     except DamagedSeries as error:
         log.error("the metrics of lease %s cannot be read: %s", lease.id, error)
         series = {}
-    return tuple(
-        _gpu(device, series.get(device.uuid) or TimeSeries.empty(), granted_at, held_s, points) for device in lease.gpus
+    gpus = tuple(
+        _gpu(device, series.get(device.uuid) or TimeSeries.empty(), granted_at, held_s[device.uuid], points)
+        for device in lease.gpus
+    )
+    given_back = held_s.keys() - {device.uuid for device in lease.gpus}
+    return gpus, tuple(_hours(series.get(uuid) or TimeSeries.empty(), held_s[uuid]) for uuid in sorted(given_back))
+
+
+def _held_s(lease: Lease, granted_at: datetime, end: datetime, changes: Sequence[NodeChange]) -> dict[str, float]:
+    """By UUID: for how long a lease held each GPU that it ever had."""
+    last: dict[str, list[str]] = {}
+    for device in lease.gpus:
+        last.setdefault(device.node, []).append(device.uuid)
+    held_s = dict.fromkeys((device.uuid for device in lease.gpus), 0.0)
+    for part in held_gpus(last, granted_at, lease.ended_at, changes):
+        for uuid in part.uuids:
+            held_s[uuid] = held_s.get(uuid, 0.0) + part.seconds_between(granted_at, end)
+    return held_s
+
+
+def _hours(series: TimeSeries, held_s: float) -> GpuHours:
+    return GpuHours(
+        gpu_hours_held=held_s / 3600,
+        gpu_hours_used=series.used_s() / 3600,
+        gpu_hours_unknown=max(0.0, held_s - series.known_s()) / 3600,
     )
 
 
 def _gpu(device: Device, series: TimeSeries, granted_at: datetime, held_s: float, points: int) -> GpuMetrics:
-    used_s, known_s = series.used_s(), series.known_s()
+    hours = _hours(series, held_s)
     series.downsample(points)
     width_s, count = series.width_s, series.closed + (series.until_s > series.closed * series.width_s)
     return GpuMetrics(
-        gpu_hours_held=held_s / 3600,
-        gpu_hours_used=used_s / 3600,
-        gpu_hours_unknown=max(0.0, held_s - known_s) / 3600,
+        gpu_hours_held=hours.gpu_hours_held,
+        gpu_hours_used=hours.gpu_hours_used,
+        gpu_hours_unknown=hours.gpu_hours_unknown,
         uuid=device.uuid,
         node=device.node,
         index=device.index,

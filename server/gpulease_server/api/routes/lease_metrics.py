@@ -14,6 +14,7 @@ from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.problems import MAYBE_PRUNED, error_responses
 from gpulease_server.api.routes.job_metrics import MAX_ANSWER_POINTS, Points, lease_metrics
 from gpulease_server.store import gpu_metrics_table
+from gpulease_server.store.held_gpus import changes_of
 
 router = new_router("/v1/leases", "leases")
 LEASE_JSON: TypeAdapter[LeaseMetrics] = TypeAdapter(LeaseMetrics)
@@ -39,6 +40,7 @@ async def show_lease_metrics(lease_id: str, daemon: DaemonDep, points: Points = 
             raise NotFound(f"There is no lease {lease_id}.", remedy=MAYBE_PRUNED.format("leases"))
         content = gpu_metrics_table.load(daemon.store.engine, [lease_id]).get(lease_id) if live is None else live
         most = max(1, min(points, MAX_ANSWER_POINTS // max(1, len(found.lease.gpus))))
-        return LEASE_JSON.dump_json(lease_metrics(found, content, daemon.now().at, most))
+        changes = changes_of(daemon.store.engine, [lease_id]).get(lease_id, ())
+        return LEASE_JSON.dump_json(lease_metrics(found, content, daemon.now().at, most, changes))
 
     return Response(await asyncio.to_thread(answer), media_type="application/json")
