@@ -18,7 +18,7 @@ What the holder may rely on, and what each failure does:
 - The process forks: the child is not the holder. It neither renews nor releases.
 - The process exits without leaving the block: its leases are released at exit. If it is killed, the daemon takes the
   GPUs back by itself.
-- No daemon answers the release: it is owed (`gpulease.sansio.owed`), and repeated for as long as the process lives.
+- No daemon answers the release: it is repeated for as long as the process lives (`gpulease.sansio.release_retries`).
 """
 
 from __future__ import annotations

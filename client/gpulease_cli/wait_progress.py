@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 import click
 
 from gpulease.client import Client
-from gpulease.sansio.owed import DEBTS
+from gpulease.sansio.release_retries import DEBTS
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Job, JobState, Lease

@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from gpulease_fleet.carrier import Carried, CarriedState, EngineUnavailable, Finding, PilotName, SubmitError
 from gpulease_fleet.slurm_doctor import findings
 from gpulease_fleet.slurm_script import SlurmOptions, pilot_script, sbatch_options
-from gpulease_fleet.time_left import parse_time_left
+from gpulease_protocol.slurm_duration import parse_slurm_duration
 
 ANSWER_S = 60.0
 """How long a command of Slurm may take."""
@@ -149,7 +149,7 @@ def read_list(pool: str, output: str, now: datetime) -> list[Carried]:
         if name is None or name.pool != pool:
             continue
         handle, _, state, left, host, why = parts
-        left_s = parse_time_left(left)
+        left_s = parse_slurm_duration(left)
         pilot = Carried(
             name=name,
             handle=handle.strip(),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpulease import Client
-from gpulease.sansio.owed import DEBTS
+from gpulease.sansio.release_retries import DEBTS
 from tests.client.fake_daemon import FakeDaemon
 
 
@@ -39,6 +39,6 @@ def until() -> Callable[..., None]:
 @pytest.fixture(autouse=True)
 def _debts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test leaves owed is not told to the daemon of another test, which may have the same port."""
-    monkeypatch.setattr("gpulease.sansio.owed.MAX_PAUSE_S", 0.2)
+    monkeypatch.setattr("gpulease.sansio.release_retries.MAX_PAUSE_S", 0.2)
     yield
     DEBTS.forget_all()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpulease_protocol.fencing import MARGIN_S, certain_after_s
+from gpulease_protocol.job_fence import MARGIN_S, certain_after_s
 from gpulease_protocol.model import EndReason, Job, JobState
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.happenings import Ticked

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gpulease_protocol.fencing import certain_after_s
+from gpulease_protocol.job_fence import certain_after_s
 from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, PartState
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S

@@ -359,7 +359,7 @@ def trust_unknown_words() -> Patches:
 
 def forget_debts() -> Patches:
     """A client that gets no answer to a release, or to a request that it takes back, says it no more."""
-    return [("gpulease.sansio.owed.Debts.add", lambda *_: None)]
+    return [("gpulease.sansio.release_retries.Debts.add", lambda *_: None)]
 
 
 def wait_for_lost_nodes() -> Patches:

@@ -1,7 +1,7 @@
 """Holders that never renew, because a worker watches their process; they run the flows of the client library itself.
 
 They are interrupted in the middle of whatever they do, as by Ctrl-C, and live on; or killed. What no daemon has
-answered they owe (`gpulease.sansio.owed`), and say later, as the library's thread does.
+answered they owe (`gpulease.sansio.release_retries`), and say later, as the library's thread does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from gpulease.sansio import owed
+from gpulease.sansio import release_retries
 from gpulease.sansio.effects import Attempt, Effect, Flow, FlowDriver, NotConnected, Response, ResponseLost, Result
 from gpulease.sansio.failover import Destination, Failover
 from gpulease.sansio.flows import Flows
@@ -112,7 +112,7 @@ class PlayedTransport:
         return line
 
 
-class PlayedDebts(owed.Debts):
+class PlayedDebts(release_retries.Debts):
     """What all processes owe; a task says it in place of each process's thread, for as long as that process lives."""
 
     def __init__(self, world: World) -> None:
@@ -121,12 +121,12 @@ class PlayedDebts(owed.Debts):
         """By the failover of each process that lives."""
         self._reset()
 
-    def add(self, debt: owed.Debt) -> None:
+    def add(self, debt: release_retries.Debt) -> None:
         """Owe this; who is dead owes nothing."""
         if debt.failover in self.transports:
             super().add(debt)
 
-    def of(self, failover: Failover) -> list[owed.Debt]:
+    def of(self, failover: Failover) -> list[release_retries.Debt]:
         """What one process owes."""
         return [debt for debt in self._debts if debt.failover is failover]
 
@@ -227,17 +227,17 @@ class PlayedOwner:
 
     async def _settle(self, flows: Flows) -> None:
         """Repeat what is owed. Ends once everything is calm and nothing is owed; the process itself lives on."""
-        debts, pause_s = self.world.debts, owed.MIN_PAUSE_S
+        debts, pause_s = self.world.debts, release_retries.MIN_PAUSE_S
         transport = PlayedTransport(self.world, f"{self.name} owes")
         while True:
             await asyncio.sleep(pause_s)
             mine = debts.of(flows.failover)
             if not mine and self.world.calm and self._tasks[0].done():
                 return
-            pause_s = owed.MIN_PAUSE_S
+            pause_s = release_retries.MIN_PAUSE_S
             for debt in mine:
                 if await transport.run(debts.settled(debt)) is not None:
-                    pause_s = owed.MAX_PAUSE_S
+                    pause_s = release_retries.MAX_PAUSE_S
                     break
 
 

@@ -12,8 +12,9 @@ import pytest
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.launchers import strip_launcher_variables, strip_reserved_variables
 from gpulease_protocol.model import GpuLink, GpuReading
+from gpulease_protocol.slurm_duration import parse_slurm_duration
 from gpulease_worker import allocation as allocations
-from gpulease_worker.allocation import ProcessAllocation, SlurmAllocation, grace_within, parse_time_left
+from gpulease_worker.allocation import ProcessAllocation, SlurmAllocation, grace_within
 from gpulease_worker.loop import WorkerLoop
 from gpulease_worker.probe.simulation import idle_gpus
 from gpulease_worker.settings import WorkerSettings
@@ -47,8 +48,8 @@ def indices(shown: tuple[GpuReading, ...]) -> list[int]:
         ("", None),
     ],
 )
-def test_the_time_that_is_left(text: str, seconds: float | None) -> None:
-    assert parse_time_left(text) == seconds
+def test_durations_of_slurm_are_read(text: str, seconds: float | None) -> None:
+    assert parse_slurm_duration(text) == seconds
 
 
 def taken(*answers: tuple[int | None, str]) -> SlurmAllocation:

@@ -52,7 +52,7 @@ The life of a job
    A job on several nodes is launched in two steps (`jobs.gang_part`): the supervisor checks everything, meets those of
    the other nodes, and records that its node is `prepared`; it launches when the daemon says that all are (`go`).
 3. Running. `start.json` is written again with the launcher in it, and once more when the first rank has started. The
-   supervisor gives the worker news of that (`jobs.record_news`), which reports `running` at once with its last reading.
+   supervisor wakes the worker (`jobs.record_wakeup`), which reports `running` at once with its last reading.
    torchrun, accelerate, deepspeed and horovodrun start ranks, which have their rank in their environment. What any
    other launcher starts is rank 0 itself.
 4. Ending. The launcher exits by itself, or gets SIGTERM alone, because torchrun ends its ranks in its own order; after

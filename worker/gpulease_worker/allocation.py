@@ -31,6 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
+from gpulease_protocol.slurm_duration import parse_slurm_duration
 from gpulease_worker.settings import SLURM, WorkerSettings
 
 GRACE_S, LOST_GRACE_S = 35.0, 3.0
@@ -48,7 +49,6 @@ REFUSED_S, REFUSED_AGAIN_S = 5.0, 10.0
 later than the second after the last one is the first again. Seconds."""
 RUNS = frozenset({"RUNNING", "RESIZING", "SUSPENDED", "CONFIGURING", "SIGNALING", "STAGE_OUT", "STOPPED"})
 """States in which a job of Slurm has its allocation. One that was put back into the queue has none."""
-TIME_LEFT = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 SLURM_SAYS_GONE = "Invalid job id"
 
 log = logging.getLogger(__name__)
@@ -57,15 +57,6 @@ log = logging.getLogger(__name__)
 def grace_within(leave_s: float) -> float:
     """What jobs have between SIGTERM and SIGKILL when a node leaves within `leave_s`."""
     return min(GRACE_S, max(leave_s - REPORT_S, leave_s / 2))
-
-
-def parse_time_left(text: str) -> float | None:
-    """Seconds of Slurm's `[days-][hours:]minutes:seconds`; None where no limit is known."""
-    found = TIME_LEFT.fullmatch(text.strip())
-    if found is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 class Allocation(Protocol):
@@ -191,7 +182,7 @@ class SlurmAllocation:
         """Take in an answer of the scheduler: the exit code (None: it did not answer), and what it printed."""
         state, _, left = output.strip().partition("|")
         if code == 0 and state in RUNS:
-            left_s = parse_time_left(left)
+            left_s = parse_slurm_duration(left)
             self._gone, self._ends_at_s = 0, None if left_s is None else now_s + left_s
         elif (code == 0 and re.fullmatch(r"[A-Z_]*", state)) or SLURM_SAYS_GONE in output:
             self._gone += 1

@@ -26,10 +26,10 @@ from gpulease.sansio.effects import (
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.http_requests import MAX_RESPONSE_BYTES, error_reason
 from gpulease.sansio.httpx_connection import build_request, ssl_verification, to_response, translate_error
+from gpulease.sansio.httpx_log_filter import without_httpx_log
 from gpulease.sansio.server_check import ServerCheck
 from gpulease.sansio.sync_transport import connects_directly, host_and_port
 from gpulease.sansio.tls_errors import may_speak_tls, speaks_tls, tls_failure, use_https
-from gpulease.sansio.unlogged import unlogged
 from gpulease_protocol.host.addresses import Address
 
 
@@ -159,7 +159,7 @@ class AsyncTransport:
         trace = ServerCheck(attempt.address, self._destination).asynchronous
         request = build_request(connection, attempt, self._destination.bearer_token, trace)
         try:
-            with unlogged():
+            with without_httpx_log():
                 response = await connection.send(request, stream=True)
         except (httpx2.RequestError, OSError) as error:
             failure = translate_error(error)

@@ -2,7 +2,7 @@
 
 Whatever interrupts a wait (Ctrl-C, a cancelled task, a timeout of the caller's) withdraws the request. If the response
 to a request was lost, the request is sent again under the same idempotency key, which gets the same lease. A release or
-withdrawal that no daemon answers is owed (`owed`).
+withdrawal that no daemon answers is repeated (`release_retries`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpulease.sansio.effects import Emit, Flow, NextChunk, ResponseLost, Sleep
 from gpulease.sansio.failover import Destination, Failover, is_safe_to_resend, may_have_taken_effect
-from gpulease.sansio.owed import DEBTS, Debt, is_about_its_debt, is_answer
+from gpulease.sansio.release_retries import DEBTS, Debt, is_about_its_debt, is_answer
 from gpulease.sansio.wait_announcement import WaitAnnouncement
 from gpulease_protocol import endpoints
 from gpulease_protocol.codec import to_json

@@ -10,9 +10,9 @@ import httpx2
 from gpulease.sansio.effects import Attempt, NotConnected, Response, ResponseLost
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.http_requests import encoded_body, error_reason, headers, not_utf_8, retry_after_s
+from gpulease.sansio.httpx_log_filter import without_httpx_log
 from gpulease.sansio.server_check import ServerCheck
 from gpulease.sansio.tls_errors import tls_failure
-from gpulease.sansio.unlogged import unlogged
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.addresses import Address
 
@@ -41,7 +41,7 @@ class HttpxConnection:
         trace = ServerCheck(self._address, self._destination)
         request = build_request(self._client, attempt, self._destination.bearer_token, trace)
         try:
-            with unlogged():
+            with without_httpx_log():
                 return ArrivingResponse(self._client.send(request, stream=True), self._client)
         except (httpx2.RequestError, OSError) as error:
             raise tls_failure(error, self._address) or translate_error(error) from error

@@ -44,7 +44,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpulease_protocol.errors import InUse, NotFound
-from gpulease_protocol.fencing import certain_after_s
+from gpulease_protocol.job_fence import certain_after_s
 from gpulease_protocol.model import EndReason, JobState, NodeMode
 from gpulease_server.core.elastic_jobs import give_back
 from gpulease_server.core.gang_run import lose_part
@@ -87,7 +87,7 @@ def lose_silent_nodes(turn: Turn, elapsed_s: float) -> None:
 
 
 def _lose_fenced_jobs(turn: Turn, node: str, silent_s: float) -> None:
-    """End the jobs of a silent node that it has ended by now, see `gpulease_protocol.fencing`."""
+    """End the jobs of a silent node that it has ended by now, see `gpulease_protocol.job_fence`."""
     seen = turn.ledger.node_observations.get(node)
     if seen is not None:  # the tick before may have been long ago
         silent_s = min(silent_s, turn.now.mono_s - seen.reported_at_s)

@@ -3,7 +3,8 @@
 The worker notes the time at which it sent each report that a daemon answered (`ContactFile`). The supervisor, which
 outlives the worker, reads it (`Fence`): the job must not run once `fence_s` have passed since then. The daemon, which
 got that report no earlier than it was sent, counts the job as lost later than that by a margin
-(`gpulease_protocol.fencing`). Time is counted since boot, in which a suspended host goes on, and not by the wall clock.
+(`gpulease_protocol.job_fence`). Time is counted since boot, not by the wall clock; it also counts while a host is
+suspended.
 
 | what happens | what follows |
 |---|---|

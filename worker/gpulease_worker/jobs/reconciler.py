@@ -29,7 +29,7 @@ from gpulease_worker.jobs.directory_removal import DirectoryRemover
 from gpulease_worker.jobs.job_settings import JobSettings
 from gpulease_worker.jobs.launch_plan import LaunchPlan
 from gpulease_worker.jobs.local_job import LocalJob
-from gpulease_worker.jobs.record_news import NewsListener
+from gpulease_worker.jobs.record_wakeup import NewsListener
 from gpulease_worker.jobs.supervisor_watch import SupervisorWatcher
 from gpulease_worker.processes import network_interface
 

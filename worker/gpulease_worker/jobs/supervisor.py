@@ -27,7 +27,7 @@ from pathlib import Path
 from gpulease_protocol.host import process_tree
 from gpulease_protocol.host.log_files import open_beneath
 from gpulease_protocol.host.process_id import ProcessId, boot_id
-from gpulease_worker.jobs import cgroup, gang_part, job_end, job_index_mask, job_records, record_news, spawn
+from gpulease_worker.jobs import cgroup, gang_part, job_end, job_index_mask, job_records, record_wakeup, spawn
 from gpulease_worker.jobs.fence import GRACE_S, Fence
 from gpulease_worker.jobs.gang_part import GangPart
 from gpulease_worker.jobs.launch_plan import LaunchPlan
@@ -268,7 +268,7 @@ class Supervisor:
         try:
             job_records.write(self._directory, job_records.START, self._start, replaces=True)
             self._start_recorded = True
-            record_news.tell(self._directory)
+            record_wakeup.tell(self._directory)
         except OSError as error:
             self._log_error(f"the start could not be recorded: {error}")
 
@@ -387,7 +387,7 @@ class Supervisor:
         try:
             job_records.write(self._directory, job_records.UNKILLABLE, record)
             self._unkillable = record
-            record_news.tell(self._directory)
+            record_wakeup.tell(self._directory)
             self._log_error(record.reason)
         except OSError as error:
             self._log_error(f"the record of unkillable processes could not be written: {error}")

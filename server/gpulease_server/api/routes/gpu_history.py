@@ -18,8 +18,8 @@ from gpulease_protocol.job_metrics import MetricSeries
 from gpulease_protocol.model import Device
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.api.problems import error_responses
+from gpulease_server.api.time_parameters import Moment, in_utc
 from gpulease_server.core.presentation import GpuList
 from gpulease_server.runtime.gpu_metrics.history import Window, curve, window
 from gpulease_server.runtime.gpu_metrics.history_recorder import Copied, read_blocks

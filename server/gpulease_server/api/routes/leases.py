@@ -23,7 +23,6 @@ from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredential
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.lease_times import with_times
-from gpulease_server.api.moments import Moment, in_utc
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
@@ -39,6 +38,7 @@ from gpulease_server.api.streams.long_poll import (
     link_to_next,
     wait_until,
 )
+from gpulease_server.api.time_parameters import Moment, in_utc
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import (
     AnswerLost,

@@ -12,7 +12,7 @@ from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.usage import MAX_SHARES, Usage, UsageKey
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep
-from gpulease_server.api.moments import Moment, in_utc
+from gpulease_server.api.time_parameters import Moment, in_utc
 from gpulease_server.runtime.usage import gpu_usage
 
 router = new_router("/v1/usage", "usage")

@@ -1,5 +1,7 @@
-"""httpx2 logs every request at level INFO, into the log of a program that configures logging: ten lines for a lease.
-Those of this library's requests are left out; those of others stay.
+"""Keeps this library's own requests out of the log of httpx2.
+
+httpx2 logs every request at level INFO: ten lines for a lease, in each program that configures logging. The requests of
+others stay in the log.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ _sending: ContextVar[bool] = ContextVar("gpulease_sending", default=False)
 
 
 @contextmanager
-def unlogged() -> Iterator[None]:
-    """While a request of this library is sent, by this thread or task."""
+def without_httpx_log() -> Iterator[None]:
+    """httpx2 logs nothing of what this thread or task sends in this block."""
     token = _sending.set(True)
     try:
         yield

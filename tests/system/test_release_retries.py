@@ -38,7 +38,7 @@ def test_a_block_that_ends_while_the_daemon_is_away_frees_its_gpus_when_it_is_ba
 
 def test_a_process_asks_again_at_once_and_does_not_wait_behind_itself(running: DaemonProcess, monkeypatch) -> None:
     monkeypatch.setattr("gpulease.lease.RELEASE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("gpulease.sansio.owed.MIN_PAUSE_S", 600.0)
+    monkeypatch.setattr("gpulease.sansio.release_retries.MIN_PAUSE_S", 600.0)
     with running.client() as client:
         with client.lease(COUNT, ttl_s=300, wait_s=60):
             running.kill()

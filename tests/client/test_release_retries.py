@@ -14,7 +14,7 @@ from gpulease import AsyncClient, Client, DaemonUnavailable
 from gpulease.lease import renew_timeout_s
 from gpulease.sansio.failover import Destination, Failover
 from gpulease.sansio.flows import Flows, lease_request
-from gpulease.sansio.owed import DEBTS, Debt, is_answer
+from gpulease.sansio.release_retries import DEBTS, Debt, is_answer
 from gpulease_protocol import errors
 from tests.client.fake_daemon import FakeDaemon
 
@@ -90,7 +90,7 @@ def test_a_debt_for_which_there_is_no_answer_keeps_no_other_waiting(
 def test_a_task_that_is_cancelled_while_the_daemon_hangs_leaves_no_lease(
     daemon: FakeDaemon, until: Until, monkeypatch, after_the_request: bool
 ) -> None:
-    monkeypatch.setattr("gpulease.sansio.owed.SETTLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("gpulease.sansio.release_retries.SETTLE_TIMEOUT_S", 0.2)
     monkeypatch.setattr("gpulease.sansio.flows.RETRY_S", 0.2)
     daemon.free, hangs, continues = after_the_request, threading.Event(), threading.Event()
 

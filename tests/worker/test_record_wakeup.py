@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpulease_protocol.node_protocol import RunState
-from gpulease_worker.jobs import record_news, supervisor_watch
+from gpulease_worker.jobs import record_wakeup, supervisor_watch
 from tests.worker.build import order, spec
 from tests.worker.play import Worker, play, soon
 
@@ -59,12 +59,12 @@ def test_only_the_workers_user_may_write_and_what_is_written_is_only_a_hint(tmp_
     job = order("j", spec("sleep", "60"))
 
     async def story(worker: Worker) -> None:
-        place = tmp_path / record_news.SOCKET
+        place = tmp_path / record_wakeup.SOCKET
         assert os.stat(place).st_mode & 0o777 == 0o600
         await worker.until([job], RunState.RUNNING)
         changed = worker.jobs.reports()
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            for message in (b"j", b"no such job", b"\xff" * record_news.NAME_BYTES, b"../j", b""):
+            for message in (b"j", b"no such job", b"\xff" * record_wakeup.NAME_BYTES, b"../j", b""):
                 sender.sendto(message, str(place))
         assert worker.jobs._news is not None
         received = worker.jobs._news._socket
@@ -84,18 +84,18 @@ def is_readable(one: socket.socket) -> bool:
 
 def test_a_supervisor_without_a_listener_goes_on(tmp_path: Path) -> None:
     (tmp_path / "jobs" / "j").mkdir(parents=True)
-    record_news.tell(tmp_path / "jobs" / "j")
+    record_wakeup.tell(tmp_path / "jobs" / "j")
 
     async def listen() -> None:
-        record_news.NewsListener(tmp_path, lambda _: None).close()
+        record_wakeup.NewsListener(tmp_path, lambda _: None).close()
 
     asyncio.run(listen())
-    record_news.tell(tmp_path / "jobs" / "j")
+    record_wakeup.tell(tmp_path / "jobs" / "j")
 
 
 def test_a_worker_that_cannot_listen_looks_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_watch, "START_POLL_S", (0.01, 0.01))
-    (tmp_path / record_news.SOCKET).mkdir()
+    (tmp_path / record_wakeup.SOCKET).mkdir()
     job = order("j", spec("sleep", "60"))
 
     async def story(worker: Worker) -> None:
