@@ -19,7 +19,7 @@ from gpulease_protocol.model import Device
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.problems import error_responses
-from gpulease_server.api.time_parameters import Moment, in_utc
+from gpulease_server.api.time_parameters import Moment, PeriodEnd, in_utc
 from gpulease_server.core.presentation import GpuList
 from gpulease_server.runtime.gpu_metrics.history import Window, curve, window
 from gpulease_server.runtime.gpu_metrics.history_recorder import Copied, read_blocks
@@ -63,9 +63,7 @@ async def requested_period(
     from_at: Annotated[
         Moment | None, Query(alias="from", description="Begin of the period, ISO 8601; if absent, see `last_s`.")
     ] = None,
-    to_at: Annotated[
-        Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
-    ] = None,
+    to_at: PeriodEnd = None,
     last_s: Annotated[
         float | None,
         Query(gt=0, le=MAX_LAST_S, description="The period is this many seconds up to `to`; if absent, an hour."),

@@ -16,7 +16,7 @@ from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.streams.long_poll import NEXT_LINK, link_to_next
-from gpulease_server.api.time_parameters import Moment, in_utc
+from gpulease_server.api.time_parameters import Moment, PeriodEnd, begin_and_end
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant
@@ -37,9 +37,7 @@ async def show_timeline(
         Moment | None,
         Query(alias="from", description="Begin of the period, ISO 8601; if absent, a day before its end."),
     ] = None,
-    to_at: Annotated[
-        Moment | None, Query(alias="to", description="End of the period, ISO 8601; if absent or in the future, now.")
-    ] = None,
+    to_at: PeriodEnd = None,
     gpu: Annotated[str | None, Query(description="Only the GPU with this UUID.", pattern=UUID_PATTERN)] = None,
     node: Annotated[str | None, Query(description="Only GPUs of this node.", max_length=MAX_NAME)] = None,
     user: Annotated[
@@ -54,13 +52,7 @@ async def show_timeline(
     """What happened to each GPU in a period: which leases held it; when it was unhealthy, cordoned, used outside any
     lease, unknown, or slow to get clean; and how long the queue was. A time without an offset is UTC."""
     now = daemon.now()
-    end = min(in_utc(to_at) if to_at else now.at, now.at)
-    try:
-        begin = in_utc(from_at) if from_at else end - DEFAULT_PERIOD
-    except OverflowError:
-        begin = end
-    if begin >= end:
-        raise InvalidRequest("from: must be before to, and before now.")
+    begin, end = begin_and_end(from_at, to_at, now.at, DEFAULT_PERIOD)
     try:
         after = None if cursor is None else read_cursor(cursor)
     except OverflowError:
