@@ -89,7 +89,7 @@ def test_a_node_that_has_taken_part_and_is_late_is_no_lost_one() -> None:
         said = f"Node c can no longer be reached from node {node}: no answer."
         part(world, job_id, node, RunState.EXITED, exit_code=143, reason=said, follows=True)
     world.pass_time(FENCE_S - 2, silent=("c",))
-    world.pass_time(LATE_S, silent=("b", "c"))
+    world.pass_time(LATE_S + 1, silent=("b", "c"))  # the part on c must have ended by now
     assert attempt(world, job_id) == (1, JobState.STOPPING, ["a", "b", "c"]), "two are enough, and both are there"
     world.pass_time(1, silent=("c",))
     assert attempt(world, job_id) == (2, JobState.STARTING, ["a", "b"])
