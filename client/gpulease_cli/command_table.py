@@ -24,9 +24,9 @@ class Row(NamedTuple):
 
 SUBJECTS: dict[str, dict[str, Row]] = {
     "Use GPUs now": {
-        "run": Row("Lease GPUs, run a command on them, release them", "run:run"),
+        "run": Row("Lease GPUs, run a command on them, and release them", "run:run"),
         "shell": Row("Start a shell on leased GPUs; they are released when it ends", "run:shell"),
-        "acquire": Row("Bind this shell to leased GPUs, until it ends or `gpulease release`", "acquire:acquire"),
+        "acquire": Row("Bind this shell to leased GPUs until it ends or `gpulease release`", "acquire:acquire"),
         "adopt": Row("Lease the GPUs that a running process of yours uses already, until it ends", "adopt:adopt"),
         "renew": Row("Extend leases by their full ttl from now", "acquire:renew"),
         "release": Row("End leases and free their GPUs; queued requests are withdrawn", "acquire:release"),
@@ -36,7 +36,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "jobs": Row("List jobs, newest first; those of an array by index", "job_list:list_jobs"),
         "logs": Row("Show a job's output", "jobs:logs"),
         "metrics": Row(
-            "Show utilization, memory and power of a job's GPUs over time and its GPU-hours; or of a lease or GPU",
+            "Show GPU utilization, memory and power of a job, a lease or a GPU over time, and GPU-hours",
             "metrics:metrics",
         ),
         "wait": Row("Wait until jobs, or every job of an array, have ended", "jobs:wait"),
@@ -110,7 +110,8 @@ SUBJECTS: dict[str, dict[str, Row]] = {
                         "status": Row("Show a pool and its workers", "fleet:slurm_status"),
                         "down": Row("End a pool", "fleet:slurm_down"),
                         "doctor": Row(
-                            "Look for settings of the cluster that would hurt, and say what to do", "fleet:slurm_doctor"
+                            "Find cluster settings that would break a pool, and say how to fix them",
+                            "fleet:slurm_doctor",
                         ),
                     },
                 ),
@@ -124,7 +125,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
                         "status": Row("Show a pool and its workers", "fleet_ray:ray_status"),
                         "down": Row("End a pool", "fleet_ray:ray_down"),
                         "doctor": Row(
-                            "Look for what would hurt on the cluster, and say what to do", "fleet_ray:ray_doctor"
+                            "Find what would break a pool on the cluster, and say how to fix it", "fleet_ray:ray_doctor"
                         ),
                     },
                 ),

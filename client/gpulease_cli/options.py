@@ -45,13 +45,13 @@ NODES = option(
     type=Field(Number(), _lease_request, "nodes"),
     metavar="N",
     default=1,
-    help="Number of nodes: so many GPUs as -n says on each of them, all or none.",
+    help="Number of nodes, each with -n GPUs; all are granted together or not at all.",
 )
 DEVICES = option(
     "--devices",
     type=DEVICE_FORM,
     metavar="LIST",
-    help="Instead of -n: these GPUs, by index or UUID (0,2), a number of them, -1 for all of a node, or auto.",
+    help="Instead of -n: GPUs by index or UUID (0,2), a number of GPUs, -1 for all GPUs of a node, or auto.",
 )
 LABEL = option(
     "--label",
@@ -85,20 +85,20 @@ TOPOLOGY = option(
     type=OneOf(TopologyMode),
     default=TopologyMode.PREFERRED.value,
     show_default="preferred",
-    help="required: only GPUs of a node that are all connected by NVLink, and wait for them. any: the first free ones.",
+    help="required: wait for GPUs of one node that are all connected by NVLink. any: take the first free ones.",
 )
 NODE = option(
     "--node",
     type=Field(click.STRING, _lease_request, "node"),
     metavar="NAME",
-    help="Only GPUs of this node; any: of whichever node, the default.",
+    help="Only GPUs of this node; any (the default): of any node.",
 )
 OWN_NODE = option(
     "--node",
     type=Field(click.STRING, _lease_request, "node"),
     metavar="NAME",
     show_default="that of this host",
-    help="Only GPUs of this node; any: of whichever node.",
+    help="Only GPUs of this node; any: of any node.",
 )
 MASK = option(
     "--mask",

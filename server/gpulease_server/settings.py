@@ -102,7 +102,7 @@ class ServeSettings:
 
     host: str = setting(
         "127.0.0.1",
-        "Address to listen on, with the default ::1 too; one other than loopback needs TLS or --behind-proxy.",
+        "Address to listen on; the default includes ::1. Any address but loopback needs TLS or --behind-proxy.",
         # LISTEN_, because Kubernetes and Docker set NAME_PORT for a service of that name, to an address.
         variable="GPULEASE_LISTEN_HOST",
         metavar="ADDRESS",
@@ -148,7 +148,7 @@ class ServeSettings:
     )
     tls_names: tuple[str, ...] = setting(
         (),
-        "With --tls-auto: a name or address of this host that the certificate is for, beside those that it knows. "
+        "With --tls-auto: another name or address of this host for the certificate, besides those that it finds. "
         "Repeatable.",
         variable="GPULEASE_TLS_NAMES",
         flag="--tls-name",

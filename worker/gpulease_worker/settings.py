@@ -150,8 +150,8 @@ class WorkerSettings:
     )
     job_pids: int = setting(
         MAX_PROCESSES,
-        "How many processes and threads a job may have; 0 means no limit. Without a cgroup with the controller pids it "
-        "bounds all processes of the user, in the jobs of other users than the worker's own.",
+        "How many processes and threads a job may have; 0 means no limit. Without a cgroup with the pids controller it "
+        "limits all processes of the user, in jobs of users other than the worker's own.",
         variable="GPULEASE_JOB_PIDS",
         minimum=0,
         maximum=2**22,
@@ -159,7 +159,7 @@ class WorkerSettings:
     )
     job_memory_bytes: int = setting(
         0,
-        "How much memory a job may use, where it has a cgroup with the controller memory; 0 means no limit. Bytes.",
+        "How much memory a job may use, if it has a cgroup with the memory controller; 0 means no limit. Bytes.",
         variable="GPULEASE_JOB_MEMORY_BYTES",
         minimum=0,
         maximum=2**60,
@@ -167,8 +167,8 @@ class WorkerSettings:
     )
     pam_service: str | None = setting(
         None,
-        "Open a session of this PAM service for each job, as for a login: jobs then have no more than the user's "
-        "limits of limits.conf. For a worker that runs as root.",
+        "Open a session of this PAM service for each job, as for a login: jobs then keep to the user's limits in "
+        "limits.conf. For a worker that runs as root.",
         variable="GPULEASE_PAM_SERVICE",
         metavar="NAME",
         group=JOBS,
@@ -182,8 +182,8 @@ class WorkerSettings:
     )
     leave_s: float = setting(
         0.0,
-        "On SIGTERM, leave within this time: no more grants, jobs end and are tried elsewhere, then the daemon forgets "
-        "the node. 0: jobs go on without the worker. Seconds.",
+        "On SIGTERM, leave within this time: no more grants, jobs end and restart elsewhere, then the daemon forgets "
+        "the node. 0: jobs continue without the worker. Seconds.",
         variable="GPULEASE_LEAVE_S",
         minimum=0.0,
         maximum=3600.0,
@@ -192,8 +192,8 @@ class WorkerSettings:
     allocation: str | None = setting(
         None,
         "What the worker runs in: `slurm`, for a job of Slurm; `pid:N,...` for an allocation that lasts as long as "
-        "these processes. It then shows the GPUs of the allocation alone, tells the daemon when that ends, and leaves "
-        "before, or when it is gone.",
+        "these processes. The worker then shows only the GPUs of the allocation, tells the daemon when that ends, and "
+        "leaves before it ends, or when it is gone.",
         variable="GPULEASE_ALLOCATION",
         metavar="KIND",
         group=ALLOCATION,
@@ -209,7 +209,7 @@ class WorkerSettings:
     log_format: LogFormat = shared(LogFormat.AUTO, LOG_FORMAT)
     log_level: LogLevel = shared(LogLevel.INFO, LOG_LEVEL)
     token: str | None = field(default=None, repr=False)
-    """Bearer token for the daemon, where it does not know this worker by its connection."""
+    """Bearer token for the daemon, needed if the connection does not identify this worker."""
     with_parent: bool = False
     """End when the process that started this one ends."""
     leftover_grace_s: float = 5.0

@@ -100,10 +100,11 @@ def acquire(
     new: bool,
     json: bool,
 ) -> None:
-    """Bind this shell to leased GPUs, until it ends or `gpulease release`.
+    """Bind this shell to leased GPUs until it ends or `gpulease release`.
 
-    The output is for a shell: eval "$(gpulease acquire -n 1)" binds it to the GPUs, or fails with the exit code. With
-    --nodes it is bound to those of the first node; --json shows the environment of each.
+    The output is for a shell: eval "$(gpulease acquire -n 1)" binds the shell to the GPUs, or fails with the exit code
+    of this command. With --nodes, it binds the shell to the GPUs of the first node; --json shows the environment of
+    each node.
     """
     if gpus is not None and devices is not None:
         raise InvalidRequest("Give -n or --devices, not both.")

@@ -44,10 +44,19 @@ PAGE = 1000
     help="Only events after this number; 0 means all that are kept.",
 )
 @option(
-    "--since", type=MOMENT, metavar="TIME", help="Only events from then on: 03:00, 2026-11-23T18:00, or 2h ago as 2h."
+    "--since",
+    type=MOMENT,
+    metavar="TIME",
+    help="Only newer events: 03:00, 2026-11-23T18:00, or 2h ago as 2h.",
 )
 @option("--until", type=MOMENT, metavar="TIME", help="Only events before then.")
-@option("--kind", "kinds", metavar="KIND", multiple=True, help="Only these: lease.granted, or lease for all of leases.")
+@option(
+    "--kind",
+    "kinds",
+    metavar="KIND",
+    multiple=True,
+    help="Only this kind: lease.granted, or lease for all of leases.",
+)
 @option("--user", metavar="USER", help="Only events of leases and jobs of this user.")
 @option("--gpu", metavar="GPU", help="Only events of this GPU: INDEX, NODE:INDEX or UUID.")
 @option("--node", metavar="NODE", help="Only events of this node.")

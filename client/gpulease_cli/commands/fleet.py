@@ -64,7 +64,7 @@ SBATCH = option(
     metavar="OPTION",
     help="A further option for sbatch, such as --sbatch=--partition=gpu; may be given several times.",
 )
-SHARED = option("--shared", is_flag=True, help="A pilot takes its GPUs, and not its node alone.")
+SHARED = option("--shared", is_flag=True, help="Share nodes: a pilot takes its GPUs, not the whole node.")
 WORKER_URL = option(
     "--worker-url", metavar="URL", show_default="GPULEASE_URL", help="Where workers on the nodes reach the daemon."
 )
@@ -96,7 +96,7 @@ IDLE = option(
     metavar="DURATION",
     default=600.0,
     show_default="10m",
-    help="A node above --min goes when it was idle for so long.",
+    help="Remove a node above --min after it has been idle for this long.",
 )
 LEAVE = option(
     "--leave", type=DURATION, metavar="DURATION", default=60.0, show_default="1m", help="Time for leaving a node."
@@ -124,7 +124,7 @@ LEAVE = option(
 @PROGRAM
 @LEAVE
 @TICK
-@option("--once", is_flag=True, help="Make one round and end, such as from cron.")
+@option("--once", is_flag=True, help="Make one round and exit, for use from cron.")
 @option("--no-doctor", is_flag=True, help="Start although `doctor` finds something.")
 @STATE_DIR
 def slurm_up(
@@ -175,7 +175,7 @@ def slurm_status(pool: str, state_dir: Path | None, json: bool) -> None:
 @TICK
 @STATE_DIR
 def slurm_down(pool: str, tick: float, state_dir: Path | None) -> int:
-    """End a pool: its nodes leave, their jobs go on elsewhere, and waits for that."""
+    """End a pool: wait until its nodes have left; their jobs continue elsewhere."""
     from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - for this command alone
     from gpulease_fleet.slurm_script import SlurmOptions  # noqa: PLC0415 - the same
 
@@ -192,7 +192,7 @@ def slurm_down(pool: str, tick: float, state_dir: Path | None) -> int:
 @SBATCH
 @JSON
 def slurm_doctor(gres: str, time: str, shared: bool, sbatch: tuple[str, ...], json: bool) -> int:
-    """Look for settings of the cluster that would hurt, and say what to do. Exits 1 if there is one."""
+    """Find cluster settings that would break a pool, and say how to fix them. Exits 1 if there are any."""
     from gpulease_fleet.slurm import SlurmCarrier  # noqa: PLC0415 - for this command alone
 
     options = _slurm_options(
@@ -218,7 +218,7 @@ def up(
     no_doctor: bool,
     state_dir: Path | None,
 ) -> int:
-    """Keep a pool of this size, at least and at most, until a signal comes or it was taken down."""
+    """Keep a pool between these sizes until a signal arrives or the pool is taken down."""
     from gpulease_fleet.records import PoolRecord  # noqa: PLC0415 - for `up` alone
 
     if not no_doctor and (found := [one for one in carrier.doctor() if not one.ok]):

@@ -46,7 +46,7 @@ ADDRESS = option(
 @fleet.PROGRAM
 @fleet.LEAVE
 @fleet.TICK
-@option("--once", is_flag=True, help="Make one round and end, such as from cron.")
+@option("--once", is_flag=True, help="Make one round and exit, for use from cron.")
 @option("--no-doctor", is_flag=True, help="Start although `doctor` finds something.")
 @fleet.STATE_DIR
 def ray_up(
@@ -116,7 +116,7 @@ def ray_status(pool: str, state_dir: Path | None, json: bool) -> None:
 @fleet.TICK
 @fleet.STATE_DIR
 def ray_down(pool: str, tick: float, state_dir: Path | None) -> int:
-    """End a pool: its nodes leave, their jobs go on elsewhere, and waits for that."""
+    """End a pool: wait until its nodes have left; their jobs continue elsewhere."""
     from gpulease_fleet.ray_carrier import RayCarrier, RayOptions  # noqa: PLC0415 - for this command alone
 
     return fleet.down(pool, tick, state_dir, lambda known: RayCarrier(_options(RayOptions, known)))
@@ -127,7 +127,7 @@ def ray_down(pool: str, tick: float, state_dir: Path | None) -> int:
 @ADDRESS
 @JSON
 def ray_doctor(gpus: int, address: str, json: bool) -> int:
-    """Look for what would hurt on the cluster, and say what to do. Exits 1 if there is something."""
+    """Find what would break a pool on the cluster, and say how to fix it. Exits 1 if there is anything."""
     from gpulease_fleet.ray_carrier import RayCarrier, RayOptions  # noqa: PLC0415 - for this command alone
 
     found = RayCarrier(RayOptions(url="", gpus=gpus, address=address, program="", directory="")).doctor()

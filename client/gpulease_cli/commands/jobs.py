@@ -114,7 +114,7 @@ def cancel(words: tuple[str, ...], mine: bool, name: str | None, yes: bool, grac
 @jobs_or_arrays(required=True)
 @JSON
 def wait(words: tuple[str, ...], json: bool) -> int:
-    """Wait until jobs, or every job of an array, have ended. Exits with its code; of several, the first failure's.
+    """Wait until jobs, or every job of an array, have ended. Exits with its exit code; of several, the first failure's.
 
     Prints on stderr what it waits for."""
     with Client() as client:

@@ -52,14 +52,14 @@ MEASURES = ("utilization_ratio", "memory_used_bytes", "power_w", "temperature_c"
     type=MOMENT,
     metavar="TIME",
     show_default="1h",
-    help="Of a GPU: from then on. 2026-11-23T18:00, 03:00, or how long ago.",
+    help="For a GPU: start of the period, such as 2026-11-23T18:00 or 03:00, or how long ago.",
 )
 @option("--csv", is_flag=True, help="Print every bucket of every GPU of a job as CSV, for pandas or numpy.")
 @JSON
 def metrics(name: str, as_plot: bool, since: datetime | None, csv: bool, json: bool) -> None:
-    """Show utilization, memory and power of a job's GPUs over time and its GPU-hours; or of a lease or GPU.
+    """Show GPU utilization, memory and power of a job, a lease or a GPU over time, and GPU-hours.
 
-    A job and a lease are shown from the grant of their GPUs to their end, a GPU for the last hour or since --since.
+    Jobs and leases are shown from the grant of their GPUs to their end; a GPU for the last hour, or since --since.
     """
     if csv + json + as_plot > 1:
         raise InvalidRequest("--csv, --json and --plot cannot be combined.", remedy="Use one of them.")

@@ -36,7 +36,7 @@ HOUR_S = 3600.0
     "--join-url",
     metavar="URL",
     show_default="where the daemon listens",
-    help="Address at which the host reaches the daemon, where that is a proxy or has another name.",
+    help="Address at which the host reaches the daemon, if that is a proxy or another name.",
 )
 @option("--ssh", is_flag=True, help="Run the command there, by ssh.")
 @option(

@@ -51,13 +51,13 @@ NOT_NOW, FAILED, NOT_EXECUTABLE, NOT_FOUND = 75, 125, 126, 127
 
 
 NEW = option("--new", is_flag=True, help="Lease other GPUs, even if this shell or job has a lease.")
-QUIET = option("-q", "--quiet", is_flag=True, help="Do not say which GPUs the command has.")
+QUIET = option("-q", "--quiet", is_flag=True, help="Do not print which GPUs the command gets.")
 COUNT = option(
     "-n",
     "--gpus",
     type=Field(Number(), LeaseRequest, "count"),
     metavar="N",
-    show_default="1, and under a lease all of it",
+    show_default="1, or within a lease all its GPUs",
     help="Number of GPUs.",
 )
 TTL = ttl("60s", "How soon the GPUs are free again if this program dies.")
@@ -91,7 +91,7 @@ def lease_options(function: Callable[..., int]) -> Callable[..., int]:
     type=NodeRange(),
     metavar="N",
     default="1",
-    help="Number of nodes: a job starts on each as with submit, and ends with this program.",
+    help="Number of nodes. On several nodes the command runs as a job, as with submit, that ends with this program.",
 )
 @option(
     "--launcher",
@@ -108,11 +108,11 @@ def run(
     quiet: bool,
     **options: Any,
 ) -> int:
-    """Lease GPUs, run a command on them, release them. Under a lease it runs on the GPUs of that one.
+    """Lease GPUs, run a command on them, and release them. Within a lease, the command runs on its GPUs.
 
-    With --nodes it is a job on several nodes: its output is shown here, and Ctrl-C ends it everywhere.
-    Exits with the command's code. Its own: 4 the lease was lost, 75 the GPUs were not granted in time, 125 it failed
-    otherwise, 126 the command may not be executed, 127 there is no such command.
+    With --nodes, the command runs as a job on several nodes: its output is shown here, and Ctrl-C ends it on all nodes.
+    Exits with the command's exit code, or with 4 if the lease was lost, 75 if the GPUs were not granted in time, 126 if
+    the command cannot be executed, 127 if it does not exist, and 125 after any other failure.
     """
     tell = not quiet and sys.stderr.isatty()
     if nodes[1] is not None:

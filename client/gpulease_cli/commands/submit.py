@@ -60,7 +60,7 @@ LIKELY_OURS = (
     required=True,
     metavar="COMMAND...",
     help="What to run in this directory: a script or program with its arguments, after `--`. A script may also"
-    " have options at its head: #GPULEASE -n 2 --time 1h",
+    " have options at its top: #GPULEASE -n 2 --time 1h",
 )
 @GPUS
 @option(
@@ -68,8 +68,8 @@ LIKELY_OURS = (
     type=NodeRange(),
     metavar="N|MIN:MAX",
     default="1",
-    help="Number of nodes: a launcher starts on each, with so many GPUs as -n says, all or none. 2:4 is an elastic job:"
-    " on as many of 2 to 4 nodes as are free; it goes on when one is lost.",
+    help="Number of nodes, each with a launcher and -n GPUs; all are granted together or not at all. 2:4 makes the job"
+    " elastic: it runs on 2 to 4 nodes, as many as are free, and continues if one is lost.",
 )
 @option(
     "--launcher",
@@ -119,7 +119,7 @@ LIKELY_OURS = (
     "--fence",
     type=Field(DURATION, JobRequest, "fence_s"),
     metavar="DURATION",
-    show_default="it goes on",
+    show_default="it continues",
     help="End the job after this time if its node cannot reach the daemon; --retries may start it elsewhere.",
 )
 @MODEL
@@ -136,17 +136,17 @@ LIKELY_OURS = (
     multiple=True,
     metavar="JOB[,JOB]",
     shell_complete=id_completion.jobs,
-    help="Wait until these jobs or arrays have succeeded; any:JOB until it has ended. If one fails, this job is"
+    help="Wait until these jobs or arrays have succeeded; with any:JOB, until it has ended. If one fails, this job is"
     " cancelled. Repeatable.",
 )
 @option(
     "--notify",
     type=Field(click.STRING, JobRequest, "notify"),
     metavar="URL|COMMAND",
-    help="When it has ended, send the job as JSON to this http(s) URL, or run this command as you.",
+    help="When the job has ended, send it as JSON to this http(s) URL, or run this command as you.",
 )
-@option("--follow", is_flag=True, help="Show its log until it ends; exit with its code.")
-@option("--dry-run", is_flag=True, help="Only say whether it fits now, would wait, or never fits.")
+@option("--follow", is_flag=True, help="Show the job's log until it ends; exit with the job's exit code.")
+@option("--dry-run", is_flag=True, help="Only say whether the job fits now, would wait, or can never fit.")
 @JSON
 def submit(
     words: tuple[str, ...],

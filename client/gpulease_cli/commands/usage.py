@@ -24,17 +24,17 @@ from gpulease_protocol.usage import GpuTime, UsageKey
     metavar="TIME",
     default="7d",
     show_default=True,
-    help="From then on: 2026-11-23T18:00, 03:00, or how long ago.",
+    help="Start of the period, such as 2026-11-23T18:00 or 03:00, or how long ago.",
 )
-@option("--until", type=MOMENT, metavar="TIME", show_default="now", help="Until then.")
+@option("--until", type=MOMENT, metavar="TIME", show_default="now", help="End of the period.")
 @option("--user", metavar="USER", help="Only this user.")
 @option("--by", type=OneOf(UsageKey), default=UsageKey.USER, show_default="user", help="What to group by.")
 @JSON
 def usage(since: datetime, until: datetime | None, user: str | None, by: UsageKey, json: bool) -> None:
     """Show GPU-hours held and used, by user, label, node, agent, session or day.
 
-    Used is utilization times time, IDLE is the time at a utilization of 0. UNKNOWN is the part of HELD of which neither
-    is known. A day is one in UTC.
+    USED is utilization times time. IDLE is time at a utilization of 0. UNKNOWN is the part of HELD for which neither is
+    known. Days are in UTC.
     """
     now = datetime.now(UTC)
     if since >= min(until or now, now):

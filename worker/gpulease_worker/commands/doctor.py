@@ -29,9 +29,9 @@ COLORS = {"wrong": "red", "warning": "yellow", "unknown": "bright_black", "fine"
 @JSON
 @click.pass_context
 def doctor(context: click.Context, data_dir: Path | None, json: bool) -> int:
-    """Look for problems on this host and say what to do: one line for each check, what is wrong first.
+    """Look for problems on this host and say what to do: one line for each check, problems first.
 
-    A `warning` is worth knowing about, but keeps no one from working. Exits 1 if something is wrong.
+    A `warning` is worth knowing about but stops no one from working. Exits 1 if something is wrong.
     """
     with needs_extra("worker"):
         from gpulease_worker import doctor as checks  # noqa: PLC0415 - an extra
