@@ -282,7 +282,8 @@ class SocketsServer(uvicorn.Server):
 
     def _wake(self) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ending.set)
+            with contextlib.suppress(RuntimeError):  # it has ended, and its loop is closed
+                self._loop.call_soon_threadsafe(self._ending.set)
 
     async def main_loop(self) -> None:
         """Serve until the end. uvicorn's own loop looks for it ten times a second."""
