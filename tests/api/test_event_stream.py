@@ -120,13 +120,13 @@ def test_an_invalid_last_event_id_is_refused(api: DaemonProcess, wrong: str) -> 
 
 def test_both_clients_watch(api: DaemonProcess) -> None:
     client, seen = api.client(), []
-    begun, done = threading.Event(), threading.Event()
+    begun, last_seqs = threading.Event(), []
 
     def watch() -> None:
         for event in client.watch_events(after=0):
             begun.set()
             seen.append(event)
-            if event.kind == "lease.ended" and done.is_set():
+            if last_seqs and event.seq > last_seqs[0]:
                 return
 
     async def watch_too(last_seq: int) -> list[Event]:
@@ -134,23 +134,28 @@ def test_both_clients_watch(api: DaemonProcess) -> None:
         found = []
         async for event in other.watch_events(after=last_seq):
             found.append(event)
-            if event.kind == "lease.ended":
+            if is_end(event):
                 break
         await other.close()
         return found
+
+    def is_end(event: Event) -> bool:
+        return event.kind == "lease.ended" and event.lease_id == made["id"]
 
     lease(api)
     watching = threading.Thread(target=watch)
     watching.start()
     assert begun.wait(PATIENCE_S)
-    last_seq = events(api)[-1]["seq"]
-    done.set()
+    before = events(api)[-1]["seq"]
     made = lease(api)
+    last_seqs.append(events(api)[-1]["seq"])
+    lease(api)
     watching.join(PATIENCE_S)
     assert not watching.is_alive()
     client.close()
-    assert seen[-1].lease_id == made["id"]
-    assert asyncio.run(asyncio.wait_for(watch_too(last_seq), PATIENCE_S))[-1].lease_id == made["id"]
+    assert [event.seq for event in seen] == sorted(event.seq for event in seen)
+    assert len([event for event in seen if is_end(event)]) == 1
+    assert is_end(asyncio.run(asyncio.wait_for(watch_too(before), PATIENCE_S))[-1])
 
 
 def test_a_client_continues_after_a_restart_without_a_gap(tmp_path: Path) -> None:

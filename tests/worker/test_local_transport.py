@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpulease.sansio import failover as failover_rules
 from gpulease.sansio.failover import Destination, Failover
 from gpulease_protocol.endpoints import ApiCall
 from gpulease_protocol.errors import DaemonUnavailable, GpuleaseError, NotFound
@@ -24,6 +25,13 @@ REFUSED = (
     b"HTTP/1.1 404 Not Found\r\ncontent-type: application/problem+json\r\ncontent-length: 42\r\n\r\n"
     b'{"code": "not_found", "detail": "Nothing"}'
 )
+
+
+@pytest.fixture(autouse=True)
+def time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that gets no CPU for a second has not failed to connect."""
+    for bound in ("CONNECT_TIMEOUT_S", "CONNECT_ALL_TIMEOUT_S"):
+        monkeypatch.setattr(failover_rules, bound, 60.0)
 
 
 class Played:
