@@ -65,15 +65,17 @@ def test_a_node_leaves_on_sigterm_and_its_job_goes_on_elsewhere(tmp_path: Path) 
 
 @pytest.mark.budget(30)
 def test_a_job_that_sigterm_of_all_processes_ends_has_not_failed(tmp_path: Path) -> None:
-    """As `scancel` does it."""
+    """As `scancel` does it: the supervisor hears of its own SIGTERM no later than of the launcher's end."""
     with daemon(tmp_path, "--no-worker") as running, worker(running, "n1", "--leave-s", "20") as first:
         job = running.submit("sh", "-c", "trap 'exit 3' TERM; sleep 600 & wait", gpus=1, launcher="plain")
         running.wait_job(job, "running")
         supervisor = job_records.read(running.data_dir / "n1/jobs" / job, job_records.START, job_records.StartRecord)
         assert supervisor is not None
         assert supervisor.launcher is not None
+        os.kill(supervisor.supervisor.pid, signal.SIGSTOP)
         for process in (supervisor.launcher, supervisor.supervisor):
             os.kill(process.pid, signal.SIGTERM)
+        os.kill(supervisor.supervisor.pid, signal.SIGCONT)
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == 0
         assert running.job(job)["state"] == "queued"
