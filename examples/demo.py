@@ -205,7 +205,7 @@ def training(number: int) -> JobRequest:
     """One training; each has its own seed."""
     return JobRequest(
         name=f"digits-{number}",
-        command=[str(TRAINING), "--seed", str(number), "--checkpoint-dir", "checkpoints"],
+        command=[str(TRAINING), "--epochs", "10", "--seed", str(number), "--checkpoint-dir", "checkpoints"],
         gpus=GPUS_PER_JOB,
         interpreter=sys.executable,
     )
