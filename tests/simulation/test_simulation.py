@@ -16,15 +16,14 @@ LOOK_FIRST = {
     "look_at_one_node": 2,
     "end_on_the_first_node": 2,
     "grant_what_another_has": 4,
-    "clean_by_an_old_reading": 14,
     "revive_over_another": 10,
     "measure_by_the_wall": 3,
-    "show_before_commit": 5,
-    "token_from_the_living": 4,
+    "show_before_commit": 3,
     "trust_unknown_words": 7,
+    "ignore_strangers": 5,
     "forget_debts": 2,
     "wait_for_lost_nodes": 2,
-    "end_what_a_silent_worker_watches": 2,
+    "end_what_a_silent_worker_watches": 10,
 }
 """The seed that has caught a fault; the others are tried if it does so no longer."""
 
