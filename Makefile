@@ -50,7 +50,7 @@ test-all: test test-slow ## both lanes
 
 # Once in a clone, one process compiles all tests. Otherwise each of six would, at the same time.
 compile-tests: $(COMPILED)
-$(COMPILED): $(STAMP)
+$(COMPILED): $(STAMP) | packages
 	@mkdir -p $(@D)
 	@$(BIN)/python -m pytest -qq --collect-only -n 0 >$@.log || { cat $@.log; exit 1; }
 	@mv $@.log $@
