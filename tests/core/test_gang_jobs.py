@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpulease_protocol.job_fence import certain_after_s
-from gpulease_protocol.model import GpuState, Job, JobState, LeaseState, PartState
+from gpulease_protocol.model import Event, GpuState, Job, JobState, LeaseState, PartState
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_server.core.gang_run import FENCE_S, ORIGIN_S, REACH_S, SILENT_S
 from gpulease_server.core.node import desired_state
@@ -325,6 +325,25 @@ def test_a_silent_part_counts_as_ended_only_so_long_after_the_last_of_the_others
     assert job_of(world, job_id).state is JobState.STOPPING
     world.pass_time(2, silent=("c",))
     assert (job_of(world, job_id).state, job_of(world, job_id).attempts) == (JobState.QUEUED, 1)
+
+
+def told_of(world: World) -> list[str | None]:
+    return [one.node for one in world.changes if isinstance(one, Event) and one.kind == "job.stuck"]
+
+
+def test_processes_that_do_not_die_are_told_of_once_for_each_node_and_shown_of_all_of_them() -> None:
+    world = fleet("a", "b", "c")
+    job_id = running(world)
+    part(world, job_id, "c", RunState.EXITED, exit_code=1)
+    for _ in range(3):
+        part(world, job_id, "b", RunState.RUNNING, unkillable=(8,), reason="8 hangs")
+        part(world, job_id, "a", RunState.RUNNING, unkillable=(7,), reason="7 hangs")
+    assert job_of(world, job_id).reason == "on node a: 7 hangs; on node b: 8 hangs"
+    assert told_of(world) == ["b", "a"]
+    part(world, job_id, "a", RunState.EXITED, exit_code=137, follows=True)
+    part(world, job_id, "b", RunState.RUNNING, unkillable=(8,), reason="8 runs on")
+    assert job_of(world, job_id).reason == "on node b: 8 runs on"
+    assert told_of(world) == ["b", "a"]
 
 
 def test_a_node_that_is_silent_for_good_ends_with_the_others_and_not_before() -> None:

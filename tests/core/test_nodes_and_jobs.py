@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -278,6 +279,44 @@ def test_a_job_that_cannot_be_killed_stops_and_keeps_its_gpu_until_it_has_ended(
     assert world.ledger.jobs[job_id].job.state is end
     world.pass_time(1)
     assert world.ledger.jobs[waiting].job.state is JobState.STARTING
+
+
+def told(world: World) -> list[str | None]:
+    return [one.reason for one in world.changes if isinstance(one, Event) and one.kind == "job.stuck"]
+
+
+def test_a_job_that_cannot_be_killed_is_told_of_once_whatever_is_seen_of_its_processes_until_they_have_ended() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(retries=1)
+    for seen in ("7 and 8 hang in the kernel", "8 hangs in the kernel, in read", "8 hangs in the kernel", "8 runs on"):
+        hangs(world, job_id, seen)
+        assert world.ledger.jobs[job_id].job.reason == seen
+    world.cancel(job_id)
+    hangs(world, job_id, "8 runs on")
+    assert world.ledger.jobs[job_id].job.reason == "cancelled; 8 runs on"
+    assert told(world) == ["7 and 8 hang in the kernel"]
+
+
+def test_a_job_that_cannot_be_killed_is_told_of_in_each_attempt() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(retries=1)
+    hangs(world, job_id, "7 hangs")
+    fails(world, job_id, 1)
+    world.pass_time(60)
+    assert world.ledger.jobs[job_id].job.state is JobState.STARTING
+    world.jobs["a"] = [JobReport(job_id=job_id, attempt=2, state=RunState.RUNNING, unkillable=(9,), reason="9 hangs")]
+    world.report()
+    assert told(world) == ["7 hangs", "9 hangs"]
+
+
+def test_a_job_that_cannot_be_killed_is_not_told_of_again_after_an_upgrade_of_the_daemon() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit()
+    hangs(world, job_id, "7 hangs")
+    world.ledger.apply(replace(world.ledger.jobs[job_id], stuck_on=()))
+    hangs(world, job_id, "7 hangs")
+    hangs(world, job_id, "7 runs on")
+    assert told(world) == ["7 hangs"]
 
 
 def test_a_job_whose_launcher_a_worker_had_is_lost_with_its_record_although_no_rank_was_up() -> None:

@@ -146,6 +146,7 @@ JOB = JobRecord(
     parts_stopped_at=AT,
     regroups=3,
     grows_at=AT,
+    stuck_on=("a",),
     fenced=True,
 )
 BARE_JOB = JobRecord(
@@ -199,6 +200,7 @@ def job_values(record: JobRecord) -> dict[str, Any]:
         "parts_stopped_at": record.parts_stopped_at,
         "regroups": record.regroups,
         "grows_at": record.grows_at,
+        "stuck_on": list(record.stuck_on) or None,
         "fenced": record.fenced,
         "number": record.number,
         "grace_s": record.grace_s,

@@ -205,7 +205,7 @@ def _regroup(turn: Turn, record: JobRecord, left: Sequence[LeaseMember], reason:
         attempt_history=kept_history((*job.attempt_history, attempt)),
     )
     fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
-    turn.put(replace(fresh, grows_at=None, regroups=record.regroups + 1))
+    turn.put(replace(fresh, grows_at=None, stuck_on=(), regroups=record.regroups + 1))
     turn.put(GangTimes(job.id, turn.now.mono_s))
     more = len(members) - len(before)
     kind = "grown" if more > 0 else "shrunk" if more < 0 else "regrouped"

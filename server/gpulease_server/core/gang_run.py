@@ -104,7 +104,7 @@ def on_part_reported(turn: Turn, record: JobRecord, node: str, report: JobReport
     if report is not None and report.fence_s is not None and report.fence_s == record.spec.fence_s:
         after = replace(after, fenced=True)
     if report is not None and report.unkillable and report.state is not RunState.EXITED:
-        mark_stuck(turn, record, report)
+        mark_stuck(turn, record, node, report)
         record = turn.ledger.jobs[record.job.id]
     _advance(turn, _put(turn, record, before, after, None if report is None else report.traceback))
 

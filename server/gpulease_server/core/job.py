@@ -8,6 +8,7 @@ attempt's lease goes to the end of the queue, and takes part in it after a pause
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -32,6 +33,8 @@ ATTEMPT_SUFFIX = re.compile(r"r[0-9]+$")
 """Of the id of a lease of a later attempt; ids themselves are hexadecimal."""
 MAX_HISTORY = 20
 """Earlier attempts of a job that are kept."""
+STUCK_NODES_SHOWN = 4
+"""For how many nodes a job's reason says which processes do not die."""
 
 
 def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
@@ -153,15 +156,29 @@ def cancel_job(turn: Turn, record: JobRecord, grace_s: float, why: str) -> None:
         change_job(turn, record, JobState.STOPPING, reason=reason)
 
 
-def mark_stuck(turn: Turn, record: JobRecord, report: JobReport) -> None:
-    """Some of its processes do not die. It stops for as long as they live, and its GPUs stay its own: it is not
-    known what those processes still do with them."""
+def mark_stuck(turn: Turn, record: JobRecord, node: str, report: JobReport) -> None:
+    """Some of its processes on a node do not die. It stops for as long as they live, and its GPUs stay its own: it is
+    not known what those processes still do with them. Its reason says what was last seen of them; `job.stuck` tells of
+    a node once in an attempt, since what is seen changes as they end one by one."""
     kept = report.reason or f"processes that SIGKILL does not end: {', '.join(map(str, report.unkillable))}"
-    reason = f"cancelled; {kept}" if record.cancelled_at else kept
-    if (record.job.state, record.job.reason) == (JobState.STOPPING, reason):
+    told = node in record.stuck_on
+    stuck_on = record.stuck_on if told else (*record.stuck_on, node)
+    reason = _stuck_parts(record, stuck_on, node, kept) if record.job.members else kept
+    reason = f"cancelled; {reason}" if record.cancelled_at else reason
+    shown = (record.job.state, record.job.reason) == (JobState.STOPPING, reason)
+    if told and shown:
         return
-    change_job(turn, record, JobState.STOPPING, reason=reason)
-    turn.emit("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, reason=reason)
+    change_job(turn, replace(record, stuck_on=stuck_on), JobState.STOPPING, reason=reason)
+    if not told and not shown:  # an older release has told of what is shown already
+        turn.emit("job.stuck", job_id=record.job.id, lease_id=record.job.lease_id, node=node, reason=reason)
+
+
+def _stuck_parts(record: JobRecord, stuck_on: Sequence[str], node: str, kept: str) -> str:
+    """What keeps a job on several nodes from ending, by node, whichever of them has reported last."""
+    parts = [one for one in record.job.members if one.node in stuck_on and (one.node == node or not one.state.final)]
+    said = [f"on node {one.node}: {kept if one.node == node else one.reason}" for one in parts[:STUCK_NODES_SHOWN]]
+    more = [f"and on {len(parts) - len(said)} more nodes"] if len(parts) > len(said) else []
+    return "; ".join(said + more)
 
 
 def kept_history(history: tuple[JobAttempt, ...]) -> tuple[JobAttempt, ...]:
@@ -241,7 +258,7 @@ def retry_job(
         attempt_history=kept_history((*job.attempt_history, attempt)),
     )
     fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
-    turn.put(replace(fresh, grows_at=None))
+    turn.put(replace(fresh, grows_at=None, stuck_on=()))
     turn.emit("job.retried", job_id=job.id, lease_id=lease.id, reason=said)
     turn.emit("lease.queued", lease_id=lease.id, job_id=job.id)
 

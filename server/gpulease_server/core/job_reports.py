@@ -25,14 +25,14 @@ def on_job_reports(turn: Turn, node: str, reports: Iterable[JobReport]) -> None:
         if record.job.members:
             on_part_reported(turn, record, node, report)
         elif report is not None:
-            _apply_job_report(turn, record, report)
+            _apply_job_report(turn, record, node, report)
         elif record.log_directory is not None or record.job.started_at is not None:
             finish_job(turn, record, JobState.LOST, f"the worker of {node} has lost its record of the job")
         elif record.cancelled_at is not None:
             finish_job(turn, record, JobState.CANCELLED, "cancelled before it started")
 
 
-def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
+def _apply_job_report(turn: Turn, record: JobRecord, node: str, report: JobReport) -> None:
     if report.log_directory is not None and report.log_directory != record.log_directory:
         record = replace(record, log_directory=report.log_directory)
         turn.put(record)
@@ -44,7 +44,7 @@ def _apply_job_report(turn: Turn, record: JobRecord, report: JobReport) -> None:
         change_job(turn, record, state, started_at=report.started_at or turn.now.at)
         record = turn.ledger.jobs[record.job.id]
     if report.unkillable and report.state is not RunState.EXITED:
-        mark_stuck(turn, record, report)
+        mark_stuck(turn, record, node, report)
     elif report.state is RunState.EXITED:
         started = record.job.started_at or report.started_at
         changes: dict[str, Any] = {

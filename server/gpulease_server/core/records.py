@@ -125,6 +125,8 @@ class JobRecord:
     """How many of its attempts were begun because its nodes changed, see `core.elastic_jobs`."""
     grows_at: datetime | None = None
     """Since when its parts are to end so that a node can join; None while none does."""
+    stuck_on: tuple[str, ...] = ()
+    """Nodes on which processes of the last attempt did not die, as `job.stuck` has told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

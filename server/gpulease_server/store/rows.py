@@ -66,7 +66,7 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
 WATCH_COLUMNS = ("watched_by", "owner_realm", "owner_pid", "owner_start_ticks", "owner_user")
 JOB_RECORD_COLUMNS = (
     *("number", "grace_s", "cancelled_at", "log_directory", "uid", "gid"),
-    *("fenced", "go_at", "parts_stopped_at", "regroups", "grows_at"),
+    *("fenced", "go_at", "parts_stopped_at", "regroups", "grows_at", "stuck_on"),
 )
 COMPUTED: dict[type, Collection[str]] = {
     Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems"),
@@ -142,6 +142,7 @@ def _job_row(record: JobRecord) -> dict[str, Any]:
         "parts_stopped_at": record.parts_stopped_at,
         "regroups": record.regroups,
         "grows_at": record.grows_at,
+        "stuck_on": record.stuck_on or None,
         "members": record.job.members or None,
         "log_directory": record.log_directory,
         "attempt_history": record.job.attempt_history or None,
@@ -171,6 +172,7 @@ def job_record(row: Row[Any]) -> JobRecord:
     """A job as it was stored."""
     values = _values(row)
     own = {name: values.pop(name) for name in JOB_RECORD_COLUMNS}
+    own["stuck_on"] = tuple(own["stuck_on"] or ())
     spec = from_json(JobSpec, values.pop("spec"))
     values["state"] = JobState(values["state"])
     values["user"] = values.pop("user_name")

@@ -101,6 +101,7 @@ job = Table(
     Column("parts_stopped_at", UtcDateTime),
     Column("regroups", Integer, nullable=False, server_default="0"),
     Column("grows_at", UtcDateTime),
+    Column("stuck_on", JSON(none_as_null=True)),
     Column("log_directory", Text),
     Column("exit_code", Integer),
     Column("traceback", Text),
