@@ -183,3 +183,25 @@ def test_an_unkillable_launcher_is_reported_and_awaited(tmp_path: Path) -> None:
     assert unkillable.pids == (start.launcher.pid,)
     assert f"{start.launcher.pid} (runs on, perhaps as a user whom this worker may not signal)" in unkillable.reason
     assert (end_of(directory).exit_code, end_of(directory).reason) == (137, "It was stopped on request.")
+
+
+@pytest.mark.parametrize("ends", ["exec sleep 600", "trap 'exit 3' TERM; sleep 600 & wait"], ids=["it dies", "exit 3"])
+def test_a_job_has_not_failed_where_sigterm_to_all_processes_reaches_it_before_its_supervisor(
+    tmp_path: Path, ends: str
+) -> None:
+    directory = furnished(tmp_path / "j", order("j", spec("sh", "-c", ends)))
+    with supervising(directory, "supervisor.job_end.SIGTERM_TO_ALL_S = 60.0") as supervisor:
+        launcher = until(start_of(directory), "the launcher is on record").launcher
+        assert launcher is not None
+        until(lambda: has_begun(launcher.pid), "it sleeps")
+        os.kill(launcher.pid, signal.SIGTERM)
+        until(lambda: not launcher.alive() and not Path(f"/proc/{launcher.pid}").exists(), "it is reaped")
+        supervisor.terminate()
+        assert supervisor.wait(30) == 0
+    assert (end_of(directory).stopped, end_of(directory).reason) == (True, "It was stopped on request.")
+
+
+def has_begun(pid: int) -> bool:
+    """True once it executes `sleep`, or has a child that does."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return any(Path(f"/proc/{one}/comm").read_text() == "sleep\n" for one in (pid, *children))

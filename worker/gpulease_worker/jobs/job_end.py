@@ -15,6 +15,9 @@ from gpulease_worker.jobs.launch_plan import LaunchPlan
 
 STOPPED = "It was stopped on request."
 """Why a job has ended that its worker, or a SIGTERM of another, has told to stop."""
+SIGTERM_TO_ALL_S = 0.2
+"""How long a supervisor waits for SIGTERM after its job has ended badly: who sends it to all processes of a cgroup, as
+`scancel` does, may reach the job a moment before its supervisor."""
 RETRY_S = 0.5
 """Pause before another attempt to write the record."""
 DEADLINE_S = 60.0

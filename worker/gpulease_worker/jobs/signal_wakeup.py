@@ -5,6 +5,8 @@ from __future__ import annotations
 import select
 import signal
 import socket
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
 
@@ -26,3 +28,9 @@ class SignalWakeup:
         if wake in select.select([wake, *descriptors], [], [], max(0.0, seconds))[0]:
             with suppress(BlockingIOError):
                 self._wake.recv(4096)
+
+    def wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Sleep until a signal has made a condition true, so long at most."""
+        until_s = time.monotonic() + seconds
+        while not condition() and (left_s := until_s - time.monotonic()) > 0:
+            self.sleep(left_s)

@@ -114,12 +114,13 @@ class Supervisor:
             self._record_never_launched(f"Its log cannot be written: {error.strerror or error}.")
             return
         launcher, at = self._launcher.process, job_records.now()
-        self._start = replace(
-            self._start, launcher=launcher, started_at=at, rank_at=None if self._plan.starts_ranks else at
-        )
+        rank_at = None if self._plan.starts_ranks else at
+        self._start = replace(self._start, launcher=launcher, started_at=at, rank_at=rank_at)
         self._record_start()
         timeout_s = self._plan.timeout_s
         self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
+        if self._status != 0 and self._kill_at_s is None:  # it may have ended from a SIGTERM to all processes
+            self._signals.wait(lambda: self._stop_requested, job_end.SIGTERM_TO_ALL_S)
         stopped = self._stopped or self._stop_requested
         self._sweep()
         self._logs.finish()
@@ -148,9 +149,8 @@ class Supervisor:
 
     def _launch(self) -> spawn.SpawnedProcess:
         """Start the launcher. Raises LaunchError, or OSError where the log cannot be opened."""
-        log = open_beneath(
-            self._directory / job_records.LOGS, "launcher.log", flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        )
+        logs, flags = self._directory / job_records.LOGS, os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        log = open_beneath(logs, "launcher.log", flags=flags)
         try:
             if self._session is not None:
                 self._open_session(self._session)
