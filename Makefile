@@ -25,8 +25,13 @@ help: ## print this list
 
 setup: $(STAMP) ## make .venv with everything that demo, test and check use
 
+# What git ignores and a build fetches: without it the page does not work, so a file that is missing is fetched again.
+PINS := server/gpulease_server/dashboard/libraries.json
+LIBRARIES := $(shell sed -n 's/.*"as": "\(.*\)",*/$(subst /,\/,$(dir $(PINS)))page\/vendor\/\1/p' $(PINS))
+$(LIBRARIES): ;
+
 # torch first and pinned: left to the resolver it may fetch another release, or gigabytes of CUDA where there is no GPU.
-$(STAMP): pyproject.toml constraints.txt server/gpulease_server/dashboard/libraries.json
+$(STAMP): pyproject.toml constraints.txt $(PINS) $(LIBRARIES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpulease needs Python 3.11 or newer, and $(PYTHON) is older. Say which: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \

@@ -55,7 +55,8 @@ class LibrariesHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Fetch what is missing, and include it although git ignores it. Raises `CannotFetch`."""
         fetch_missing(Path(self.root))
-        build_data["artifacts"].append(f"/{VENDOR}/*")
+        files = [file["as"] for library in pinned(Path(self.root)) for file in library["files"]]
+        build_data["artifacts"].extend(f"/{VENDOR}/{name}" for name in files)
 
 
 def fetch_missing(root: Path) -> None:
@@ -73,6 +74,12 @@ def fetch_missing(root: Path) -> None:
             partial.replace(path)
 
 
+def pinned(root: Path) -> list[dict[str, Any]]:
+    """The libraries, with their files."""
+    pins: list[dict[str, Any]] = json.loads((root / PINS).read_text())
+    return pins
+
+
 def missing(root: Path) -> list[dict[str, Any]]:
     """The pinned libraries of which a file is not there, or not as it is pinned."""
 
@@ -80,8 +87,7 @@ def missing(root: Path) -> list[dict[str, Any]]:
         path = root / VENDOR / file["as"]
         return path.is_file() and sha256(path.read_bytes()) == file["sha256"]
 
-    pins = json.loads((root / PINS).read_text())
-    return [library for library in pins if not all(map(is_there, library["files"]))]
+    return [library for library in pinned(root) if not all(map(is_there, library["files"]))]
 
 
 def edited(content: bytes, file: dict[str, Any]) -> bytes:
