@@ -157,20 +157,6 @@ def test_a_node_out_of_use_says_so(watched: Watched, running: DaemonProcess) -> 
     watched.was_good()
 
 
-def test_at_most_a_few_hundred_requests_are_drawn(watched: Watched, running: DaemonProcess) -> None:
-    """Q1: in the order of their positions."""
-    ask(running, count=4)
-    for number in range(230):
-        ask(running, count=1, label=f"trial {number}")
-    page = watched.open("#/queue")
-
-    expect(page.locator("nav")).to_contain_text("Queue 230")
-    expect(page.locator("#queue tbody > tr")).to_have_count(200)
-    expect(page.locator(".more")).to_have_text("… and 30 more")
-    expect(page.locator("#queue tbody > tr").first).to_contain_text("trial 0)")
-    watched.was_good()
-
-
 def test_the_page_fits_a_phone(browser: Browser, running: DaemonProcess, hardware: Hardware) -> None:
     """S6: nothing is wider than the screen, whatever users write."""
     hardware.show({"name": "N" * 100, "processes": [{"pid": 414242, "command": "c" * 200}]}, {}, {}, {})
@@ -184,6 +170,8 @@ def test_the_page_fits_a_phone(browser: Browser, running: DaemonProcess, hardwar
             uuid = hardware.uuid(0)
             for view in (
                 "now",
+                "timeline",
+                "usage",
                 "queue",
                 "jobs",
                 "events",

@@ -4,7 +4,7 @@ It is static files: one HTML file, one style sheet, and JavaScript modules as th
 `page/vendor` (Preact, htm, uPlot) are fetched by the build (`hatch_build.py`), as `libraries.json` pins them.
 The page requests all its data from the REST API of its own origin, as any caller would, so access rules exist only in
 the API. The files contain no data, so they need no authentication: a caller from another host must have the page before
-they can sign in with a token. What the page may do (cancel, release, cordon, drain) the API decides as for any caller;
+they can sign in with a token. What the page may do (cancel, release, submit, drain) the API decides as for any caller;
 the page shows only the buttons of those who may (`parts/action.js`), and asks first.
 
 `curl 127.0.0.1:8750/` still prints the text table: the page is for clients whose `Accept` prefers `text/html`, as that
@@ -26,7 +26,9 @@ of a browser share one stream. `model.js` says what the lists mean together, in 
 at the top and chooses the view: one module of `views/` for each, made of `parts/`. Views are functions of the data
 that return templates (htm), so Preact changes only what differs, and focus and selection survive. What only one view
 shows, such as the metrics of a job, it fetches itself (`parts/answers.js`). `parts/diagnosis.js` names stragglers and
-stalls. `route.js` has the addresses (`#/jobs/ID?q=ada`), `format.js` the words of `gpulease_protocol.status_table`,
+stalls. The timeline may have thousands of bars, so it is drawn on a canvas (`parts/timeline_canvas.js`), of what
+`parts/timeline_layout.js` computes; one link lies on the bar that the pointer or the keyboard is at.
+`route.js` has the addresses (`#/jobs/ID?q=ada`), `format.js` the words of `gpulease_protocol.status_table`,
 `clock.js` the daemon's time, which may differ from the browser's.
 
 | what happens | what the page does |
@@ -39,7 +41,10 @@ stalls. `route.js` has the addresses (`#/jobs/ID?q=ada`), `format.js` the words 
 | the user signs in with another token | removes all data of the former one |
 | 429, 503 | waits as long as Retry-After says, shows the daemon's message, and continues with the page it was at |
 | a standby answers | shows its copy, and says which daemon the writer is and how old the copy is |
-| the page is hidden | ends its stream and all requests; continues when it is visible again |
+| the page is hidden | ends its stream and all requests until it is visible again, but for a bell |
+| a request of one view fails | it keeps what it had, and says of when that is (`parts/answers.js`) |
+| an event tells of a change | fetches what it concerns at once, three times in a row; then once a second |
+| there is a stream | fetches lists of whose changes events tell once a minute |
 | 429 or 503 once | asks one by one from then on |
 | the daemon keeps no history of readings | draws no sparklines |
 | thousands of rows | draws a few hundred, and says how many more there are; of jobs it fetches only a few hundred |

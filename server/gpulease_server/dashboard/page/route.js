@@ -1,6 +1,6 @@
 // Addresses inside the page: `#/jobs/ID?q=ada`. They work under any path of a proxy, and need no route of the server.
 
-export const VIEWS = ["now", "queue", "jobs", "gpus", "leases", "events", "wall"];
+export const VIEWS = ["now", "timeline", "queue", "jobs", "gpus", "leases", "usage", "events", "wall"];
 
 /** @typedef {{ view: string, id: string, query: Record<string, string> }} Route */
 

@@ -16,13 +16,17 @@ import { Jobs } from "./views/jobs.js";
 import { LeasePage } from "./views/lease.js";
 import { Now } from "./views/now.js";
 import { Queue } from "./views/queue.js";
+import { Timeline } from "./views/timeline.js";
+import { UsageView } from "./views/usage.js";
 import { Wall } from "./views/wall.js";
 
 const FIRST_PROBLEMS = 2;
 const TABS = [
   { view: "now", name: "Now", also: ["gpus"] },
+  { view: "timeline", name: "Timeline", also: [] },
   { view: "queue", name: "Queue", also: ["leases"], list: "queued" },
   { view: "jobs", name: "Jobs", also: [], list: "working" },
+  { view: "usage", name: "Usage", also: [] },
   { view: "events", name: "Events", also: [] },
   { view: "wall", name: "Wall", also: [] },
 ];
@@ -49,10 +53,12 @@ export function App({ data, route, status, on }) {
 
 function View({ view, id, q, query, data, asOfMs }) {
   const known = { data, id, q, query, asOfMs };
+  if (view === "timeline") return html`<${Timeline} ...${known} />`;
   if (view === "queue") return html`<${Queue} ...${known} />`;
   if (view === "jobs") return id ? html`<${JobPage} key=${id} ...${known} />` : html`<${Jobs} ...${known} />`;
   if (view === "gpus" && id) return html`<${GpuPage} key=${id} ...${known} />`;
   if (view === "leases" && id) return html`<${LeasePage} key=${id} ...${known} />`;
+  if (view === "usage") return html`<${UsageView} ...${known} />`;
   if (view === "events") return html`<${Events} ...${known} />`;
   if (view === "wall") return html`<${Wall} ...${known} />`;
   return html`<${Now} ...${known} />`;

@@ -1,16 +1,25 @@
 // Hooks that ask the daemon for what one view shows, while it is shown and the page is visible.
 
 import { asProblem, json } from "../api.js";
-import { useEffect, useRef, useState } from "../html.js";
+import { html, useEffect, useRef, useState } from "../html.js";
+import { Moment, Refusal } from "./marks.js";
+
+/**
+ * @typedef {{ value: any, problem: import("../api.js").Problem | null, asOfMs: number | null, again: () => void }} Answer
+ * `value` stays when a later request fails: then `problem` says why, and `asOfMs` of when the value is.
+ */
+
+const NOTHING = { value: null, problem: null, asOfMs: null };
+const LEAST_MS = 3000;
 
 /**
  * The answer of a path. Asked again every `everyMs`; null: only by `again()`. No path, no question.
  * @param {string | null} path
  * @param {number | null} everyMs
- * @returns {{ value: any, problem: import("../api.js").Problem | null, again: () => void }}
+ * @returns {Answer}
  */
 export function useAnswer(path, everyMs = null) {
-  const [found, setFound] = useState(/** @type {any} */ ({ path, value: null, problem: null }));
+  const [found, setFound] = useState(/** @type {any} */ ({ path, ...NOTHING }));
   const asked = useRef(() => {});
   useEffect(() => {
     const over = new AbortController();
@@ -19,19 +28,17 @@ export function useAnswer(path, everyMs = null) {
     const ask = async () => {
       clearTimeout(timer);
       if (document.hidden || path === null) return;
+      let waitMs = everyMs;
       try {
-        const { value } = await json(path, over.signal);
-        if (!over.signal.aborted) setFound({ path, value, problem: null });
+        const { value, asOfMs } = await json(path, over.signal);
+        if (!over.signal.aborted) setFound({ path, value, asOfMs, problem: null });
       } catch (error) {
-        // Earlier data stay, where the daemon is only busy or away; the line at the top says so.
-        if (!over.signal.aborted)
-          setFound((before) => ({
-            path,
-            value: before.path === path ? before.value : null,
-            problem: asProblem(error),
-          }));
+        if (over.signal.aborted) return;
+        const problem = asProblem(error);
+        setFound((before) => ({ ...(before.path === path ? before : NOTHING), path, problem }));
+        waitMs = waitAfter(problem, everyMs);
       }
-      if (everyMs !== null && !over.signal.aborted) timer = setTimeout(ask, everyMs);
+      if (waitMs !== null && !over.signal.aborted) timer = setTimeout(ask, waitMs);
     };
     asked.current = ask;
     document.addEventListener("visibilitychange", ask);
@@ -42,6 +49,20 @@ export function useAnswer(path, everyMs = null) {
       document.removeEventListener("visibilitychange", ask);
     };
   }, [path, everyMs]);
-  const current = found.path === path ? found : { value: null, problem: null };
-  return { value: current.value, problem: current.problem, again: () => asked.current() };
+  const { value, problem, asOfMs } = found.path === path ? found : NOTHING;
+  return { value, problem, asOfMs, again: () => asked.current() };
+}
+
+/** When to ask again after a refusal: as the daemon says, and once more even where nothing else would ask. */
+function waitAfter({ status, retryAfterS }, everyMs) {
+  const passes = status === 0 || status === 429 || status === 503;
+  return passes ? Math.max(everyMs ?? LEAST_MS, LEAST_MS, 1000 * (retryAfterS ?? 0)) : everyMs;
+}
+
+/** Why there is no value, or why it is not current and how old it is; nothing where all is well. @param {{ answer: Answer }} props */
+export function Trouble({ answer: { value, problem, asOfMs } }) {
+  if (!problem) return null;
+  if (value === null) return html`<${Refusal} problem=${problem} />`;
+  if (asOfMs === null) return null;
+  return html`<p class="problem">As of <${Moment} at=${new Date(asOfMs).toISOString()} />. ${problem.sentence}</p>`;
 }

@@ -3,9 +3,11 @@
 import { moment } from "../clock.js";
 import { html, useEffect, useMemo, useRef, useState } from "../html.js";
 import { isDark } from "../theme.js";
+import { colourOf } from "./colours.js";
 
 const GIB = 1024 ** 3;
 const HEIGHT = 190;
+const LEAST_ZOOM_S = 8;
 const COLOURS = 8; // of --line-0 to --line-7; later lines have them again, dashed
 const DASHES = [[], [6, 3], [2, 3]];
 const MEASURES = [
@@ -25,15 +27,40 @@ const MEASURES = [
 export function Plots({ lines, statistic = "mean", zoom, onZoom, group }) {
   const [off, setOff] = useState(/** @type {string[]} */ ([]));
   const shown = lines.filter((line) => !off.includes(line.label));
+  // The page is drawn every second; plots only when there is something else to see.
+  const plots = useMemo(
+    () =>
+      html`<div class="plots">${MEASURES.map((measure) => html`<${Plot} key=${measure.key} measure=${measure} all=${lines} lines=${shown} statistic=${statistic} zoom=${zoom} onZoom=${onZoom} group=${group} />`)}</div>`,
+    [lines, off, statistic, zoom?.[0], zoom?.[1], group, isDark()],
+  );
   const toggle = (label) => setOff(off.includes(label) ? off.filter((one) => one !== label) : [...off, label]);
   return html`<div class="plots-all">
-    ${
-      lines.length > 1 &&
-      html`<div class="legend" role="group" aria-label="Lines">${lines.map((line, at) => html`<button type="button" key=${line.label} aria-pressed=${!off.includes(line.label)} onClick=${() => toggle(line.label)}><${Dash} at=${at} />${line.label}</button>`)}
-      ${zoom && html`<button type="button" onClick=${() => onZoom(null)}>Reset zoom</button>`}</div>`
-    }
-    <div class="plots">${MEASURES.map((measure) => html`<${Plot} key=${measure.key} measure=${measure} all=${lines} lines=${shown} statistic=${statistic} zoom=${zoom} onZoom=${onZoom} group=${group} />`)}</div>
+    <div class="legend">
+      <${ZoomButtons} lines=${lines} zoom=${zoom} onZoom=${onZoom} />
+      ${
+        lines.length > 1 &&
+        html`<div class="legend-lines" role="group" aria-label="Lines">${lines.map((line, at) => html`<button type="button" key=${line.label} aria-pressed=${!off.includes(line.label)} onClick=${() => toggle(line.label)}><${Dash} at=${at} />${line.label}</button>`)}
+</div>`
+      }
+    </div>
+    ${plots}
   </div>`;
+}
+
+/** For those who have no pointer to drag with. */
+function ZoomButtons({ lines, zoom, onZoom }) {
+  const known = lines.flatMap((line) => [line.times[0], line.times.at(-1)]).filter((at) => at !== undefined);
+  const all = [Math.min(...known), Math.max(...known)];
+  const [from, to] = zoom ?? all;
+  const change = (factor) => {
+    const [middle, half] = [(from + to) / 2, (factor * (to - from)) / 2];
+    const next = [Math.round(Math.max(all[0], middle - half)), Math.round(Math.min(all[1], middle + half))];
+    onZoom(next[1] - next[0] >= all[1] - all[0] - 1 ? null : next);
+  };
+  if (!known.length) return null;
+  return html`<div class="choice" role="group" aria-label="Zoom"><button type="button" aria-label="Zoom in" disabled=${to - from < LEAST_ZOOM_S} onClick=${() => change(0.5)}>+</button>
+    <button type="button" aria-label="Zoom out" disabled=${!zoom} onClick=${() => change(2)}>−</button>
+    ${zoom && html`<button type="button" onClick=${() => onZoom(null)}>Reset zoom</button>`}</div>`;
 }
 
 function Dash({ at }) {
@@ -117,7 +144,7 @@ function span(zoom, data) {
 
 /** @returns {any} Options of uPlot. */
 function options(place, measure, lines, numbers, latest, group, setCursor) {
-  const colour = (name) => resolved(place, name);
+  const colour = (name) => colourOf(place, name);
   const axis = {
     stroke: colour("--quiet"),
     font: "11px system-ui, sans-serif",
@@ -167,15 +194,6 @@ function options(place, measure, lines, numbers, latest, group, setCursor) {
       ],
     },
   };
-}
-
-/** A colour of the style sheet as a canvas takes it, in the scheme of the page. */
-function resolved(place, name) {
-  const probe = place.appendChild(document.createElement("i"));
-  probe.style.color = `var(${name})`;
-  const { color } = getComputedStyle(probe);
-  probe.remove();
-  return color;
 }
 
 /** The lowest and highest value that a plot shows: zero is always there where it means something. */

@@ -1,0 +1,73 @@
+"""Usage: the page says what `gpulease usage` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.daemon import DaemonProcess
+from tests.dashboard.conftest import Watched
+from tests.dashboard.test_page import ask
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+PERIOD = ("2026-11-20T00:00:00Z", "2026-11-27T00:00:00Z")
+
+
+def share(
+    key: str | None, held: float, used: float | None, idle: float | None, unknown: float = 0
+) -> dict[str, object]:
+    """One row as the daemon tells it."""
+    hours = {"gpu_hours_held": held, "gpu_hours_used": used, "gpu_hours_idle": idle, "gpu_hours_unknown": unknown}
+    return {"key": key, "leases": 3, **hours}
+
+
+def test_the_numbers_are_those_of_the_daemon(watched: Watched, running: DaemonProcess) -> None:
+    """U1: held is the sum of the leases, as in `gpulease usage`; a link shows the same."""
+    leases = [ask(running, count=count, label=label, ttl_s=1) for count, label in ((1, "vae"), (2, "eval"))]
+    for lease in leases:
+        while running.call("GET", f"/v1/leases/{lease['id']}?wait_s=30").json["state"] != "ended":
+            pass
+    page = watched.open("#/usage?group=label")
+    rows = page.locator("#usage tbody tr")
+    expect(rows).to_have_count(3)
+    usage = running.call("GET", "/v1/usage?by=label").json
+    for one in usage["shares"]:
+        cells = rows.filter(has_text=one["key"]).locator("td.number").all_inner_texts()
+        assert cells[0] == f"{one['gpu_hours_held']:.2f}"
+        assert cells[-1] == str(one["leases"])
+    assert rows.last.locator("td").first.inner_text() == "all"
+    page.get_by_role("button", name="by day").click()
+    expect(rows).to_have_count(1)
+    expect(rows.first).to_contain_text(usage["to_at"][:10])
+    watched.was_good()
+
+
+def test_bars_share_an_axis_and_rows_are_sorted(watched: Watched, tmp_path: Path) -> None:
+    """U2, U3: bars begin at 0 and have one scale; who idles most comes first if that is asked for."""
+    shares = [share("ada", 40, 30, 2), share("bram", 20, 5, 12, 1), share("chloe", 12, None, None, 12)]
+    total = {**share(None, 72, 35, 14, 13), "from_at": PERIOD[0], "to_at": PERIOD[1], "by": "user", "shares": shares}
+    watched.page.route("**/v1/usage*", lambda route: route.fulfill(json=total))
+    page = watched.open("#/usage")
+    names = page.locator("#usage tbody td:first-child")
+    expect(names).to_have_text(["ada", "bram", "chloe", "all"])
+    expect(page.locator("#usage tbody tr").nth(2)).to_contain_text("-")
+    boxes = page.locator("#usage .usage-bar i.held").evaluate_all(
+        "all => all.map(one => [one.getBoundingClientRect().left, one.getBoundingClientRect().width])"
+    )
+    assert len({round(left) for left, _ in boxes}) == 1
+    assert [width / boxes[0][1] for _, width in boxes] == pytest.approx([1, 0.5, 0.3], abs=0.01)
+    page.get_by_role("button", name="Idle").click()
+    expect(names).to_have_text(["bram", "ada", "chloe", "all"])
+    page.reload()
+    expect(names).to_have_text(["bram", "ada", "chloe", "all"])
+    with page.expect_download() as download:
+        page.get_by_role("button", name="CSV").click()
+    download.value.save_as(tmp_path / "usage.csv")
+    assert (tmp_path / "usage.csv").read_text().splitlines()[:2] == [
+        "user,gpu_hours_held,gpu_hours_used,gpu_hours_idle,gpu_hours_unknown,leases",
+        "ada,40,30,2,0,3",
+    ]
+    watched.was_good()
