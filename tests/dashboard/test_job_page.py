@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.api.conftest import Hardware
-from tests.daemon import DaemonProcess
-from tests.dashboard.conftest import Watched
+from tests.daemon import DaemonProcess, daemon
+from tests.dashboard.conftest import Watched, watching
 from tests.dashboard.test_modules import in_node, modules
 from tests.dashboard.test_page import GIB, submit
+from tests.http_as_user import call
 
 __all__ = ["modules"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -228,3 +229,84 @@ def test_the_colour_of_a_user_is_stable_and_there_are_eight(modules: Path) -> No
     assert hues == in_node(modules, program, names)
     assert set(hues) == set(range(8))
     assert max(hues.count(hue) for hue in range(8)) < 100
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_progress_bar_overwrites_the_line_of_its_rank(modules: Path, size: int) -> None:
+    """As a terminal shows it, also while the line has no end yet."""
+    merged = "[rank 0] 10%\r[rank 1] epoch 1\n[rank 0] 50%\r[rank 1] epoch 2\n[rank 0] 100%\r\n[rank 0] done\n"
+    logs = [merged, "start\r\n\r10%\r20%\r30%", "a\n\nb\n", "99%\r\nnext", "x\r" * 2000 + "y\n"]
+    program = """
+        import { LogLines } from "./parts/log_lines.js";
+        const shown = given.logs.map((text) => {
+            const log = new LogLines();
+            for (let at = 0; at < text.length; at += given.size) log.add(text.slice(at, at + given.size));
+            return log.lines.map((line) => (line.rank === null ? "" : `${line.rank}: `) + line.text);
+        });
+        console.log(JSON.stringify(shown));
+    """
+    assert in_node(modules, program, {"logs": logs, "size": size}) == [
+        ["0: 100%", "1: epoch 1", "1: epoch 2", "0: done"],
+        ["start", "30%"],
+        ["a", "", "b"],
+        ["99%", "next"],
+        ["y"],
+    ]
+
+
+@pytest.mark.alone
+@pytest.mark.budget(120)
+def test_a_hundred_thousand_lines_scroll(watched: Watched, running: DaemonProcess) -> None:
+    """J4: only the rows that are seen are elements, so that no picture takes more than 100 ms."""
+    job = submit(running, "sleep", "600", name="chatty")
+    text = "".join(f"epoch {number // 1000} step {number} loss 0.1\n" for number in range(100_000))
+    watched.page.route("**/logs*", lambda route: route.fulfill(body=text, content_type="text/plain"))
+    page = watched.open(f"#/jobs/{job['id']}")
+    log = page.get_by_role("log")
+    expect(log).to_contain_text("step 99999")
+    frames = log.evaluate(
+        """async (one) => {
+            const took = [];
+            for (let at = 0; at < 30; at += 1) {
+                const begun = performance.now();
+                one.scrollTop = (one.scrollHeight * at) / 30;
+                await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+                took.push(performance.now() - begun);
+            }
+            return took.sort((first, second) => first - second);
+        }"""
+    )
+    print(f"100,000 lines: frames {frames[15]:.0f} ms, at most {frames[-1]:.0f} ms")
+    assert frames[15] < 100
+    assert log.locator(".row").count() < 200
+    page.get_by_label("Filter the lines").fill("step 777 ")
+    expect(log.locator(".row")).to_have_count(1)
+    running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
+
+
+def test_another_user_sees_all_but_the_log(browser: Browser, tmp_path: Path) -> None:
+    """J7: instead of it, the daemon's sentence."""
+    with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as closed:
+        bearers = {
+            user: call(closed.socket, "POST", "/v1/tokens", {"user": user, "role": "user"}).json["bearer"]
+            for user in ("root", "bram")
+        }
+        body = {"launcher": "plain", "command": ["sleep", "600"], "name": "secret", "gpus": 1}
+        job = call(closed.socket, "POST", "/v1/jobs", body, Authorization=f"Bearer {bearers['root']}").json
+        with watching(browser, closed) as watched:
+            page = watched.page
+            page.goto(f"{closed.url}/#/jobs/{job['id']}")
+            page.get_by_label("Token").fill(bearers["bram"])
+            page.get_by_role("button", name="Sign in").click()
+            expect(page.get_by_role("heading", name="Log")).to_be_visible()
+            expect(page.get_by_role("heading", name="Metrics")).to_be_visible()
+            expect(page.locator(".log .problem")).to_contain_text("is root's; you are bram. Ask root")
+            expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
+        cancelled = call(
+            closed.socket,
+            "POST",
+            f"/v1/jobs/{job['id']}/cancel",
+            {"grace_s": 0},
+            Authorization=f"Bearer {bearers['root']}",
+        )
+        assert cancelled.status == 200

@@ -1,20 +1,16 @@
 // A log that grows: only the rows that are seen are elements, so that a hundred thousand lines scroll.
 
 import { answer, asProblem, token } from "../api.js";
-import { printed } from "../format.js";
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../html.js";
 import { setQuery } from "../route.js";
+import { LogLines } from "./log_lines.js";
 import { Refusal } from "./marks.js";
 
 const TAIL = 5000;
-const MOST = 100_000; // lines; the newest stay
-const LONGEST = 2000; // characters of a line
-const LONGEST_REST = 65_536;
 const ROW = 18; // pixels
 const SPARE = 20; // rows drawn above and below
 const WRAPPED = 1000; // rows drawn where lines are wrapped, because their heights differ
 const AGAIN_MS = 3000;
-const PREFIX = /^\[(?:rank (\d+)|(launcher))\] ?/;
 
 /** The log of a job. `ranks`: how many there are; 0 where the launcher knows none. */
 export function Log({ job, ranks, query }) {
@@ -87,9 +83,8 @@ function useLog(job, rank) {
       over = new AbortController();
       const { signal } = over;
       try {
-        await readLines(path, signal, (next, restarted) => {
-          if (restarted) lines.current = [];
-          append(lines.current, next);
+        await readLines(path, signal, (next) => {
+          lines.current = next;
           setState((before) => ({ version: before.version + 1, problem: null }));
         });
         if (!isOver.current) timer = setTimeout(read, AGAIN_MS); // the daemon stops, or this token does
@@ -112,34 +107,16 @@ function useLog(job, rank) {
   return { lines: lines.current, ...state };
 }
 
-let number = 0;
-
-function append(lines, texts) {
-  for (const text of texts) {
-    const [prefix = "", rank = null, launcher = null] = PREFIX.exec(text) ?? [];
-    number += 1;
-    lines.push({
-      number,
-      rank: rank ?? (launcher && "L"),
-      text: printed(text.slice(prefix.length, LONGEST + prefix.length)),
-    });
-  }
-  if (lines.length > MOST) lines.splice(0, lines.length - MOST);
-}
-
-/** Give the lines of a stream to `take(lines, restarted)` as they arrive. Throws Problem. */
+/** Give the lines of a stream to `take(lines)` whenever more have arrived. Throws Problem. */
 async function readLines(path, signal, take) {
   const response = await answer(path, { signal });
   const pieces = /** @type {ReadableStream} */ (response.body).pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  let restarted = true;
+  const log = new LogLines();
+  take(log.lines);
   for (;;) {
     const { done, value } = await pieces.read();
-    const texts = (rest + (value ?? "")).split("\n");
-    rest = done ? "" : (texts.pop() ?? "").slice(-LONGEST_REST); // progress without a line's end, for hours
-    if (done && texts.at(-1) === "") texts.pop();
-    if (texts.length || restarted) take(texts, restarted);
-    restarted = false;
     if (done) return;
+    log.add(value);
+    take(log.lines);
   }
 }
