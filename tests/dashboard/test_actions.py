@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,86 @@ def test_an_administrator_cordons_and_drains(watched: Watched, running: DaemonPr
     watched.was_good()
 
 
+def test_a_drain_and_a_pause_name_the_leases(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
+    """A8: those that go on, and those for which the daemon refuses; its words are shown."""
+    lease = ask(running, count=1, label="notebook", ttl_s=6000)
+    page = watched.open(f"#/gpus/{hardware.uuid(2)}")
+    page.get_by_role("button", name="Drain…").click()
+    expect(page.get_by_role("dialog")).to_contain_text(f"These leases go on: {lease['id']} of root, notebook.")
+    page.get_by_role("button", name="Keep it").click()
+    page.get_by_role("button", name="Pause…").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text(f"while there are leases on it: {lease['id']} of root, notebook.")
+    running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
+    expect(page.locator(".head .state").first).to_have_text("free")
+    expect(dialog).to_contain_text(lease["id"])  # what is asked does not change under the pointer
+    dialog.get_by_label("Reason").fill("new driver")
+    dialog.get_by_role("button", name="Pause node n1").click()
+    expect(page.get_by_role("button", name="Resume…")).to_be_visible()
+    expect(page.get_by_role("button", name="Pause…")).to_have_count(0)
+    assert running.call("GET", "/v1/nodes/n1").json["mode"] == "paused"
+    watched.was_good()
+
+
+def test_a_dialog_stays_although_its_job_ends(watched: Watched, running: DaemonProcess) -> None:
+    """A click that was meant for it would hit what lies below; the daemon refuses what is no longer so."""
+    job = submit(running, "sleep", "600", name="llama")
+    page = watched.open(f"#/jobs/{job['id']}")
+    page.get_by_role("button", name="Cancel…").click()
+    running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
+    expect(page.locator(".job-head .state")).to_have_text("cancelled")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.get_by_role("button", name="Keep it").click()
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    expect(page.get_by_role("button", name="Cancel…")).to_have_count(0)
+
+
+def test_a_job_is_submitted_with_a_form(watched: Watched, running: DaemonProcess, tmp_path: Path) -> None:
+    """It says how a terminal does the same, and what is wrong before it is sent; a double click is one job."""
+    page = watched.open("#/jobs")
+    page.get_by_role("button", name="Submit a job…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Command").fill("sh -c 'pwd; echo \"$0\"' 'two words")
+    expect(dialog.get_by_role("alert")).to_contain_text("A quote in the command is not closed.")
+    expect(dialog.get_by_role("button", name="Submit")).to_be_disabled()
+    dialog.get_by_label("Command").fill("sh -c 'pwd; echo \"$0\"' 'two words'")
+    dialog.get_by_label("GPUs").fill("2")
+    dialog.get_by_label("Name").fill("hello")
+    dialog.get_by_label("Time limit").fill("10m")
+    dialog.get_by_label("Directory").fill(str(tmp_path))
+    expect(dialog.locator("code")).to_have_text(
+        f"cd {tmp_path} && gpulease submit -n 2 --name hello --time 10m -- sh -c 'pwd; echo \"$0\"' 'two words'"
+    )
+    sent: list[str] = []
+    page.on("request", lambda asked: sent.append(asked.url) if asked.method == "POST" else None)
+    dialog.get_by_role("button", name="Submit").dblclick()
+    expect(page.get_by_role("heading", level=1)).to_have_text("hello")
+    expect(page.get_by_role("log")).to_contain_text(str(tmp_path))
+    expect(page.get_by_role("log")).to_contain_text("two words")
+    assert len(sent) == 1
+    watched.was_good()
+
+
+def test_an_old_value_says_how_old_it_is(watched: Watched, running: DaemonProcess) -> None:
+    """A view whose request fails keeps what it has, says of when that is, and asks again when the daemon says."""
+    lease = ask(running, count=1, label="ada", ttl_s=6000)
+    page = watched.open(f"#/leases/{lease['id']}")
+    expect(page.locator(".head .state").first).to_have_text("active")
+    asked: list[float] = []
+
+    def refuse(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=429, headers={"Retry-After": "5"}, json={"detail": "Too many requests."})
+
+    page.route(f"**/v1/leases/{lease['id']}", refuse)
+    expect(page.locator(".problem").first).to_have_text(re.compile(r"As of \d\d:\d\d:\d\d\. Too many requests\."))
+    expect(page.locator(".head .state").first).to_have_text("active")
+    page.wait_for_function("start => performance.now() > start + 4000", arg=page.evaluate("performance.now()"))
+    assert len(asked) == 1
+    page.unroute(f"**/v1/leases/{lease['id']}")
+    expect(page.locator("main .problem")).to_have_count(0)
+
+
 def test_buttons_are_there_only_for_those_who_may(browser: Browser, tmp_path: Path) -> None:
     """A1, A6: a viewer has none, a user those of their own; the daemon refuses what is sent nevertheless."""
     with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as closed:
@@ -108,3 +190,5 @@ def test_buttons_are_there_only_for_those_who_may(browser: Browser, tmp_path: Pa
                 card(page, 0).get_by_role("link").click()
                 expect(page.get_by_role("heading", name="Processes")).to_be_visible()
                 expect(page.locator(".act")).to_have_count(0)
+                page.get_by_role("link", name="Jobs").first.click()
+                expect(page.get_by_role("button", name="Submit a job…")).to_have_count(0 if user == "eve" else 1)

@@ -13,9 +13,11 @@ from playwright.sync_api import Browser, Page, Route, expect
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess, daemon
 from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.test_modules import in_node, modules
 from tests.dashboard.test_page import GIB, ask, card, submit
 from tests.http_as_user import call
 
+__all__ = ["modules"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 AXE = Path(__file__).parents[2] / ".venv/page-tools/node_modules/axe-core/axe.min.js"
@@ -52,7 +54,8 @@ def test_views_have_addresses_and_back_works(watched: Watched, running: DaemonPr
     waits = [ask(running, count=4), ask(running, count=1)][1]
     job = submit(running, "true", name="tiny")
     places = {
-        "now": "Now", "queue": "Queue", "jobs": "Jobs", "events": "Events", "wall": "Wall", f"jobs/{job['id']}": "tiny",
+        "now": "Now", "queue": "Queue", "jobs": "Jobs", "timeline": "Timeline", "usage": "Usage",
+        "events": "Events", "wall": "Wall", f"jobs/{job['id']}": "tiny",
         f"leases/{waits['id']}": waits["id"], f"gpus/{hardware.uuid(2)}": "GPU 2 of n1",
     }  # fmt: skip
     page = watched.open()
@@ -61,7 +64,7 @@ def test_views_have_addresses_and_back_works(watched: Watched, running: DaemonPr
         page.reload()
         expect(page.get_by_role("heading", level=1)).to_contain_text(heading)
     page.goto(f"{running.url}/#/now")
-    for view in ("Queue", "Jobs", "Events"):
+    for view in ("Timeline", "Queue", "Usage", "Jobs", "Events"):
         page.get_by_role("link", name=view).first.click()
         expect(page.locator("nav [aria-current=page]")).to_contain_text(view)
         expect(page.get_by_role("heading", level=1)).to_be_focused()
@@ -151,6 +154,8 @@ def test_axe_finds_nothing(
         uuid = hardware.uuid(0)
         for view in (
             "now",
+            "timeline",
+            "usage",
             "queue",
             "jobs",
             "events",
@@ -358,6 +363,8 @@ def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonP
     expect(page.locator("#events li").filter(has_text="job submitted")).to_have_count(1)
     page.get_by_role("group", name="Kind").get_by_role("button", name="problems").click()
     expect(page.locator("#events li").filter(has_text="job submitted")).to_have_count(0)
+    today = page.evaluate("new Date().toLocaleDateString('sv-SE')")
+    assert f"at={today}" in page.evaluate("location.hash")  # it means the same tomorrow
     page.reload()
     expect(page.locator("#events .is-problem").filter(has_text="job ended")).to_have_count(1)
     page.locator("#events").get_by_role("link", name="broken").first.click()
@@ -366,3 +373,17 @@ def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonP
     page.goto(f"{running.url}/#/events?at=26:99")
     expect(page.locator(".problem")).to_contain_text("is no time: write 03:00")
     watched.was_good()
+
+
+def test_events_of_one_cause_are_a_group(modules: Path) -> None:
+    """E2: below each other where the first of them is."""
+    given = [(cause, "2026-01-01T00:09:00Z") for cause in ("a", "b", "a", None, "b", None, "timer")]
+    given.append(("timer", "2026-01-01T00:00:00Z"))
+    program = """
+        import { groupedByCause } from "./model.js";
+        const events = given.map(([cause, at], seq) => ({ seq, cause, at }));
+        console.log(JSON.stringify(groupedByCause(events).map(({ seq, follows }) => [seq, follows])));
+    """
+    assert in_node(modules, program, given) == [
+        [0, False], [2, True], [1, False], [4, True], [3, False], [5, False], [6, False], [7, False],
+    ]  # fmt: skip

@@ -24,6 +24,7 @@ import { duration, plain, places, short, who } from "./format.js";
 const IDLE_SHOWN_S = 60;
 export const IDLE_ALARM_S = 600;
 const HUES = 8;
+const ONE_CAUSE_MS = 10_000; // what a timer causes has the same cause an hour later
 const STATES = [
   "free",
   "held",
@@ -112,7 +113,7 @@ export function nodeViews(data, q, nowMs) {
   for (const view of views) {
     view.models = modelsOf(view.gpus);
     view.count = view.gpus.length;
-    view.allHeld = view.gpus.filter((gpu) => gpu.state === "leased").length;
+    view.everyGpu = view.gpus;
     view.gpus = view.gpus.filter((gpu) => matches(q, gpuWords(gpu))).sort((one, other) => one.index - other.index);
   }
   return q ? views.filter((view) => view.gpus.length) : views;
@@ -202,6 +203,22 @@ export function eventViews(data, q) {
         event.holder && who(event.holder),
       ]),
     );
+}
+
+/** The same events, those of one cause within some seconds below the first of them; the others `follow`. @param {any[]} events */
+export function groupedByCause(events) {
+  const groups = [];
+  const latest = new Map();
+  for (const event of events) {
+    const group = event.cause ? latest.get(event.cause) : undefined;
+    if (group && Math.abs(Date.parse(group[0].at) - Date.parse(event.at)) <= ONE_CAUSE_MS) {
+      group.push(event);
+      continue;
+    }
+    groups.push([event]);
+    latest.set(event.cause, groups.at(-1));
+  }
+  return groups.flatMap((group) => group.map((event, at) => ({ ...event, follows: at > 0 })));
 }
 
 /** Where an event happened, and whether it is a problem. @param {Event} event @param {Map<string, Gpu>} devices */

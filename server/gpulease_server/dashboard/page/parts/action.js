@@ -6,19 +6,22 @@ import { html, useEffect, useRef, useState } from "../html.js";
 import { plain } from "../format.js";
 import { Dialog } from "./dialog.js";
 
-/** True if the caller may act on what `user` holds: their own, or everything for an administrator. */
-export function mayActOn(me, user) {
-  return me?.role === "admin" || (me?.role === "user" && user !== null && me.user === user);
-}
-
-/** True for an administrator. */
-export function isAdmin(me) {
-  return me?.role === "admin";
+/**
+ * True if the caller may do an operation of the API, such as `cancelJob`: to whatever it is, or because `user`, who holds it, is
+ * they. A daemon that does not tell what they may is asked by their role. @param {any} me @param {string} operation
+ * @param {string | null} user
+ */
+export function may(me, operation, user = null) {
+  if (!me) return false;
+  const isTheirs = user !== null && me.user === user;
+  if (!me.may?.length && !me.may_own?.length) return me.role === "admin" || (me.role === "user" && isTheirs);
+  return me.may.includes(operation) || (isTheirs && me.may_own.includes(operation));
 }
 
 /**
  * A button with its dialog. `verb` and `subject` name it ("Cancel", "llama8b"); `consequence` says what it ends; `body(reason)`
- * is what is sent to `path`; `asksWhy`: a reason can be given; `onDone` is called once the daemon has done it.
+ * is what is sent to `path`; `asksWhy`: a reason can be given; `onDone` is called once the daemon has done it; `offered`: whether
+ * there is a button. A dialog that is open stays as it is, whatever changes meanwhile: the daemon refuses what is no longer so.
  */
 export function Action({
   verb,
@@ -28,15 +31,17 @@ export function Action({
   body = () => ({}),
   asksWhy = false,
   danger = true,
+  offered = true,
   onDone,
 }) {
-  const [open, setOpen] = useState(false);
+  const [asked, setAsked] = useState(/** @type {any} */ (null));
   const done = () => {
-    setOpen(false);
+    setAsked(null);
     onDone?.();
   };
-  return html`<button type="button" class="act" onClick=${() => setOpen(true)}>${verb}…</button>
-    ${open && html`<${Confirm} ...${{ verb, subject, consequence, path, body, asksWhy, danger }} onClose=${() => setOpen(false)} onDone=${done} />`}`;
+  const ask = () => setAsked({ verb, subject, consequence, path, body, asksWhy, danger });
+  return html`${offered && html`<button type="button" class="act" onClick=${ask}>${verb}…</button>`}
+    ${asked && html`<${Confirm} ...${asked} onClose=${() => setAsked(null)} onDone=${done} />`}`;
 }
 
 function Confirm({ verb, subject, consequence, path, body, asksWhy, danger, onClose, onDone }) {
@@ -70,11 +75,12 @@ function Confirm({ verb, subject, consequence, path, body, asksWhy, danger, onCl
 }
 
 /** The daemon's words; and where no one knows whether it was done, that. */
-function said(problem) {
+export function said(problem) {
   const unknown = problem.status === 0 || problem.fields.outcome === "unknown";
   return problem.sentence + (unknown ? " It is not known whether this was done: look at the state, or try again." : "");
 }
 
-function newKey() {
+/** A key by which the daemon knows a request that is sent twice. */
+export function newKey() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }

@@ -1,9 +1,8 @@
 // The plots of a GPU or a lease, from the history that the daemon keeps. Where it keeps none, nothing is drawn.
 
-import { html } from "../html.js";
+import { html, useMemo } from "../html.js";
 import { setQuery } from "../route.js";
-import { useAnswer } from "./answers.js";
-import { Refusal } from "./marks.js";
+import { Trouble, useAnswer } from "./answers.js";
 import { Plots } from "./plots.js";
 
 const RANGES = { "1h": 3600, "24h": 86_400, "7d": 604_800 };
@@ -14,15 +13,16 @@ const MEASURES = ["utilization_ratio", "memory_used_bytes", "power_w", "temperat
 export function HistoryPlots({ path, query, label, live = true }) {
   const ofGpu = path.endsWith("/history");
   const range = query.range in RANGES ? query.range : "1h";
-  const { value, problem } = useAnswer(
+  const answer = useAnswer(
     ofGpu ? `${path}?last_s=${RANGES[range]}&points=300` : `${path}?points=300`,
     live ? EVERY_MS : null,
   );
+  const { value, problem } = answer;
+  const lines = useMemo(() => (value ? (ofGpu ? [gpuLine(value, label)] : leaseLines(value)) : []), [value, label]);
   if (problem?.status === 404) return null;
-  const lines = value ? (ofGpu ? [gpuLine(value, label)] : leaseLines(value)) : [];
   return html`<section class="sheet" aria-labelledby="plots-title"><div class="head"><h2 id="plots-title">Readings</h2>
       ${ofGpu && html`<div class="choice" role="group" aria-label="Time">${Object.keys(RANGES).map((name) => html`<button type="button" key=${name} aria-pressed=${name === range} onClick=${() => setQuery({ range: name, from: "", to: "" })}>${name}</button>`)}</div>`}</div>
-    ${problem && !value && html`<${Refusal} problem=${problem} />`}
+    <${Trouble} answer=${answer} />
     ${!problem && !value && html`<p class="none">Loading...</p>`}
     ${lines.length > 0 && html`<${Plots} lines=${lines} zoom=${zoomOf(query)} onZoom=${zoomTo} group=${path} />`}
   </section>`;

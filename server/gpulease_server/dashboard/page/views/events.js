@@ -2,27 +2,27 @@
 
 import { nowMs } from "../clock.js";
 import { plain } from "../format.js";
-import { html } from "../html.js";
-import { eventViews, userOf } from "../model.js";
-import { useAnswer } from "../parts/answers.js";
-import { Link, Moment, Refusal, User } from "../parts/marks.js";
+import { html, useMemo } from "../html.js";
+import { eventViews, groupedByCause, userOf } from "../model.js";
+import { Trouble, useAnswer } from "../parts/answers.js";
+import { Link, Moment, User } from "../parts/marks.js";
 import { setQuery } from "../route.js";
 
 const AROUND_MS = 1_800_000;
-const DAY_MS = 86_400_000;
 const MOST = 1000;
 const KINDS = ["all", "problems", "lease", "job", "gpu", "node"];
 
 /** The whole view. `at` in the address is a time: 03:00, or 2026-11-26 03:00. */
 export function Events({ data, q, query }) {
-  const atMs = momentOf(query.at ?? "", nowMs());
+  const atMs = useMemo(() => momentOf(query.at ?? "", nowMs()), [query.at]); // 03:00 is not another one tomorrow
   const path =
     atMs === null
       ? null
       : `v1/events?from=${iso(atMs - AROUND_MS)}&to=${iso(atMs + AROUND_MS)}&order=desc&limit=${MOST}`;
-  const { value, problem } = useAnswer(path);
+  const answer = useAnswer(path);
+  const { value, problem } = answer;
   const events = path === null ? data.events : (value?.items ?? []);
-  const views = eventViews({ ...data, events }, q).filter((event) => isOf(query.kind, event));
+  const views = groupedByCause(eventViews({ ...data, events }, q).filter((event) => isOf(query.kind, event)));
   const gap = value?.pruned_seq > 0 && value.items.length === 0;
   return html`<section class="sheet" aria-labelledby="title">
     <div class="head"><h1 id="title" tabindex="-1">Events</h1>
@@ -31,7 +31,7 @@ export function Events({ data, q, query }) {
         ${query.at && html`<button type="button" onClick=${() => setQuery({ at: "" })}>Now</button>`}</form>
       <span class="facts">${atMs === null ? `the last ${data.events.length}` : `half an hour before and after, ${views.length} of them`}</span></div>
     ${query.at && atMs === null && html`<p class="problem">“${plain(query.at)}” is no time: write 03:00, or 2026-11-26 03:00.</p>`}
-    ${problem && html`<${Refusal} problem=${problem} />`}
+    <${Trouble} answer=${answer} />
     ${gap && html`<p class="problem">Older events are no longer kept: there may have been some at that time.</p>`}
     ${path !== null && !value && !problem && html`<p class="none">Loading...</p>`}
     ${views.length === 0 && !problem && (path === null || value) && html`<p class="none">${q || query.kind || query.at ? "No event matches." : "No events yet."}</p>`}
@@ -41,7 +41,14 @@ export function Events({ data, q, query }) {
 
 function jump(event) {
   event.preventDefault();
-  setQuery({ at: new FormData(event.target).get("at")?.toString().trim() ?? "" });
+  const text = new FormData(event.target).get("at")?.toString().trim() ?? "";
+  const atMs = momentOf(text, nowMs());
+  setQuery({ at: atMs === null ? text : dated(atMs) });
+}
+
+/** A time with its day, so that an address means the same tomorrow. */
+function dated(atMs) {
+  return new Date(atMs).toLocaleString("sv-SE", { dateStyle: "short", timeStyle: "short" });
 }
 
 function iso(atMs) {
@@ -59,7 +66,8 @@ export function momentOf(text, beforeMs) {
   }
   const today = new Date(beforeMs);
   today.setHours(Number(hours), Number(minutes), 0, 0);
-  return today.getTime() > beforeMs ? today.getTime() - DAY_MS : today.getTime();
+  if (today.getTime() > beforeMs) today.setDate(today.getDate() - 1);
+  return today.getTime();
 }
 
 function isOf(kind, event) {
@@ -76,7 +84,7 @@ export function EventLine({ event, ids = false }) {
     : event.lease_id
       ? { view: "leases", id: event.lease_id }
       : null;
-  return html`<li class=${event.problem ? "is-problem" : ""}>
+  return html`<li class=${[event.problem && "is-problem", event.follows && "follows"].filter(Boolean).join(" ")}>
     <${Moment} at=${event.at} />
     <span class="event-text">
       ${event.problem && html`<svg class="alarm" viewBox="0 0 12 12" role="img" aria-label="Problem"><path d="M6 .8l5.6 10.4H.4z" /></svg>`}

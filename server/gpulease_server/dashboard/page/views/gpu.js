@@ -4,9 +4,9 @@ import { nowMs } from "../clock.js";
 import { amount, gibibytes, percent, plain } from "../format.js";
 import { html } from "../html.js";
 import { eventPlace, gpuNames, modelOf, nodeViews, until } from "../model.js";
-import { Action, isAdmin } from "../parts/action.js";
-import { useAnswer } from "../parts/answers.js";
-import { Link, Refusal, Since, State, User } from "../parts/marks.js";
+import { Action, may } from "../parts/action.js";
+import { Trouble, useAnswer } from "../parts/answers.js";
+import { Link, Since, State, User } from "../parts/marks.js";
 import { HistoryPlots } from "../parts/history_plots.js";
 import { EventLine } from "./events.js";
 import { purpose } from "./now.js";
@@ -23,7 +23,7 @@ export function GpuPage({ data, id, query }) {
   return html`
     <section class="sheet" aria-labelledby="title">
       <div class="head"><h1 id="title" tabindex="-1">GPU ${gpu.index} of ${plain(gpu.node)}</h1><${State} state=${gpu.stateKey} word=${gpu.word} />
-        <span class="facts">${modelOf(gpu)}</span>${isAdmin(data.me) && html`<${Actions} gpu=${gpu} node=${node} />`}</div>
+        <span class="facts">${modelOf(gpu)}</span><${Actions} gpu=${gpu} node=${node} me=${data.me} /></div>
       <dl class="pairs">
         ${gpu.user && html`<${Pair} name="Held by"><${User} name=${gpu.user} /> ${plain(gpu.holder?.label ?? "", 60)}<//>`}
         ${gpu.lease && html`<${Pair} name="Lease"><${Link} view="leases" id=${gpu.lease.id} class="id">${gpu.lease.id}<//> <span class="quiet">${until(gpu.lease, nowMs())}</span><//>`}
@@ -41,18 +41,29 @@ export function GpuPage({ data, id, query }) {
     <${History} data=${data} id=${id} />`;
 }
 
-/** What an administrator may do to a GPU and its node. */
-function Actions({ gpu, node }) {
+/** What the caller may do to a GPU and its node. */
+function Actions({ gpu, node, me }) {
   const [gpuPath, nodePath] = [`v1/gpus/${encodeURIComponent(gpu.uuid)}`, `v1/nodes/${encodeURIComponent(gpu.node)}`];
   const name = `GPU ${gpu.index} of ${gpu.node}`;
-  const held = node.allHeld
-    ? `${node.allHeld} of its GPUs are leased: their leases go on.`
+  const leases = leasesOn(node);
+  const goOn = leases.length ? `These leases go on: ${leases.join("; ")}.` : "None of its GPUs is leased.";
+  const seesLess = leases.length
+    ? `The daemon refuses this while there are leases on it: ${leases.join("; ")}.`
     : "None of its GPUs is leased.";
+  const asked = { asksWhy: true, body: (reason) => (reason ? { reason } : {}) };
   return html`
-    ${gpu.cordoned && node.mode === "active" && html`<${Action} verb="Uncordon" subject=${name} path=${`${gpuPath}/uncordon`} danger=${false} consequence="It can be granted again." />`}
-    ${!gpu.cordoned && html`<${Action} verb="Cordon" subject=${name} path=${`${gpuPath}/cordon`} consequence=${`It is not granted any more. ${gpu.lease ? `Lease ${gpu.lease.id} goes on.` : "No one holds it."}`} />`}
-    ${node.mode === "active" && html`<${Action} verb="Drain" subject=${`node ${gpu.node}`} path=${`${nodePath}/drain`} asksWhy=${true} body=${(reason) => (reason ? { reason } : {})} consequence=${`No GPU of it is granted any more. ${held}`} />`}
-    ${node.mode !== "active" && html`<${Action} verb="Resume" subject=${`node ${gpu.node}`} path=${`${nodePath}/resume`} danger=${false} consequence="Its GPUs can be granted again." />`}`;
+    <${Action} verb="Uncordon" offered=${may(me, "uncordonGpu") && gpu.cordoned && node.mode === "active"} subject=${name} path=${`${gpuPath}/uncordon`} danger=${false} consequence="It can be granted again." />
+    <${Action} verb="Cordon" offered=${may(me, "cordonGpu") && !gpu.cordoned} subject=${name} path=${`${gpuPath}/cordon`} consequence=${`It is not granted any more. ${gpu.lease ? `Lease ${gpu.lease.id} goes on.` : "No one holds it."}`} />
+    <${Action} verb="Drain" offered=${may(me, "drainNode") && node.mode === "active"} subject=${`node ${gpu.node}`} path=${`${nodePath}/drain`} ...${asked} consequence=${`No GPU of it is granted any more. ${goOn}`} />
+    <${Action} verb="Pause" offered=${may(me, "pauseNode") && node.mode !== "paused"} subject=${`node ${gpu.node}`} path=${`${nodePath}/pause`} ...${asked} consequence=${`It is drained, and its worker closes NVML, for a reset or a new driver. ${seesLess}`} />
+    <${Action} verb="Resume" offered=${may(me, "resumeNode") && node.mode !== "active"} subject=${`node ${gpu.node}`} path=${`${nodePath}/resume`} danger=${false} consequence="Its GPUs can be granted again." />`;
+}
+
+/** The leases on a node, in a few words each. */
+function leasesOn(node) {
+  const words = ({ lease, user }) =>
+    `${lease.id} of ${[user, plain(lease.holder.label, 30)].filter(Boolean).join(", ")}`;
+  return [...new Set(node.everyGpu.filter((gpu) => gpu.lease).map(words))];
 }
 
 /** A name and what it is. */
@@ -103,11 +114,11 @@ function Health({ gpu, node, nameOf }) {
 }
 
 function History({ data, id }) {
-  const { value, problem } = useAnswer(`v1/events?gpu=${encodeURIComponent(id)}&order=desc&limit=50`, EVENTS_MS);
+  const answer = useAnswer(`v1/events?gpu=${encodeURIComponent(id)}&order=desc&limit=50`, EVENTS_MS);
   const devices = new Map(data.gpus.items.map((one) => [one.uuid, one]));
   return html`<section class="sheet" aria-labelledby="events-title"><div class="head"><h2 id="events-title">Events</h2></div>
-    ${problem && html`<${Refusal} problem=${problem} />`}
-    ${value?.items?.length === 0 && html`<p class="none">No events yet.</p>`}
-    <ol class="events">${(value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} ids=${true} event=${{ ...event, ...eventPlace(event, devices), holder: null, job: "" }} />`)}</ol>
+    <${Trouble} answer=${answer} />
+    ${answer.value?.items?.length === 0 && html`<p class="none">No events yet.</p>`}
+    <ol class="events">${(answer.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} ids=${true} event=${{ ...event, ...eventPlace(event, devices), holder: null, job: "" }} />`)}</ol>
   </section>`;
 }

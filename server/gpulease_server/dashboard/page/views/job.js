@@ -2,15 +2,16 @@
 
 import { nowMs } from "../clock.js";
 import { duration, percent, plain, printed } from "../format.js";
-import { html, useMemo, useState } from "../html.js";
+import { html, useEffect, useMemo, useState } from "../html.js";
 import { eventPlace, jobName } from "../model.js";
-import { Action, mayActOn } from "../parts/action.js";
-import { useAnswer } from "../parts/answers.js";
+import { Action, may } from "../parts/action.js";
+import { Trouble, useAnswer } from "../parts/answers.js";
 import { diagnose } from "../parts/diagnosis.js";
 import { metricsLine, zoomOf, zoomTo } from "../parts/history_plots.js";
 import { Log } from "../parts/log.js";
-import { Link, Moment, Refusal, State, User } from "../parts/marks.js";
+import { Link, Moment, State, User } from "../parts/marks.js";
 import { Plots } from "../parts/plots.js";
+import { quoted } from "../parts/shell_words.js";
 import { setQuery } from "../route.js";
 import { EventLine } from "./events.js";
 import { Pair } from "./gpu.js";
@@ -24,15 +25,16 @@ const POINTS = 300;
 /** The whole view. */
 export function JobPage({ data, id, query }) {
   const path = `v1/jobs/${encodeURIComponent(id)}`;
-  const { value: job, problem, again } = useAnswer(path, JOB_MS);
-  const metrics = useAnswer(
-    job?.attempts ? `${path}/metrics?points=${POINTS}` : null,
-    job && job.ended_at === null ? METRICS_MS : null,
-  );
-  const events = useAnswer(`v1/events?job=${encodeURIComponent(id)}&order=desc&limit=50`, JOB_MS);
+  const [over, setOver] = useState(false); // an ended job does not change
+  const answer = useAnswer(path, over ? null : JOB_MS);
+  const { value: job, again } = answer;
+  useEffect(() => setOver(Boolean(job?.ended_at)), [job?.ended_at]);
+  const metrics = useAnswer(job?.attempts ? `${path}/metrics?points=${POINTS}` : null, over ? null : METRICS_MS);
+  const events = useAnswer(`v1/events?job=${encodeURIComponent(id)}&order=desc&limit=50`, over ? null : JOB_MS);
   if (!job)
-    return html`<section class="sheet"><div class="head"><h1 tabindex="-1">Job <span class="id">${plain(id)}</span></h1></div>${problem ? html`<${Refusal} problem=${problem} />` : html`<p class="none">Loading...</p>`}</section>`;
+    return html`<section class="sheet"><div class="head"><h1 tabindex="-1">Job <span class="id">${plain(id)}</span></h1></div>${answer.problem ? html`<${Trouble} answer=${answer} />` : html`<p class="none">Loading...</p>`}</section>`;
   return html`
+    <${Trouble} answer=${answer} />
     <${Head} job=${job} metrics=${metrics.value} data=${data} onDone=${again} />
     <${Metrics} job=${job} metrics=${metrics} query=${query} />
     <${Log} job=${job} ranks=${ranksOf(job)} query=${query} />
@@ -61,9 +63,8 @@ function Head({ job, metrics, data, onDone }) {
       ${job.gpus.length > 0 && html`<span>GPU ${job.gpus.map((gpu, at) => html`${at ? ", " : ""}<${Link} view="gpus" id=${gpu.uuid}>${gpu.index}<//>`)}${several || nodes.length > 1 ? ` of ${nodes.map((node) => plain(node)).join(", ")}` : ""}</span>`}
       ${held !== undefined && html`<span class="facts">${gpuHours(used)} of ${gpuHours(held)} GPU-hours used${held > 0 && !unknown ? ` (${percent(used / held)})` : ""}</span>`}
       ${
-        job.ended_at === null &&
-        mayActOn(data.me, job.user) &&
-        html`<${Action} verb="Cancel" subject=${jobName(job)} path=${`v1/jobs/${encodeURIComponent(job.id)}/cancel`} onDone=${onDone}
+        may(data.me, "cancelJob", job.user) &&
+        html`<${Action} verb="Cancel" offered=${job.ended_at === null} subject=${jobName(job)} path=${`v1/jobs/${encodeURIComponent(job.id)}/cancel`} onDone=${onDone}
         consequence=${`It is told to stop, and after 35 s all its processes are ended. ${job.gpus.length ? `Its ${job.gpus.length} GPUs are given back.` : "It leaves the queue."}`} />`
       }
     </div>
@@ -83,10 +84,6 @@ function Command({ job }) {
   return html`<p class="command"><code>$ ${plain(text, 2000)}</code>${globalThis.navigator?.clipboard && html`<button type="button" onClick=${copy}>${copied ? "Copied" : "Copy"}</button>`}</p>`;
 }
 
-function quoted(word) {
-  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
-}
-
 function Metrics({ job, metrics, query }) {
   const attempts = metrics.value?.attempts ?? [];
   const number = attempts.some(({ attempt }) => String(attempt) === query.attempt)
@@ -98,12 +95,13 @@ function Metrics({ job, metrics, query }) {
   const findings = useMemo(() => diagnose(gpus), [gpus]);
   const statistic = query.show === "max" ? "max" : "mean";
   if (metrics.problem && !metrics.value)
-    return html`<section class="sheet"><div class="head"><h2>Metrics</h2></div><${Refusal} problem=${metrics.problem} /></section>`;
+    return html`<section class="sheet"><div class="head"><h2>Metrics</h2></div><${Trouble} answer=${metrics} /></section>`;
   if (!attempt) return null;
   return html`<section class="sheet" aria-labelledby="metrics-title"><div class="head"><h2 id="metrics-title">Metrics</h2>
       ${attempts.length > 1 && html`<div class="choice" role="group" aria-label="Attempt">${attempts.map((one) => html`<button type="button" key=${one.attempt} aria-pressed=${one.attempt === number} onClick=${() => setQuery({ attempt: one.attempt, from: "", to: "" })}>attempt ${one.attempt}</button>`)}</div>`}
       <div class="choice" role="group" aria-label="Statistic of a bucket">${["mean", "max"].map((name) => html`<button type="button" key=${name} aria-pressed=${name === statistic} onClick=${() => setQuery({ show: name === "mean" ? "" : name })}>${name}</button>`)}</div>
       <span class="facts">one cursor through all four; drag to zoom, double-click to go back</span></div>
+    <${Trouble} answer=${metrics} />
     <ul class="findings">${findings.map((one) => html`<li key=${one.kind + one.label} class=${one.kind}><${State} state="conflict" word="" />${one.text}</li>`)}</ul>
     <${Plots} lines=${lines} statistic=${statistic} zoom=${zoomOf(query)} onZoom=${zoomTo} group=${`${job.id}/${number}`} />
   </section>`;
@@ -122,8 +120,7 @@ function labelled(attempt, job) {
 
 function JobEvents({ job, events, data }) {
   const devices = new Map(data.gpus.items.map((gpu) => [gpu.uuid, gpu]));
-  if (events.problem && !events.value) return html`<${Refusal} problem=${events.problem} />`;
-  return html`<ol class="events">${(events.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} event=${{ ...event, ...eventPlace(event, devices), holder: null, job: "", job_id: null, lease_id: event.lease_id === job.lease_id ? null : event.lease_id }} ids=${true} />`)}</ol>`;
+  return html`<${Trouble} answer=${events} /><ol class="events">${(events.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} event=${{ ...event, ...eventPlace(event, devices), holder: null, job: "", job_id: null, lease_id: event.lease_id === job.lease_id ? null : event.lease_id }} ids=${true} />`)}</ol>`;
 }
 
 function Facts({ job }) {

@@ -3,7 +3,9 @@
 import { places, plain } from "../format.js";
 import { html } from "../html.js";
 import { jobName, jobViews } from "../model.js";
+import { may } from "../parts/action.js";
 import { Link, More, Since, State, User } from "../parts/marks.js";
+import { Submit } from "../parts/submit.js";
 
 const MAX_ROWS = 200;
 
@@ -13,7 +15,7 @@ export function Jobs({ data, q }) {
   const several = data.nodes.items.length > 1;
   const more = data.waiting.more || data.working.more || data.over.more;
   return html`<section class="sheet" aria-labelledby="title">
-    <div class="head"><h1 id="title" tabindex="-1">Jobs</h1><span class="facts">running, queued, and the last that ended</span></div>
+    <div class="head"><h1 id="title" tabindex="-1">Jobs</h1>${may(data.me, "createJob") && html`<${Submit} />`}<span class="facts">running, queued, and the last that ended</span></div>
     ${views.length === 0 && html`<p class="none">${q ? "No job matches." : "No running or recent jobs."}</p>`}
     ${
       views.length > 0 &&

@@ -2,12 +2,12 @@
 
 import { nowMs } from "../clock.js";
 import { askedFor, duration, plain } from "../format.js";
-import { html } from "../html.js";
+import { html, useEffect, useState } from "../html.js";
 import { eventPlace, gpuNames, until, userOf } from "../model.js";
-import { Action, mayActOn } from "../parts/action.js";
-import { useAnswer } from "../parts/answers.js";
+import { Action, may } from "../parts/action.js";
+import { Trouble, useAnswer } from "../parts/answers.js";
 import { HistoryPlots } from "../parts/history_plots.js";
-import { Link, Moment, Refusal, Since, State, User } from "../parts/marks.js";
+import { Link, Moment, Since, State, User } from "../parts/marks.js";
 import { EventLine } from "./events.js";
 import { Pair } from "./gpu.js";
 import { Why } from "./why.js";
@@ -25,23 +25,26 @@ function ends(lease) {
 
 /** The whole view. */
 export function LeasePage({ data, id, query }) {
-  const { value: lease, problem, again } = useAnswer(`v1/leases/${encodeURIComponent(id)}`, EVERY_MS);
-  const events = useAnswer(`v1/events?lease=${encodeURIComponent(id)}&order=desc&limit=50`, EVERY_MS);
+  const [over, setOver] = useState(false); // an ended lease does not change
+  const answer = useAnswer(`v1/leases/${encodeURIComponent(id)}`, over ? null : EVERY_MS);
+  const { value: lease, again } = answer;
+  useEffect(() => setOver(lease?.state === "ended"), [lease?.state]);
+  const events = useAnswer(`v1/events?lease=${encodeURIComponent(id)}&order=desc&limit=50`, over ? null : EVERY_MS);
   const head = html`<h1 id="title" tabindex="-1">Lease <span class="id">${plain(id)}</span></h1>`;
   if (!lease)
-    return html`<section class="sheet"><div class="head">${head}</div>${problem ? html`<${Refusal} problem=${problem} />` : html`<p class="none">Loading...</p>`}</section>`;
+    return html`<section class="sheet"><div class="head">${head}</div>${answer.problem ? html`<${Trouble} answer=${answer} />` : html`<p class="none">Loading...</p>`}</section>`;
   const nameOf = gpuNames(data);
   const devices = new Map(data.gpus.items.map((one) => [one.uuid, one]));
   return html`
     <section class="sheet" aria-labelledby="title">
       <div class="head">${head}<${State} state=${lease.state} />
         ${
-          lease.state !== "ended" &&
-          mayActOn(data.me, lease.holder.user) &&
-          html`<${Action} verb="Release" subject=${`lease ${id}`} path=${`v1/leases/${encodeURIComponent(id)}/release`} onDone=${again}
+          may(data.me, "releaseLease", lease.holder.user) &&
+          html`<${Action} verb="Release" offered=${lease.state !== "ended"} subject=${`lease ${id}`} path=${`v1/leases/${encodeURIComponent(id)}/release`} onDone=${again}
           body=${() => (lease.token === null ? {} : { token: lease.token })} consequence=${ends(lease)} />`
         }
       </div>
+      <${Trouble} answer=${answer} />
       <dl class="pairs">
         <${Pair} name="Holder"><${User} name=${userOf(lease.holder) || "?"} /> ${plain(lease.holder.label, 80)}<//>
         ${lease.job_id && html`<${Pair} name="Job"><${Link} view="jobs" id=${lease.job_id}>${lease.job_id}<//><//>`}
@@ -57,7 +60,7 @@ export function LeasePage({ data, id, query }) {
     ${lease.state === "queued" && html`<section class="sheet" aria-labelledby="why"><div class="head"><h2 id="why">Why it waits</h2></div><${Why} leaseId=${id} nameOf=${nameOf} /></section>`}
     ${lease.granted_at && html`<${HistoryPlots} path=${`v1/leases/${encodeURIComponent(id)}/metrics`} query=${query} label="" live=${lease.state === "active"} />`}
     <section class="sheet" aria-labelledby="events-title"><div class="head"><h2 id="events-title">Events</h2></div>
-      ${events.problem && html`<${Refusal} problem=${events.problem} />`}
+      <${Trouble} answer=${events} />
       <ol class="events">${(events.value?.items ?? []).map((event) => html`<${EventLine} key=${event.seq} event=${{ ...event, ...eventPlace(event, devices), holder: lease.holder, job: "" }} />`)}</ol>
     </section>`;
 }

@@ -2,7 +2,7 @@
 
 import { amount, askedFor, gibibytes, percent, plain } from "../format.js";
 import { nowMs } from "../clock.js";
-import { html } from "../html.js";
+import { html, useState } from "../html.js";
 import {
   eventViews,
   gpuNames,
@@ -28,6 +28,8 @@ const QUEUE_ROWS = 6;
 const JOB_ROWS = 8;
 const EVENT_ROWS = 7;
 const MAX_GPUS = 512;
+const FOLDED_NODES = 3;
+const PHONE = "(max-width: 46rem)"; // as page.css has it
 
 /** The whole view. */
 export function Now({ data, q }) {
@@ -68,22 +70,31 @@ function Nodes({ data, q }) {
   const history = historyByGpu(data);
   if (!nodes.length)
     return html`<section class="sheet"><p class="none">${q ? `No GPU matches “${plain(q)}”.` : "No GPUs are known. gpulease doctor says why."}</p></section>`;
+  const folds = nodes.length >= FOLDED_NODES && !q && matchMedia(PHONE).matches;
   let room = MAX_GPUS;
   return nodes.map((node) => {
     const shown = node.gpus.slice(0, Math.max(0, room));
     room -= shown.length;
-    return html`<section class="sheet node" key=${node.name} aria-label=${`GPUs of ${plain(node.name)}`}>
-      <${NodeHead} node=${node} />
-      <div class=${`cards${history.size ? "" : " no-history"}`}>
-        ${shown.map((gpu) => html`<${Card} key=${gpu.uuid} gpu=${gpu} values=${history.get(gpu.uuid)} mixed=${node.models.length > 1} />`)}
-      </div>
-      <${More} hidden=${node.gpus.length - shown.length} />
-    </section>`;
+    return html`<${NodeSection} key=${node.name} node=${node} shown=${shown} history=${history} folds=${folds} />`;
   });
 }
 
+/** The GPUs of a node. On a phone with several nodes, only their states until they are wanted. */
+function NodeSection({ node, shown, history, folds }) {
+  const [open, setOpen] = useState(false);
+  const cards = html`<div class=${`cards${history.size ? "" : " no-history"}`}>
+    ${shown.map((gpu) => html`<${Card} key=${gpu.uuid} gpu=${gpu} values=${history.get(gpu.uuid)} mixed=${node.models.length > 1} />`)}
+  </div>`;
+  const states = html`<p class="folded">${shown.map((gpu) => html`<${Link} key=${gpu.uuid} view="gpus" id=${gpu.uuid} aria-label=${`GPU ${gpu.index} ${gpu.word} ${gpu.user}`} class=${gpu.user ? `hue-${hueOf(gpu.user)}` : ""}><${State} state=${gpu.stateKey} word="" />${gpu.index}<//>`)}</p>`;
+  return html`<section class="sheet node" aria-label=${`GPUs of ${plain(node.name)}`}>
+    <${NodeHead} node=${node}>${folds && html`<button type="button" aria-expanded=${open} onClick=${() => setOpen(!open)}>${open ? "Fold" : "Unfold"}</button>`}<//>
+    ${folds && !open ? states : cards}
+    <${More} hidden=${node.gpus.length - shown.length} />
+  </section>`;
+}
+
 /** What a node is, and what is wrong with it. */
-export function NodeHead({ node }) {
+export function NodeHead({ node, children }) {
   const marks = [node.state !== "ready" && node.state, node.mode !== "active" && node.mode].filter(Boolean);
   const facts = [
     ...node.models.map(({ name, count }) => `${count} × ${name}`),
@@ -94,7 +105,7 @@ export function NodeHead({ node }) {
   return html`<div class="node-head">
     <h2>${plain(node.name)}</h2>
     ${marks.map((word) => html`<${State} key=${word} state=${word} />`)}
-    <span class="facts">${facts.join(" · ")}</span>
+    <span class="facts">${facts.join(" · ")}</span>${children}
     ${reason && html`<p class="reason">${plain(reason, 300)}</p>`}
   </div>`;
 }

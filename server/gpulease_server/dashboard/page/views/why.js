@@ -2,8 +2,8 @@
 
 import { duration, ordinal, plain } from "../format.js";
 import { html } from "../html.js";
-import { useAnswer } from "../parts/answers.js";
-import { Link, More, Refusal } from "../parts/marks.js";
+import { Trouble, useAnswer } from "../parts/answers.js";
+import { Link, More } from "../parts/marks.js";
 
 const MAX_OBSTACLES = 200;
 const EVERY_MS = 5000;
@@ -11,8 +11,9 @@ const VERDICTS = { granted: "Granted.", not_now: "Waiting.", never: "Never.", en
 
 /** The daemon's explanation, asked again while it is shown. */
 export function Why({ leaseId, nameOf }) {
-  const { value, problem } = useAnswer(`v1/leases/${encodeURIComponent(leaseId)}/explain`, EVERY_MS);
-  if (problem && !value) return html`<${Refusal} problem=${problem} />`;
+  const answer = useAnswer(`v1/leases/${encodeURIComponent(leaseId)}/explain`, EVERY_MS);
+  const { value } = answer;
+  if (answer.problem && !value) return html`<${Trouble} answer=${answer} />`;
   if (!value) return html`<p class="none">Loading...</p>`;
   if (!Array.isArray(value.obstacles))
     return html`<p class="problem" role="alert">Something other than the daemon answers.</p>`;
@@ -21,7 +22,7 @@ export function Why({ leaseId, nameOf }) {
   if (value.held.length)
     facts.push(`Reserved for it: GPU ${value.held.slice(0, MAX_OBSTACLES).map(nameOf).join(", ")}.`);
   if (value.verdict !== "not_now" || value.obstacles.length === 0) facts.push(plain(value.sentence, 2000));
-  return html`<div class="why">
+  return html`<div class="why"><${Trouble} answer=${answer} />
     <p><strong>${verdictOf(value)}</strong> ${facts.join(" ")}</p>
     ${value.behind.length > 0 && html`<p>Behind ${value.behind.slice(0, MAX_OBSTACLES).map((id, at) => html`${at ? ", " : ""}<${Link} view="leases" id=${id} class="id">${id}<//>`)}.</p>`}
     ${value.obstacles.length > 0 && html`<${Obstacles} obstacles=${value.obstacles} />`}
