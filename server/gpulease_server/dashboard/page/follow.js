@@ -6,8 +6,10 @@ import { readSharedEvents } from "./shared_stream.js";
 
 const READINGS_MS = 3000;
 const EVERYTHING_MS = 9000;
+const UNTOLD_MS = 60_000; // lists of whose changes events tell, while there is a stream
 const HISTORY_MS = 30_000; // a point of it is a minute
-const LEAST_MS = 1000; // between two rounds
+const LEAST_MS = 1000; // between two rounds, on average
+const QUICK_ROUNDS = 3; // that may come sooner, so that a grant is seen at once although something else has just happened
 const IDLE_SHARE = 4; // slow rounds come less often: they take at most a fifth of the time
 const BACK_OFF_MS = [1000, 2000, 4000, 8000, 15_000];
 export const MAX_EVENTS = 100;
@@ -35,6 +37,8 @@ const HISTORY = "history";
 const ALONE = { [ME]: "v1/me", [HISTORY]: "v1/gpus/history?last_s=3600&points=60" }; // older daemons do not have them
 const ALL = [...LISTS, EVENTS, ME, HISTORY];
 const READINGS = ["gpus", "nodes"];
+const GRANTS = ["active", "queued"];
+const UNTOLD = [...READINGS, "active"]; // a renewal is no event
 const REFUSALS = [429, 503]; // earlier answers are still valid
 const CONCERNED = {
   gpu: READINGS,
@@ -58,7 +62,11 @@ export class Follow {
     this.wanted = new Set();
     this.failures = 0;
     this.nextMs = 0;
-    this.requestedMs = { readings: 0, everything: 0, history: 0 };
+    this.requestedMs = { readings: 0, leases: 0, everything: 0, history: 0 };
+    this.quick = QUICK_ROUNDS; // those that are left, as of quickMs
+    this.quickMs = 0;
+    this.streaming = false; // events tell what changes
+    this.hidden = false;
     this.oneByOne = false; // since the daemon refused requests that came at once
     this.absent = new Set(); // what this daemon does not have
     this.timer = null;
@@ -69,9 +77,10 @@ export class Follow {
     this.over = null; // aborts the stream; null while stopped
   }
 
-  /** Start, or continue after `stop`. */
+  /** Start, or continue after `stop` or `onlyGrants`. */
   start() {
-    if (this.over !== null) return;
+    this.hidden = false;
+    if (this.over !== null) return this.want(...ALL);
     this.over = new AbortController();
     this.failures = 0;
     this.nextMs = 0;
@@ -81,10 +90,16 @@ export class Follow {
     this.listen(this.over.signal);
   }
 
+  /** Keep the event stream, and fetch leases when one is granted or ends: for a page that is hidden. */
+  onlyGrants() {
+    this.hidden = true;
+  }
+
   /** Fetch nothing any more. */
   stop() {
     this.over?.abort();
     this.over = null;
+    this.streaming = false;
     clearTimeout(this.timer ?? undefined);
     this.timer = null;
   }
@@ -100,7 +115,9 @@ export class Follow {
   look() {
     if (this.over === null || this.failures > 0) return;
     const now = Date.now();
-    if (now - this.requestedMs.everything >= EVERYTHING_MS) this.want(...LISTS);
+    const everythingMs = this.streaming ? UNTOLD_MS : EVERYTHING_MS;
+    if (now - this.requestedMs.everything >= everythingMs) this.want(...LISTS);
+    else if (now - this.requestedMs.leases >= EVERYTHING_MS) this.want(...UNTOLD);
     else if (now - this.requestedMs.readings >= READINGS_MS) this.want(...READINGS);
     if (now - this.requestedMs.history >= HISTORY_MS) this.want(HISTORY);
   }
@@ -115,8 +132,8 @@ export class Follow {
 
   /** Fetch this in the next round. */
   want(...names) {
-    for (const name of names) this.wanted.add(name);
-    if (this.over === null || this.fetching || this.timer !== null) return;
+    for (const name of names) if (!this.hidden || GRANTS.includes(name)) this.wanted.add(name);
+    if (this.wanted.size === 0 || this.over === null || this.fetching || this.timer !== null) return;
     this.timer = setTimeout(() => this.round(), Math.max(0, this.nextMs - Date.now()));
   }
 
@@ -130,13 +147,14 @@ export class Follow {
     this.advanced = false;
     this.wanted.clear();
     if (READINGS.every((name) => names.includes(name))) this.requestedMs.readings = begunMs;
+    if (UNTOLD.every((name) => names.includes(name))) this.requestedMs.leases = begunMs;
     if (LISTS.every((name) => names.includes(name))) this.requestedMs.everything = begunMs;
     if (names.includes(HISTORY)) this.requestedMs.history = begunMs;
     try {
       const found = this.oneByOne ? await this.fetchInTurn(names, signal) : await this.fetchAtOnce(names, signal);
       if (signal.aborted) return;
       this.failures = 0;
-      this.nextMs = Date.now() + Math.max(LEAST_MS, IDLE_SHARE * (Date.now() - begunMs));
+      this.nextMs = Date.now() + Math.max(this.pauseMs(), IDLE_SHARE * (Date.now() - begunMs));
       if (found) this.callbacks.current(found.standby, found.asOfMs);
     } catch (error) {
       if (!signal.aborted) this.failed(asProblem(error), names);
@@ -145,6 +163,16 @@ export class Follow {
       if (this.wanted.size) this.want();
       this.callbacks.drawn();
     }
+  }
+
+  /** The least time until the next round. */
+  pauseMs() {
+    const now = Date.now();
+    this.quick = Math.min(QUICK_ROUNDS, this.quick + (now - this.quickMs) / LEAST_MS);
+    this.quickMs = now;
+    if (this.quick < 1) return LEAST_MS;
+    this.quick -= 1;
+    return 0;
   }
 
   /** Fetch each of these; what has arrived is taken out of `names`. Returns the answer that says how current they are. */
@@ -250,6 +278,7 @@ export class Follow {
         waitMs = Math.max(waitMs, 1000 * (problem.retryAfterS ?? 0));
       }
       if (signal.aborted) return;
+      this.streaming = false;
       if (problem?.status === 410) this.forgetPosition();
       if (problem?.status !== 429) this.want(...LISTS); // shows whether the daemon is away
       if (problem !== null) this.want(EVENTS);
@@ -260,6 +289,7 @@ export class Follow {
   /** The stream is at this event. Those before it are fetched once. */
   reached(id) {
     this.lastId = id;
+    this.streaming = true;
     if (!this.recalled) this.want(EVENTS);
   }
 

@@ -5,6 +5,7 @@ import { freeze, nowMs } from "./clock.js";
 import { Follow, LISTS } from "./follow.js";
 import { html, render } from "./html.js";
 import { totals } from "./model.js";
+import { bells, ring, titleMark } from "./parts/bell.js";
 import { parseRoute } from "./route.js";
 import { App } from "./shell.js";
 import { applyTheme } from "./theme.js";
@@ -39,8 +40,12 @@ function drawPage() {
     /** @type {HTMLElement} */ (document.getElementById("app")),
   );
   document.body.classList.toggle("stale", status.lost !== null || (status.refused !== null && ready));
-  document.title = titleOf(shown);
+  drawTitle();
   if (ready) document.body.dataset.drawn = "yes";
+}
+
+function drawTitle() {
+  document.title = titleMark() + titleOf(LISTS.every((name) => name in data) ? data : null);
 }
 
 /** How many GPUs are free, and whether that is current. */
@@ -52,6 +57,7 @@ function titleOf(shown) {
 
 /** Draw once for all that arrived since the last frame. */
 function drawSoon() {
+  if (document.hidden) drawTitle(); // no frame comes, and nothing else is seen
   if (drawPending) return;
   drawPending = true;
   requestAnimationFrame(draw);
@@ -74,7 +80,10 @@ function signIn(text, remember) {
 }
 
 const follow = new Follow(data, {
-  drawn: drawSoon,
+  drawn() {
+    if (LISTS.every((name) => name in data)) ring(data, drawSoon);
+    drawSoon();
+  },
   current(standby, asOfMs) {
     freeze(null);
     Object.assign(status, { lost: null, lostMs: null, currentMs: asOfMs, standby, refused: null });
@@ -98,8 +107,9 @@ function look() {
 }
 
 document.addEventListener("visibilitychange", () => {
-  if (document.hidden) follow.stop();
-  else follow.start();
+  if (!document.hidden) follow.start();
+  else if (bells().length) follow.onlyGrants();
+  else follow.stop();
   look();
 });
 addEventListener("online", () => follow.hurry());

@@ -1,0 +1,143 @@
+"""The queue: which request is mine, when it may start, and a bell that rings once."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
+
+from tests.daemon import DaemonProcess
+from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.test_page import ask, row
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RECORDS_NOTIFICATIONS = """
+window.Notification = class {
+    static permission = "default";
+    static async requestPermission() {
+        window.asked = (window.asked ?? 0) + 1;
+        return (window.Notification.permission = localStorage.getItem("answer") ?? "granted");
+    }
+    constructor(title, { body }) {
+        localStorage.setItem("rung", `${localStorage.getItem("rung") ?? ""}${title}: ${body}\\n`);
+    }
+};
+"""
+HIDE = """hidden => {
+    Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
+    document.hasFocus = () => !hidden;
+    document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+def test_three_hundred_requests_are_filtered_by_size(watched: Watched, running: DaemonProcess) -> None:
+    """Q1, Q3, Q4: fifty at once, the others on request; mine first, in the order of their positions."""
+    ask(running, count=4)
+    for number in range(120):
+        ask(running, count=1 + number % 4, label=f"trial {number}")
+    page = watched.open("#/queue")
+    rows = page.locator("#queue tbody > tr")
+    expect(rows).to_have_count(50)
+    expect(page.locator(".my-next")).to_contain_text("Your next: trial 0, 1st in the queue, and 119 more of yours.")
+    page.get_by_role("button", name="Show all 120").click()
+    expect(rows).to_have_count(120)
+    places = [int(text) for text in page.locator("#queue tbody td.number").all_inner_texts()]
+    assert places == sorted(places)
+    page.get_by_role("button", name="2 to 4").click()
+    expect(rows).to_have_count(90)
+    page.reload()
+    expect(page.locator(".facts").filter(has_text="90 waiting")).to_be_visible()
+    watched.was_good()
+
+
+def test_an_expected_time_is_only_what_the_daemon_says(watched: Watched, running: DaemonProcess) -> None:
+    """Q2: with its basis; or that it is unknown, and why; and nothing where a daemon does not say."""
+    ask(running, count=4)
+    first, second = (ask(running, count=1, label=label) for label in ("one", "two"))
+    page = watched.open("#/queue")
+    expect(row(page, "queue", first["id"])).to_be_visible()
+    expect(page.get_by_role("columnheader", name="Expected")).to_have_count(0)
+
+    def answer(route: Route) -> None:
+        found = route.fetch()
+        leases = found.json()
+        for lease in leases["items"]:
+            known = lease["id"] == first["id"]
+            lease["expected_at"] = "2036-01-01T12:00:00Z" if known else None
+            lease["expected_basis"] = "job timeout" if known else "2 leases have no end"
+        route.fulfill(response=found, body=json.dumps(leases))
+
+    page.route("**/v1/leases?state=queued*", answer)
+    page.reload()
+    expect(row(page, "queue", first["id"])).to_contain_text("job timeout")
+    expect(row(page, "queue", first["id"])).to_contain_text("2036-01-01")
+    expect(row(page, "queue", second["id"])).to_contain_text("unknown: 2 leases have no end")
+    watched.was_good()
+
+
+def two_windows(context: BrowserContext, running: DaemonProcess) -> list[Page]:
+    """Two windows of one browser at the queue."""
+    context.add_init_script(RECORDS_NOTIFICATIONS)
+    pages = [context.new_page(), context.new_page()]
+    for page in pages:
+        page.goto(f"{running.url}/#/queue")
+        page.wait_for_selector("body[data-drawn]")
+    return pages
+
+
+def test_a_bell_rings_once_for_all_windows_also_while_they_are_hidden(browser: Browser, running: DaemonProcess) -> None:
+    """W1: permission is asked for by the bell alone."""
+    held = ask(running, count=4)
+    waits = ask(running, count=2, label="eval")
+    with watching(browser, running) as watched:
+        pages = two_windows(watched.page.context, running)
+        assert pages[0].evaluate("window.asked") is None
+        pages[0].get_by_role("button", name="Notify me").click()
+        assert pages[0].evaluate("window.asked") == 1
+        pages[1].evaluate("Notification.permission = 'granted'")
+        for page in pages:
+            page.evaluate(HIDE, True)
+        running.call("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]})
+        running.wait_active(waits["id"])
+        pages[0].wait_for_function("() => localStorage.getItem('rung')")
+        for page in pages:
+            page.evaluate(HIDE, False)
+            expect(page.get_by_text("The queue is empty.")).to_be_visible()
+        rung = pages[0].evaluate("localStorage.getItem('rung')")
+        assert re.fullmatch(r"gpulease: granted: eval \(root\): GPU \d, \d of n1\n", rung)
+        assert pages[0].evaluate("Object.keys(localStorage).filter(key => key.startsWith('gpulease-bells'))") == []
+
+
+def test_without_permission_the_title_says_it(browser: Browser, running: DaemonProcess) -> None:
+    """W2, W3: and the bell says why."""
+    held = ask(running, count=4)
+    ask(running, count=2, label="eval")
+    with watching(browser, running) as watched:
+        context = watched.page.context
+        context.add_init_script("localStorage.setItem('answer', 'denied')")
+        page = two_windows(context, running)[0]
+        page.get_by_role("button", name="Notify me").click()
+        expect(page.get_by_role("status").filter(has_text="does not allow notifications")).to_be_visible()
+        context.pages[-1].close()
+        page.evaluate(HIDE, True)
+        running.call("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]})
+        expect(page).to_have_title(re.compile(r"^\* granted"))
+        assert page.evaluate("localStorage.getItem('rung')") is None
+        page.evaluate(HIDE, False)
+        expect(page).not_to_have_title(re.compile("granted"))
+
+
+def test_a_queue_entry_has_two_lines_on_a_phone(browser: Browser, running: DaemonProcess) -> None:
+    """P2."""
+    ask(running, count=4)
+    for label in ("eval-sweep", "l" * 80):
+        ask(running, count=2, label=label)
+    with watching(browser, running, width=390, height=844) as watched:
+        page = watched.open("#/queue")
+        heights = page.locator("#queue tbody tr").evaluate_all("all => all.map(one => one.offsetHeight)")
+        assert len(heights) == 2
+        assert max(heights) <= 80
+        watched.was_good()
