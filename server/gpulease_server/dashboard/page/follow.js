@@ -322,6 +322,7 @@ export class Follow {
     const event = JSON.parse(data);
     this.remember([event]);
     this.want(...(CONCERNED[event.kind.split(".")[0]] ?? LISTS));
+    if (event.kind === "lease.ended") this.want("ended"); // its user is named with it
   }
 
   remember(events) {
