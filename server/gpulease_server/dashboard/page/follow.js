@@ -36,13 +36,14 @@ const ME = "me";
 const HISTORY = "history";
 const ALONE = { [ME]: "v1/me", [HISTORY]: "v1/gpus/history?last_s=3600&points=60" }; // older daemons do not have them
 const ALL = [...LISTS, EVENTS, ME, HISTORY];
-const READINGS = ["gpus", "nodes"];
+const READINGS = ["gpus"];
+const HARDWARE = [...READINGS, "nodes"];
 const GRANTS = ["active", "queued"];
-const UNTOLD = [...READINGS, "active"]; // a renewal is no event
+const UNTOLD = [...HARDWARE, "active"]; // a renewal is no event
 const REFUSALS = [429, 503]; // earlier answers are still valid
 const CONCERNED = {
-  gpu: READINGS,
-  node: READINGS,
+  gpu: HARDWARE,
+  node: HARDWARE,
   lease: ["gpus", "active", "queued"],
   job: ["gpus", "active", "queued", "ended", "waiting", "working", "over"],
 };
