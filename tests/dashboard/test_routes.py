@@ -144,7 +144,7 @@ def test_the_sources_load_nothing_from_other_hosts_and_parse_no_markup(path: Pat
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"(https?:)?//[a-z]+\.", text)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|Function\(", text)
-    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=(?!\$\{\{)|\son[a-z]+=|javascript:", text)
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=(?!\$\{)|\son[a-z]+=|javascript:", text)
     assert len(text.splitlines()) <= 450
     for name in re.findall(r'(?:from|import\() ?"(\.[\w./]+)"', text):
         assert (path.parent / name).resolve() in FILES or name.endswith("/openapi.js")  # types alone
