@@ -100,6 +100,10 @@ class DaemonProcess:
         """What it printed."""
         return f"the daemon printed:\n{self.output.read_text(errors='replace')[-4000:]}"
 
+    def is_running(self) -> bool:
+        """True until it has ended."""
+        return self.process is not None and self.process.poll() is None
+
     def kill(self) -> None:
         """SIGKILL, as the kernel's out-of-memory killer would."""
         assert self.process is not None

@@ -51,6 +51,18 @@ class Watched:
         self.page.wait_for_selector("body[data-drawn]", timeout=WITHIN_MS)
         return self.page
 
+    def forget(self) -> None:
+        """Begin again: nothing has been done yet."""
+        self.errors.clear()
+        self.elsewhere.clear()
+
+    def leave(self) -> None:
+        """Close what is shown, with what it has stored and what a test answered in place of the daemon."""
+        self.page.unroute_all(behavior="ignoreErrors")
+        if self.page.url.startswith(self.running.url):
+            self.page.evaluate("localStorage.clear(); sessionStorage.clear()")
+        self.page.goto("about:blank")
+
     def was_good(self) -> None:
         """Fails if a script failed, the policy was violated, or a request went to another host."""
         assert self.errors == []
@@ -81,26 +93,63 @@ def browser() -> Iterator[Browser]:
         launched.close()
 
 
+@pytest.fixture(scope="module")
+def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DaemonProcess, Hardware]]:
+    """The daemon of the tests of a file: one that is new costs as much CPU as a test."""
+    directory = tmp_path_factory.mktemp("dashboard")
+    with simulation(directory) as (running, hardware):
+        yield running, hardware
+
+
 @pytest.fixture
-def hardware(tmp_path: Path) -> Hardware:
+def hardware(shared_daemon: tuple[DaemonProcess, Hardware]) -> Hardware:
     """Four free GPUs, until a test shows something else."""
-    made = Hardware(tmp_path / "hardware.json")
+    _, made = shared_daemon
     made.show({}, {}, {}, {})
     return made
 
 
 @pytest.fixture
-def running(tmp_path: Path, hardware: Hardware) -> Iterator[DaemonProcess]:
-    """A daemon with that hardware."""
-    with daemon(tmp_path, "--simulate", str(hardware.path), "--node", "n1") as started:
-        yield started
+def running(shared_daemon: tuple[DaemonProcess, Hardware], hardware: Hardware) -> DaemonProcess:
+    """A daemon with that hardware. It has a past, but nothing runs or waits; it may be killed."""
+    started, _ = shared_daemon
+    if not started.is_running():
+        started.start()
+    if started.get("/v1/nodes/n1").json["mode"] != "active":
+        started.call("POST", "/v1/nodes/n1/resume")
+    started.give_everything_back()
+    return started
 
 
 @pytest.fixture
-def watched(browser: Browser, running: DaemonProcess) -> Iterator[Watched]:
-    """A page of that daemon, not opened yet."""
-    with watching(browser, running) as page:
+def fresh(tmp_path: Path) -> Iterator[tuple[DaemonProcess, Hardware]]:
+    """A daemon without a past, for what shared GPUs would keep: how many there are, and their names."""
+    with simulation(tmp_path) as (running, hardware):
+        yield running, hardware
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, shared_daemon: tuple[DaemonProcess, Hardware]) -> Iterator[Watched]:
+    """The tab of the tests of a file."""
+    with watching(browser, shared_daemon[0]) as page:
         yield page
+
+
+@pytest.fixture
+def watched(tab: Watched, running: DaemonProcess) -> Iterator[Watched]:
+    """A page of that daemon, not opened yet."""
+    tab.forget()
+    yield tab
+    tab.leave()
+
+
+@contextmanager
+def simulation(directory: Path) -> Iterator[tuple[DaemonProcess, Hardware]]:
+    """A daemon with four free GPUs, and its hardware."""
+    hardware = Hardware(directory / "hardware.json")
+    hardware.show({}, {}, {}, {})
+    with daemon(directory, "--simulate", str(hardware.path), "--node", "n1") as running:
+        yield running, hardware
 
 
 @contextmanager

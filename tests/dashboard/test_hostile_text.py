@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, expect
 
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess
-from tests.dashboard.conftest import Watched
+from tests.dashboard.conftest import Watched, watching
 from tests.dashboard.test_page import ask, card, row, submit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -24,36 +24,38 @@ def go(page: Page, view: str) -> None:
     page.evaluate("view => { location.hash = `#/${view}` }", view)
 
 
-def test_markup_of_users_stays_text(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
+def test_markup_of_users_stays_text(browser: Browser, fresh: tuple[DaemonProcess, Hardware]) -> None:
+    running, hardware = fresh
     stranger = {"pid": 414242, "user": SCRIPT, "command": f"python {IMAGE}{SCRIPT}"}
     # A GPU's name is what it was when it was first seen, so this is another GPU.
     hardware.show({"uuid": NEW_UUID, "name": f"H100 {IMAGE}"}, {}, {"processes": [stranger]}, {})
-    page = watched.open()
-    ask(running, count=1, label=IMAGE)
-    job = submit(running, "sh", "-c", f"echo '{IMAGE}{SCRIPT}{ELSEWHERE}'; exit 1", name=ELSEWHERE)
-    waits = ask(running, count=4, label=f"{SCRIPT}\u202egnp")
+    with watching(browser, running) as watched:
+        page = watched.open()
+        ask(running, count=1, label=IMAGE)
+        job = submit(running, "sh", "-c", f"echo '{IMAGE}{SCRIPT}{ELSEWHERE}'; exit 1", name=ELSEWHERE)
+        waits = ask(running, count=4, label=f"{SCRIPT}\u202egnp")
 
-    expect(page.locator(".cards")).to_contain_text(f"H100 {IMAGE}")
-    expect(page.locator(f'[data-uuid="{NEW_UUID}"] .what')).to_have_text(IMAGE)
-    card(page, 2).get_by_role("link").click()
-    expect(page.locator("#processes-table")).to_contain_text(f"python {IMAGE}")
-    go(page, "queue")
-    expect(row(page, "queue", waits["id"])).to_contain_text(SCRIPT[:20])
-    expect(row(page, "queue", waits["id"])).not_to_contain_text("\u202e")
-    row(page, "queue", waits["id"]).get_by_role("button", name="Why").click()
-    expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
-    page.keyboard.press("Escape")
-    go(page, "events")
-    expect(page.locator("#events")).to_contain_text(ELSEWHERE)
-    go(page, "jobs")
-    expect(row(page, "jobs", job["id"])).to_contain_text("failed")
-    expect(row(page, "jobs", job["id"])).to_contain_text(ELSEWHERE)
-    row(page, "jobs", job["id"]).get_by_role("link").click()
-    expect(page.get_by_role("log").locator(".row")).to_have_text([f"{IMAGE}{SCRIPT}{ELSEWHERE}"])
-    expect(page.get_by_role("heading", level=1)).to_have_text(ELSEWHERE)
-    assert page.locator("img, main script, dialog script, iframe, object").count() == 0
-    assert page.evaluate("window.ran") is None
-    watched.was_good()
+        expect(page.locator(".cards")).to_contain_text(f"H100 {IMAGE}")
+        expect(page.locator(f'[data-uuid="{NEW_UUID}"] .what')).to_have_text(IMAGE)
+        card(page, 2).get_by_role("link").click()
+        expect(page.locator("#processes-table")).to_contain_text(f"python {IMAGE}")
+        go(page, "queue")
+        expect(row(page, "queue", waits["id"])).to_contain_text(SCRIPT[:20])
+        expect(row(page, "queue", waits["id"])).not_to_contain_text("\u202e")
+        row(page, "queue", waits["id"]).get_by_role("button", name="Why").click()
+        expect(page.get_by_role("dialog")).to_contain_text("Waiting, 1st in the queue")
+        page.keyboard.press("Escape")
+        go(page, "events")
+        expect(page.locator("#events")).to_contain_text(ELSEWHERE)
+        go(page, "jobs")
+        expect(row(page, "jobs", job["id"])).to_contain_text("failed")
+        expect(row(page, "jobs", job["id"])).to_contain_text(ELSEWHERE)
+        row(page, "jobs", job["id"]).get_by_role("link").click()
+        expect(page.get_by_role("log").locator(".row")).to_have_text([f"{IMAGE}{SCRIPT}{ELSEWHERE}"])
+        expect(page.get_by_role("heading", level=1)).to_have_text(ELSEWHERE)
+        assert page.locator("img, main script, dialog script, iframe, object").count() == 0
+        assert page.evaluate("window.ran") is None
+        watched.was_good()
 
 
 def test_the_policy_stops_scripts_that_got_into_the_page(watched: Watched) -> None:

@@ -6,11 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess
-from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.conftest import Watched
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -157,30 +157,23 @@ def test_a_node_out_of_use_says_so(watched: Watched, running: DaemonProcess) -> 
     watched.was_good()
 
 
-def test_the_page_fits_a_phone(browser: Browser, running: DaemonProcess, hardware: Hardware) -> None:
+def test_the_page_fits_a_phone(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
     """S6: nothing is wider than the screen, whatever users write."""
     hardware.show({"name": "N" * 100, "processes": [{"pid": 414242, "command": "c" * 200}]}, {}, {}, {})
     ask(running, count=3, label="l" * 200)
     waits = ask(running, count=4, label="w" * 200)
     job = submit(running, "sh", "-c", "exit 1 # " + "x" * 300, name="j" * 200)
-    for width in (360, 390, 1440, 1920):
-        with watching(browser, running, width=width) as narrow:
-            page = narrow.open()
-            expect(card(page, 3)).to_be_visible()
-            uuid = hardware.uuid(0)
-            for view in (
-                "now",
-                "timeline",
-                "usage",
-                "queue",
-                "jobs",
-                "events",
-                "wall",
-                f"jobs/{job['id']}",
-                f"gpus/{uuid}",
-                f"leases/{waits['id']}",
-            ):
+    views = ("now", "timeline", "usage", "queue", "jobs", "events", "wall")
+    page = watched.open()
+    expect(card(page, 3)).to_be_visible()
+    try:
+        for width in (360, 390, 1440, 1920):
+            page.set_viewport_size({"width": width, "height": 900})
+            for view in (*views, f"jobs/{job['id']}", f"gpus/{hardware.uuid(0)}", f"leases/{waits['id']}"):
                 page.evaluate("address => { location.hash = address }", f"#/{view}")
                 expect(page.locator(f"main.view-{view.split('/')[0]} h1")).to_have_count(1)
+                expect(page.get_by_text("Loading...")).to_have_count(0)
                 assert page.evaluate("document.documentElement.scrollWidth") == width, (view, width)
-            narrow.was_good()
+    finally:
+        page.set_viewport_size({"width": 1440, "height": 900})
+    watched.was_good()

@@ -17,10 +17,10 @@ from tests.http_as_user import call
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.fixture
-def closed(tmp_path: Path) -> Iterator[DaemonProcess]:
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """A daemon that identifies no one by a connection to its port."""
-    with daemon(tmp_path, "--simulate", "2", "--behind-proxy") as started:
+    with daemon(tmp_path_factory.mktemp("closed"), "--simulate", "2", "--behind-proxy") as started:
         yield started
 
 

@@ -29,15 +29,16 @@ BARS = """() => {
     return stack.places.map(({ lane }) => lane.bars.flat().map((bar) => ({
         lane: lane.name, lease: bar.span.lease_id, left: x(bar.from), right: x(bar.to), width })));
 }"""
-ARE_COLOURED = """(places) => {
+HAVE_ITS_COLOUR = """([inside, ...places]) => {
     const canvas = document.querySelector("canvas");
     const scale = devicePixelRatio;
     const { data, width } = canvas.getContext("2d").getImageData(0, 44 * scale, canvas.width, 20 * scale);
-    const colour = (x, y) => data.slice(4 * (y * width + x), 4 * (y * width + x) + 3);
-    return places.map((place) => Array.from({ length: 20 }, (_, y) => colour(Math.round(place * scale), y))
-        .some((point) => Math.max(...point) - Math.min(...point) > 60));
+    const colours = (x) => Array.from({ length: 20 }, (_, y) => 4 * (y * width + Math.round(x * scale)))
+        .map((at) => data.slice(at, at + 3).join());
+    const bar = colours(inside)[9];
+    return places.map((place) => colours(place).includes(bar));
 }"""
-"""Whether anything in the first lane has a colour at each x: a bar, not the grey of lines or the white of the sheet."""
+"""Whether the first lane has at each x but the first one the colour that it has at the first one: that of a bar."""
 
 
 def iso(at_s: float) -> str:
@@ -105,33 +106,35 @@ def test_bars_lie_where_the_leases_were(watched: Watched, running: DaemonProcess
     end = datetime.fromisoformat(ended["ended_at"]).timestamp()
     for edge, at in (("left", begun), ("right", end)):
         assert bar[edge] == pytest.approx((at - window[0]) / 60 * bar["width"], abs=1)
-    edges = [bar["left"] - 3, bar["left"] + 2, bar["right"] - 3, bar["right"] + 3]
-    assert page.evaluate(ARE_COLOURED, edges) == [False, True, True, False]
+    edges = [bar["left"] + 8, bar["left"] - 3, bar["left"] + 2, bar["right"] - 3, bar["right"] + 3]
+    assert page.evaluate(HAVE_ITS_COLOUR, edges) == [False, True, True, False]
     watched.was_good()
 
 
-def test_a_bar_tells_what_it_is_and_leads_there(watched: Watched, running: DaemonProcess, hardware: Hardware) -> None:
+def test_a_bar_tells_what_it_is_and_leads_there(browser: Browser, fresh: tuple[DaemonProcess, Hardware]) -> None:
     """T3, T4: by pointer and by keyboard."""
+    running, _ = fresh
     job = submit(running, "sleep", "600", name="llama", gpus=1)
     held = ask(running, count=1, label="notebook", ttl_s=6000)
-    page = watched.open("#/timeline?range=1h")
-    cursor = page.locator(".timeline-cursor")
-    cursor.focus()
-    expect(cursor).to_have_accessible_name(re.compile(r"^GPU 0 of n1: root llama, from .* still held"))
-    expect(page.locator(".timeline-tip")).to_contain_text("to now")
-    page.keyboard.press("ArrowDown")
-    expect(cursor).to_have_accessible_name(re.compile("^GPU 1 of n1: root notebook"))
-    page.keyboard.press("ArrowDown")  # the others have no bar
-    expect(cursor).to_have_accessible_name(re.compile("^GPU 1 of n1: root notebook"))
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", level=1)).to_contain_text(held["id"])
-    page.go_back()
-    page.wait_for_function("() => document.querySelector('canvas')?.picture?.stack.places.length === 4")
-    bar = page.evaluate(BARS)[0][0]
-    page.locator(".timeline-area").click(position={"x": (bar["left"] + bar["right"]) / 2, "y": 40 + 15})
-    expect(page.get_by_role("heading", level=1)).to_have_text("llama")
-    assert page.evaluate("location.hash") == f"#/jobs/{job['id']}"
-    watched.was_good()
+    with watching(browser, running) as watched:
+        page = watched.open("#/timeline?range=1h")
+        cursor = page.locator(".timeline-cursor")
+        cursor.focus()
+        expect(cursor).to_have_accessible_name(re.compile(r"^GPU 0 of n1: root llama, from .* still held"))
+        expect(page.locator(".timeline-tip")).to_contain_text("to now")
+        page.keyboard.press("ArrowDown")
+        expect(cursor).to_have_accessible_name(re.compile("^GPU 1 of n1: root notebook"))
+        page.keyboard.press("ArrowDown")  # the others have no bar
+        expect(cursor).to_have_accessible_name(re.compile("^GPU 1 of n1: root notebook"))
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", level=1)).to_contain_text(held["id"])
+        page.go_back()
+        page.wait_for_function("() => document.querySelector('canvas')?.picture?.stack.places.length === 4")
+        bar = page.evaluate(BARS)[0][0]
+        page.locator(".timeline-area").click(position={"x": (bar["left"] + bar["right"]) / 2, "y": 40 + 15})
+        expect(page.get_by_role("heading", level=1)).to_have_text("llama")
+        assert page.evaluate("location.hash") == f"#/jobs/{job['id']}"
+        watched.was_good()
     running.call("POST", f"/v1/jobs/{job['id']}/cancel", {"grace_s": 0})
 
 
@@ -258,7 +261,7 @@ def test_a_week_of_64_gpus_stays_fluid(browser: Browser, running: DaemonProcess,
             """async () => {
                 const area = document.querySelector(".timeline-area");
                 const took = [];
-                for (let step = 0; step < 40; step += 1) {
+                for (let step = 0; step < 16; step += 1) {
                     const begun = performance.now();
                     area.dispatchEvent(new WheelEvent("wheel", { deltaX: step % 2 ? 40 : -60, bubbles: true }));
                     await new Promise((done) => requestAnimationFrame(done));
@@ -269,9 +272,9 @@ def test_a_week_of_64_gpus_stays_fluid(browser: Browser, running: DaemonProcess,
             }"""
         )
         (tmp_path / "took.json").write_text(json.dumps([drawn_ms, frames]))
-        print(f"drawn in {drawn_ms:.0f} ms, frames {frames[20]:.0f} ms, at most {frames[-1]:.0f} ms")
+        print(f"drawn in {drawn_ms:.0f} ms, frames {frames[8]:.0f} ms, at most {frames[-1]:.0f} ms")
         assert drawn_ms < 3000  # 1 s; and as much again as a busy machine takes
-        assert frames[20] < 100  # 33 ms
+        assert frames[8] < 100  # 33 ms
         watched.was_good()
 
 

@@ -235,23 +235,25 @@ def eight(hardware: Hardware) -> None:
 
 
 def test_a_laptop_shows_8_gpus_and_the_queue_without_scrolling(
-    watched: Watched, running: DaemonProcess, hardware: Hardware
+    browser: Browser, fresh: tuple[DaemonProcess, Hardware]
 ) -> None:
     """N1, N2: whatever the number of processes; all cards have one height."""
+    running, hardware = fresh
     eight(hardware)
-    page = watched.open()
-    expect(page.locator("[data-gpu]")).to_have_count(8)
-    ask(running, count=2, label="l" * 200)
-    for number in range(7):
-        ask(running, count=5, label=f"trial {number}")
-    expect(page.locator("nav")).to_contain_text("Queue 7")
+    with watching(browser, running) as watched:
+        page = watched.open()
+        expect(page.locator("[data-gpu]")).to_have_count(8)
+        ask(running, count=2, label="l" * 200)
+        for number in range(7):
+            ask(running, count=5, label=f"trial {number}")
+        expect(page.locator("nav")).to_contain_text("Queue 7")
 
-    expect(page.locator(".now-side tbody tr").nth(4)).to_be_visible()
-    assert is_inside(page, "[data-gpu]")
-    assert is_inside(page, ".now-side section:first-child tbody tr:nth-child(-n+5)")
-    heights = page.eval_on_selector_all("[data-gpu]", "all => all.map(one => one.getBoundingClientRect().height)")
-    assert len(set(heights)) == 1
-    watched.was_good()
+        expect(page.locator(".now-side tbody tr").nth(4)).to_be_visible()
+        assert is_inside(page, "[data-gpu]")
+        assert is_inside(page, ".now-side section:first-child tbody tr:nth-child(-n+5)")
+        heights = page.eval_on_selector_all("[data-gpu]", "all => all.map(one => one.getBoundingClientRect().height)")
+        assert len(set(heights)) == 1
+        watched.was_good()
 
 
 def test_a_sparkline_is_the_last_hour_and_a_gap_is_no_zero(watched: Watched, hardware: Hardware) -> None:
@@ -270,24 +272,25 @@ def test_a_sparkline_is_the_last_hour_and_a_gap_is_no_zero(watched: Watched, har
     watched.was_good()
 
 
-def test_a_gpu_without_work_says_for_how_long(watched: Watched, running: DaemonProcess) -> None:
+def test_a_gpu_without_work_says_for_how_long(browser: Browser, running: DaemonProcess) -> None:
     """N5: after 10 minutes in amber, no matter who took it and how."""
     ask(running, count=1, label="asleep", ttl_s=36_000)
-    page = watched.page
-    page.clock.install()
-    watched.open()
-    expect(card(page, 0)).to_contain_text("unused")
+    with watching(browser, running) as watched:
+        page = watched.page
+        page.clock.install()
+        watched.open()
+        expect(card(page, 0)).to_contain_text("unused")
 
-    def later(route: Route) -> None:
-        answer = route.fetch()
-        items = answer.json()
-        items["items"][0]["last_busy_at"] = "2026-01-01T00:00:00Z"
-        route.fulfill(response=answer, body=json.dumps(items), headers={"Date": "Thu, 01 Jan 2026 00:11:00 GMT"})
+        def later(route: Route) -> None:
+            answer = route.fetch()
+            items = answer.json()
+            items["items"][0]["last_busy_at"] = "2026-01-01T00:00:00Z"
+            route.fulfill(response=answer, body=json.dumps(items), headers={"Date": "Thu, 01 Jan 2026 00:11:00 GMT"})
 
-    page.route("**/v1/gpus", later)
-    page.clock.run_for(4000)
-    expect(card(page, 0).locator(".state-idle")).to_have_text(re.compile(r"idle \d+"))
-    expect(card(page, 0).locator(".use.low")).to_be_visible()
+        page.route("**/v1/gpus", later)
+        page.clock.run_for(4000)
+        expect(card(page, 0).locator(".state-idle")).to_have_text(re.compile(r"idle \d+"))
+        expect(card(page, 0).locator(".use.low")).to_be_visible()
 
 
 def test_a_lease_of_a_watched_process_has_no_countdown(watched: Watched, running: DaemonProcess) -> None:
@@ -348,8 +351,9 @@ def test_a_viewers_token_is_remembered_on_request(browser: Browser, tmp_path: Pa
 
 def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonProcess) -> None:
     """E1, E3, E4: "03:00" shows half an hour before and after; problems are marked, ids are links."""
-    failed = submit(running, "sh", "-c", "exit 3", name="broken")
+    failed = submit(running, "sh", "-c", "exit 3", name="faulty")
     running.wait_job(failed["id"])
+    submitted, ended = (re.compile(f"job {what}.*faulty") for what in ("submitted", "ended"))
     asked: list[str] = []
     page = watched.page
     page.on("request", lambda one: asked.append(one.url) if "from=" in one.url else None)
@@ -359,16 +363,16 @@ def test_events_around_a_time_are_one_request(watched: Watched, running: DaemonP
     page.wait_for_function("start => performance.now() > start + 1500", arg=page.evaluate("performance.now()"))
     page.keyboard.press("Enter")
 
-    expect(page.locator("#events .is-problem").filter(has_text="job ended")).to_have_count(1)
-    expect(page.locator("#events li").filter(has_text="job submitted")).to_have_count(1)
+    expect(page.locator("#events .is-problem").filter(has_text=ended)).to_have_count(1)
+    expect(page.locator("#events li").filter(has_text=submitted)).to_have_count(1)
     page.get_by_role("group", name="Kind").get_by_role("button", name="problems").click()
-    expect(page.locator("#events li").filter(has_text="job submitted")).to_have_count(0)
+    expect(page.locator("#events li").filter(has_text=submitted)).to_have_count(0)
     today = page.evaluate("new Date().toLocaleDateString('sv-SE')")
     assert f"at={today}" in page.evaluate("location.hash")  # it means the same tomorrow
     page.reload()
-    expect(page.locator("#events .is-problem").filter(has_text="job ended")).to_have_count(1)
-    page.locator("#events").get_by_role("link", name="broken").first.click()
-    expect(page.get_by_role("heading", level=1)).to_have_text("broken")
+    expect(page.locator("#events .is-problem").filter(has_text=ended)).to_have_count(1)
+    page.locator("#events").get_by_role("link", name="faulty").first.click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("faulty")
     assert len(asked) == 2  # one, and one after the reload
     page.goto(f"{running.url}/#/events?at=26:99")
     expect(page.locator(".problem")).to_contain_text("is no time: write 03:00")
