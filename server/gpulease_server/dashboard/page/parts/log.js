@@ -50,8 +50,9 @@ function Rows({ lines, version, wrap, following, onFollow }) {
     const atEnd = scrollTop + clientHeight >= scrollHeight - ROW;
     if (atEnd !== following && (atEnd || scrollTop < view.top)) onFollow(atEnd);
   };
-  const first = wrap ? Math.max(0, lines.length - WRAPPED) : Math.max(0, Math.floor(view.top / ROW) - SPARE);
-  const last = wrap ? lines.length : Math.min(lines.length, Math.ceil((view.top + view.height) / ROW) + SPARE);
+  const top = Math.max(0, Math.min(view.top, lines.length * ROW - view.height)); // a filter may have left fewer lines
+  const first = wrap ? Math.max(0, lines.length - WRAPPED) : Math.max(0, Math.floor(top / ROW) - SPARE);
+  const last = wrap ? lines.length : Math.min(lines.length, Math.ceil((top + view.height) / ROW) + SPARE);
   const rows = lines.slice(first, last);
   return html`<div class=${`rows${wrap ? " wrap" : ""}`} ref=${place} onScroll=${scrolled} tabindex="0" role="log" aria-label="Lines of the log" aria-live="off">
     ${lines.length === 0 && html`<p class="none">No output yet.</p>`}
