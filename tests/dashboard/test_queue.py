@@ -33,23 +33,23 @@ HIDE = """hidden => {
 }"""
 
 
-def test_three_hundred_requests_are_filtered_by_size(watched: Watched, running: DaemonProcess) -> None:
+def test_a_long_queue_is_filtered_by_size(watched: Watched, running: DaemonProcess) -> None:
     """Q1, Q3, Q4: fifty at once, the others on request; mine first, in the order of their positions."""
     ask(running, count=4)
-    for number in range(120):
+    for number in range(60):
         ask(running, count=1 + number % 4, label=f"trial {number}")
     page = watched.open("#/queue")
     rows = page.locator("#queue tbody > tr")
     expect(rows).to_have_count(50)
-    expect(page.locator(".my-next")).to_contain_text("Your next: trial 0, 1st in the queue, and 119 more of yours.")
-    page.get_by_role("button", name="Show all 120").click()
-    expect(rows).to_have_count(120)
+    expect(page.locator(".my-next")).to_contain_text("Your next: trial 0, 1st in the queue, and 59 more of yours.")
+    page.get_by_role("button", name="Show all 60").click()
+    expect(rows).to_have_count(60)
     places = [int(text) for text in page.locator("#queue tbody td.number").all_inner_texts()]
     assert places == sorted(places)
     page.get_by_role("button", name="2 to 4").click()
-    expect(rows).to_have_count(90)
+    expect(rows).to_have_count(45)
     page.reload()
-    expect(page.locator(".facts").filter(has_text="90 waiting")).to_be_visible()
+    expect(page.locator(".facts").filter(has_text="45 waiting")).to_be_visible()
     watched.was_good()
 
 
