@@ -37,11 +37,13 @@ EDGES = """() => {
     const scale = devicePixelRatio;
     const { data, width } = canvas.getContext("2d").getImageData(0, 44 * scale, canvas.width, 20 * scale);
     const colours = (x) => Array.from({ length: 20 }, (_, y) => 4 * (y * width + Math.round(x * scale)))
-        .map((at) => data.slice(at, at + 3).join());
-    const begin = colours(left + 2);
-    const times = (colour) => begin.filter((other) => other === colour).length;
-    const own = begin.reduce((one, other) => (times(other) > times(one) ? other : one)); // it may be hatched
-    return [left - 3, right - 3, right + 3].map((x) => colours(x).includes(own));
+        .map((at) => [...data.slice(at, at + 3)]);
+    const isLike = (one, other) => one.every((value, at) => Math.abs(value - other[at]) < 24);
+    const own = colours(left + 6)[1]; // a pixel of the bar, or of what lies on it
+    const end = colours(right - 6);
+    const begin = colours(left + 2).some((one) => end.some((other) => isLike(one, other)));
+    const has = (x) => colours(x).some((one) => isLike(one, own));
+    return [has(left - 3), begin, has(right + 3)];
 }"""
 """Whether the colour that begins with the first bar of the first lane is left of it, at its end, and right of it."""
 
