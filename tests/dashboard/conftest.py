@@ -150,6 +150,8 @@ def simulation(directory: Path) -> Iterator[tuple[DaemonProcess, Hardware]]:
     hardware.show({}, {}, {}, {})
     with daemon(directory, "--simulate", str(hardware.path), "--node", "n1") as running:
         yield running, hardware
+        if running.is_running():
+            running.give_everything_back()  # a job outlives its daemon
 
 
 @contextmanager
