@@ -206,8 +206,13 @@ class DaemonProcess:
 
     def give_everything_back(self) -> None:
         """Cancel all jobs and release all leases, and wait until every GPU is free."""
-        eventually(self._asked_for_everything, 60, self.story)
+        self.end_everything()
         self.wait_free()
+
+    def end_everything(self) -> None:
+        """Cancel all jobs and release all leases, and wait until they have ended."""
+        eventually(self._asked_for_everything, 60, self.story)
+        eventually(lambda: not (self.leases("queued") or self.leases("active")), 60, self.story)
 
     def _asked_for_everything(self) -> bool:
         """Ask for it once. False if a request was granted meanwhile: its lease has a token now."""

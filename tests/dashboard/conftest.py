@@ -151,7 +151,7 @@ def simulation(directory: Path) -> Iterator[tuple[DaemonProcess, Hardware]]:
     with daemon(directory, "--simulate", str(hardware.path), "--node", "n1") as running:
         yield running, hardware
         if running.is_running():
-            running.give_everything_back()  # a job outlives its daemon
+            running.end_everything()  # a job outlives its daemon
 
 
 @contextmanager
