@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import DaemonProcess
 
 
 class Hardware:
@@ -42,16 +42,11 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Da
 
 
 @pytest.fixture
-def api(shared_daemon: tuple[DaemonProcess, Hardware]) -> Iterator[DaemonProcess]:
+def api(shared_daemon: tuple[DaemonProcess, Hardware]) -> DaemonProcess:
     """A daemon with four free GPUs; whatever the test before left is taken back first."""
     running, hardware = shared_daemon
     hardware.show({}, {}, {}, {})
-    for lease in running.call("GET", "/v1/leases?state=queued&state=active&limit=1000").json["items"]:
-        if lease["job_id"] is None:
-            running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
-        else:
-            running.call("POST", f"/v1/jobs/{lease['job_id']}/cancel", {"grace_s": 0})
-    eventually(lambda: states(running) == ["free"] * 4, 60, running.story)
+    running.give_everything_back()
     return running
 
 
