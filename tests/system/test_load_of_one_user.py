@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 ADA = 54322
 KEPT = "kept"
 ROUNDS, ATTEMPTS = 7, 3
-PAUSE_S = 0.005
+PAUSE_S = 0.015
 """Between two requests of A."""
 SLACK_S, TAIL_S = 0.008, 0.150
 Samples = dict[str, list[float]]
