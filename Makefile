@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 PYTEST_ARGS ?=
 
 # One lane of tests: several at once on two cores, because most long tests only wait; then those that measure time: some at once
-# in the fast lane, where they have bounds in seconds, and in the slow lane one by one, with one that sleeps beside it.
+# in the fast lane, where they have bounds in seconds, and one by one in the slow lane, where some are ratios.
 # build/tests/*.xml records what each took. tests/lanes.py says more.
 LANE = $(BIN)/python -m pytest -q --lane $(1) --junit-xml=build/tests/$(1).xml $(PYTEST_ARGS)
 lane = $(call LANE,$(1)) -n $(2) --dist loadgroup && $(call LANE,$(1)-alone) -n $(3) --dist loadgroup
@@ -49,7 +49,7 @@ test: $(COMPILED) packages promtool ## the fast lane: each promise, command and 
 	$(call lane,fast,6,3)
 
 test-slow: $(COMPILED) packages promtool generators page-tools tools ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
-	$(call lane,slow,6,2)
+	$(call lane,slow,6,0)
 
 test-all: test test-slow ## both lanes
 

@@ -7,8 +7,7 @@ Within a lane, `-n 6 --dist loadgroup` runs six tests at once on two cores, beca
   `busy("compute")`, which compute in one process and measure no time, form another; so do `busy("torch")`, real
   trainings.
 - `alone` tests measure time. They run in a second pass: in the fast lane with at most two of their kind beside them, in
-  the slow lane one by one, where some are ratios. Beside those runs one marked `alone("idle")`: it sleeps, and counts
-  the CPU time of a daemon that has next to nothing to do.
+  the slow lane one by one.
 - The tests of a file or folder that share a daemon (any fixture of module or package scope) stay together, so that it
   starts once and ends with them.
 - The groups that take longest start first, as far as budgets tell.
@@ -77,10 +76,8 @@ def group(item: pytest.Item) -> str | None:
     """Tests of one group run one after the other in one process; None for a test that may run anywhere."""
     if (named := item.get_closest_marker("xdist_group")) is not None:
         return str(named.args[0])
-    for name in ("busy", "alone"):
-        mark = item.get_closest_marker(name)
-        if mark is not None and (name == "busy" or lane(item) == "slow"):
-            return " ".join([name, *mark.args])
+    if (busy := item.get_closest_marker("busy")) is not None:
+        return " ".join(["busy", *busy.args])
     fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - private, and there is no other
     shared = [found[-1] for found in fixtures if found and found[-1].baseid]
     of_package = [fixture.baseid for fixture in shared if fixture.scope == "package"]

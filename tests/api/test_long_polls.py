@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon import DaemonProcess, daemon
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone("idle")]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 WAITERS, MIB = 5000, 2**20
 EACH_BYTES = 64 * 1024

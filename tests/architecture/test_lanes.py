@@ -91,18 +91,6 @@ def test_busy_tests_and_those_that_share_a_fixture_stay_together(tmp_path: Path)
     assert "test_some.py::test_named@cluster\n" in ran.stdout.replace(" \n", "\n")
 
 
-def test_slow_tests_that_measure_time_run_one_by_one_with_one_that_sleeps_beside_them(tmp_path: Path) -> None:
-    content = (
-        "@pytest.mark.alone\n" + PASSES.format(name="fast_measures")
-        + SLOW + "@pytest.mark.alone\n" + PASSES.format(name="measures")
-        + SLOW + "@pytest.mark.alone('idle')\n" + PASSES.format(name="sleeps")
-    )  # fmt: skip
-    ran = run(tmp_path, content, "-n", "2", "--dist", "loadgroup")
-    assert "test_some.py::test_measures@alone\n" in ran.stdout.replace(" \n", "\n")
-    assert "test_some.py::test_sleeps@alone idle" in ran.stdout
-    assert "test_some.py::test_fast_measures@" not in ran.stdout
-
-
 def test_the_group_that_takes_longest_starts_first(tmp_path: Path) -> None:
     content = (
         "@pytest.fixture(scope='module')\ndef shared():\n    pass\n"

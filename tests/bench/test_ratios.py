@@ -70,7 +70,6 @@ def test_a_decision_takes_as_long_however_many_gpus_and_requests_there_are() -> 
     assert {what: times for what, times in growth.items() if times >= GROWTH} == {}
 
 
-@pytest.mark.alone("idle")
 def test_an_idle_host_pays_next_to_nothing(tmp_path: Path) -> None:
     with installed(tmp_path, "--simulate", str(idle.GPUS)) as running:
         percent, mib = idle.measure(running, IDLE_S)
@@ -79,7 +78,6 @@ def test_an_idle_host_pays_next_to_nothing(tmp_path: Path) -> None:
     assert sum(mib.values()) < IDLE_MIB, mib
 
 
-@pytest.mark.alone("idle")
 def test_a_client_that_waits_costs_little(tmp_path: Path) -> None:
     with installed(tmp_path, "--simulate", str(long_polls.GPUS)) as running:
         found = long_polls.measure(running, POLLS, POLLS_S)
