@@ -280,7 +280,7 @@ def test_a_week_of_64_gpus_stays_fluid(browser: Browser, running: DaemonProcess,
         (tmp_path / "took.json").write_text(json.dumps([drawn_ms, frames]))
         print(f"drawn in {drawn_ms:.0f} ms, frames {frames[8]:.0f} ms, at most {frames[-1]:.0f} ms")
         assert drawn_ms < 3000  # 1 s; and as much again as a busy machine takes
-        assert frames[8] < 150  # 33 ms; some 65 here, where a CPU draws, and beside a test that is idle
+        assert frames[8] < 150  # 33 ms; some 65 where a CPU draws
         watched.was_good()
 
 
