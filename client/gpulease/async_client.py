@@ -245,6 +245,8 @@ class AsyncClient:
         min_free_memory_bytes: int | None = None,
         gpu_model: str | None = None,
         topology: Literal["required", "preferred", "any"] = "preferred",
+        priority: Literal["interactive", "normal", "scavenge"] = "normal",
+        time_s: float | None = None,
         node: str | None = None,
         among: list[str] | None = None,
         on_lost: OnLost | None = None,
@@ -280,6 +282,8 @@ class AsyncClient:
             min_free_memory_bytes=min_free_memory_bytes,
             gpu_model=gpu_model,
             topology=topology,
+            priority=priority,
+            time_s=time_s,
             node=node,
             among=among,
             watch_owner=watch_owner,
@@ -304,11 +308,9 @@ class AsyncClient:
     async def request_lease(
         self, request: LeaseRequest, wait_s: float | None = None, on_queued: Callable[[Lease], None] | None = None
     ) -> Lease:
-        """A lease that the caller renews and releases.
-
-        If `wait_s` is None, it returns at once, and the lease may be queued. Otherwise it waits for at most `wait_s`,
-        and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` as for `lease`.
-        """
+        """A lease that the caller renews and releases. If `wait_s` is None, it may be queued. Otherwise this waits for
+        at most `wait_s`, and withdraws the request and raises NotNow if the GPUs were not granted. `on_queued` as for
+        `lease`."""
         return await self._transport.run(self._flows.request_lease(request, wait_s, on_queued))
 
     async def renew(self, lease_id: str, fencing_token: int | None) -> Lease:
@@ -318,10 +320,8 @@ class AsyncClient:
     async def release(
         self, lease_id: str, fencing_token: int | None, *, retry_s: float | None = None, timeout_s: float | None = None
     ) -> Lease:
-        """End the lease, or cancel it if it is queued. Raises LeaseLost, StaleToken.
-
-        Raises DaemonUnavailable or Unavailable if no daemon answers; this process then repeats it until one does.
-        """
+        """End the lease, or cancel it if it is queued. Raises LeaseLost, StaleToken; DaemonUnavailable or Unavailable
+        if no daemon answers, and this process then repeats it until one does."""
         return await self._transport.run(self._flows.release(lease_id, fencing_token, retry_s, timeout_s))
 
     # Bearer tokens

@@ -35,7 +35,7 @@ from gpulease_cli.help_format import ARGUMENTS_LAST, command
 from gpulease_cli.option_types import DURATION
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import GpuleaseError, InUse, NotNow
-from gpulease_protocol.states import TopologyMode
+from gpulease_protocol.states import Priority, TopologyMode
 
 HELD = "GPU_LEASE_HELD"
 """Set for the command, so that a wrapper below it does not ask again."""
@@ -125,6 +125,8 @@ def _request(timeout: float, project: str, gpus: str) -> dict[str, Any]:
         "node": None,
         "mask": None,
         "topology": TopologyMode.PREFERRED,
+        "priority": Priority.NORMAL,
+        "time": None,
         "new": False,
         "quiet": False,
     }

@@ -10,7 +10,7 @@ import click
 from gpulease_cli.option_types import DEVICE_FORM, DURATION, Field, Number, OneOf
 from gpulease_cli.parameters import option
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.model import Mask, TopologyMode
+from gpulease_protocol.model import Mask, Priority, TopologyMode
 
 Body = TypeVar("Body")
 MAX_TOKEN = 2**63 - 1
@@ -86,6 +86,20 @@ TOPOLOGY = option(
     default=TopologyMode.PREFERRED.value,
     show_default="preferred",
     help="required: wait for GPUs of one node that are all connected by NVLink. any: take the first free ones.",
+)
+PRIORITY = option(
+    "--priority",
+    type=OneOf(Priority),
+    default=Priority.NORMAL.value,
+    show_default="normal",
+    help="interactive goes first: for few GPUs and a short time. scavenge takes what no one else wants.",
+)
+TIME = option(
+    "--time",
+    type=Field(DURATION, _lease_request, "time_s"),
+    metavar="DURATION",
+    show_default="no limit",
+    help="End the lease after it has held its GPUs for this long, however often it is renewed.",
 )
 NODE = option(
     "--node",

@@ -30,6 +30,7 @@ from gpulease_protocol.states import (
     NodeMode,
     NodeState,
     PartState,
+    Priority,
     ProcessType,
     Selection,
     TopologyMode,
@@ -66,6 +67,7 @@ __all__ = [
     "Noun",
     "Page",
     "PartState",
+    "Priority",
     "Process",
     "ProcessType",
     "Selection",
@@ -205,9 +207,12 @@ class Demand(Noun):
     min_free_memory_bytes: int | None = None
     """Only GPUs with at least this much free memory."""
     time_s: float | None = None
-    """How long it may take: a job's `timeout_s`. A node that ends before that is passed over. Null: not declared."""
+    """How long it may take: a lease's `time_s`, a job's `timeout_s`. A node that ends before that is passed over. Null:
+    not declared."""
     topology: TopologyMode = TopologyMode.PREFERRED
     """How its GPUs on one node must be connected: see `topology` of the request."""
+    priority: Priority = Priority.NORMAL
+    """Requests of a higher priority go first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +255,8 @@ class Lease(Noun):
     ended_at: datetime | None = None
     """When it ended."""
     ends_at: datetime | None = None
-    """When it ends even if it is renewed, unless something changes: the budget of its token is spent by then. Null
-    without such a budget, and while it waits."""
+    """When it ends even if it is renewed, unless something changes: its `time_s` has passed, or the budget of its token
+    is spent. Null without either, and while it waits."""
     position: int | None = None
     """Place in the queue, 1 is next; null unless queued."""
     held_for_s: float | None = None
@@ -299,6 +304,8 @@ class JobSpec(Noun):
     """URL that the job's supervisor calls, or command that it runs, when the job has ended; null for none."""
     fence_s: float | None = None
     """Its node ends it after so many seconds without an answer of any daemon; null: it survives every cut."""
+    priority: Priority = Priority.NORMAL
+    """Requests of a higher priority go first. It means nothing to its node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +358,8 @@ class Job(Noun):
     """It ends after it has run for this long; null for no limit."""
     retries: int | None = None
     """How many times it is started again after it failed."""
+    priority: Priority = Priority.NORMAL
+    """Requests of a higher priority go first."""
     fence_s: float | None = None
     """Its node ends it after so many seconds without an answer of any daemon, and after 30 s more (and 0.2 %) the
     daemon counts it as lost and starts its next attempt, if it has one; null: it survives every cut."""

@@ -23,7 +23,7 @@ from gpulease_protocol.job_checks import (
     environment_bytes,
 )
 from gpulease_protocol.launchers import choose_launcher, usage_error
-from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Selection, TopologyMode
+from gpulease_protocol.model import Demand, JobDependency, JobSpec, Launcher, Mask, Priority, Selection, TopologyMode
 
 MAX_COUNT = 4096
 """GPUs in one lease, at most."""
@@ -83,6 +83,8 @@ class LeaseRequest(RequestBody):
     """Wait in the queue when the GPUs are not free; false: answer 409 instead."""
     ttl_s: Annotated[float, OVER_0] = 300.0
     """How long the lease lasts after its last renewal, over 0."""
+    time_s: Annotated[float | None, OVER_0] = None
+    """End the lease after it has held its GPUs for this long, however often it is renewed."""
     label: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text shown to users who wait."""
     agent: Annotated[str, AGENT] = ""
@@ -103,6 +105,9 @@ class LeaseRequest(RequestBody):
     """`preferred`: of the GPUs that are free on a node, those that are connected best. It never waits for others.
     `required`: only GPUs of which each one is connected to each other one by NVLink, on each node; it waits for them,
     and is refused where no node could ever have them. `any`: the first ones that are free."""
+    priority: Literal["interactive", "normal", "scavenge"] = "normal"
+    """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
+    after a time that the administrator sets, 4 hours unless told otherwise."""
     owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31, rule="must be a process id, over 0")] = (
         None
     )
@@ -163,7 +168,9 @@ class LeaseRequest(RequestBody):
             gpu_model=self.gpu_model,
             min_free_memory_bytes=self.min_free_memory_bytes,
             among=None if self.among is None else tuple(canonical_uuid(uuid) for uuid in self.among),
+            time_s=self.time_s,
             topology=TopologyMode(self.topology),
+            priority=Priority(self.priority),
             **selection,
         )
 
@@ -249,6 +256,9 @@ class JobRequest(RequestBody):
     """`preferred`: of the GPUs that are free on a node, those that are connected best. It never waits for others.
     `required`: only GPUs of which each one is connected to each other one by NVLink, on each node; it waits for them,
     and is refused where no node could ever have them. `any`: the first ones that are free."""
+    priority: Literal["interactive", "normal", "scavenge"] = "normal"
+    """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
+    after a time that the administrator sets, 4 hours unless told otherwise."""
     after: Annotated[
         list[JobDependency], Bounds(maxItems=MAX_DEPENDENCIES, rule=f"must name at most {MAX_DEPENDENCIES} jobs")
     ] = field(default_factory=list)
@@ -302,6 +312,7 @@ class JobRequest(RequestBody):
             min_free_memory_bytes=self.min_free_memory_bytes,
             time_s=self.timeout_s,
             topology=TopologyMode(self.topology),
+            priority=Priority(self.priority),
         )
 
     @property
@@ -328,6 +339,7 @@ class JobRequest(RequestBody):
             mask=None if self.mask is None else Mask(self.mask),
             notify=self.notify,
             fence_s=self.fence_s,
+            priority=Priority(self.priority),
         )
 
 

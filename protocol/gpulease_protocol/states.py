@@ -62,6 +62,7 @@ class EndReason(StrEnum):
     JOB_FINISHED = "job_finished"
     NODE_LOST = "node_lost"
     BUDGET_SPENT = "budget_spent"
+    TIME_OVER = "time_over"
 
 
 class Liveness(StrEnum):
@@ -152,6 +153,15 @@ class TopologyMode(StrEnum):
     REQUIRED = "required"
     PREFERRED = "preferred"
     ANY = "any"
+
+
+class Priority(StrEnum):
+    """Which requests go first. `interactive`: for people who wait in front of a screen; of this a user may have little
+    at a time, and not for long. `scavenge`: for work that may wait for hours."""
+
+    INTERACTIVE = "interactive"
+    NORMAL = "normal"
+    SCAVENGE = "scavenge"
 
 
 class Selection(StrEnum):

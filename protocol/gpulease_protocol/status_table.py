@@ -22,6 +22,7 @@ from gpulease_protocol.model import (
     Liveness,
     Node,
     NodeState,
+    Priority,
     Selection,
     TopologyMode,
 )
@@ -259,6 +260,8 @@ def describe_demand(demand: Demand) -> str:
         what += f" on {demand.node}"
     if demand.topology is TopologyMode.REQUIRED:
         what += ", NVLink between all"
+    if demand.priority is not Priority.NORMAL:
+        what += f", {demand.priority}"
     return what + (f", model contains {demand.gpu_model}" if demand.gpu_model else "")
 
 

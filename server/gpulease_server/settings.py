@@ -203,6 +203,22 @@ class ServeSettings:
         maximum=MANY,
         group=LIMITS,
     )
+    max_interactive_gpus: int = setting(
+        2,
+        "Leased GPUs of one user by requests of priority interactive; 0 means no limit.",
+        variable="GPULEASE_MAX_INTERACTIVE_GPUS",
+        minimum=0,
+        maximum=MANY,
+        group=LIMITS,
+    )
+    max_interactive_s: float = setting(
+        4 * 3600.0,
+        "How long a request of priority interactive may hold its GPUs; 0 means no limit. Seconds.",
+        variable="GPULEASE_MAX_INTERACTIVE_S",
+        minimum=0,
+        maximum=366 * 24 * 3600,
+        group=LIMITS,
+    )
     max_queue_per_user: int = setting(
         8000,
         "Queued requests of one user; 0 means no limit.",
@@ -295,6 +311,15 @@ class ServeSettings:
         variable="GPULEASE_MAX_BYPASS_S",
         minimum=0,
         maximum=366 * 24 * 3600,
+        group=QUEUE,
+    )
+    max_overtakes: int = setting(
+        50,
+        "How many requests may be granted by their priority or their user's usage before the one that has waited "
+        "longest goes first.",
+        variable="GPULEASE_MAX_OVERTAKES",
+        minimum=1,
+        maximum=MANY,
         group=QUEUE,
     )
     node_lost_after_s: float = setting(

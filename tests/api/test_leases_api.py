@@ -390,3 +390,36 @@ def test_a_request_can_require_nvlink(api: DaemonProcess, hardware: Hardware) ->
     finally:
         hardware.show({}, {}, {}, {})
         eventually(lambda: api.call("GET", "/v1/nodes/n1").json["links"] == [], 30)
+
+
+def test_a_request_has_a_priority_and_a_time(api: DaemonProcess) -> None:
+    def ask(**body: Any) -> dict[str, Any]:
+        found: dict[str, Any] = api.call("POST", "/v1/leases", body).json
+        return found
+
+    held = ask(count=4)
+    low = ask(count=1, priority="scavenge")
+    middle = ask(count=1)
+    high = ask(count=1, priority="interactive")
+    places = [api.call("GET", f"/v1/leases/{lease['id']}").json["position"] for lease in (low, middle, high)]
+    assert places == [3, 2, 1]
+    assert [lease["demand"]["priority"] for lease in (low, middle, high)] == ["scavenge", "normal", "interactive"]
+    assert high["demand"]["time_s"] == 4 * 3600
+    explained = api.call("GET", f"/v1/leases/{low['id']}/explain").json
+    assert "number 3 in the queue, behind 2 of higher priority" in explained["sentence"]
+    for body, said in (
+        ({"priority": "interactive", "count": 3}, "may have 2 at a time"),
+        ({"priority": "interactive", "time_s": 5 * 3600}, "may last 4 h"),
+    ):
+        refused = api.call("POST", "/v1/leases", body)
+        assert refused.problem() == (422, "over_quota")
+        assert said in refused.json["detail"]
+    wrong = api.call("POST", "/v1/leases", {"priority": "urgent"})
+    assert wrong.problem() == (422, "invalid_request")
+    assert "priority" in wrong.json["detail"]
+    api.call("POST", f"/v1/leases/{held['id']}/release", {"token": held["token"]})
+    eventually(lambda: api.call("GET", f"/v1/leases/{low['id']}").json["state"] == "active", 30)
+    short = ask(count=1, time_s=0.5)
+    assert short["ends_at"] is not None
+    ended = api.call("GET", f"/v1/leases/{short['id']}?wait_s=30&wait_while=active").json
+    assert (ended["state"], ended["end_reason"]) == ("ended", "time_over")

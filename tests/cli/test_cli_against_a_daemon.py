@@ -342,3 +342,18 @@ def test_what_requires_nvlink_is_refused_where_there_is_none(
     assert "with NVLink between all of them" in said[1]
     assert "no two are. Of" in said[1]
     assert gpulease("run", "-n", "2", "--topology", "any", "--wait", "60s", "--", "true").returncode == 0
+
+
+def test_a_lease_and_a_job_have_a_priority_and_a_time(client: Client, gpulease: Program) -> None:
+    refused = gpulease("run", "-n", "3", "--priority", "interactive", "--", "true")
+    assert refused.returncode == 125
+    assert "may have 2 at a time" in refused.stderr
+    with client.lease(count=4):
+        job = gpulease("submit", "--priority", "scavenge", "--launcher", "plain", "--", "true").stdout.strip()
+        queue = gpulease("queue").stdout
+        assert "1 GPU, scavenge" in queue
+        assert client.job(job).priority == "scavenge"
+    assert client.wait_job(job).exit_code == 0
+    lease = json.loads(gpulease("acquire", "--detach", "--priority", "interactive", "--time", "20m", "--json").stdout)
+    assert (lease["demand"]["priority"], lease["demand"]["time_s"]) == ("interactive", 1200)
+    client.release(lease["id"], lease["token"])

@@ -22,6 +22,7 @@ from gpulease_protocol.model import (
     LeaseState,
     Liveness,
     NodeMode,
+    Priority,
     Process,
 )
 from gpulease_protocol.node_protocol import (
@@ -432,13 +433,22 @@ class World:
             job = ledger.jobs.get(lease.job_id or "")
             array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
             token_id = lease.holder.token_id
-            user = lease.holder.user if ledger.demand_classes.by_user or token_id is not None else None
+            told_apart = ledger.demand_classes.by_user or token_id is not None
+            told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
+            user = lease.holder.user if told_apart else None
             found.setdefault(ClassKey(lease.demand, user, token_id, array_id), []).append(place)
         classes = ledger.demand_classes.classes
         assert found == {key: members.places for key, members in classes.items()}
         assert ledger.demand_classes.class_of == {
             lease_id: members for members in classes.values() for _, lease_id in members.places
         }
+        heads = sorted((*ledger.demand_classes.group_of(key.demand, key.user), *found[key][0]) for key in found)
+        assert heads == [head for head, _, _ in ledger.demand_classes.heads]
+        assert all(classes[members.key] is members for _, _, members in ledger.demand_classes.heads)
+        of_user: dict[str | None, list[ClassKey]] = {}
+        for key in classes:
+            of_user.setdefault(key.user, []).append(key)
+        assert of_user == {user: [one.key for one in some] for user, some in ledger.demand_classes.of_user.items()}
         for members in classes.values():
             for bypassed, counts in (
                 (members.bypassed, ledger.bypasses),

@@ -15,6 +15,7 @@ from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, NodeReported, SubmittedJob
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.order import position
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import JobRecord, LeaseRecord
 from gpulease_server.core.user_limits import UserLimits
@@ -121,12 +122,12 @@ def test_a_job_that_waits_holds_no_one_back_and_joins_at_the_end_of_the_queue() 
     first = world.submit()
     waiting = world.submit(after={first: "ended"})
     newer = world.submit()
-    assert world.ledger.position(world.ledger.leases[job(world, newer).lease_id]) == 1
-    assert world.ledger.position(world.ledger.leases[job(world, waiting).lease_id]) is None
+    assert position(world.ledger, world.ledger.leases[job(world, newer).lease_id]) == 1
+    assert position(world.ledger, world.ledger.leases[job(world, waiting).lease_id]) is None
     world.ended(first)
     assert job(world, newer).state is JobState.STARTING
     assert job(world, waiting).state is JobState.QUEUED
-    assert world.ledger.position(world.ledger.leases[job(world, waiting).lease_id]) == 1
+    assert position(world.ledger, world.ledger.leases[job(world, waiting).lease_id]) == 1
 
 
 def test_it_waits_for_all_of_several_and_says_what_is_left() -> None:

@@ -4,7 +4,6 @@ everything for every request."""
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Demand, Holder, JobSpec, LeaseState, Selection
+from gpulease_protocol.model import Demand, Holder, JobSpec, LeaseState, Priority, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import queue, reservation_view
 from gpulease_server.core.eligibility import is_eligible
@@ -23,7 +22,7 @@ from gpulease_server.core.placement import RankedNode, Search
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_views
 from gpulease_server.core.queue_walk import QueueWalk
-from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord
+from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord, Overtakes
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import GIB, World, gpu
@@ -33,18 +32,19 @@ class EveryRequest(QueueWalk):
     """The same walk, with a look at each request."""
 
     def __iter__(self) -> Iterator[LeaseRecord]:
-        at = (0, "")
+        self.ledger.classes_by_user(self.reservations.users.has_limits)
+        seen: set[str] = set()
         while True:
-            places = self.ledger.queue
-            if self._is_over():
-                places = sorted(filter(None, (self.ledger.place_of(self.ledger.leases[one]) for one in self.new)))
-            following = bisect_right(places, at)
-            if following == len(places):
+            only_new = self._is_over()
+            ids = list(self.new) if only_new else [lease_id for _, lease_id in self.ledger.queue]
+            records = [self.ledger.leases[one] for one in ids if one in self.ledger.leases and one not in seen]
+            waiting = [record for record in records if self.ledger.place_of(record) is not None]
+            record = min(waiting, key=self.ledger.ordered_place, default=None)
+            if record is None:
                 return
-            at = places[following]
-            record = self.ledger.leases[at[1]]
-            if self.last is not None and record.number > self.last.number:
+            if self.last is not None and self.ledger.ordered_place(record) > self.ledger.ordered_place(self.last):
                 return
+            seen.add(record.lease.id)
             if is_eligible(self.ledger, record, self.reservations.now):
                 yield record
 
@@ -58,12 +58,17 @@ class Story:
 
     def __init__(self, seed: int) -> None:
         self.drawn = draw = random.Random(seed)
-        limits = UserLimits(leases=draw.choice([0, 0, 2, 4]), gpus=draw.choice([0, 0, 3, 6]))
+        interactive_gpus = draw.choice([0, 2, 3])
+        limits = UserLimits(
+            leases=draw.choice([0, 0, 2, 4]), gpus=draw.choice([0, 0, 3, 6]), interactive_gpus=interactive_gpus
+        )
+        self.priorities = draw.choice([[Priority.NORMAL], list(Priority)])
         policy = Policy(
             max_bypass=draw.choice([0, 1, 2, 10]),
             max_bypass_s=draw.choice([5.0, 300.0]),
             limits=limits,
             retry_pause_s=(1.0, 8.0),
+            max_overtakes=draw.choice([1, 3, 10]),
         )
         self.world, self.names = World(policy=policy), "abc"[: draw.randint(1, 3)]
         for name in self.names:
@@ -94,6 +99,9 @@ class Story:
             ]
         )
 
+    def chosen_demand(self) -> Demand:
+        return replace(self.drawn.choice(self.demands), priority=self.drawn.choice(self.priorities))
+
     def holder(self) -> tuple[Holder, Budget | None]:
         user = self.drawn.choice(self.users)
         if self.drawn.random() < 0.7:
@@ -106,7 +114,7 @@ class Story:
         return LeaseRequested(
             cause=f"ask-{self.number}",
             lease_id=f"lease-{self.number}",
-            demand=self.drawn.choice(self.demands),
+            demand=self.chosen_demand(),
             holder=holder,
             budget=budget,
             ttl_s=self.drawn.choice([3.0, 1000.0]),
@@ -116,7 +124,7 @@ class Story:
     def submission(self) -> JobSubmitted:
         self.number += 1
         (holder, budget), count = self.holder(), self.drawn.choice([1, 3, 6])
-        demand, name = self.drawn.choice(self.demands), f"array-{self.number}"
+        demand, name = self.chosen_demand(), f"array-{self.number}"
         retries, is_array = self.drawn.choice([0, 2]), count > 1
         jobs = tuple(
             SubmittedJob(
@@ -211,6 +219,7 @@ def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatc
 def test_the_stories_have_what_a_walk_could_get_wrong() -> None:
     changes = [change for seed in range(24) for change in tell(seed, 40, lambda _: None)[1]]
     bypasses = [change for change in changes if isinstance(change, BypassCounts)]
+    assert any(change.goes_first is not None for change in changes if isinstance(change, Overtakes))
     assert {change.within_user for change in bypasses} == {True, False}
     assert max(len(change.times) for change in bypasses) > 2
     assert {change.lease.state for change in changes if isinstance(change, LeaseRecord)} == set(LeaseState)

@@ -15,7 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from gpulease_protocol import status_table
-from gpulease_protocol.model import Demand, Holder, Selection, TopologyMode
+from gpulease_protocol.model import Demand, Holder, Priority, Selection, TopologyMode
 from gpulease_server import dashboard
 
 FOLDER = Path(dashboard.__file__).parent / "page"
@@ -36,6 +36,7 @@ DEMANDS = [
     Demand(count=4, nodes=3, gpu_model="H100"),
     Demand(selection=Selection.ALL),
     Demand(count=4, gpu_model="H100", topology=TopologyMode.REQUIRED),
+    Demand(count=2, priority=Priority.SCAVENGE),
     Demand(selection=Selection.AUTO, node="n2"),
 ]
 SECONDS = [-1, 0, 0.9, 59, 60, 185, 3599, 3600, 7800, 86399, 86400, 273600.5]

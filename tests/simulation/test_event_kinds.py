@@ -37,6 +37,7 @@ REASONS_ELSEWHERE = {
     EndReason.JOB_FINISHED: "tests/core/test_nodes_and_jobs.py",
     EndReason.NODE_LOST: "tests/core/test_node_loss.py",
     EndReason.BUDGET_SPENT: "tests/core/test_token_budgets.py",
+    EndReason.TIME_OVER: "tests/core/test_priorities.py",
 }
 """The same for the end reasons of leases."""
 

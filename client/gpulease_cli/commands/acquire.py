@@ -27,6 +27,8 @@ from gpulease_cli.options import (
     MODEL,
     NODES,
     OWN_NODE,
+    PRIORITY,
+    TIME,
     TOPOLOGY,
     WAIT,
     checked,
@@ -35,7 +37,7 @@ from gpulease_cli.options import (
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
-from gpulease_protocol.model import Lease, LeaseState, Liveness, TopologyMode
+from gpulease_protocol.model import Lease, LeaseState, Liveness, Priority, TopologyMode
 from gpulease_protocol.obstacle_groups import gpu_ranges
 from gpulease_protocol.requests import LeaseRequest
 from gpulease_protocol.status_table import format_duration
@@ -84,6 +86,8 @@ LEASES = argument(
 @MODEL
 @TOPOLOGY
 @OWN_NODE
+@PRIORITY
+@TIME
 @option("--new", is_flag=True, help="Lease other GPUs, even if this shell has a lease, which it keeps.")
 @JSON
 def acquire(
@@ -97,6 +101,8 @@ def acquire(
     model: str | None,
     topology: TopologyMode,
     node: str | None,
+    priority: Priority,
+    time: float | None,
     new: bool,
     json: bool,
 ) -> None:
@@ -118,7 +124,7 @@ def acquire(
         among = caller_mask.among(client, gpus or 1, devices, node, quiet=False) if nodes == 1 else None
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
         asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model}
-        asked |= {"node": node, "nodes": nodes, "topology": topology.value}
+        asked |= {"node": node, "nodes": nodes, "topology": topology.value, "priority": priority.value, "time_s": time}
         request = checked(
             lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
         )

@@ -134,6 +134,8 @@ def request_for(
             name=options["label"],
             gpu_model=options["model"],
             topology=options["topology"].value,
+            priority=options["priority"].value,
+            timeout_s=options["time"],
             interpreter=submitted_command.interpreter(None, launcher, mask or choose_mask(launcher, command)),
             mask=None if mask is None else mask.value,
             **fields,

@@ -17,13 +17,13 @@ from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
 from gpulease_cli.option_types import DURATION, Field, NodeRange, Number, OneOf
-from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, TOPOLOGY, checked
+from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, PRIORITY, TOPOLOGY, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.launchers import choose_launcher, choose_mask
-from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask, TopologyMode
+from gpulease_protocol.model import Job, JobDependency, JobState, Launcher, Mask, Priority, TopologyMode
 from gpulease_protocol.requests import ArrayRequest, JobRequest
 from gpulease_protocol.status_table import printable
 
@@ -33,6 +33,7 @@ LIKELY_OURS = (
     "--nodes",
     "--launcher",
     "--topology",
+    "--priority",
     "--array",
     "--after",
     "--notify",
@@ -125,6 +126,7 @@ LIKELY_OURS = (
 @MODEL
 @TOPOLOGY
 @NODE
+@PRIORITY
 @MASK
 @option(
     "--array",
@@ -163,6 +165,7 @@ def submit(
     model: str | None,
     topology: TopologyMode,
     node: str | None,
+    priority: Priority,
     mask: Mask | None,
     array: str | None,
     after: tuple[str, ...],
@@ -195,6 +198,7 @@ def submit(
             fence_s=fence,
             gpu_model=model,
             topology=topology.value,
+            priority=priority.value,
             node=None if node == ANY_NODE else node,
             interpreter=python,
             mask=None if mask is None else mask.value,

@@ -73,8 +73,9 @@ What must always hold
 2. A lease has all the GPUs it asked for or none: all on one node, or so many on each of so many nodes (a gang).
 3. Tokens rise with every grant. The token last granted on a GPU is remembered by the GPU, which is what tells whether a
    late renewal may revive.
-4. The queue is in order of arrival. A request that can be granted may pass one that cannot, often enough and long
-   enough and no more; then free GPUs are held for the older one. See `core.backfill`.
+4. The queue is in order of priority, usage and arrival, see `core.order`. A request that can be granted may pass one
+   that cannot, often enough and long enough and no more; then free GPUs are held for the one before. See
+   `core.backfill`.
 5. Ports on one node, of a gang on that of rank 0, are held by at most one lease that is active or drains.
 
 What each failure does

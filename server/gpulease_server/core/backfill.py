@@ -46,6 +46,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, GpuState
+from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.ledger import Ledger
@@ -297,7 +298,7 @@ class BlockedRequests:
         """Count a bypass for every older request that could use GPUs which a newer one was granted."""
         passed = [record for demand in self.could_use(gpus) for record in self._waiting[demand]]
         if passed:
-            passed.sort(key=lambda one: one.number)
+            passed.sort(key=self.reservations.ledger.ordered_place)
             turn.put(BypassCounts(tuple((record.lease.id, 1) for record in passed), turn.now.mono_s))
             for record in passed:
                 self.reservations.reserve_if_due(record)
@@ -314,7 +315,7 @@ def recount_bypasses(turn: Turn) -> None:
     if not waiting:
         return
     granted = [
-        (record.number, {device.uuid for device in record.lease.gpus})
+        (record.number, rank_of(record.lease.demand), {device.uuid for device in record.lease.gpus})
         for record in ledger.leases.values()
         if record.lease.fencing_token is not None and record.number > waiting[0].number
     ]
@@ -325,8 +326,10 @@ def recount_bypasses(turn: Turn) -> None:
         if demand not in newer:
             if len(newer) == MAX_RECOUNTED_DEMANDS:
                 continue
-            usable = find_candidates(ledger, demand).uuids
-            newer[demand] = sorted(number for number, uuids in granted if not uuids.isdisjoint(usable))
+            usable, rank = find_candidates(ledger, demand).uuids, rank_of(demand)
+            newer[demand] = sorted(
+                number for number, its_rank, uuids in granted if its_rank >= rank and not uuids.isdisjoint(usable)
+            )
         times = len(newer[demand]) - bisect_right(newer[demand], record.number)
         if times:
             found.append((record.lease.id, times))

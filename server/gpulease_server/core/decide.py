@@ -27,6 +27,7 @@ from gpulease_server.core.happenings import (
 )
 from gpulease_server.core.job import cancel_job, on_cancel_requested, on_job_submitted
 from gpulease_server.core.lease import (
+    end_timed,
     expire,
     on_answer_lost,
     on_lease_requested,
@@ -82,6 +83,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
         for lease_id, at_s in list(turn.ledger.deadlines.items()):
             turn.put(Deadline(lease_id, at_s + ticked.stalled_s))
     expire(turn)
+    end_timed(turn)
     _end_spent_leases(turn)
     _notice_silence(turn)
     lose_silent_nodes(turn, max(ticked.since_last_s - ticked.stalled_s, 0.0))

@@ -1,23 +1,40 @@
-"""The queue by what is asked for: requests that one look at the free GPUs answers for all.
+"""The queue by what is asked for: requests that one look at the free GPUs answers for all; and the order of these.
 
-Requests of one class ask for the same GPUs, and the same limits apply to them. When the oldest of them cannot be
-granted in a turn, neither can the others, so a walk through the queue looks at the oldest of each class only, see
-`core.queue_walk`. A part of the ledger, which keeps it up to date.
+Requests of one class ask for the same GPUs with the same priority, and the same limits apply to them. When the oldest
+of them cannot be granted in a turn, neither can the others, so a walk through the queue looks at the oldest of each
+class only, see `core.queue_walk`. A part of the ledger, which keeps it up to date.
+
+`heads` has the oldest of each class in the order in which they are looked at (`core.order`): kept sorted from change to
+change, and never sorted for a turn. A walk begins with a copy of it, since a sorted list is a heap.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpulease_protocol.model import Demand
+from gpulease_protocol.model import Demand, Priority
 from gpulease_server.core.records import LeaseRecord
 
 Place = tuple[int, str]
-"""Number and lease id of a request in the queue."""
+"""Number and lease id of a request in the queue: its place by arrival."""
+Group = tuple[int, int]
+"""What comes before the arrival: the rank of a priority, and the step of a user's usage. The lowest go first."""
+OrderedPlace = tuple[int, int, int, str]
+"""A group and a place: where a request comes in a walk."""
+ONE_GROUP: Group = (1, 0)
+"""That of a request of normal priority while usage does not count."""
+
+
+RANKS = {Priority.INTERACTIVE: 0, Priority.NORMAL: 1, Priority.SCAVENGE: 2}
+
+
+def rank_of(demand: Demand) -> int:
+    """The rank of a request's priority; the lowest goes first. A word of another version counts as normal."""
+    return RANKS.get(demand.priority, RANKS[Priority.NORMAL])
 
 
 class ClassKey(NamedTuple):
@@ -25,7 +42,7 @@ class ClassKey(NamedTuple):
 
     demand: Demand
     user: str | None
-    """None where no limit tells the users apart."""
+    """None where nothing tells the users apart: no limit, and no usage."""
     token_id: str | None
     array_id: str | None
     """None without an array that limits how many of its jobs run at once."""
@@ -62,8 +79,11 @@ class DemandClass:
     """Requests that ask for the same."""
 
     key: ClassKey
+    group: Group = ONE_GROUP
     places: list[Place] = field(default_factory=list)
     """In order of arrival."""
+    head: OrderedPlace | None = None
+    """Where it is in `DemandClasses.heads`."""
     bypassed: Bypassed = field(default_factory=Bypassed)
     """By `Ledger.bypasses`."""
     bypassed_by_user: Bypassed = field(default_factory=Bypassed)
@@ -84,10 +104,18 @@ class DemandClasses:
     """The requests in the queue that do not pause, by class; and when the pauses of the others end."""
 
     by_user: bool = False
-    """True where each user has classes of their own, because there are limits for users."""
+    """True where each user has classes of their own, because there are limits for users, or their usage counts."""
     classes: dict[ClassKey, DemandClass] = field(default_factory=dict)
     class_of: dict[str, DemandClass] = field(default_factory=dict)
     """By lease id."""
+    heads: list[tuple[OrderedPlace, int, DemandClass]] = field(default_factory=list)
+    """The oldest of each class, in order. The number is 0: what a walk adds to its copy has others."""
+    of_user: dict[str | None, dict[DemandClass, None]] = field(default_factory=dict)
+    """The classes of each user who has some."""
+    steps: dict[str | None, int] = field(default_factory=dict)
+    """By user, the step of their usage, see `core.fair_share`; empty while usage does not count."""
+    lowest_step: int = 0
+    """Who has a lower step, or none, counts as on this one."""
     pauses: list[tuple[float, str]] = field(default_factory=list)
     """A heap: when a pause ends, and the lease id. Those of former leases are passed over."""
 
@@ -101,17 +129,20 @@ class DemandClasses:
         """Add a request, or move it to its class. `array_id`: the array that limits it; `times`: how many times it was
         bypassed, and since when."""
         lease, place = record.lease, (record.number, record.lease.id)
-        user = lease.holder.user if self.by_user or lease.holder.token_id is not None else None
-        key = ClassKey(lease.demand, user, lease.holder.token_id, array_id)
+        told_apart = self.by_user or lease.holder.token_id is not None
+        told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
+        key = ClassKey(lease.demand, lease.holder.user if told_apart else None, lease.holder.token_id, array_id)
         if lease.id in self.class_of:
             if self.class_of[lease.id].key == key:
                 return
             self.remove(record)
         members = self.classes.get(key)
         if members is None:
-            members = self.classes[key] = DemandClass(key)
+            members = self.classes[key] = DemandClass(key, self.group_of(lease.demand, key.user))
+            self.of_user.setdefault(key.user, {})[members] = None
         self.class_of[lease.id] = members
         bisect.insort(members.places, place)
+        self._put_head(members)
         if times is not None:
             members.bypassed.put(place, *times)
         if times_by_user is not None:
@@ -127,8 +158,66 @@ class DemandClasses:
         for bypassed in (members.bypassed, members.bypassed_by_user):
             if place in bypassed.places[bisect.bisect_left(bypassed.places, place) :][:1]:
                 bypassed.remove(place)
+        self._put_head(members)
         if not members.places:
-            del self.classes[members.key]
+            del self.classes[members.key], self.of_user[members.key.user][members]
+            if not self.of_user[members.key.user]:
+                del self.of_user[members.key.user]
+
+    def _put_head(self, members: DemandClass) -> None:
+        """Bring what `heads` has of a class up to date."""
+        head = (*members.group, *members.places[0]) if members.places else None
+        if head == members.head:
+            return
+        if members.head is not None:
+            del self.heads[bisect.bisect_left(self.heads, (members.head,))]
+        if head is not None:
+            bisect.insort(self.heads, (head, 0, members))
+        members.head = head
+
+    def group_of(self, demand: Demand, user: str | None) -> Group:
+        """The group of a request of this user."""
+        return rank_of(demand), max(self.steps.get(user, self.lowest_step), self.lowest_step)
+
+    def set_steps(self, steps: Iterable[tuple[str | None, int]], lowest: int) -> None:
+        """Put users on other steps, and their requests where those belong."""
+        changed: dict[str | None, None] = {}
+        for user, step in steps:
+            if self.steps.get(user) != step:
+                self.steps[user] = step
+                changed[user] = None
+        if lowest != self.lowest_step:
+            self.lowest_step, changed = lowest, dict.fromkeys(self.of_user)
+            self.steps = {user: step for user, step in self.steps.items() if step > lowest}
+        for user in changed:
+            for members in self.of_user.get(user, ()):
+                members.group = self.group_of(members.key.demand, user)
+                self._put_head(members)
+
+    @property
+    def is_one_group(self) -> bool:
+        """True while the order is that of arrival."""
+        return not self.heads or self.heads[0][0][:2] == self.heads[-1][0][:2]
+
+    def count_before(self, place: OrderedPlace) -> int:
+        """How many requests come before a place. Costs one look at each class that begins before it."""
+        begun = self.heads[: bisect.bisect_left(self.heads, (place,))]
+        return sum(
+            len(members.places) if head[:2] < place[:2] else bisect.bisect_left(members.places, place[2:])
+            for head, _, members in begun
+        )
+
+    def in_order(self) -> Iterator[str]:
+        """The lease ids of all of them, in order."""
+        heap = self.heads.copy()
+        while heap:
+            place, _, members = heap[0]
+            yield place[3]
+            following = members.after(place[2:])
+            if following is None:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, ((*place[:2], *following), 0, members))
 
     def pause(self, lease_id: str, until_s: float) -> None:
         """Note when the pause of a request ends."""
@@ -148,19 +237,24 @@ class DemandClasses:
     def divide(self, queued: Iterable[LeaseRecord], by_user: bool, put: Callable[[LeaseRecord], None]) -> None:
         """Group the requests again, with users told apart or not; `put` adds one of them."""
         self.by_user = by_user
-        self.classes.clear()
-        self.class_of.clear()
+        for part in (self.classes, self.class_of, self.of_user, self.heads):
+            part.clear()
         for record in queued:
             put(record)
 
     def copy(self) -> DemandClasses:
         """An independent copy."""
-        made = DemandClasses(self.by_user, pauses=self.pauses.copy())
+        made = DemandClasses(
+            self.by_user, steps=self.steps.copy(), lowest_step=self.lowest_step, pauses=self.pauses.copy()
+        )
         for key, members in self.classes.items():
             bypassed = (
                 Bypassed(one.places.copy(), one.most_times, one.first_s)
                 for one in (members.bypassed, members.bypassed_by_user)
             )
-            made.classes[key] = copied = DemandClass(key, members.places.copy(), *bypassed)
+            copied = DemandClass(key, members.group, members.places.copy(), members.head, *bypassed)
+            made.classes[key] = copied
+            made.of_user.setdefault(key.user, {})[copied] = None
             made.class_of.update(dict.fromkeys((lease_id for _, lease_id in copied.places), copied))
+        made.heads = [(head, number, made.classes[members.key]) for head, number, members in self.heads]
         return made

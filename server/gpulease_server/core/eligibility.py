@@ -41,6 +41,4 @@ def is_over_user_limit(ledger: Ledger, users: UserUsage, record: LeaseRecord) ->
     if not users.may_limit(record.lease):
         return False
     lease, wanted = record.lease, min_gpus_of(ledger, users, record.lease.demand)
-    if users.tokens is not None and users.tokens.keeps_out(lease, wanted):
-        return True
-    return users.limit_reached(lease, wanted) is not None
+    return users.keeps_out(lease, wanted)

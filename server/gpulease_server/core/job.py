@@ -27,7 +27,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import admit_waiting
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefore
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import user_queue_is_full
+from gpulease_server.core.user_limits import user_queue_is_full, with_interactive_time
 
 ATTEMPT_SUFFIX = re.compile(r"r[0-9]+$")
 """Of the id of a lease of a later attempt; ids themselves are hexadecimal."""
@@ -46,6 +46,13 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     if answer_repeated(turn, submitted.cause, submitted.key):
         return
     enter_budget(turn, submitted.holder.token_id, submitted.budget)
+    demand = with_interactive_time(submitted.demand, turn.policy.limits)
+    if isinstance(demand, OverQuota):
+        turn.answer(submitted.cause, demand)
+        return
+    if demand is not submitted.demand:  # its node ends each of the jobs in time
+        jobs = (replace(one, spec=replace(one.spec, timeout_s=demand.time_s)) for one in submitted.jobs)
+        submitted = replace(submitted, demand=demand, jobs=tuple(jobs))
     first, *others = submitted.jobs
     refused = submitted.after_refused
     refused = refused or dependencies.check(turn.ledger, submitted.after, submitted.after_live)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpulease_protocol.errors import GpuleaseError, IdempotencyMismatch, LeaseLost, NotAllowed, NotFound, StaleToken
+from gpulease_protocol.errors import (
+    GpuleaseError,
+    IdempotencyMismatch,
+    LeaseLost,
+    NotAllowed,
+    NotFound,
+    OverQuota,
+    StaleToken,
+)
 from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
 from gpulease_server.core.budget_records import enter_budget
 from gpulease_server.core.footprint import lease_bytes, records_bytes
@@ -22,8 +30,9 @@ from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
+from gpulease_server.core.token_budgets import time_left_s
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import too_much_undecided
+from gpulease_server.core.user_limits import too_much_undecided, with_interactive_time
 
 
 class MadeLongAgo(NotFound):
@@ -43,11 +52,15 @@ def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
     if answer_repeated(turn, request.cause, request.key):
         return
     enter_budget(turn, request.holder.token_id, request.budget)
+    demand = with_interactive_time(request.demand, turn.policy.limits)
+    if isinstance(demand, OverQuota):
+        turn.answer(request.cause, demand)
+        return
     lease = Lease(
         id=request.lease_id,
         state=LeaseState.QUEUED,
         holder=request.holder,
-        demand=request.demand,
+        demand=demand,
         ttl_s=request.ttl_s,
         liveness=initial_liveness(turn.ledger, request.watched_owner if request.watch_owner else None),
         created_at=turn.now.at,
@@ -230,6 +243,19 @@ def expire(turn: Turn) -> None:
             continue
         waited = record.lease.state is LeaseState.QUEUED
         end_lease(turn, record, EndReason.HOLDER_DIED if waited else EndReason.EXPIRED)
+
+
+def end_timed(turn: Turn) -> None:
+    """End every lease that has held its GPUs for the time that it declared."""
+    ledger = turn.ledger
+    for lease_id in ledger.ends_due.pop(turn.now.mono_s, ledger.ends_s):
+        record = ledger.leases[lease_id]
+        left_s = time_left_s(record, turn.now)
+        if left_s is not None and left_s > 0:
+            ledger.ends_s[lease_id] = turn.now.mono_s + left_s
+            ledger.ends_due.push(lease_id, ledger.ends_s)
+        else:
+            end_lease(turn, record, EndReason.TIME_OVER)
 
 
 def _find_lease(turn: Turn, lease_id: str) -> LeaseRecord | NotFound:

@@ -15,6 +15,7 @@ INVOLUNTARY_ENDS = (
     EndReason.REVOKED,
     EndReason.NODE_LOST,
     EndReason.BUDGET_SPENT,
+    EndReason.TIME_OVER,
 )
 """Ends that the holder of an active lease did not ask for: `lease.lost` tells of them."""
 

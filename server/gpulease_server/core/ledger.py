@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode
+from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode, Priority
 from gpulease_protocol.node_protocol import LeaseOwner
-from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
@@ -33,7 +31,9 @@ from gpulease_server.core.records import (
     NodeRecord,
     NodeRemoved,
     NotBefore,
+    Overtakes,
 )
+from gpulease_server.core.request_queue import RequestQueue
 
 MAX_ENDED_IN_MEMORY = 1000
 """Ended leases, and ended jobs, kept in memory; older ones are in the database only."""
@@ -42,12 +42,10 @@ MAX_ENDED_BYTES = 64 * 2**20
 
 
 @dataclass
-class Ledger:
+class Ledger(RequestQueue):
     """All of it, by id. Changed by `apply` alone. The writer keeps one to decide on; a second one, that only ever sees
     what is committed, answers the readers."""
 
-    leases: dict[str, LeaseRecord] = field(default_factory=dict)
-    jobs: dict[str, JobRecord] = field(default_factory=dict)
     gpus: dict[str, GpuRecord] = field(default_factory=dict)
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     node_observations: dict[str, NodeObservation] = field(default_factory=dict)
@@ -62,32 +60,8 @@ class Ledger:
     keys: dict[str, KeyRecord] = field(default_factory=dict)
     draining_since: dict[str, float] = field(default_factory=dict)
     """By UUID: a reading that shows the GPU clean must have begun after this."""
-    queue: list[tuple[int, str]] = field(default_factory=list)
-    """(number, lease id) of queued leases, in order of arrival; without those of jobs that wait for other jobs."""
-    waiting_for_jobs: dict[str, None] = field(default_factory=dict)
-    """Ids of queued leases of jobs that wait for other jobs, see `core.dependencies`."""
-    waiting_for_jobs_by_user: Counter[str | None] = field(default_factory=Counter)
-    """By user, how many of them there are."""
-    unmet: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By id of a job that waits for others: the jobs and arrays of its `after` that have not ended."""
-    dependents: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
-    """By id of a job or array and what is asked of its end: the jobs that wait for it."""
-    queued_by_user: Counter[str | None] = field(default_factory=Counter)
-    """By user, how many requests are in the queue."""
-    queued_bytes: dict[str, int] = field(default_factory=dict)
-    """By id of a lease or job that waits: the memory that it keeps."""
-    queued_bytes_by_user: Counter[str | None] = field(default_factory=Counter)
-    """By user, the sum of it."""
     keys_known_since: dict[str, float] = field(default_factory=dict)
     """When each key became known to this process; in memory only, so that a jump of the wall clock forgets none."""
-    not_before: dict[str, float] = field(default_factory=dict)
-    """By lease id: when a queued lease begins to take part in the queue."""
-    bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By id of a queued lease: how many times a newer request has passed it, and when the first one did."""
-    user_bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """The same for newer requests of the same user that used up the limit of that user, see `core.user_order`."""
-    bypasses_recounted: bool = False
-    """True once `bypasses` also has what happened before this process."""
     live_jobs: dict[str, JobRecord] = field(default_factory=dict)
     """Jobs that are not final."""
     ended_leases: dict[str, int] = field(default_factory=dict)
@@ -114,10 +88,15 @@ class Ledger:
     """By user, how many leases are active."""
     active_gpus: Counter[str | None] = field(default_factory=Counter)
     """By user, how many GPUs these have."""
+    interactive_gpus: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many of them by interactive requests."""
+    ends_s: dict[str, float] = field(default_factory=dict)
+    """By id of an active lease that ends after a declared time: when, on the monotonic clock; before everything while
+    that is not known."""
+    ends_due: DueLeases = field(default_factory=DueLeases, compare=False)
+    """For which of them that has come."""
     job_index: JobIndex = field(default_factory=JobIndex)
     """Jobs by node and by array."""
-    demand_classes: DemandClasses = field(default_factory=DemandClasses, compare=False)
-    """The queue by what is asked for."""
     due: DueLeases = field(default_factory=DueLeases, compare=False)
     """Whose deadlines have passed."""
     next_number: int = 1
@@ -159,6 +138,8 @@ class Ledger:
                 self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
+            case Overtakes():
+                self.overtakes, self.goes_first = change.times, change.goes_first
             case BudgetRecord():
                 self.budgets[change.token_id] = change
             case BudgetRemoved():
@@ -230,26 +211,6 @@ class Ledger:
             if lease_id is not None:
                 self._put_ended_lease(self.leases[lease_id].lease)
 
-    def _put_bypass_counts(self, counts: BypassCounts) -> None:
-        bypasses = self.user_bypasses if counts.within_user else self.bypasses
-        for lease_id, times in counts.times:
-            before, since_s = bypasses.get(lease_id, (0, counts.at_s))
-            bypasses[lease_id] = (before + times, since_s)
-            members = self.demand_classes.class_of.get(lease_id)
-            if members is not None:
-                bypassed = members.bypassed_by_user if counts.within_user else members.bypassed
-                bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
-
-    def _put_pause(self, pause: NotBefore) -> None:
-        if pause.at_s is None:
-            self.not_before.pop(pause.lease_id, None)
-            self.demand_classes.let_pauses_go(self.not_before)
-        else:
-            self.not_before[pause.lease_id] = pause.at_s
-            self.demand_classes.pause(pause.lease_id, pause.at_s)
-        if (record := self.leases.get(pause.lease_id)) is not None:
-            self._classify(record)
-
     def _put_deadline(self, deadline: Deadline) -> None:
         if deadline.at_s is None:
             self.deadlines.pop(deadline.lease_id, None)
@@ -265,8 +226,13 @@ class Ledger:
             return
         if before is not None and before.lease.state is LeaseState.ACTIVE:
             self._count_active(before.lease, -1)
+            self.ends_s.pop(lease.id, None)
         if lease.state is LeaseState.ACTIVE:
             self._count_active(lease, 1)
+            if lease.demand.time_s is not None and lease.job_id is None:
+                granted_at_s = record.granted_at_s
+                self.ends_s[lease.id] = float("-inf") if granted_at_s is None else granted_at_s + lease.demand.time_s
+                self.ends_due.push(lease.id, self.ends_s)
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)
@@ -297,34 +263,10 @@ class Ledger:
         self.active_gpus[user] += leases * len(lease.gpus)
         if not self.active_leases[user]:
             del self.active_leases[user], self.active_gpus[user]
-
-    def _place_in_queue(self, record: LeaseRecord) -> None:
-        place = (record.number, record.lease.id)
-        at = bisect.bisect_left(self.queue, place)
-        is_there = at < len(self.queue) and self.queue[at] == place
-        belongs = self.place_of(record) is not None
-        if belongs and not is_there:
-            self.queue.insert(at, place)
-        elif is_there and not belongs:
-            del self.queue[at]
-        self._classify(record)
-
-    def _classify(self, record: LeaseRecord) -> None:
-        """Put a lease into its class, or take it out."""
-        lease = record.lease
-        if self.place_of(record) is None or lease.id in self.not_before:
-            self.demand_classes.remove(record)
-            return
-        job = self.jobs.get(lease.job_id or "")
-        array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
-        times, times_by_user = self.bypasses.get(lease.id), self.user_bypasses.get(lease.id)
-        self.demand_classes.put(record, array_id, times, times_by_user)
-
-    def classes_by_user(self, by_user: bool) -> DemandClasses:
-        """The queue by what is asked for; and by user, where there are limits for users."""
-        if self.demand_classes.by_user is not by_user:
-            self.demand_classes.divide(self.queued(), by_user, self._classify)
-        return self.demand_classes
+        if lease.demand.priority is Priority.INTERACTIVE:
+            self.interactive_gpus[user] += leases * len(lease.gpus)
+            if not self.interactive_gpus[user]:
+                del self.interactive_gpus[user]
 
     def withdraw(self, record: LeaseRecord) -> None:
         """Take back a request of which nothing was recorded."""
@@ -334,20 +276,6 @@ class Ledger:
         put_watch(self.watched_owners, record, withdrawn=True)
         count_for_token(self.leases_of_tokens, record.lease, withdrawn=True)
         del self.leases[record.lease.id]
-
-    def _waits_no_more(self, lease: Lease) -> None:
-        self.queued_by_user[lease.holder.user] -= 1
-        if not self.queued_by_user[lease.holder.user]:
-            del self.queued_by_user[lease.holder.user]
-        self._count_bytes(lease.id, lease.holder.user, 0)
-
-    def _count_bytes(self, waiting_id: str, user: str | None, size_bytes: int) -> None:
-        """Note how much memory a waiting lease or job keeps; 0 when it no longer waits."""
-        self.queued_bytes_by_user[user] += size_bytes - self.queued_bytes.pop(waiting_id, 0)
-        if size_bytes:
-            self.queued_bytes[waiting_id] = size_bytes
-        if not self.queued_bytes_by_user[user]:
-            del self.queued_bytes_by_user[user]
 
     def _put_ended_lease(self, lease: Lease) -> None:
         """Keep an ended lease, and let the oldest go. One that a GPU needs stays: it drains, or could be revived."""
@@ -423,25 +351,6 @@ class Ledger:
     def is_live(self, name: str) -> bool:
         """True for a job that has not ended, and for an array with such a job."""
         return name in self.live_jobs or name in self.job_index.live_in_array
-
-    @property
-    def waiting_count(self) -> int:
-        """How many requests wait, including those of jobs that wait for other jobs."""
-        return len(self.queue) + len(self.waiting_for_jobs)
-
-    def place_of(self, record: LeaseRecord) -> tuple[int, str] | None:
-        """What `queue` has of a lease; None for one that does not belong there."""
-        if record.lease.state is not LeaseState.QUEUED or record.lease.id in self.waiting_for_jobs:
-            return None
-        return record.number, record.lease.id
-
-    def position(self, record: LeaseRecord) -> int | None:
-        """Place in the queue, 1 is next; None for one that is not in it."""
-        return None if (place := self.place_of(record)) is None else bisect.bisect_left(self.queue, place) + 1
-
-    def queued(self) -> Iterator[LeaseRecord]:
-        """Queued leases in order of arrival."""
-        return (self.leases[lease_id] for _, lease_id in self.queue)
 
     def held_by(self, lease: Lease) -> list[GpuRecord]:
         """GPUs that an active lease holds, or that drain of an ended one."""

@@ -8,7 +8,7 @@ What may become due with time alone, and from when on it is due:
 | a job on several nodes is yet to start, or is to end, see `core.gang_run` | at once |
 | an elastic job runs on fewer nodes than it may, see `core.elastic_growth` | at once |
 | a lease of a token while there are budgets: a day ends, and the wall clock may jump | at once |
-| a deadline of a lease | its time |
+| a deadline of a lease, or the end of its declared time | its time |
 | a pause of a request that has left the queue | its end |
 | a node is silent, or has not reported since the start: its silence is counted | at once |
 | a node was silent: its count is dropped | at once |
@@ -36,7 +36,7 @@ def next_tick_s(ledger: Ledger, pending: PendingRequests, policy: Policy) -> flo
         return AT_ONCE
     if ledger.job_index.growing or (ledger.budgets and ledger.leases_of_tokens):
         return AT_ONCE
-    deadline_s = ledger.due.heap[0][0] if ledger.due.heap else NEVER
+    deadline_s = min(due.heap[0][0] if due.heap else NEVER for due in (ledger.due, ledger.ends_due))
     pause_s = ledger.demand_classes.pauses[0][0] if ledger.demand_classes.pauses else NEVER
     reported = next(iter(ledger.node_observations.values()), None)
     silent_s = NEVER if reported is None else reported.reported_at_s + policy.silence_s

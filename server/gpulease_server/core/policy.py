@@ -82,6 +82,9 @@ class Policy:
     """How many newer requests may start before a waiting one until GPUs are held for it; 0: none."""
     max_bypass_s: float = 300.0
     """For how long from the first time on it may be bypassed; 0: not at all."""
+    max_overtakes: int = 50
+    """How many requests may be granted by priority or usage until the one that has waited longest goes first; over 0,
+    see `core.order`."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
     max_queued_bytes: int = 2**30

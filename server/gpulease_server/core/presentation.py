@@ -20,16 +20,27 @@ from gpulease_server.core.gpu import (
 from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.node_topology import nvlink_islands
+from gpulease_server.core.order import position
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
-from gpulease_server.core.token_budgets import lasts_s
+from gpulease_server.core.token_budgets import lasts_s, time_left_s
 from gpulease_server.core.wording import describe_processes
 
 READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
 """The fields of a GPU that come from its last reading."""
 JOB_VIEW_FIELDS = (
-    *("gpu_count", "nodes", "max_nodes", "timeout_s", "retries", "fence_s", "working_directory", "log_directory"),
+    *(
+        "gpu_count",
+        "nodes",
+        "max_nodes",
+        "timeout_s",
+        "retries",
+        "fence_s",
+        "priority",
+        "working_directory",
+        "log_directory",
+    ),
 )
 """The fields of a job that come from the rest of its record."""
 PEER_WARNINGS = {
@@ -46,13 +57,13 @@ def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy
         return lease
     # One that is past its deadline is spared, see `liveness.is_spared`: no time limit is known.
     expires_at = None if deadline is None or deadline <= now.mono_s else wall_clock(now, deadline)
-    left_s = lasts_s(ledger, record, now)
-    ends_at = None if left_s is None else wall_clock(now, now.mono_s + left_s)
+    lefts_s = [left_s for left_s in (lasts_s(ledger, record, now), time_left_s(record, now)) if left_s is not None]
+    ends_at = wall_clock(now, now.mono_s + min(lefts_s)) if lefts_s else None
     return replace(
         lease,
         expires_at=expires_at if expires_at is None or ends_at is None else min(expires_at, ends_at),
         ends_at=ends_at,
-        position=ledger.position(record),
+        position=position(ledger, record),
         problems=lease_problems(ledger, lease, now, policy),
     )
 
@@ -92,6 +103,7 @@ def job_view(record: JobRecord) -> Job:
         timeout_s=record.spec.timeout_s,
         retries=record.spec.retries,
         fence_s=record.spec.fence_s,
+        priority=record.spec.priority,
         working_directory=record.spec.working_directory,
         log_directory=record.log_directory,
     )

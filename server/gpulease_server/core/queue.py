@@ -15,6 +15,7 @@ from gpulease_server.core.gang_readings import nodes_to_ask
 from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.node_ranking import NodeRankings
+from gpulease_server.core.order import choose_first, count_overtake
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus
@@ -44,7 +45,7 @@ def settle(turn: Turn) -> None:
 
 
 def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
-    """Go through the queue once, oldest first.
+    """Go through the queue once, in the order of `core.order`.
 
     A request that fits may pass one that does not, within the bounds of `core.backfill`; no newer request
     gets what is held for an older one. One that lacks only a recent reading keeps the GPUs that it is about to get.
@@ -54,6 +55,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
     blocked, order = BlockedRequests(reservations), UserOrder(reservations)
+    choose_first(turn, reservations)
     rankings = NodeRankings(reservations.taken)
     walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)
     for record in walk:
@@ -75,8 +77,10 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
         match _place(turn, record, reservations, rankings, allow_reread):
             case Placed(gpus):
                 reservations.taken += (gpu.device.node for gpu in gpus)
+                in_order = turn.ledger.ordered_place(record)
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
                 walk.count_bypass(turn, record, gpus)
+                count_overtake(turn, in_order)
             case NeedsReading(nodes, gpus):
                 for node in nodes_to_ask(turn, nodes, gpus):
                     turn.request_reading(node)

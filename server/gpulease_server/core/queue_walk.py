@@ -1,5 +1,5 @@
-"""A walk through the queue, oldest first, that costs what it finds: one look at each class of requests, not at each
-request.
+"""A walk through the queue, in the order of `core.order`, that costs what it finds: one look at each class of requests,
+not at each request.
 
 The requests of a class (`core.demand_classes`) ask for the same. Within a walk GPUs are only taken, so when one of a
 class is blocked all behind it are; and where a limit keeps one out, it keeps out all behind it. The walk *skips* these.
@@ -8,6 +8,9 @@ It still comes to those that something sets apart:
 - New requests, each of which gets a verdict.
 - Those that were bypassed as often or as long as they may be: GPUs, or GPUs of their user's limit, are reserved for
   them. Once nothing is left to reserve for a class, they are skipped as well.
+
+A grant may put its user on a higher step (`core.fair_share`). What the user still waits for then moves back, also
+within the walk.
 
 A class is looked at again behind the request at which that changed which its members share: what their user
 and token have, and how many jobs of their array run.
@@ -27,13 +30,13 @@ from enum import StrEnum, auto
 
 from gpulease_protocol.model import Selection
 from gpulease_server.core.backfill import BlockedRequests, Reservations, nodes_to_reserve
-from gpulease_server.core.demand_classes import Bypassed, DemandClass, Place
+from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place
 from gpulease_server.core.eligibility import array_at_limit, is_eligible, is_over_user_limit
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import LimitedDemand
+from gpulease_server.core.user_limits import LimitedDemand, is_interactive
 from gpulease_server.core.user_order import UserOrder
 
 Limiter = tuple[str, str | None]
@@ -65,7 +68,7 @@ class Skipped:
 
 @dataclass(slots=True)
 class QueueWalk:
-    """Iterate over it for the requests that must be looked at, oldest first."""
+    """Iterate over it for the requests that must be looked at, in order."""
 
     ledger: Ledger
     reservations: Reservations
@@ -77,11 +80,17 @@ class QueueWalk:
     """Where the walk ends, for a reader. It then goes on without a GPU where users have a limit of GPUs."""
     max_demands: int | None = None
     """When so many different demands are blocked, others are left out."""
-    _at: Place = (0, "")
+    _at: OrderedPlace = (-2, 0, 0, "")
+    _end: OrderedPlace | None = None
+    """The place of `last`."""
+    _first: str | None = None
+    """The request that goes before all others."""
     _only_new: bool = False
-    _heap: list[tuple[Place, int, DemandClass | None]] = field(default_factory=list)
+    _heap: list[tuple[OrderedPlace, int, DemandClass | None]] = field(default_factory=list)
     """The next request of each class, or one without a class; the numbers make all entries different."""
-    _entries: Iterator[int] = field(default_factory=itertools.count)
+    _entries: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _passed: dict[DemandClass, Place] = field(default_factory=dict)
+    """By class, the last member that the walk has come to."""
     _skipped: dict[DemandClass, Skipped] = field(default_factory=dict)
     _by_demand: dict[LimitedDemand, dict[DemandClass, None]] = field(default_factory=dict)
     """The classes that are skipped because they are blocked."""
@@ -91,18 +100,26 @@ class QueueWalk:
     _were_new: frozenset[str] = frozenset()
     """Ids of those that were new when the first class was skipped. They are not skipped."""
 
-    def __iter__(self) -> Iterator[LeaseRecord]:
+    def __iter__(self) -> Iterator[LeaseRecord]:  # noqa: C901 - one case for each kind of entry
         self._begin()
         while self._heap:
             if not self._only_new and self._is_over():
                 self._keep_new()
                 continue
             place, _, members = heapq.heappop(self._heap)
+            if members is not None and members.group != place[:2]:
+                self._push(members, place[2:])
+                continue
             if place <= self._at:
                 continue
-            self._at, record = place, self.ledger.leases[place[1]]
-            if self.last is not None and record.number > self.last.number:
+            if self._end is not None and place > self._end:
                 return
+            self._at, record = place, self.ledger.leases[place[3]]
+            if members is not None:
+                self._passed[members] = place[2:]
+                if record.lease.id == self._first:
+                    self._push_next(members)
+                    continue
             before = self._limit_state(record) if self._by_limiter else None
             if self._must_look_at(record, members):
                 request = self.new.get(record.lease.id)
@@ -126,15 +143,20 @@ class QueueWalk:
 
     def _begin(self) -> None:
         classes = self.ledger.classes_by_user(self.reservations.users.has_limits)
+        if self.last is not None:
+            self._end = self.ledger.ordered_place(self.last)
         if self._is_over():
             self._keep_new()
             return
-        self._heap = [(members.places[0], next(self._entries), members) for members in classes.classes.values()]
-        for lease_id in classes.pauses_over(self.reservations.now.mono_s):
+        self._heap = [*classes.heads]
+        alone = [one for one in classes.pauses_over(self.reservations.now.mono_s) if one not in classes.class_of]
+        if self.ledger.goes_first is not None:
+            self._first = self.ledger.goes_first
+            alone.append(self._first)
+        for lease_id in alone:
             record = self.ledger.leases.get(lease_id)
-            if record is not None and lease_id not in classes.class_of and self.ledger.place_of(record) is not None:
-                self._heap.append(((record.number, lease_id), next(self._entries), None))
-        heapq.heapify(self._heap)
+            if record is not None and self.ledger.place_of(record) is not None:
+                heapq.heappush(self._heap, (self.ledger.ordered_place(record), next(self._entries), None))
 
     def _is_over(self) -> bool:
         """True when only new requests have anything to expect."""
@@ -145,7 +167,8 @@ class QueueWalk:
         """Go on with the new requests alone."""
         self._only_new = True
         records = (self.ledger.leases[lease_id] for lease_id in self.new if lease_id in self.ledger.leases)
-        places = (place for record in records if (place := self.ledger.place_of(record)) is not None)
+        waiting = (record for record in records if self.ledger.place_of(record) is not None)
+        places = map(self.ledger.ordered_place, waiting)
         self._heap = [(place, next(self._entries), None) for place in places if place > self._at]
         heapq.heapify(self._heap)
 
@@ -159,7 +182,7 @@ class QueueWalk:
             if why is None:
                 return True
             skipped = self._skip(record, members, why)
-            if self._next_apart(skipped, (record.number, "")) != self._at:
+            if self._next_apart(skipped, (record.number, "")) != self._at[2:]:
                 return False
         if skipped.why is Why.BLOCKED:
             self.reservations.reserve_if_due(record)
@@ -185,7 +208,7 @@ class QueueWalk:
         if not self._skipped and not self._were_new:
             self._find_new()
         limited = self.reservations.users.demand_within(record.lease)
-        skipped = self._skipped[members] = Skipped(members, why, self._at, limited)
+        skipped = self._skipped[members] = Skipped(members, why, self._at[2:], limited)
         if why is Why.BLOCKED:
             self._by_demand.setdefault(limited, {})[members] = None
         for limiter in self._limiters(record):
@@ -211,12 +234,18 @@ class QueueWalk:
 
     def _push_next(self, members: DemandClass) -> None:
         """Come to the next request of a class that must be looked at, or that has something reserved."""
-        if self._only_new:
+        if self._only_new or members.group < self._at[:2]:
             return
+        at = self._passed.get(members, (0, ""))
+        if members.group == self._at[:2]:
+            at = max(at, self._at[2:])
         skipped = self._skipped.get(members)
-        place = members.after(self._at) if skipped is None else self._next_apart(skipped, self._at)
+        place = members.after(at) if skipped is None else self._next_apart(skipped, at)
         if place is not None:
-            heapq.heappush(self._heap, (place, next(self._entries), members))
+            self._push(members, place)
+
+    def _push(self, members: DemandClass, place: Place) -> None:
+        heapq.heappush(self._heap, ((*members.group, *place), next(self._entries), members))
 
     def _next_apart(self, skipped: Skipped, place: Place) -> Place | None:
         """The next member behind a place that is not skipped with the others."""
@@ -258,9 +287,13 @@ class QueueWalk:
 
     def _list(self, skipped: Skipped) -> None:
         """List the skipped members up to the request at hand with the others that wait."""
-        places = skipped.members.between(skipped.first, self._at)
-        skipped.first = (self._at[0] + 1, "")
-        records = [self.ledger.leases[lease_id] for _, lease_id in places if lease_id not in self._were_new]
+        members = skipped.members
+        if members.group > self._at[:2] or not members.places:
+            return
+        at = self._at[2:] if members.group == self._at[:2] else members.places[-1]
+        ids = [lease_id for _, lease_id in members.between(skipped.first, at) if lease_id not in self._were_new]
+        skipped.first = (at[0] + 1, "")
+        records = [self.ledger.leases[lease_id] for lease_id in ids if lease_id != self._first]
         if skipped.why is Why.BLOCKED:
             self.blocked.extend(skipped.limited, records)
         if skipped.why is not Why.LEFT_OUT:
@@ -268,7 +301,7 @@ class QueueWalk:
 
     def _limiters(self, record: LeaseRecord) -> list[Limiter]:
         holder, found = record.lease.holder, list[Limiter]()
-        if self.reservations.users.has_limits or holder.token_id is not None:
+        if self.reservations.users.has_limits or holder.token_id is not None or is_interactive(record.lease):
             found.append(("user", holder.user))
         if holder.token_id is not None:
             found.append(("token", holder.token_id))
@@ -284,4 +317,5 @@ class QueueWalk:
         first = None if users.tokens is None else users.tokens.first.get(holder.token_id or "")
         job = ledger.jobs.get(record.lease.job_id or "")
         running = ledger.job_index.running_in_array[job.job.array_id] if job is not None and job.job.array_id else 0
-        return users.leases[holder.user], users.gpus[holder.user], kept, first, running
+        interactive = users.interactive_gpus[holder.user], users.first_interactive.get(holder.user)
+        return users.leases[holder.user], users.gpus[holder.user], kept, first, running, interactive

@@ -376,6 +376,16 @@ class BypassCounts:
     """True for requests of the same user that used up that user's limit, see `core.user_order`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Overtakes:
+    """How many requests were granted by priority or usage, and which one goes first because of that, see `core.order`.
+    In memory only: a restart begins to count again."""
+
+    times: int
+    goes_first: str | None
+    """Lease id."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
     """An Idempotency-Key and what was made for it."""
@@ -431,6 +441,7 @@ Change = (
     | GangTimes
     | DependencyMet
     | BypassCounts
+    | Overtakes
     | KeyRecord
     | KeyRemoved
     | BudgetRecord

@@ -7,17 +7,22 @@ for good; one that exceeds the limit of queued requests is refused for now. The 
 administrators included, and never end an active lease.
 
 GPUs that drain after a lease no longer count: the user has given them back.
+
+Interactive requests
+--------------------
+They go before all others, so a user may have few GPUs by them at a time, and each is for a short time. A request that
+this limit keeps out lets no newer interactive request of its user pass; its user's other requests, and other users, do.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from gpulease_protocol.errors import OverQuota
-from gpulease_protocol.model import Demand, Lease, Selection
+from gpulease_protocol.model import Demand, Lease, Priority, Selection
 from gpulease_server.core.footprint import records_bytes
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequest, PendingRequests
@@ -33,6 +38,10 @@ class UserLimits:
     """Active leases, those of jobs included."""
     gpus: int = 0
     """GPUs in active leases."""
+    interactive_gpus: int = 2
+    """GPUs in active leases of priority `interactive`."""
+    interactive_s: float = 4 * 3600.0
+    """How long each of these may hold them."""
     queued: int = 8000
     """Requests that wait; of all users together there may be `Policy.max_queued`."""
     queued_bytes: int = 128 * 2**20
@@ -67,6 +76,10 @@ class UserUsage:
     """By user and lease id: the GPUs of the user's limit that are kept for their older requests, oldest first."""
     tokens: TokenBudgets | None = None
     """The budgets of bearer tokens, which limit beside the user's limits."""
+    interactive_gpus: Counter[str | None] = field(default_factory=Counter)
+    """By user, the GPUs of interactive leases."""
+    first_interactive: dict[str | None, str] = field(default_factory=dict)
+    """By user: their oldest interactive request that the limit keeps out. Filled by who walks the queue."""
 
     @property
     def has_limits(self) -> bool:
@@ -75,7 +88,8 @@ class UserUsage:
 
     def may_limit(self, lease: Lease) -> bool:
         """True when there is a limit that could keep a lease out: of its user, or of its token."""
-        return self.has_limits or (self.tokens is not None and self.tokens.of(lease) is not None)
+        by_priority = bool(self.limits.interactive_gpus) and is_interactive(lease)
+        return self.has_limits or by_priority or (self.tokens is not None and self.tokens.of(lease) is not None)
 
     def keep(self, lease: Lease, gpus: int) -> None:
         """Keep so many GPUs of the user's limit for this waiting request, from those that are looked at after it."""
@@ -94,11 +108,14 @@ class UserUsage:
 
     def gpus_left(self, lease: Lease) -> int | None:
         """How many GPUs more a lease's user and token may have for it; None for any number."""
-        of_token = None if self.tokens is None else self.tokens.gpus_left(lease)
-        if not self.limits.gpus:
-            return of_token
-        of_user = max(0, self.limits.gpus - self.gpus[lease.holder.user] - self.kept_before(lease))
-        return of_user if of_token is None else min(of_user, of_token)
+        user, limits, found = lease.holder.user, self.limits, list[int]()
+        if self.tokens is not None and (of_token := self.tokens.gpus_left(lease)) is not None:
+            found.append(of_token)
+        if limits.gpus:
+            found.append(max(0, limits.gpus - self.gpus[user] - self.kept_before(lease)))
+        if limits.interactive_gpus and is_interactive(lease):
+            found.append(max(0, limits.interactive_gpus - self.interactive_gpus[user]))
+        return min(found, default=None)
 
     def demand_within(self, lease: Lease) -> LimitedDemand:
         """The lease's demand, with what its user's limit leaves where the choice of a node depends on it."""
@@ -117,7 +134,30 @@ class UserUsage:
             older = next(iter(self.kept[user]))
             share = f"{min(kept, limits.gpus)} of the {limits.gpus} that one user may have"
             return f"{self._has_and_asks(lease, wanted)}; {share} are kept for the older request {older}"
-        return None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
+        of_token = None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
+        return of_token or self._interactive_limit_reached(lease, wanted)
+
+    def _interactive_limit_reached(self, lease: Lease, wanted: int) -> str | None:
+        user, most = lease.holder.user, self.limits.interactive_gpus
+        if not most or not is_interactive(lease):
+            return None
+        held = self.interactive_gpus[user]
+        if held + wanted > most:
+            has = f"user {user} has {_counted(held, 'GPU')} by interactive requests and asks for {wanted} more"
+            return f"{has}; the limit is {most} at a time"
+        first = self.first_interactive.get(user, lease.id)
+        return None if first == lease.id else f"the older interactive request {first} of user {user} is granted first"
+
+    def keeps_out(self, lease: Lease, wanted: int) -> bool:
+        """True while a limit keeps a request out. Newer requests of its token, and interactive ones of its user, are
+        then kept out too: call it for one request after the other, in order."""
+        if self.tokens is not None and self.tokens.keeps_out(lease, wanted):
+            return True
+        if self.limit_reached(lease, wanted) is None:
+            return False
+        if self._interactive_limit_reached(lease, wanted) is not None:
+            self.first_interactive.setdefault(lease.holder.user, lease.id)
+        return True
 
     def _has_and_asks(self, lease: Lease, wanted: int) -> str:
         user = lease.holder.user
@@ -126,7 +166,28 @@ class UserUsage:
 
 def usage_by_user(ledger: Ledger, limits: UserLimits, now: Instant) -> UserUsage:
     """What each user has now, and from now on."""
-    return UserUsage(limits, ledger.active_leases, ledger.active_gpus, tokens=TokenBudgets(ledger, now))
+    tokens = TokenBudgets(ledger, now)
+    return UserUsage(limits, ledger.active_leases, ledger.active_gpus, {}, {}, tokens, ledger.interactive_gpus)
+
+
+def is_interactive(lease: Lease) -> bool:
+    """True for a request of priority `interactive`."""
+    return lease.demand.priority is Priority.INTERACTIVE
+
+
+def with_interactive_time(demand: Demand, limits: UserLimits) -> Demand | OverQuota:
+    """The demand with the time that an interactive request has where it declares none; or why it asks for too long."""
+    if demand.priority is not Priority.INTERACTIVE or not limits.interactive_s:
+        return demand
+    if demand.time_s is None:
+        return replace(demand, time_s=limits.interactive_s)
+    if demand.time_s <= limits.interactive_s:
+        return demand
+    hours, most = demand.time_s / 3600, limits.interactive_s / 3600
+    return NeverWithinLimits(
+        f"The request is for {hours:g} h, and an interactive one may last {most:g} h.",
+        remedy="Ask for less time, or for priority `normal`.",
+    )
 
 
 def _counted(number: int, noun: str) -> str:
@@ -141,6 +202,11 @@ def never_within_limits(users: UserUsage, lease: Lease, wanted: int) -> NeverWit
         detail = f"The request is for {requested}, and user {lease.holder.user} may have {limit} at a time."
         remedy = "Ask for fewer GPUs, or an administrator for a higher --max-gpus-per-user."
         return NeverWithinLimits(detail, remedy=remedy)
+    if (most := users.limits.interactive_gpus) and is_interactive(lease) and wanted > most:
+        detail = (
+            f"The request is for {requested}, and user {lease.holder.user} may have {most} at a time interactively."
+        )
+        return NeverWithinLimits(detail, remedy="Ask for fewer GPUs, or for priority `normal`.")
     never = None if users.tokens is None else users.tokens.never(lease, wanted)
     if never is None:
         return None

@@ -71,7 +71,7 @@ class UserOrder:
             if (users.gpus_left(older.lease) or 0) < self._needs(older) and self._is_only_limited(older)
         ]
         if passed:
-            passed.sort(key=lambda one: one.number)
+            passed.sort(key=self.reservations.ledger.ordered_place)
             counts = tuple((record.lease.id, 1) for record in passed)
             turn.put(BypassCounts(counts, turn.now.mono_s, within_user=True))
             for record in passed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpulease_protocol.model import Demand, Device, Process, Selection, TopologyMode
+from gpulease_protocol.model import Demand, Device, Priority, Process, Selection, TopologyMode
 from gpulease_server.core.policy import Policy
 
 MAX_NAMED = 8
@@ -43,6 +43,7 @@ def describe_demand(demand: Demand) -> str:
         f"among {len(demand.among)} named ones" if demand.among is not None else "",
         "with NVLink between all of them" if demand.topology is TopologyMode.REQUIRED else "",
         f"for up to {duration(demand.time_s)}" if demand.time_s is not None else "",
+        f"with priority {demand.priority}" if demand.priority is not Priority.NORMAL else "",
     ]
     return " ".join([what, *filter(None, limits)])
 

@@ -138,6 +138,9 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
         held = [lease_id for lease_id, gpus in ledger.leases_of_tokens.get(token_id, {}).items() if gpus]
         for record in [ledger.leases[lease_id] for lease_id in held]:
             ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
+    for lease_id in list(ledger.ends_s):
+        record = ledger.leases[lease_id]
+        ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
     for gpu in ledger.gpus.values():
         if gpu.draining:
             ledger.draining_since[gpu.device.uuid] = now.mono_s

@@ -22,6 +22,7 @@ from gpulease_server.core.records import (
     LeaseRecord,
     NodeObservation,
     NotBefore,
+    Overtakes,
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
@@ -43,6 +44,10 @@ END = (tables.lease.c.state, tables.lease.c.end_reason, tables.lease.c.ended_at)
 """What changes of an active lease, in nearly all changes."""
 LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseState.ENDED)
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
+
+
+IN_MEMORY = (NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts, Overtakes)
+"""Changes that are not stored."""
 
 
 class Store:
@@ -286,7 +291,7 @@ class Store:
 
 def is_stored(change: Change) -> bool:
     """False for changes that exist only in memory: a turn with only those needs no commit."""
-    return not isinstance(change, (NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts))
+    return not isinstance(change, IN_MEMORY)
 
 
 def _known_in(known: Mapping[str, Record], key: str, state: str) -> Record | None:

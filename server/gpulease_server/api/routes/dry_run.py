@@ -10,6 +10,7 @@ from gpulease_server.core import dependencies
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.happenings import JobSubmitted, LeaseRequested
 from gpulease_server.core.job import too_many_waiting
+from gpulease_server.core.user_limits import with_interactive_time
 
 
 def explain_unmade(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Explanation:
@@ -30,11 +31,14 @@ def _explain(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Exp
         further_jobs = len(request.jobs) - 1
     else:
         queue, lease_id = request.queue, request.lease_id
+    demand = with_interactive_time(request.demand, daemon.policy.limits)
+    if isinstance(demand, GpuleaseError):
+        return demand
     lease = Lease(
         id=lease_id,
         state=LeaseState.QUEUED,
         holder=request.holder,
-        demand=request.demand,
+        demand=demand,
         ttl_s=0.0,
         liveness=Liveness.JOB,
         created_at=daemon.now().at,

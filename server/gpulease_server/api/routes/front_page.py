@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from fastapi import Response
 from fastapi.responses import PlainTextResponse
 
@@ -11,6 +13,7 @@ from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_gpu, redact_job
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.routes.gpus import with_last_use
+from gpulease_server.core.order import in_order
 from gpulease_server.core.presentation import gpu_views, lease_view, node_view
 
 router = new_router()
@@ -26,7 +29,7 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     views = with_last_use(daemon, gpu_views(ledger, now, daemon.policy))
     gpus = [redact_gpu(caller, gpu, daemon.access) for gpu in views]
     held = [lease for gpu in ledger.gpus.values() if (lease := ledger.leases.get(gpu.lease_id or "")) is not None]
-    waiting = [ledger.leases[lease_id] for _, lease_id in ledger.queue[:MAX_WAITING]]
+    waiting = list(itertools.islice(in_order(ledger), MAX_WAITING))
     records = {record.lease.id: record for record in (*held, *waiting)}.values()
     leases = [lease_view(ledger, record, now, daemon.policy) for record in records]
     live = [job for lease in leases if (job := ledger.live_jobs.get(lease.job_id or "")) is not None]

@@ -12,7 +12,9 @@ from gpulease_server.core.explain.connections import describe_connections, descr
 from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
+from gpulease_server.core.explain.order_reasons import describe_place
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.order import position as place_in_queue
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import NeedsReading, min_gpus, mismatch
 from gpulease_server.core.policy import Policy
@@ -66,8 +68,8 @@ def explain(
             found.setdefault(item.uuid, item)
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
     nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy)
-    position = ledger.position(record) if stays_queued else None
-    queued = f"; number {position} in the queue" if stays_queued else ""
+    position = place_in_queue(ledger, record) if stays_queued else None
+    queued = describe_place(ledger, record) if stays_queued else ""
     asked = describe_demand(lease.demand)
     if is_never(ledger, lease.demand):
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
@@ -111,8 +113,8 @@ def _limit_met(
     if why is None:
         return None
     times, for_s = passes[0], now.mono_s - passes[1]
-    position = ledger.position(record) if stays_queued else None
-    queued = f"; number {position} in the queue" if stays_queued else ""
+    position = place_in_queue(ledger, record) if stays_queued else None
+    queued = describe_place(ledger, record) if stays_queued else ""
     passed = describe_user_bypass(times, for_s, reservations.policy) if stays_queued else ""
     return Explanation(
         verdict="not_now",

@@ -70,6 +70,7 @@ export function askedFor(demand, nameOf = short) {
   if (demand.min_free_memory_bytes) what += ` with ${gibibytes(demand.min_free_memory_bytes)} GiB free`;
   if (demand.node) what += ` on ${demand.node}`;
   if (demand.topology === "required") what += ", NVLink between all";
+  if (demand.priority && demand.priority !== "normal") what += `, ${demand.priority}`;
   return plain(what + (demand.gpu_model ? `, model contains ${demand.gpu_model}` : ""), 200);
 }
 

@@ -1,0 +1,139 @@
+"""The queue of the ledger: which requests wait, and what is known of them while they do."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace
+from gpulease_server.core.records import BypassCounts, JobRecord, LeaseRecord, NotBefore
+
+
+@dataclass
+class RequestQueue:
+    """The requests that wait: those that are in the queue, and those of jobs that wait for other jobs."""
+
+    leases: dict[str, LeaseRecord] = field(default_factory=dict)
+    jobs: dict[str, JobRecord] = field(default_factory=dict)
+    queue: list[tuple[int, str]] = field(default_factory=list)
+    """(number, lease id) of queued leases, in order of arrival; without those of jobs that wait for other jobs."""
+    waiting_for_jobs: dict[str, None] = field(default_factory=dict)
+    """Ids of queued leases of jobs that wait for other jobs, see `core.dependencies`."""
+    waiting_for_jobs_by_user: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many of them there are."""
+    unmet: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By id of a job that waits for others: the jobs and arrays of its `after` that have not ended."""
+    dependents: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
+    """By id of a job or array and what is asked of its end: the jobs that wait for it."""
+    queued_by_user: Counter[str | None] = field(default_factory=Counter)
+    """By user, how many requests are in the queue."""
+    queued_bytes: dict[str, int] = field(default_factory=dict)
+    """By id of a lease or job that waits: the memory that it keeps."""
+    queued_bytes_by_user: Counter[str | None] = field(default_factory=Counter)
+    """By user, the sum of it."""
+    not_before: dict[str, float] = field(default_factory=dict)
+    """By lease id: when a queued lease begins to take part in the queue."""
+    bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By id of a queued lease: how many times a newer request has passed it, and when the first one did."""
+    user_bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """The same for newer requests of the same user that used up the limit of that user, see `core.user_order`."""
+    overtakes: int = 0
+    """How many requests were granted by priority or usage since the one that has waited longest went first."""
+    goes_first: str | None = None
+    """Id of the queued lease that goes before all others, because it has waited longest; see `core.order`."""
+    bypasses_recounted: bool = False
+    """True once `bypasses` also has what happened before this process."""
+    demand_classes: DemandClasses = field(default_factory=DemandClasses, compare=False)
+    """The queue by what is asked for."""
+
+    def _put_bypass_counts(self, counts: BypassCounts) -> None:
+        bypasses = self.user_bypasses if counts.within_user else self.bypasses
+        for lease_id, times in counts.times:
+            before, since_s = bypasses.get(lease_id, (0, counts.at_s))
+            bypasses[lease_id] = (before + times, since_s)
+            members = self.demand_classes.class_of.get(lease_id)
+            if members is not None:
+                bypassed = members.bypassed_by_user if counts.within_user else members.bypassed
+                bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
+
+    def _put_pause(self, pause: NotBefore) -> None:
+        if pause.at_s is None:
+            self.not_before.pop(pause.lease_id, None)
+            self.demand_classes.let_pauses_go(self.not_before)
+        else:
+            self.not_before[pause.lease_id] = pause.at_s
+            self.demand_classes.pause(pause.lease_id, pause.at_s)
+        if (record := self.leases.get(pause.lease_id)) is not None:
+            self._classify(record)
+
+    def _place_in_queue(self, record: LeaseRecord) -> None:
+        place = (record.number, record.lease.id)
+        at = bisect.bisect_left(self.queue, place)
+        is_there = at < len(self.queue) and self.queue[at] == place
+        belongs = self.place_of(record) is not None
+        if belongs and not is_there:
+            self.queue.insert(at, place)
+        elif is_there and not belongs:
+            del self.queue[at]
+        self._classify(record)
+
+    def _classify(self, record: LeaseRecord) -> None:
+        """Put a lease into its class, or take it out."""
+        lease = record.lease
+        if self.place_of(record) is None or lease.id in self.not_before:
+            self.demand_classes.remove(record)
+            return
+        job = self.jobs.get(lease.job_id or "")
+        array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
+        times, times_by_user = self.bypasses.get(lease.id), self.user_bypasses.get(lease.id)
+        self.demand_classes.put(record, array_id, times, times_by_user)
+
+    def classes_by_user(self, by_user: bool) -> DemandClasses:
+        """The queue by what is asked for; and by user, where there are limits for users."""
+        if self.demand_classes.by_user is not by_user:
+            self.demand_classes.divide(self.queued(), by_user, self._classify)
+        return self.demand_classes
+
+    def _waits_no_more(self, lease: Lease) -> None:
+        if lease.id == self.goes_first:
+            self.goes_first = None
+        self.queued_by_user[lease.holder.user] -= 1
+        if not self.queued_by_user[lease.holder.user]:
+            del self.queued_by_user[lease.holder.user]
+        self._count_bytes(lease.id, lease.holder.user, 0)
+
+    def _count_bytes(self, waiting_id: str, user: str | None, size_bytes: int) -> None:
+        """Note how much memory a waiting lease or job keeps; 0 when it no longer waits."""
+        self.queued_bytes_by_user[user] += size_bytes - self.queued_bytes.pop(waiting_id, 0)
+        if size_bytes:
+            self.queued_bytes[waiting_id] = size_bytes
+        if not self.queued_bytes_by_user[user]:
+            del self.queued_bytes_by_user[user]
+
+    @property
+    def waiting_count(self) -> int:
+        """How many requests wait, including those of jobs that wait for other jobs."""
+        return len(self.queue) + len(self.waiting_for_jobs)
+
+    def place_of(self, record: LeaseRecord) -> tuple[int, str] | None:
+        """What `queue` has of a lease; None for one that does not belong there."""
+        if record.lease.state is not LeaseState.QUEUED or record.lease.id in self.waiting_for_jobs:
+            return None
+        return record.number, record.lease.id
+
+    def ordered_place(self, record: LeaseRecord) -> OrderedPlace:
+        """Where a walk comes to a request, whether it is in the queue or not."""
+        lease, classes = record.lease, self.demand_classes
+        group = (-1, 0) if lease.id == self.goes_first else classes.group_of(lease.demand, lease.holder.user)
+        return (*group, record.number, lease.id)
+
+    def position_by_arrival(self, record: LeaseRecord) -> int | None:
+        """Place in the queue by arrival, 1 is the first; None for one that is not in it. See `core.order.position`."""
+        return None if (place := self.place_of(record)) is None else bisect.bisect_left(self.queue, place) + 1
+
+    def queued(self) -> Iterator[LeaseRecord]:
+        """Queued leases in order of arrival."""
+        return (self.leases[lease_id] for _, lease_id in self.queue)
