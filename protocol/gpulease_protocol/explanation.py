@@ -52,6 +52,17 @@ class NodeReadiness(Noun):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecentUsage(Noun):
+    """What a user has used lately, by which requests of one priority are ordered where the administrator wants that."""
+
+    user: str
+    """Login name; empty where it is not known."""
+    gpu_hours: float
+    """GPU-hours: of what was used a half-life ago half counts, 7 days unless set otherwise. What is held now counts for
+    an hour more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Noun):
     """Why a request has no GPUs: for now, or forever."""
 
@@ -71,6 +82,8 @@ class Explanation(Noun):
     behind: tuple[str, ...] = ()
     """Older requests for which free GPUs are held that this one could use, or for which GPUs of their common user's
     limit are kept."""
+    recent_usage: tuple[RecentUsage, ...] = ()
+    """Of its user, and of up to 3 users with less, whose requests go before it for that; empty unless queued."""
     after: tuple[str, ...] = ()
     """Jobs and arrays that must end before its job joins the queue."""
     obstacles: tuple[Obstacle, ...] = ()

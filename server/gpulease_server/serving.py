@@ -38,7 +38,7 @@ from gpulease_server.runtime.leadership.takeover import take_over
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
+from gpulease_server.settings import CommandVisibility, ServeSettings, Tls, gpu_weight
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
 
@@ -98,6 +98,9 @@ class Serving:
             max_bypass=settings.max_bypass,
             max_bypass_s=settings.max_bypass_s,
             max_overtakes=settings.max_overtakes,
+            fair_share=settings.fair_share,
+            usage_half_life_s=settings.usage_half_life_days * 24 * 3600.0,
+            gpu_weights=tuple(map(gpu_weight, settings.gpu_weights)),
             node_lost_after_s=settings.node_lost_after_s,
             max_observation_age_s=settings.max_observation_age_s,
             retained_memory_s=settings.retained_memory_s,

@@ -86,6 +86,21 @@ def checked_admins(names: list[str] | None) -> list[str] | None:
     return names
 
 
+def checked_weights(texts: list[str] | None) -> list[str] | None:
+    """Weights of GPU models. Raises ValueError."""
+    for text in texts or ():
+        gpu_weight(text)
+    return texts
+
+
+def gpu_weight(text: str) -> tuple[str, float]:
+    """A part of the name of a GPU model, and for how many GPUs such a one counts. Raises ValueError."""
+    model, _, number = text.rpartition("=")
+    if not model or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", number):
+        raise ValueError(f"{text!r} is not MODEL=N with a number from 0 to 9999; write it like H100=2")
+    return model, float(number)
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     """The files that TLS needs, PEM."""
@@ -311,6 +326,30 @@ class ServeSettings:
         variable="GPULEASE_MAX_BYPASS_S",
         minimum=0,
         maximum=366 * 24 * 3600,
+        group=QUEUE,
+    )
+    fair_share: bool = setting(
+        False,
+        "Order the requests of one priority by what their users have used lately, the least first; else by arrival.",
+        variable="GPULEASE_FAIR_SHARE",
+        flag="--fair-share/--no-fair-share",
+        group=QUEUE,
+    )
+    usage_half_life_days: float = setting(
+        7.0,
+        "Of the GPU-hours that were used so long ago half counts. Days.",
+        variable="GPULEASE_USAGE_HALF_LIFE_DAYS",
+        minimum=0.01,
+        maximum=36_500,
+        group=QUEUE,
+    )
+    gpu_weights: tuple[str, ...] = setting(
+        (),
+        "For how many GPUs one counts that has MODEL in its name, as in H100=2; others count for 1. Repeatable.",
+        variable="GPULEASE_GPU_WEIGHTS",
+        flag="--gpu-weight",
+        metavar="MODEL=N",
+        check=checked_weights,
         group=QUEUE,
     )
     max_overtakes: int = setting(

@@ -14,15 +14,17 @@ from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import Demand, Holder, JobSpec, LeaseState, Priority, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import queue, reservation_view
+from gpulease_server.core.demand_classes import OrderedPlace
 from gpulease_server.core.eligibility import is_eligible
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, SubmittedJob
 from gpulease_server.core.node_ranking import NodeRankings
+from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.placement import RankedNode, Search
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_views
 from gpulease_server.core.queue_walk import QueueWalk
-from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord, Overtakes
+from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import GIB, World, gpu
@@ -32,7 +34,7 @@ class EveryRequest(QueueWalk):
     """The same walk, with a look at each request."""
 
     def __iter__(self) -> Iterator[LeaseRecord]:
-        self.ledger.classes_by_user(self.reservations.users.has_limits)
+        self.ledger.classes_by_user(self.reservations.users.has_limits or self.reservations.policy.fair_share)
         seen: set[str] = set()
         while True:
             only_new = self._is_over()
@@ -48,8 +50,8 @@ class EveryRequest(QueueWalk):
             if is_eligible(self.ledger, record, self.reservations.now):
                 yield record
 
-    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
-        self.blocked.count_bypass(turn, gpus)
+    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace) -> None:
+        self.blocked.count_bypass(turn, gpus, self.is_before(granted.lease.holder.user, place))
         self.order.count_bypass(turn, granted)
 
 
@@ -69,6 +71,8 @@ class Story:
             limits=limits,
             retry_pause_s=(1.0, 8.0),
             max_overtakes=draw.choice([1, 3, 10]),
+            fair_share=draw.choice([False, True]),
+            usage_half_life_s=draw.choice([100.0, 1e6]),
         )
         self.world, self.names = World(policy=policy), "abc"[: draw.randint(1, 3)]
         for name in self.names:

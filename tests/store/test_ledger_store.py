@@ -14,7 +14,9 @@ from gpulease_protocol.model import EndReason, Event, JobState, LeaseState, Mask
 from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.core.policy import Policy
 from gpulease_server.core.token_budgets import budget_use
+from gpulease_server.core.usage import usage_of
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.outage import reset_deadlines
 from gpulease_server.store import rows, tables
@@ -55,6 +57,7 @@ def lasting(ledger: Ledger) -> dict[str, object]:
         "queue",
         "watched_owners",
         "unclaimed",
+        "usage",
         "next_number",
         "next_token",
         "next_seq",
@@ -287,6 +290,32 @@ def test_what_was_used_of_a_budget_comes_back_and_what_is_held_meanwhile_counts(
     assert {record.lease.state for record in loaded.leases.values() if len(record.lease.gpus) == 2} == {"ended"}
     save(store, world)
     assert store.load().budgets["t"] == world.ledger.budgets["t"]
+
+
+def test_what_users_have_used_comes_back_and_orders_the_queue_as_before(store: Store) -> None:
+    policy = Policy(fair_share=True)
+    world = World(policy=policy).node(gpus=4)
+    for user, gpus in (("ada", 4), ("ben", 1)):
+        lease = world.lease(gpus, user=user, ttl_s=1e6)
+        world.at_s += 36_000.0
+        world.report()
+        world.release(lease)
+        world.report()
+    full = world.lease(4, user="eve", ttl_s=1e6)
+    waiting = [world.lease(4, user=user, ttl_s=1e6) for user in ("ada", "ben")]
+    save(store, world)
+    again = World(policy=policy, ledger=store.load(), at_s=50.0, nodes=world.nodes)
+    again.wall_jump_s = world.at_s - again.at_s
+    reset_deadlines(again.ledger, again.now)
+    again.report()
+    now = usage_of(again.ledger, "ada", again.now, policy)
+    assert abs(now.used_s - usage_of(world.ledger, "ada", world.now, policy).used_s) < 1
+    again.release(full)
+    again.report()
+    assert [again.now_of(lease).state for lease in waiting] == [LeaseState.QUEUED, LeaseState.ACTIVE]
+    again.check()
+    save(store, again)
+    assert store.load().usage == again.ledger.usage
 
 
 def test_a_turn_that_was_lost_with_the_daemon_is_taken_again_and_starts_what_waits_once(store: Store) -> None:

@@ -36,6 +36,7 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.order_records import UsageRecord
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -160,6 +161,7 @@ KEY = KeyRecord(key="k\U0001f600", fingerprint="f", result_id="lease-1", at=AT)
 BUDGET = BudgetRecord(
     token_id="t", budget=Budget(max_gpus=1, gpu_hours_per_day=0.1), day=date(2026, 3, 1), used_s=1e9, counted_at=AT
 )
+USAGE = UsageRecord(user="ada \U0001f600", used_s=1e9 / 3, held=2.5, entry_s=1e-9, counted_at=AT)
 EVENT = Event(seq=9, at=AT, kind="lease.granted", cause="c", lease_id="l", gpus=("GPU-0", "GPU-1"), fencing_token=3)
 
 
@@ -256,6 +258,11 @@ EXPECTED: list[tuple[Table, Change, dict[str, Any]]] = [
         },
     ),
     (
+        tables.user_usage,
+        USAGE,
+        {"user_name": USAGE.user, "used_s": 1e9 / 3, "held": 2.5, "entry_s": 1e-9, "counted_at": AT},
+    ),
+    (
         tables.event,
         EVENT,
         {
@@ -328,6 +335,7 @@ def test_a_record_of_each_kind_is_read_back(store: Store) -> None:
     ledger = store.load()
     assert (ledger.gpus["GPU-0"], ledger.nodes["a"], ledger.keys[KEY.key]) == (GPU, NODE, KEY)
     assert ledger.budgets["t"] == BUDGET
+    assert ledger.usage[USAGE.user] == USAGE
     assert store.history(0, 10)[0] == [EVENT]
 
 

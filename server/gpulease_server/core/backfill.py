@@ -41,7 +41,7 @@ restarts may let a request be bypassed somewhat more often; the seconds start ag
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -294,9 +294,14 @@ class BlockedRequests:
         granted = {gpu.device.uuid for gpu in gpus}
         return (demand for demand in self._waiting if not granted.isdisjoint(self._usable[demand]))
 
-    def count_bypass(self, turn: Turn, gpus: Iterable[GpuRecord]) -> None:
-        """Count a bypass for every older request that could use GPUs which a newer one was granted."""
+    def count_bypass(
+        self, turn: Turn, gpus: Iterable[GpuRecord], is_before: Callable[[LeaseRecord], bool] | None = None
+    ) -> None:
+        """Count a bypass for every older request that could use GPUs which a newer one was granted. `is_before`: of
+        those only the ones that still come before it; None if all do."""
         passed = [record for demand in self.could_use(gpus) for record in self._waiting[demand]]
+        if is_before is not None:
+            passed = [record for record in passed if is_before(record)]
         if passed:
             passed.sort(key=self.reservations.ledger.ordered_place)
             turn.put(BypassCounts(tuple((record.lease.id, 1) for record in passed), turn.now.mono_s))

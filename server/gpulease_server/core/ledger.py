@@ -13,6 +13,7 @@ from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
+from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -31,7 +32,6 @@ from gpulease_server.core.records import (
     NodeRecord,
     NodeRemoved,
     NotBefore,
-    Overtakes,
 )
 from gpulease_server.core.request_queue import RequestQueue
 
@@ -138,8 +138,8 @@ class Ledger(RequestQueue):
                 self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
-            case Overtakes():
-                self.overtakes, self.goes_first = change.times, change.goes_first
+            case Overtakes() | UsageRecord() | UsageRemoved() | UsageSteps():
+                self._put_order_change(change)
             case BudgetRecord():
                 self.budgets[change.token_id] = change
             case BudgetRemoved():

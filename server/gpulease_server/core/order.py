@@ -34,7 +34,8 @@ from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace
 from gpulease_server.core.eligibility import is_eligible, min_gpus_of
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.records import LeaseRecord, Overtakes
+from gpulease_server.core.order_records import Overtakes
+from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
 
 

@@ -85,6 +85,12 @@ class Policy:
     max_overtakes: int = 50
     """How many requests may be granted by priority or usage until the one that has waited longest goes first; over 0,
     see `core.order`."""
+    fair_share: bool = False
+    """Whether usage orders the requests of one priority, see `core.fair_share`; it is counted in any case."""
+    usage_half_life_s: float = 7 * 24 * 3600.0
+    """Of what was used so long ago half counts."""
+    gpu_weights: tuple[tuple[str, float], ...] = ()
+    """Texts in the names of GPU models, and for how many GPUs such a one counts: the first that is found, else 1."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
     max_queued_bytes: int = 2**30

@@ -11,6 +11,7 @@ from gpulease_server.core.backfill import BlockedRequests, Reservations, recount
 from gpulease_server.core.eligibility import is_over_user_limit
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
+from gpulease_server.core.fair_share import recount_usage
 from gpulease_server.core.gang_readings import nodes_to_ask
 from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
@@ -38,6 +39,7 @@ def settle(turn: Turn) -> None:
     """Grant what can be granted, and give new requests their verdicts. Closes every turn."""
     turn.busy_ports.clear()  # a lease may have been revived, or a port taken, since a job on several nodes got one
     recount_bypasses(turn)
+    recount_usage(turn)
     for lease_id in turn.ledger.demand_classes.pauses_over(turn.now.mono_s):
         turn.put(NotBefore(lease_id, None))
     if turn.pending or (turn.ledger.queue and turn.ledger.fleet.free):
@@ -79,7 +81,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 reservations.taken += (gpu.device.node for gpu in gpus)
                 in_order = turn.ledger.ordered_place(record)
                 _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
-                walk.count_bypass(turn, record, gpus)
+                walk.count_bypass(turn, record, gpus, in_order)
                 count_overtake(turn, in_order)
             case NeedsReading(nodes, gpus):
                 for node in nodes_to_ask(turn, nodes, gpus):

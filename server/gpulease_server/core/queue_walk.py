@@ -24,7 +24,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
@@ -108,7 +108,7 @@ class QueueWalk:
                 continue
             place, _, members = heapq.heappop(self._heap)
             if members is not None and members.group != place[:2]:
-                self._push(members, place[2:])
+                self._push_next(members)  # its user was granted something meanwhile
                 continue
             if place <= self._at:
                 continue
@@ -130,19 +130,42 @@ class QueueWalk:
             if before is not None and before != self._limit_state(record):
                 self._look_again(record)
 
-    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> None:
-        """Count a bypass for the older requests that could use the GPUs of a grant, or what it takes of a limit."""
+    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace) -> None:
+        """Count a bypass for the older requests that could use the GPUs of a grant, or what it takes of a limit.
+        `place`: where the walk came to the granted one."""
+        user = granted.lease.holder.user
         for demand in self.blocked.could_use(gpus):
             for members in self._by_demand.get(demand, ()):
-                self._list(self._skipped[members])
-        self.blocked.count_bypass(turn, gpus)
+                self._list(self._skipped[members], user)
+        self.blocked.count_bypass(turn, gpus, self.is_before(user, place))
         if self.reservations.users.limits.gpus:
-            for members in self._by_limiter.get(("user", granted.lease.holder.user), ()):
-                self._list(self._skipped[members])
+            for members in self._by_limiter.get(("user", user), ()):
+                self._list(self._skipped[members], user)
             self.order.count_bypass(turn, granted)
+        if self.reservations.policy.fair_share:
+            # Where its user is on another step now, the walk has still come so far with what the user asks for.
+            for members in self.ledger.demand_classes.of_user.get(user, ()):
+                if members.group[0] == place[0]:
+                    self._passed[members] = max(self._passed.get(members, (0, "")), place[2:])
+
+    def is_before(self, user: str | None, place: OrderedPlace) -> Callable[[LeaseRecord], bool] | None:
+        """What tells whether a request still comes before one of this user that was granted at this place. The grant
+        may have put its user on another step, which changes nothing between requests of that user. None if the order
+        did not change within the walk."""
+        if not self.reservations.policy.fair_share:
+            return None
+
+        def is_before(record: LeaseRecord) -> bool:
+            own = self.ledger.ordered_place(record)
+            if record.lease.holder.user == user:
+                return (own[0], *own[2:]) < (place[0], *place[2:])
+            return own < place
+
+        return is_before
 
     def _begin(self) -> None:
-        classes = self.ledger.classes_by_user(self.reservations.users.has_limits)
+        by_user = self.reservations.users.has_limits or self.reservations.policy.fair_share
+        classes = self.ledger.classes_by_user(by_user)
         if self.last is not None:
             self._end = self.ledger.ordered_place(self.last)
         if self._is_over():
@@ -281,16 +304,18 @@ class QueueWalk:
             for members in self._by_limiter.pop(limiter, ()):
                 skipped = self._skipped.pop(members, None)
                 if skipped is not None:
-                    self._list(skipped)
+                    self._list(skipped, record.lease.holder.user)
                     self._by_demand.get(skipped.limited, {}).pop(members, None)
                     self._push_next(members)
 
-    def _list(self, skipped: Skipped) -> None:
+    def _list(self, skipped: Skipped, granted_to: str | None = None) -> None:
         """List the skipped members up to the request at hand with the others that wait."""
-        members = skipped.members
-        if members.group > self._at[:2] or not members.places:
+        members, group = skipped.members, skipped.members.group
+        if members.key.user == granted_to:
+            group = (group[0], self._at[1])  # its user is on another step since the grant
+        if group > self._at[:2] or not members.places:
             return
-        at = self._at[2:] if members.group == self._at[:2] else members.places[-1]
+        at = self._at[2:] if group == self._at[:2] else members.places[-1]
         ids = [lease_id for _, lease_id in members.between(skipped.first, at) if lease_id not in self._were_new]
         skipped.first = (at[0] + 1, "")
         records = [self.ledger.leases[lease_id] for lease_id in ids if lease_id != self._first]

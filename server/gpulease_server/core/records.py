@@ -21,6 +21,7 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.node_topology import NodeTopology, TopologyCache
+from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
 
 END_FIELDS = ("state", "end_reason", "ended_at")
 UNENDED_VALUES = attrgetter(*(item.name for item in fields(Lease) if item.name not in END_FIELDS))
@@ -376,16 +377,6 @@ class BypassCounts:
     """True for requests of the same user that used up that user's limit, see `core.user_order`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overtakes:
-    """How many requests were granted by priority or usage, and which one goes first because of that, see `core.order`.
-    In memory only: a restart begins to count again."""
-
-    times: int
-    goes_first: str | None
-    """Lease id."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyRecord:
     """An Idempotency-Key and what was made for it."""
@@ -442,6 +433,9 @@ Change = (
     | DependencyMet
     | BypassCounts
     | Overtakes
+    | UsageRecord
+    | UsageRemoved
+    | UsageSteps
     | KeyRecord
     | KeyRemoved
     | BudgetRecord

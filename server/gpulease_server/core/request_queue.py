@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace
+from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import BypassCounts, JobRecord, LeaseRecord, NotBefore
 
 
@@ -44,6 +45,12 @@ class RequestQueue:
     """How many requests were granted by priority or usage since the one that has waited longest went first."""
     goes_first: str | None = None
     """Id of the queued lease that goes before all others, because it has waited longest; see `core.order`."""
+    usage: dict[str, UsageRecord] = field(default_factory=dict)
+    """By user, what they have used lately, see `core.fair_share`."""
+    usage_recounted: bool = False
+    """True once `usage` is counted on the clock of this process."""
+    steps_counted_at_s: float | None = None
+    """When all users who wait were last put on the steps of their usages, on the monotonic clock."""
     bypasses_recounted: bool = False
     """True once `bypasses` also has what happened before this process."""
     demand_classes: DemandClasses = field(default_factory=DemandClasses, compare=False)
@@ -58,6 +65,20 @@ class RequestQueue:
             if members is not None:
                 bypassed = members.bypassed_by_user if counts.within_user else members.bypassed
                 bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
+
+    def _put_order_change(self, change: Overtakes | UsageRecord | UsageRemoved | UsageSteps) -> None:
+        match change:
+            case Overtakes():
+                self.overtakes, self.goes_first = change.times, change.goes_first
+            case UsageRecord():
+                self.usage[change.user] = change
+            case UsageRemoved():
+                self.usage.pop(change.user, None)
+            case UsageSteps():
+                self.classes_by_user(True)
+                self.demand_classes.set_steps(change.steps, change.lowest)
+                if change.counted_at_s is not None:
+                    self.steps_counted_at_s = change.counted_at_s
 
     def _put_pause(self, pause: NotBefore) -> None:
         if pause.at_s is None:

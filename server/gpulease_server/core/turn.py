@@ -11,7 +11,8 @@ from gpulease_protocol.model import Event, Job, Lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import Change, Instant, KeyRecord
+from gpulease_server.core.records import Change, Instant, KeyRecord, LeaseRecord
+from gpulease_server.core.usage import usage_changes
 
 Answer = Lease | Job | GpuleaseError | None
 """What a caller is told. An error is a value here: refusing is an expected outcome."""
@@ -41,7 +42,11 @@ class Turn:
     """(call id, answer), to be given after the commit."""
 
     def put(self, change: Change) -> None:
-        """Apply a change and record it."""
+        """Apply a change and record it; before that the usage of its user, if it is of a lease that takes GPUs, or
+        gives them back."""
+        if isinstance(change, LeaseRecord):
+            for usage in usage_changes(self.ledger, change, self.now, self.policy):
+                self.put(usage)
         self.ledger.apply(change)
         self.changes.append(change)
         if isinstance(change, KeyRecord):

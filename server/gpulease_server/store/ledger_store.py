@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.core.order_records import Overtakes, UsageSteps
 from gpulease_server.core.records import (
     BypassCounts,
     Change,
@@ -22,7 +23,6 @@ from gpulease_server.core.records import (
     LeaseRecord,
     NodeObservation,
     NotBefore,
-    Overtakes,
 )
 from gpulease_server.store import rows, tables
 from gpulease_server.store.database import connect
@@ -46,7 +46,7 @@ LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseSta
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
 
 
-IN_MEMORY = (NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts, Overtakes)
+IN_MEMORY = (NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts, Overtakes, UsageSteps)
 """Changes that are not stored."""
 
 
@@ -90,6 +90,8 @@ class Store:
                 ledger.apply(rows.key_record(row))
             for row in connection.execute(select(tables.token_budget)):
                 ledger.apply(rows.budget_record(row))
+            for row in connection.execute(select(tables.user_usage)):
+                ledger.apply(rows.usage_record(row))
             for name, value in connection.execute(select(tables.counter.c.name, tables.counter.c.value)):
                 setattr(ledger, f"next_{name}", max(value, getattr(ledger, f"next_{name}")))
             last = connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0

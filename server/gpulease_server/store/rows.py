@@ -31,6 +31,7 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.order_records import UsageRecord, UsageRemoved
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
 from gpulease_server.core.records import (
     BudgetRecord,
@@ -47,8 +48,8 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import tables
 
-Removal = GpuRemoved | NodeRemoved | BudgetRemoved | KeyRemoved
-Record = LeaseRecord | JobRecord | GpuRecord | NodeRecord | BudgetRecord | KeyRecord
+Removal = GpuRemoved | NodeRemoved | BudgetRemoved | KeyRemoved | UsageRemoved
+Record = LeaseRecord | JobRecord | GpuRecord | NodeRecord | BudgetRecord | KeyRecord | UsageRecord
 Stored = Record | Removal
 PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
     LeaseRecord: (tables.lease, attrgetter("lease.id")),
@@ -59,6 +60,8 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
     NodeRemoved: (tables.node, attrgetter("name")),
     BudgetRecord: (tables.token_budget, attrgetter("token_id")),
     BudgetRemoved: (tables.token_budget, attrgetter("token_id")),
+    UsageRecord: (tables.user_usage, attrgetter("user")),
+    UsageRemoved: (tables.user_usage, attrgetter("user")),
     KeyRecord: (tables.idempotency_key, attrgetter("key")),
     KeyRemoved: (tables.idempotency_key, attrgetter("key")),
 }
@@ -72,6 +75,7 @@ COMPUTED: dict[type, Collection[str]] = {
     Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     BudgetRecord: ("counted_at_s",),
+    UsageRecord: ("counted_at_s", "user"),
 }
 """Fields that are no columns: they follow from other ones, or from what is only in memory."""
 
@@ -95,6 +99,8 @@ def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:
             return tables.node, _fields(change)
         case BudgetRecord():
             return tables.token_budget, _fields(change)
+        case UsageRecord():
+            return tables.user_usage, _fields(change) | {"user_name": change.user}
         case KeyRecord():
             return tables.idempotency_key, _fields(change)
         case Event():
@@ -200,6 +206,12 @@ def budget_record(row: Row[Any]) -> BudgetRecord:
     """A budget as it was stored."""
     values = _values(row)
     return BudgetRecord(**values | {"budget": from_json(Budget, values["budget"])})
+
+
+def usage_record(row: Row[Any]) -> UsageRecord:
+    """What a user has used as it was stored."""
+    values = _values(row)
+    return UsageRecord(user=values.pop("user_name"), **values)
 
 
 def key_record(row: Row[Any]) -> KeyRecord:

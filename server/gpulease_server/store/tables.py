@@ -236,6 +236,17 @@ token_budget = Table(
 )
 """One row for each token with a budget that was used in the last days. See `core.token_budgets`."""
 
+user_usage = Table(
+    "user_usage",
+    metadata,
+    Column("user_name", String(255), primary_key=True),
+    Column("used_s", Float, nullable=False),
+    Column("held", Float, nullable=False),
+    Column("entry_s", Float, nullable=False),
+    Column("counted_at", UtcDateTime, nullable=False),
+)
+"""One row for each user who has used GPUs lately. See `core.fair_share`."""
+
 counter = Table(
     "counter",
     metadata,

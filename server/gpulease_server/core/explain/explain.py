@@ -12,7 +12,7 @@ from gpulease_server.core.explain.connections import describe_connections, descr
 from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
-from gpulease_server.core.explain.order_reasons import describe_place
+from gpulease_server.core.explain.order_reasons import describe_place, recent_usage
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order import position as place_in_queue
 from gpulease_server.core.place import place
@@ -69,8 +69,8 @@ def explain(
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
     nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy)
     position = place_in_queue(ledger, record) if stays_queued else None
-    queued = describe_place(ledger, record) if stays_queued else ""
-    asked = describe_demand(lease.demand)
+    usage = recent_usage(ledger, record, now, policy) if stays_queued else ()
+    queued, asked = describe_place(ledger, record, usage) if stays_queued else "", describe_demand(lease.demand)
     if is_never(ledger, lease.demand):
         sentence = f"Never: asked for {asked}. {why_never(ledger, lease.demand)} {describe_nodes(ledger)}"
         return Explanation(verdict="never", sentence=sentence, position=position, obstacles=obstacles, nodes=nodes)
@@ -91,6 +91,7 @@ def explain(
         passed=bypass_count if stays_queued else None,
         passed_s=now.mono_s - first_bypass_s if bypass_count and stays_queued else None,
         held=held,
+        recent_usage=usage,
         behind=tuple(dict.fromkeys(item.lease_id for item in obstacles if item.code == "claimed" and item.lease_id)),
         obstacles=obstacles,
         nodes=nodes,
@@ -114,7 +115,8 @@ def _limit_met(
         return None
     times, for_s = passes[0], now.mono_s - passes[1]
     position = place_in_queue(ledger, record) if stays_queued else None
-    queued = describe_place(ledger, record) if stays_queued else ""
+    usage = recent_usage(ledger, record, now, reservations.policy) if stays_queued else ()
+    queued = describe_place(ledger, record, usage) if stays_queued else ""
     passed = describe_user_bypass(times, for_s, reservations.policy) if stays_queued else ""
     return Explanation(
         verdict="not_now",
@@ -123,6 +125,7 @@ def _limit_met(
         passed=times if stays_queued else None,
         passed_s=for_s if times and stays_queued else None,
         behind=behind,
+        recent_usage=usage,
     )
 
 

@@ -1,0 +1,27 @@
+"""What each user has used lately."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0028"
+down_revision = "0027"
+branch_labels = None
+depends_on = None
+
+
+def upgrade() -> None:
+    op.create_table(
+        "user_usage",
+        sa.Column("user_name", sa.String(255), nullable=False),
+        sa.Column("used_s", sa.Float(), nullable=False),
+        sa.Column("held", sa.Float(), nullable=False),
+        sa.Column("entry_s", sa.Float(), nullable=False),
+        sa.Column("counted_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("user_name", name="pk_user_usage"),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("user_usage")

@@ -1,0 +1,52 @@
+"""Changes of what the order of requests rests on, beside the requests themselves; see `core.order`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Overtakes:
+    """How many requests were granted by priority or usage, and which one goes first because of that, see `core.order`.
+    In memory only: a restart begins to count again."""
+
+    times: int
+    goes_first: str | None
+    """Lease id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRecord:
+    """What a user has used, as of one moment; see `core.fair_share`."""
+
+    user: str
+    """Login name; empty where it is not known."""
+    used_s: float = 0.0
+    """GPU-seconds up to `counted_at`, decayed to that moment, weighted by the models of GPUs."""
+    held: float = 0.0
+    """GPUs that the user's leases hold from then on, weighted."""
+    entry_s: float = 0.0
+    """GPU-seconds that count for these leases beside the time that they have held, weighted."""
+    counted_at: datetime
+    counted_at_s: float | None = field(default=None, compare=False)
+    """The same on the monotonic clock; None for a record of an earlier daemon process."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRemoved:
+    """What a user has used has decayed to nothing."""
+
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class UsageSteps:
+    """On which steps the usages of users are, which orders their requests. In memory only: it follows from what is
+    stored, the clock and the configuration."""
+
+    steps: tuple[tuple[str | None, int], ...]
+    lowest: int
+    """Who has a lower step counts as on this one."""
+    counted_at_s: float | None = None
+    """When all users who wait were put on their steps; None where only some were."""

@@ -1,0 +1,92 @@
+"""What a user has used lately, and what a change of a lease makes of it; `core.fair_share` has the rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from gpulease_protocol.model import Device, Lease, LeaseState
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.order_records import UsageRecord, UsageSteps
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant, LeaseRecord
+
+ENTRY_S = 3600.0
+"""The longest time that an entry charge is for."""
+STEP = math.log2(1.05)
+LOWEST_S = 3600.0
+"""GPU-seconds: less usage is on the lowest step."""
+
+
+def usage_of(ledger: Ledger, user: str | None, now: Instant, policy: Policy) -> UsageRecord:
+    """What a user has used up to now."""
+    known = ledger.usage.get(user or "")
+    return counted(known, now, policy) if known else UsageRecord(user=user or "", counted_at=now.at)
+
+
+def counted(record: UsageRecord, now: Instant, policy: Policy) -> UsageRecord:
+    """A record brought up to this moment."""
+    if record.counted_at_s is None:
+        passed_s = max(0.0, (now.at - record.counted_at).total_seconds())
+    else:
+        passed_s = now.mono_s - record.counted_at_s
+    rate = math.log(2) / policy.usage_half_life_s
+    gone = -math.expm1(-rate * passed_s)
+    used_s = record.used_s * (1 - gone) + record.held * gone / rate
+    return replace(record, used_s=used_s, counted_at=now.at, counted_at_s=now.mono_s)
+
+
+def weight_of(devices: Iterable[Device], policy: Policy) -> float:
+    """For how many GPUs these count."""
+    if not policy.gpu_weights:
+        return float(sum(1 for _ in devices))
+    return math.fsum(_weight(device.name or "", policy) for device in devices)
+
+
+def _weight(name: str, policy: Policy) -> float:
+    return next((weight for text, weight in policy.gpu_weights if text.lower() in name.lower()), 1.0)
+
+
+def entry_s(lease: Lease, weight: float) -> float:
+    """What counts for a lease beside the time that it has held its GPUs, in GPU-seconds."""
+    time_s = lease.demand.time_s
+    return weight * (ENTRY_S if time_s is None else min(time_s, ENTRY_S))
+
+
+def usage_changes(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> list[UsageRecord | UsageSteps]:
+    """The usage of a lease's user up to now, where this record of the lease is about to change what it holds; and the
+    user's new step, if usage orders. Nothing where what it holds stays the same."""
+    before = ledger.leases.get(record.lease.id)
+    if before is not None and before.lease is record.lease:
+        return []
+    held, holds = _held_devices(before), _held_devices(record)
+    if held == holds:
+        return []
+    user = record.lease.holder.user
+    usage, less, more = usage_of(ledger, user, now, policy), weight_of(held, policy), weight_of(holds, policy)
+    change_s = entry_s(record.lease, more) - entry_s(record.lease, less)
+    usage = replace(usage, held=max(0.0, usage.held + more - less), entry_s=max(0.0, usage.entry_s + change_s))
+    if not policy.fair_share:
+        return [usage]
+    steps = ((user, step_of(ordering_s(usage), now.mono_s, policy)),)
+    return [usage, UsageSteps(steps, step_of(0.0, now.mono_s, policy))]
+
+
+def _held_devices(record: LeaseRecord | None) -> tuple[Device, ...]:
+    return record.lease.gpus if record is not None and record.lease.state is LeaseState.ACTIVE else ()
+
+
+def ordering_s(usage: UsageRecord) -> float:
+    """By what a user's requests are ordered: what was used, and the entry charges; GPU-seconds."""
+    return usage.used_s + usage.entry_s
+
+
+def step_of(used_s: float, now_s: float, policy: Policy) -> int:
+    """The step of this usage, which stays the same while the usage only decays."""
+    return math.floor((math.log2(max(used_s, LOWEST_S)) + now_s / policy.usage_half_life_s) / STEP)
+
+
+def share_of(usage: UsageRecord, gpus: int, policy: Policy) -> float:
+    """The usage in relation to the capacity of so many GPUs: 1.0 for a user who has used all of them for long."""
+    return usage.used_s / (max(gpus, 1) * policy.usage_half_life_s / math.log(2))
