@@ -36,10 +36,13 @@ def _empty_ledger() -> bytes:
         return file.read_bytes()
 
 
-def simulate(seed: int, steps: int = 10_000, url: str | None = None, *, gangs: bool = False) -> Outcome:
-    """One run, on this empty database or on one of its own; with gangs where that is said."""
+def simulate(
+    seed: int, steps: int = 10_000, url: str | None = None, *, gangs: bool = False, priorities: bool = False
+) -> Outcome:
+    """One run, on this empty database or on one of its own; with gangs or priorities where that is said."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
-        return World(seed, steps, place, clients=12 if gangs else 6, gangs=gangs).run()
+        clients = 24 if priorities else 12 if gangs else 6
+        return World(seed, steps, place, clients=clients, gangs=gangs, priorities=priorities).run()
 
 
 def main() -> int:
@@ -49,11 +52,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--mutation", choices=MUTATIONS, help="put this fault into the daemon")
     parser.add_argument("--gangs", action="store_true", help="more nodes, and requests for several of them")
+    parser.add_argument("--priorities", action="store_true", help="more clients, and requests of each priority")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
     with mutated(asked.mutation):
-        outcome = simulate(asked.seed, asked.steps, gangs=asked.gangs)
+        outcome = simulate(asked.seed, asked.steps, gangs=asked.gangs, priorities=asked.priorities)
     if asked.trace:
         asked.trace.write_text("\n".join(outcome.trace) + "\n")
     print(f"seed {asked.seed}: {len(outcome.trace)} steps, {len(outcome.log)} events, {outcome.digest[:16]}", end="")

@@ -19,6 +19,8 @@ answer came. `what` says which kind of line it is:
     died      pid                               an owner of leases died
     attacked  call, status                      a user tried to act for another
     limit     user, queued                      how many requests of this user may wait at once
+    order     max_overtakes, max_bypasses       so many are granted by priority until the oldest goes first, and
+                                                so many pass it then
     over                                        the run has ended, and everyone had time to be served
 
 `RULES` names each rule with the promise of the design that it guards. A rule returns sentences; none means kept.
@@ -477,6 +479,88 @@ def queue_is_bounded(seen: Seen) -> Iterator[str]:
                 return
 
 
+RANKS = ("interactive", "normal", "scavenge")
+
+
+@dataclass
+class Queued:
+    """The requests that wait, as the log goes on: by lease, the event that said so, in order of arrival."""
+
+    seen: Seen
+    demands: dict[str, Line] = field(default_factory=dict)
+    """Of those that any GPUs of one node serve."""
+    waiting: dict[str, Line] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for _, lease in self.seen.answers():
+            demand = lease["demand"]
+            special = [demand.get(name) for name in ("node", "gpu_model", "min_free_memory_bytes", "among")]
+            if demand.get("selection", "count") == "count" and demand.get("nodes", 1) == 1 and not any(special):
+                self.demands[lease["id"]] = demand
+
+    def grants(self, *, ends: bool = False) -> Iterator[tuple[Line, Line | None]]:
+        """Each grant, and each end of one that waits if `ends`, with the event that had said that it waits. Meanwhile
+        `waiting` has the others."""
+        for event in self.seen.events("lease.queued", "lease.granted", "lease.ended"):
+            if event["kind"] == "lease.queued":
+                self.waiting[event["lease_id"]] = event
+                continue
+            queued = self.waiting.pop(event["lease_id"], None)
+            if event["kind"] == "lease.granted" or (ends and queued is not None):
+                yield event, queued
+
+    def rank(self, lease: str) -> int:
+        """The rank of a lease's priority."""
+        return RANKS.index(self.demands[lease].get("priority", "normal"))
+
+
+def higher_priorities_go_first(seen: Seen) -> Iterator[str]:
+    """A grant passes no request of higher priority that it would have served, but for the one that has waited longest:
+    that is one grant of `max_overtakes + 1`."""
+    if not seen.of["order"]:
+        return
+    queue, since = Queued(seen), NEVER
+    for event, queued in queue.grants():
+        granted, since = event["lease_id"], since + 1
+        if granted not in queue.demands:
+            continue
+        rank, count = queue.rank(granted), queue.demands[granted]["count"]
+        passed = [
+            lease
+            for lease in queue.waiting
+            if lease in queue.demands and queue.rank(lease) < rank and queue.demands[lease]["count"] <= count
+        ]
+        if not passed:
+            continue
+        if queued is None or since <= seen.of["order"][0]["max_overtakes"]:
+            yield f"seq {event['seq']}: {granted} is granted while {passed} of higher priority wait"
+        since = 0
+
+
+def longest_waiting_goes_first(seen: Seen) -> Iterator[str]:
+    """While a request for one GPU waits and no older one is granted or ends, few newer ones are granted: those until
+    the oldest goes first, and those that then pass it because they fit. After a restart of the daemon as many again."""
+    if not seen.of["order"]:
+        return
+    most = seen.of["order"][0]["max_overtakes"] + seen.of["order"][0]["max_bypasses"] + 1
+    starts = [line["at_s"] for line in seen.of["started"]]
+    queue, times = Queued(seen), dict[str, int]()
+    for event, queued in queue.grants(ends=True):
+        place = NEVER if queued is None else queued["seq"]
+        for lease, waits in queue.waiting.items():
+            if place < waits["seq"]:
+                times[lease] = 0
+            elif event["kind"] == "lease.granted":
+                times[lease] = times.get(lease, 0) + 1
+            if times.get(lease, 0) <= most or queue.demands.get(lease, {}).get("count") != 1:
+                continue
+            since_s, now_s = min(seen.moments(waits), default=0.0), max(seen.moments(event), default=NEVER)
+            restarts = sum(since_s - seen.tolerance_s <= at_s <= now_s + seen.tolerance_s for at_s in starts)
+            if times[lease] > most * (restarts + 1):
+                yield f"seq {event['seq']}: {times[lease]} newer ones were granted while {lease} waited"
+                return
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -495,6 +579,8 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "two holders never trust at once (1, 7)": trusted_by_one,
     "nothing is granted unseen (3, 4, 5, 13)": looked_at_first,
     "out of use is out of use (4)": out_of_use_is_left_alone,
+    "higher priorities go first (8)": higher_priorities_go_first,
+    "who has waited longest has a turn (8)": longest_waiting_goes_first,
     "all are served in the end (8)": all_are_served,
     "nothing drains forever (5)": clean_in_the_end,
     "a living owner keeps its lease (7, 12)": the_living_keep,

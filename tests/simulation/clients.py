@@ -41,6 +41,9 @@ class PlayedClient:
         }
         if self.world.gangs:
             body |= {"count": chance.choice((1, 1, 2)), "nodes": chance.choice((1, 2, 2, 3, 3, 4))}
+        if self.world.priorities:
+            body |= {"priority": chance.choice(("interactive", "interactive", "interactive", "normal", "scavenge"))}
+            body |= {"time_s": chance.choice((20.0, 3600.0))}
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
         if lease is not None and lease["state"] == "queued":

@@ -24,6 +24,7 @@ from gpulease_server.core import backfill, gpu_state, grant, lease, node, placem
 from gpulease_server.core import decide as deciding
 from gpulease_server.core.draining import observe_draining
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Placed
 from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseRecord
@@ -377,6 +378,26 @@ def queue_without_limit() -> Patches:
     return [(f"{CORE}.queue.user_queue_is_full", lambda *_: False)]
 
 
+def any_order() -> Patches:
+    """Priorities are written down and not obeyed."""
+    return [(f"{CORE}.demand_classes.rank_of", lambda *_: 1), (f"{CORE}.order.choose_first", lambda *_: None)]
+
+
+def never_the_oldest() -> Patches:
+    """No request ever goes first because it has waited longest."""
+    return [(f"{CORE}.queue.choose_first", lambda *_: None)]
+
+
+def always_by_age() -> Patches:
+    """Each grant by priority lets the oldest request go first, not only one of so many."""
+    put = Turn.put
+
+    def at_once(self: Turn, change: Any) -> None:
+        put(self, replace(change, times=self.policy.max_overtakes) if isinstance(change, Overtakes) else change)
+
+    return [(f"{CORE}.turn.Turn.put", at_once)]
+
+
 def anyone_may_release() -> Patches:
     """Whose a lease is does not matter."""
     return [("gpulease_server.api.auth.callers.Caller.owns", lambda *_: True)]
@@ -415,12 +436,19 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         end_what_a_silent_worker_watches,
         queue_without_limit,
         anyone_may_release,
+        any_order,
+        never_the_oldest,
+        always_by_age,
     )
 }
 
 
 OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on_the_first_node", "hold_halves")
 """Faults that only show where there are gangs."""
+
+
+OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age")
+"""Faults that only show where there are requests of several priorities."""
 
 
 @contextlib.contextmanager

@@ -293,6 +293,31 @@ def waits_on(run: Run) -> None:
     )
 
 
+def with_order(run: Run, count: int) -> None:
+    """Z, of higher priority, waits as well."""
+    run.lines.append({"what": "order", "at_s": 0.0, "max_overtakes": 1, "max_bypasses": 0})
+    waits = lease("Z", "queued", None, count=count)
+    waits["demand"]["priority"] = "interactive"
+    run.lines.append({"what": "shown", "lease_id": "Z", "sent_s": 2.2, "at_s": 2.4, "status": 200, "lease": waits})
+    run.log.insert(3, event("lease.queued", 2.1, lease_id="Z"))
+    run.log.append(event("lease.ended", 9.9, lease_id="Z", reason="cancelled"))
+    run.renumber()
+
+
+def passes_a_higher_priority(run: Run) -> None:
+    with_order(run, 1)
+    run.log.remove(run.find(kind="lease.queued", lease_id="B"))
+    run.renumber()
+
+
+def oldest_never_goes_first(run: Run) -> None:
+    with_order(run, 1)
+    at = run.log.index(run.find(kind="lease.queued", lease_id="Z"))
+    for number in range(6):
+        run.log.insert(at + 1, event("lease.granted", 2.2, lease_id=f"N{number}", gpus=[f"n{number}"], token=9))
+    run.renumber()
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
@@ -332,6 +357,8 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("nothing is held forever (11, 12)", waits_on),
     ("no one acts for another user (15)", released_by_another),
     ("one user's queue is bounded (15)", too_many_wait),
+    ("higher priorities go first (8)", passes_a_higher_priority),
+    ("who has waited longest has a turn (8)", oldest_never_goes_first),
 ]
 
 
@@ -346,6 +373,14 @@ def test_a_gang_passes() -> None:
     as_gang(run)
 
     assert check(run.log, run.lines) == []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_oldest_request_may_go_before_one_of_higher_priority_which_may_also_ask_for_more(count: int) -> None:
+    run = Run()
+    with_order(run, count)
+
+    assert not {rule for rule in judge(run) if rule.endswith("(8)") and "served" not in rule}
 
 
 def test_the_wall_clock_may_be_set_without_harm() -> None:

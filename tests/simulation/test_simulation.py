@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.__main__ import simulate
-from tests.simulation.mutations import MUTATIONS, OF_GANGS, mutated
+from tests.simulation.mutations import MUTATIONS, OF_GANGS, OF_PRIORITIES, mutated
 
 pytestmark = pytest.mark.busy("compute")
 
@@ -22,6 +22,7 @@ LOOK_FIRST = {
     "trust_unknown_words": 7,
     "ignore_strangers": 5,
     "forget_debts": 2,
+    "always_by_age": 2,
     "wait_for_lost_nodes": 2,
     "end_what_a_silent_worker_watches": 10,
 }
@@ -45,6 +46,16 @@ def test_every_promise_is_kept_with_gangs() -> None:
 
     assert outcome.complaints == [], "--gangs --steps 1500"
     assert len({lease["demand"]["nodes"] for lease in outcome.gangs()}) > 1
+
+
+@pytest.mark.budget(30)
+def test_every_promise_is_kept_with_priorities() -> None:
+    outcome = simulate(6, steps=1500, priorities=True)
+
+    assert outcome.complaints == [], "--priorities --steps 1500"
+    listed = (line["lease"] for line in outcome.lines if line["what"] == "listed")
+    granted = [lease["demand"]["priority"] for lease in listed if lease["token"] is not None]
+    assert min(granted.count(word) for word in ("interactive", "normal", "scavenge")) > 5
 
 
 def test_every_promise_is_kept_on_postgresql(postgres_url: str) -> None:
@@ -72,7 +83,10 @@ def test_a_fault_is_caught(name: str) -> None:
 def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
     seeds = dict.fromkeys([LOOK_FIRST.get(name, 1), *range(1, 51)])
     with mutated(name):
-        assert any(simulate(seed, steps=1000, gangs=name in OF_GANGS).complaints for seed in seeds)
+        assert any(
+            simulate(seed, steps=1000, gangs=name in OF_GANGS, priorities=name in OF_PRIORITIES).complaints
+            for seed in seeds
+        )
 
 
 @pytest.mark.soak
@@ -80,7 +94,10 @@ def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_fault_is_caught_by_some_seed(name: str) -> None:
     with mutated(name):
-        assert any(simulate(seed, steps=10_000, gangs=name in OF_GANGS).complaints for seed in range(1, 11))
+        assert any(
+            simulate(seed, steps=10_000, gangs=name in OF_GANGS, priorities=name in OF_PRIORITIES).complaints
+            for seed in range(1, 11)
+        )
 
 
 @pytest.mark.soak

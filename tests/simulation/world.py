@@ -50,6 +50,8 @@ LOST_AFTER_S = 20.0
 """How long a node is silent until it is gone for good."""
 AFTERWARDS_S = 2 * LOST_AFTER_S
 """By then nothing is held, because no one wants anything any more."""
+MAX_OVERTAKES = 3
+"""How many may be granted by priority until the one that has waited longest goes first."""
 MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
 CALM_S = 200.0
@@ -149,15 +151,23 @@ def _refuse_the_dead(*_: object) -> None:
 
 class World:
     """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it. With
-    `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes."""
+    `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
+    ask with all of these."""
 
-    def __init__(self, seed: int, steps: int, url: str, *, clients: int = 6, gangs: bool = False) -> None:
+    def __init__(
+        self, seed: int, steps: int, url: str, *, clients: int = 6, gangs: bool = False, priorities: bool = False
+    ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
         self.url = url
         self.policy = Policy(
-            retained_memory_s=3.0, node_lost_after_s=LOST_AFTER_S, limits=UserLimits(queued=MAX_QUEUED)
+            retained_memory_s=3.0,
+            node_lost_after_s=LOST_AFTER_S,
+            limits=UserLimits(queued=100 if priorities else MAX_QUEUED, interactive_gpus=0),
+            max_overtakes=MAX_OVERTAKES,
+            max_bypass=1 if priorities else 10,
         )
+        self.priorities = priorities
         self.trace: list[str] = []
         self.lines: list[dict[str, Any]] = []
         self.calm = False
@@ -284,7 +294,9 @@ class World:
     async def _live(self) -> list[dict[str, Any]]:
         background = [node.run() for node in self.nodes.values()]
         background += [node.suffer() for node in self.nodes.values()]
-        self.see("limit", user="eve", queued=MAX_QUEUED)
+        self.see("limit", user="eve", queued=self.policy.limits.queued)
+        sets = 1 + math.ceil(math.log2(len(self.nodes)))
+        self.see("order", max_overtakes=MAX_OVERTAKES, max_bypasses=self.policy.max_bypass * sets)
         for body in (*background, self._operate(), self._keep_up(), follow_events(self), Attacker(self).run()):
             self.spawn(body)
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
