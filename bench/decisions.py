@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.table.rows import Row, Target
-from gpulease_protocol.model import Demand, Holder, Lease, Selection
+from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
 from gpulease_server.core.happenings import LeaseRequested, RenewalRequested, Ticked
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import BypassCounts
@@ -25,14 +25,16 @@ SIZES = ((1, 10), (16, 100), (125, 1_000), (1_250, 10_000), (1_250, 100_000))
 """Nodes of 8 GPUs, and requests that wait."""
 ROUNDS = 50
 BATCH = 500
+USERS = 1000
+MANY_USERS = f"renewal, while a GPU is free that none of up to {USERS:,} users can use, by fair share"
 UNBOUNDED = UserLimits(queued=10**7, queued_bytes=2**50)
 
 
 class Fleet:
     """Nodes of 8 GPUs with idle GPUs, or with all of them held and a queue."""
 
-    def __init__(self, nodes: int) -> None:
-        self.world = World(policy=Policy(max_queued=10**7, max_queued_bytes=2**50, limits=UNBOUNDED))
+    def __init__(self, nodes: int, **rules: Any) -> None:
+        self.world = World(policy=Policy(max_queued=10**7, max_queued_bytes=2**50, limits=UNBOUNDED, **rules))
         self.names = [chr(0x100 + number) for number in range(nodes)]
         for name in self.names:
             self.world.node(name)
@@ -108,6 +110,9 @@ def measure(nodes: int, waiting: int) -> dict[str, float]:
     ]
     found["500 renewals in one turn"] = timed(lambda: world.turn(*renewals), 5)
     found["release, report, grant to the next"] = timed(lambda: fleet.give_back(leases), 8)
+    shared = by_fair_share(nodes, waiting)
+    found["release, report, grant by fair share"] = shared["grant"]
+    found[MANY_USERS] = shared["renewal"]
     unusable = with_unusable_gpu(nodes, waiting)
     found["renewal, while a GPU is free that no one in the queue can use"] = unusable["renewal"]
     found["request that must wait, while a GPU is free that no one can use"] = unusable["request"]
@@ -125,8 +130,29 @@ def measure(nodes: int, waiting: int) -> dict[str, float]:
 
 def growth_of_decisions(least: dict[str, float], most: dict[str, float]) -> dict[str, float]:
     """How many times as long each decision takes at the greater size; without turns of many requests, most of which are
-    granted at one size and queued at the other."""
-    return {what: most[what] / least[what] for what in least if not what.startswith("500 new ")}
+    granted at one size and queued at the other, and without what depends on the number of users."""
+    of_many = ("500 new ", MANY_USERS)
+    return {what: most[what] / least[what] for what in least if not what.startswith(of_many)}
+
+
+def by_fair_share(nodes: int, waiting: int) -> dict[str, list[float]]:
+    """The same for requests of three priorities and up to 1,000 users, ordered by what these have used."""
+    fleet = Fleet(nodes, fair_share=True)
+    world = fleet.world
+    leases = fleet.fill(0)
+    for number in range(waiting):
+        user = f"user {number % min(waiting, USERS)}"
+        world.ask(1, user=user, priority=(Priority.NORMAL, Priority.SCAVENGE, Priority.NORMAL)[number % 3])
+    found = {"grant": timed(lambda: fleet.give_back(leases), 8)}
+    world = Fleet(nodes, fair_share=True).world
+    fleet.world = world
+    for name in fleet.names:
+        world.node(name)
+    leases = fleet.fill(0)
+    for number in range(waiting):
+        world.ask(2, user=f"user {number % min(waiting, USERS)}", node=fleet.names[0])
+    fleet.give_back(leases)
+    return found | {"renewal": timed(lambda: world.renew(leases[0]))}
 
 
 def with_unusable_gpu(nodes: int, waiting: int) -> dict[str, list[float]]:
@@ -193,6 +219,16 @@ def decisions(quick: bool) -> list[Row]:
             ),
         )
     ]
+    rows.append(
+        Row(
+            question=f"one turn while none of {min(sizes[1][1], USERS):,} users by fair share can use a free GPU",
+            formerly="",
+            target=Target(bound=2.0),
+            figure=most[MANY_USERS] / 1e3,
+            unit="ms",
+            beside=f"{least[MANY_USERS] / 1e3:.2f} ms with {sizes[0][1]} users",
+        )
+    )
     renewals_ms = most["500 renewals in one turn"] / 1e3
     requests_ms = Fleet(sizes[1][0]).batch_of_requests() / 1e3
     waiting = Fleet(sizes[1][0])

@@ -23,7 +23,7 @@ def expected_starts(
     """
     holding = {lease.id: lease for lease in leases if lease.state is LeaseState.ACTIVE}
     job_of = {job.lease_id: job for job in jobs}
-    ends = sorted(filter(None, (_free_at(gpu, job_of, now) for gpu in gpus)))
+    ends = sorted(filter(None, (_free_at(gpu, holding, job_of, now) for gpu in gpus)))
     running = Counter(job.array_id for job in jobs if job.state is not JobState.QUEUED)
     found: dict[str, str] = {}
     needed = 0
@@ -49,11 +49,13 @@ def expected_starts(
     return found
 
 
-def _free_at(gpu: Gpu, job_of: dict[str, Job], now: datetime) -> datetime | None:
+def _free_at(gpu: Gpu, holding: dict[str, Lease], job_of: dict[str, Job], now: datetime) -> datetime | None:
     """When a GPU is free at the latest; None where that is not known."""
     if gpu.state is GpuState.FREE:
         return now
-    job = job_of.get(gpu.lease_id or "")
+    job, lease = job_of.get(gpu.lease_id or ""), holding.get(gpu.lease_id or "")
+    if job is None and gpu.state is GpuState.LEASED and lease is not None and lease.ends_at is not None:
+        return max(now, lease.ends_at)
     if gpu.state is not GpuState.LEASED or job is None or job.timeout_s is None or job.started_at is None:
         return None
     return max(now, job.started_at + timedelta(seconds=job.timeout_s))
@@ -62,7 +64,11 @@ def _free_at(gpu: Gpu, job_of: dict[str, Job], now: datetime) -> datetime | None
 def _longest_without_limit(gpus: Sequence[Gpu], holding: dict[str, Lease], job_of: dict[str, Job]) -> Lease | None:
     """The lease that has held GPUs for the longest time, of those without a time limit."""
     held = (holding[gpu.lease_id] for gpu in gpus if gpu.lease_id in holding)
-    endless = [lease for lease in held if lease.id not in job_of or job_of[lease.id].timeout_s is None]
+    endless = [
+        lease
+        for lease in held
+        if (lease.ends_at is None if lease.id not in job_of else job_of[lease.id].timeout_s is None)
+    ]
     return min(endless, key=lambda lease: lease.granted_at or lease.created_at, default=None)
 
 

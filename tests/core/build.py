@@ -446,8 +446,12 @@ class World:
         assert heads == [head for head, _, _ in ledger.demand_classes.heads]
         assert all(classes[members.key] is members for _, _, members in ledger.demand_classes.heads)
         of_user: dict[str | None, list[ClassKey]] = {}
+        of_demand: dict[Demand, list[ClassKey]] = {}
         for key in classes:
             of_user.setdefault(key.user, []).append(key)
+            of_demand.setdefault(key.demand, []).append(key)
+        alike = ledger.demand_classes.of_demand
+        assert of_demand == {demand: [one.key for one in some] for demand, some in alike.items()}
         assert of_user == {user: [one.key for one in some] for user, some in ledger.demand_classes.of_user.items()}
         for members in classes.values():
             for bypassed, counts in (

@@ -312,7 +312,7 @@ def test_explain_says_it_in_numbers() -> None:
 
 
 def test_who_waits_while_others_use_goes_first_in_time_without_any_event_of_theirs() -> None:
-    """Eve's usage grows while she holds a GPU and waits for another; the steps of all who wait are found again."""
+    """Eve's usage grows while Eve holds a GPU and waits for another; the steps of all who wait are found again."""
     world = world_of(gpus=2)
     use(world, "bob", 1, 30.0)
     ask(world, 1, "eve")
@@ -338,3 +338,24 @@ def test_no_flood_of_users_who_have_used_nothing_starves_anyone(others: int) -> 
         (held,) = active
         assert newer
     assert 6 <= number <= 8
+
+
+def day_of_a_sweep(world: World) -> float:
+    """Ann submits a sweep of 200 jobs of 10 minutes on four GPUs; half an hour later Bob asks for all four. Hours that
+    Bob waits."""
+    sweep = [ask(world, 1, "ann") for _ in range(200)]
+    bob: Lease | None = None
+    for rounds in range(60):
+        if rounds == 3:
+            bob = ask(world, 4, "bob")
+        world.at_s += 600.0
+        for lease in [lease for lease in sweep if is_active(world, lease)]:
+            give_back(world, lease)
+        if bob is not None and is_active(world, bob):
+            return (rounds - 2) / 6
+    raise AssertionError("the sweep has ended")
+
+
+def test_a_training_does_not_wait_for_the_sweep_that_came_before() -> None:
+    assert day_of_a_sweep(world_of(gpus=4)) < 1
+    assert day_of_a_sweep(world_of(gpus=4, fair_share=False)) > 7

@@ -112,6 +112,8 @@ class DemandClasses:
     """The oldest of each class, in order. The number is 0: what a walk adds to its copy has others."""
     of_user: dict[str | None, dict[DemandClass, None]] = field(default_factory=dict)
     """The classes of each user who has some."""
+    of_demand: dict[Demand, dict[DemandClass, None]] = field(default_factory=dict)
+    """The classes that ask for the same, of whichever user."""
     steps: dict[str | None, int] = field(default_factory=dict)
     """By user, the step of their usage, see `core.fair_share`; empty while usage does not count."""
     lowest_step: int = 0
@@ -140,6 +142,7 @@ class DemandClasses:
         if members is None:
             members = self.classes[key] = DemandClass(key, self.group_of(lease.demand, key.user))
             self.of_user.setdefault(key.user, {})[members] = None
+            self.of_demand.setdefault(key.demand, {})[members] = None
         self.class_of[lease.id] = members
         bisect.insort(members.places, place)
         self._put_head(members)
@@ -160,9 +163,12 @@ class DemandClasses:
                 bypassed.remove(place)
         self._put_head(members)
         if not members.places:
-            del self.classes[members.key], self.of_user[members.key.user][members]
-            if not self.of_user[members.key.user]:
-                del self.of_user[members.key.user]
+            key = members.key
+            del self.classes[key], self.of_user[key.user][members], self.of_demand[key.demand][members]
+            if not self.of_user[key.user]:
+                del self.of_user[key.user]
+            if not self.of_demand[key.demand]:
+                del self.of_demand[key.demand]
 
     def _put_head(self, members: DemandClass) -> None:
         """Bring what `heads` has of a class up to date."""
@@ -237,7 +243,7 @@ class DemandClasses:
     def divide(self, queued: Iterable[LeaseRecord], by_user: bool, put: Callable[[LeaseRecord], None]) -> None:
         """Group the requests again, with users told apart or not; `put` adds one of them."""
         self.by_user = by_user
-        for part in (self.classes, self.class_of, self.of_user, self.heads):
+        for part in (self.classes, self.class_of, self.of_user, self.of_demand, self.heads):
             part.clear()
         for record in queued:
             put(record)
@@ -255,6 +261,7 @@ class DemandClasses:
             copied = DemandClass(key, members.group, members.places.copy(), members.head, *bypassed)
             made.classes[key] = copied
             made.of_user.setdefault(key.user, {})[copied] = None
+            made.of_demand.setdefault(key.demand, {})[copied] = None
             made.class_of.update(dict.fromkeys((lease_id for _, lease_id in copied.places), copied))
         made.heads = [(head, number, made.classes[members.key]) for head, number, members in self.heads]
         return made

@@ -15,8 +15,11 @@ within the walk.
 A class is looked at again behind the request at which that changed which its members share: what their user
 and token have, and how many jobs of their array run.
 
-Skipped requests count for a grant behind them, which bypasses them. They are *listed* only then, and only where they
-could use what is granted. A request whose pause has just ended is in no class, and looked at by itself.
+Where usage counts, each user has classes of their own, of which many ask for the same. When one of these is blocked the
+others are too: those with nothing set apart are *dropped* from the walk at once.
+
+Skipped and dropped requests count for a grant behind them, which bypasses them. They are *listed* only then, and only
+where they could use what is granted. A request whose pause has just ended is in no class, and looked at by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
-from gpulease_protocol.model import Selection
+from gpulease_protocol.model import Priority, Selection
 from gpulease_server.core.backfill import BlockedRequests, Reservations, nodes_to_reserve
 from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place
 from gpulease_server.core.eligibility import array_at_limit, is_eligible, is_over_user_limit
@@ -41,6 +44,10 @@ from gpulease_server.core.user_order import UserOrder
 
 Limiter = tuple[str, str | None]
 """What limits a class, beside others, by what changes within a walk: its `user`, `token` or `array`, and the name."""
+
+
+MOST_KEPT = 16
+"""A walk drops classes that ask for the same if there are no more than so many times as many others."""
 
 
 class Why(StrEnum):
@@ -94,6 +101,8 @@ class QueueWalk:
     _skipped: dict[DemandClass, Skipped] = field(default_factory=dict)
     _by_demand: dict[LimitedDemand, dict[DemandClass, None]] = field(default_factory=dict)
     """The classes that are skipped because they are blocked."""
+    _dropped: dict[LimitedDemand, list[DemandClass]] = field(default_factory=dict)
+    """Those that were dropped with them. They are skipped once they are to be listed."""
     _by_limiter: dict[Limiter, dict[DemandClass, None]] = field(default_factory=dict)
     """The classes that are skipped, and may have to be looked at again."""
     _new_of_class: dict[DemandClass, list[Place]] = field(default_factory=dict)
@@ -137,6 +146,10 @@ class QueueWalk:
         for demand in self.blocked.could_use(gpus):
             for members in self._by_demand.get(demand, ()):
                 self._list(self._skipped[members], user)
+            for members in self._dropped.pop(demand, ()):
+                skipped = self._skipped[members] = Skipped(members, Why.BLOCKED, (0, ""), demand)
+                self._by_demand.setdefault(demand, {})[members] = None
+                self._list(skipped, user)
         self.blocked.count_bypass(turn, gpus, self.is_before(user, place))
         if self.reservations.users.limits.gpus:
             for members in self._by_limiter.get(("user", user), ()):
@@ -205,6 +218,8 @@ class QueueWalk:
             if why is None:
                 return True
             skipped = self._skip(record, members, why)
+            if why is Why.BLOCKED and self._depends_on_user_alone(members):
+                self._drop_alike(skipped)
             if self._next_apart(skipped, (record.number, "")) != self._at[2:]:
                 return False
         if skipped.why is Why.BLOCKED:
@@ -237,6 +252,34 @@ class QueueWalk:
         for limiter in self._limiters(record):
             self._by_limiter.setdefault(limiter, {})[members] = None
         return skipped
+
+    def _depends_on_user_alone(self, members: DemandClass) -> bool:
+        """True for a class of which nothing but the usage of its user sets others apart that ask for the same."""
+        key, reservations = members.key, self.reservations
+        may_limit = reservations.users.has_limits or key.demand.priority is Priority.INTERACTIVE
+        if not reservations.policy.fair_share or may_limit or key.token_id is not None or key.array_id is not None:
+            return False
+        return not nodes_to_reserve(0, 0.0, reservations.policy)
+
+    def _drop_alike(self, blocked: Skipped) -> None:
+        """Drop the classes that ask for the same as a blocked one, if they are many of those that the walk has yet to
+        come to. Not those with a new request, or one that was bypassed."""
+        alike = self.ledger.demand_classes.of_demand[blocked.members.key.demand]
+        if len(alike) * MOST_KEPT < len(self._heap):
+            return
+        known = self._skipped.keys() | self._passed.keys() | self._new_of_class.keys()
+        dropped = {
+            members: None
+            for members in alike
+            if not members.bypassed.places
+            and members not in known
+            and members.key.token_id is None
+            and members.key.array_id is None
+        }
+        if dropped:
+            self._heap = [entry for entry in self._heap if entry[2] not in dropped]
+            heapq.heapify(self._heap)
+            self._dropped.setdefault(blocked.limited, []).extend(dropped)
 
     def _find_new(self) -> None:
         """Find the new requests of each class. Not needed before the first class is skipped."""
