@@ -22,8 +22,7 @@ in time, which is what an index needs. Usages are compared in *steps* of 5 %: us
 arrival. Whatever is below one GPU-hour is on the lowest step. A user's step is found again with each grant and end,
 and those of all who wait every `RECOUNT_S`: usage grows while GPUs are held, and decays to the lowest step.
 
-Dividing all usages by the same capacity would change no comparison. `share_of` gives that ratio, for people: 1.0 is one
-user who has used everything for a long time.
+Usages are not divided by the capacity of the fleet: that would change no comparison.
 
 | what happens | what follows |
 |---|---|

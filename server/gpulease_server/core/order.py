@@ -3,8 +3,7 @@
     priority, then usage (where that counts), then arrival
 
 The order is strict: no request gets a GPU that one before it could have had, but for backfill, which is bounded
-(`core.backfill`) and never delays a planned start (`core.planned_start`). It says who is next, and takes nothing from
-those that run.
+(`core.backfill`). It says who is next, and takes nothing from those that run.
 
 No request starves
 ------------------

@@ -85,8 +85,3 @@ def ordering_s(usage: UsageRecord) -> float:
 def step_of(used_s: float, now_s: float, policy: Policy) -> int:
     """The step of this usage, which stays the same while the usage only decays."""
     return math.floor((math.log2(max(used_s, LOWEST_S)) + now_s / policy.usage_half_life_s) / STEP)
-
-
-def share_of(usage: UsageRecord, gpus: int, policy: Policy) -> float:
-    """The usage in relation to the capacity of so many GPUs: 1.0 for a user who has used all of them for long."""
-    return usage.used_s / (max(gpus, 1) * policy.usage_half_life_s / math.log(2))
