@@ -16,9 +16,9 @@ from typing import Any
 from bench.table.rows import Row, Target
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
 from gpulease_server.core.happenings import LeaseRequested, RenewalRequested, Ticked
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import BypassCounts
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import GIB, World
 
 SIZES = ((1, 10), (16, 100), (125, 1_000), (1_250, 10_000), (1_250, 100_000))

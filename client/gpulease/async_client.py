@@ -14,6 +14,7 @@ from gpulease.async_lease import AsyncLease, OnLost, PendingLease
 from gpulease.brief_errors import brief_errors_of
 from gpulease.client import Client
 from gpulease.cuda import ranks
+from gpulease.limit_methods import AsyncLimitMethods
 from gpulease.sansio.async_transport import AsyncTransport
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.flows import Flows, as_tuple, lease_request
@@ -35,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 @brief_errors_of
-class AsyncClient:
+class AsyncClient(AsyncLimitMethods):
     """`Client` for event loops: the same methods with the same arguments. For one event loop at a time.
 
         async with gpulease.AsyncClient() as client:
@@ -325,7 +326,6 @@ class AsyncClient:
         return await self._transport.run(self._flows.release(lease_id, fencing_token, retry_s, timeout_s))
 
     # Bearer tokens
-
     async def create_token(self, request: TokenRequest) -> NewBearerToken:
         """Create a bearer token; only this answer shows its `bearer`. For administrators."""
         return await self.send(endpoints.create_token(request))

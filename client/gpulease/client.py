@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 from gpulease.agent_fields import agent_fields
 from gpulease.brief_errors import brief_errors, brief_errors_of
 from gpulease.cuda import ranks
+from gpulease.limit_methods import LimitMethods
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.flows import Flows, as_tuple, lease_request
 from gpulease.sansio.sync_transport import Transport
@@ -38,7 +39,7 @@ Answer = TypeVar("Answer")
 
 
 @brief_errors_of
-class Client:
+class Client(LimitMethods):
     """A client of a daemon. Safe to use from several threads, and in a forked child.
 
         with gpulease.Client() as client:
@@ -330,7 +331,6 @@ class Client:
         return find_usable_cuda_devices(num_devices, client=self, **options)
 
     # Bearer tokens
-
     def create_token(self, request: TokenRequest) -> NewBearerToken:
         """Create a bearer token; only this answer shows its `bearer`. For administrators."""
         return self.send(endpoints.create_token(request))

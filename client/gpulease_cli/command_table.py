@@ -134,6 +134,15 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         ),
     },
     "Access": {
+        "limits": Row(
+            "What a user, a group or a token may have, and has",
+            below={
+                "set": Row("Set limits of a user, a group or a token; they end no lease", "limits:set_limits"),
+                "show": Row("Show the limits of a user, a group or a token, and what is used of them", "limits:show"),
+                "list": Row("List the limits that are set and what is used of them", "limits:list_limits"),
+                "remove": Row("Remove the limits that were set for a user, a group or a token", "limits:remove"),
+            },
+        ),
         "mcp": Row("Serve GPUs to a coding agent over the Model Context Protocol, on stdin and stdout", "mcp:mcp"),
         "token": Row(
             "Bearer tokens for callers on other hosts",

@@ -82,27 +82,27 @@ def me() -> ApiCall[Identity]:
     """`GET /v1/me`."""
     from gpulease_protocol.tokens import Identity
 
-    return _get("/v1/me", Identity)
+    return get("/v1/me", Identity)
 
 
 def gpus(cursor: str | None = None) -> ApiCall[Page[Gpu]]:
     """`GET /v1/gpus`."""
-    return _list("/v1/gpus", Gpu, cursor)
+    return list_page("/v1/gpus", Gpu, cursor)
 
 
 def gpu(uuid: str) -> ApiCall[Gpu]:
     """`GET /v1/gpus/{uuid}`."""
-    return _get(f"/v1/gpus/{_encoded(uuid)}", Gpu)
+    return get(f"/v1/gpus/{encoded(uuid)}", Gpu)
 
 
 def nodes(cursor: str | None = None) -> ApiCall[Page[Node]]:
     """`GET /v1/nodes`."""
-    return _list("/v1/nodes", Node, cursor)
+    return list_page("/v1/nodes", Node, cursor)
 
 
 def node(name: str) -> ApiCall[Node]:
     """`GET /v1/nodes/{name}`."""
-    return _get(f"/v1/nodes/{_encoded(name)}", Node)
+    return get(f"/v1/nodes/{encoded(name)}", Node)
 
 
 def drain_node(name: str, reason: str | None = None) -> ApiCall[Node]:
@@ -110,7 +110,7 @@ def drain_node(name: str, reason: str | None = None) -> ApiCall[Node]:
     from gpulease_protocol.requests import DrainRequest
 
     body = to_body(DrainRequest(reason=reason)) or None
-    return replace(_post(f"/v1/nodes/{_encoded(name)}/drain", body, Node), optional_fields=OUT_OF_USE_FIELDS)
+    return replace(_post(f"/v1/nodes/{encoded(name)}/drain", body, Node), optional_fields=OUT_OF_USE_FIELDS)
 
 
 def pause_node(name: str, force: bool = False, reason: str | None = None) -> ApiCall[Node]:
@@ -118,22 +118,22 @@ def pause_node(name: str, force: bool = False, reason: str | None = None) -> Api
     from gpulease_protocol.requests import PauseRequest
 
     body = to_body(PauseRequest(force=force, reason=reason))
-    return replace(_post(f"/v1/nodes/{_encoded(name)}/pause", body, Node), optional_fields=OUT_OF_USE_FIELDS)
+    return replace(_post(f"/v1/nodes/{encoded(name)}/pause", body, Node), optional_fields=OUT_OF_USE_FIELDS)
 
 
 def resume_node(name: str) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/resume`; idempotent."""
-    return _post(f"/v1/nodes/{_encoded(name)}/resume", None, Node)
+    return _post(f"/v1/nodes/{encoded(name)}/resume", None, Node)
 
 
 def forget_node(name: str) -> ApiCall[Node]:
     """`POST /v1/nodes/{name}/forget`."""
-    return _post(f"/v1/nodes/{_encoded(name)}/forget", None, Node)
+    return _post(f"/v1/nodes/{encoded(name)}/forget", None, Node)
 
 
 def cordon_gpu(uuid: str, cordoned: bool = True) -> ApiCall[Gpu]:
     """`POST /v1/gpus/{uuid}/cordon`, or `/uncordon`; idempotent."""
-    return _post(f"/v1/gpus/{_encoded(uuid)}/{'cordon' if cordoned else 'uncordon'}", None, Gpu)
+    return _post(f"/v1/gpus/{encoded(uuid)}/{'cordon' if cordoned else 'uncordon'}", None, Gpu)
 
 
 def leases(
@@ -148,12 +148,12 @@ def leases(
     """`GET /v1/leases`, in these states, or in any; those with this beginning of an id, of one user, with one label
     or on one node."""
     only = {"id_prefix": id_prefix, "user": user, "label": label, "node": node}
-    return _list("/v1/leases", Lease, cursor, _filters(states, only))
+    return list_page("/v1/leases", Lease, cursor, _filters(states, only))
 
 
 def lease(lease_id: str, wait_s: float = 0.0, wait_while: LeaseState | None = None) -> ApiCall[Lease]:
     """`GET /v1/leases/{id}`, held for at most `wait_s` while the lease is in state `wait_while`."""
-    return _get(f"/v1/leases/{_encoded(lease_id)}", Lease, wait_s, wait_while)
+    return get(f"/v1/leases/{encoded(lease_id)}", Lease, wait_s, wait_while)
 
 
 def request_lease(request: LeaseRequest, idempotency_key: str, wait_s: float = 0.0) -> ApiCall[Lease]:
@@ -174,7 +174,7 @@ def request_lease(request: LeaseRequest, idempotency_key: str, wait_s: float = 0
 
 def renew(lease_id: str, fencing_token: int | None) -> ApiCall[Lease]:
     """`POST /v1/leases/{id}/renew`. The fencing token makes it safe to repeat."""
-    return _post(f"/v1/leases/{_encoded(lease_id)}/renew", {"token": fencing_token}, Lease)
+    return _post(f"/v1/leases/{encoded(lease_id)}/renew", {"token": fencing_token}, Lease)
 
 
 def keep(lease: Lease) -> ApiCall[Lease]:
@@ -197,12 +197,12 @@ def keep(lease: Lease) -> ApiCall[Lease]:
 
 def release(lease_id: str, fencing_token: int | None) -> ApiCall[Lease]:
     """`POST /v1/leases/{id}/release`; cancels a queued lease. The fencing token makes it safe to repeat."""
-    return _post(f"/v1/leases/{_encoded(lease_id)}/release", {"token": fencing_token}, Lease)
+    return _post(f"/v1/leases/{encoded(lease_id)}/release", {"token": fencing_token}, Lease)
 
 
 def explain(lease_id: str) -> ApiCall[Explanation]:
     """`GET /v1/leases/{id}/explain`."""
-    return _get(f"/v1/leases/{_encoded(lease_id)}/explain", Explanation)
+    return get(f"/v1/leases/{encoded(lease_id)}/explain", Explanation)
 
 
 def explain_request(request: LeaseRequest | JobRequest) -> ApiCall[Explanation]:
@@ -238,12 +238,12 @@ def jobs(
     """`GET /v1/jobs`, in these states or in any, of one array, user or name or of all; at most `limit`. `id_prefix` is
     how its id or its array's begins."""
     only = {"id_prefix": id_prefix, "array": array, "user": user, "name": name, "limit": limit}
-    return _list("/v1/jobs", Job, cursor, _filters(states, only))
+    return list_page("/v1/jobs", Job, cursor, _filters(states, only))
 
 
 def job(job_id: str, wait_s: float = 0.0, wait_while: str | None = None) -> ApiCall[Job]:
     """`GET /v1/jobs/{id}`, held for at most `wait_s` while the job is in state `wait_while`."""
-    return _get(f"/v1/jobs/{_encoded(job_id)}", Job, wait_s, wait_while)
+    return get(f"/v1/jobs/{encoded(job_id)}", Job, wait_s, wait_while)
 
 
 def cancel_job(job_id: str, grace_s: float | None = None) -> ApiCall[Job]:
@@ -251,7 +251,7 @@ def cancel_job(job_id: str, grace_s: float | None = None) -> ApiCall[Job]:
     from gpulease_protocol.requests import CancelRequest
 
     body = None if grace_s is None else to_body(CancelRequest(grace_s=grace_s))
-    return _post(f"/v1/jobs/{_encoded(job_id)}/cancel", body, Job)
+    return _post(f"/v1/jobs/{encoded(job_id)}/cancel", body, Job)
 
 
 def job_logs(
@@ -266,14 +266,14 @@ def job_logs(
     options = (("rank", rank), ("node", node), ("tail", tail), ("offset", offset))
     query = [("frames", "1"), *([("follow", "1")] if follow else [])]
     query += [(name, str(value)) for name, value in options if value is not None]
-    return ApiCall(method="GET", path=f"/v1/jobs/{_encoded(job_id)}/logs", query=tuple(query), read=str, text=True)
+    return ApiCall(method="GET", path=f"/v1/jobs/{encoded(job_id)}/logs", query=tuple(query), read=str, text=True)
 
 
 def gpu_history(uuid: str, choice: HistoryChoice) -> ApiCall[GpuHistory]:
     """`GET /v1/gpus/{uuid}/history`."""
     from gpulease_protocol.gpu_history import GpuHistory, query_of
 
-    path = f"/v1/gpus/{_encoded(uuid)}/history"
+    path = f"/v1/gpus/{encoded(uuid)}/history"
     return ApiCall(method="GET", path=path, query=query_of(choice), read=_reader(GpuHistory))
 
 
@@ -289,7 +289,7 @@ def lease_metrics(lease_id: str, points: int | None = None) -> ApiCall[LeaseMetr
     from gpulease_protocol.job_metrics import LeaseMetrics
 
     query = () if points is None else (("points", str(points)),)
-    path = f"/v1/leases/{_encoded(lease_id)}/metrics"
+    path = f"/v1/leases/{encoded(lease_id)}/metrics"
     return ApiCall(method="GET", path=path, query=query, read=_reader(LeaseMetrics))
 
 
@@ -318,14 +318,14 @@ def tokens(cursor: str | None = None) -> ApiCall[Page[BearerToken]]:
     """`GET /v1/tokens`."""
     from gpulease_protocol.tokens import BearerToken
 
-    return _list("/v1/tokens", BearerToken, cursor)
+    return list_page("/v1/tokens", BearerToken, cursor)
 
 
 def revoke_token(token_id: str) -> ApiCall[BearerToken]:
     """`DELETE /v1/tokens/{id}`. Not repeatable: the second one raises NotFound."""
     from gpulease_protocol.tokens import BearerToken
 
-    return ApiCall(method="DELETE", path=f"/v1/tokens/{_encoded(token_id)}", read=_reader(BearerToken))
+    return ApiCall(method="DELETE", path=f"/v1/tokens/{encoded(token_id)}", read=_reader(BearerToken))
 
 
 def authority() -> ApiCall[Authority]:
@@ -339,7 +339,7 @@ def join_node(name: str) -> ApiCall[NewBearerToken]:
     """`POST /v1/nodes/{name}/join`, with a token of role `join`. Not repeatable: that is used up."""
     from gpulease_protocol.tokens import NewBearerToken
 
-    return ApiCall(method="POST", path=f"/v1/nodes/{_encoded(name)}/join", read=_reader(NewBearerToken))
+    return ApiCall(method="POST", path=f"/v1/nodes/{encoded(name)}/join", read=_reader(NewBearerToken))
 
 
 def events(
@@ -404,10 +404,10 @@ def _filters(states: Iterable[str], only: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _metrics_path(job_id: str) -> str:
-    return f"/v1/jobs/{_encoded(job_id)}/metrics"
+    return f"/v1/jobs/{encoded(job_id)}/metrics"
 
 
-def _get(path: str, kind: type[Answer], wait_s: float = 0.0, wait_while: str | None = None) -> ApiCall[Answer]:
+def get(path: str, kind: type[Answer], wait_s: float = 0.0, wait_while: str | None = None) -> ApiCall[Answer]:
     query = []
     if wait_s > 0:
         query.append(("wait_s", _seconds(wait_s)))
@@ -416,7 +416,7 @@ def _get(path: str, kind: type[Answer], wait_s: float = 0.0, wait_while: str | N
     return ApiCall(method="GET", path=path, query=tuple(query), read=_reader(kind), hold_s=max(wait_s, 0.0))
 
 
-def _list(
+def list_page(
     path: str, kind: type[Item], cursor: str | None, query: Iterable[tuple[str, str]] = ()
 ) -> ApiCall[Page[Item]]:
     parameters = (*query, ("cursor", cursor)) if cursor is not None else tuple(query)
@@ -432,7 +432,7 @@ def _reader(kind: type[Answer]) -> Callable[[Any], Answer]:
     return lambda document: from_json(kind, document)
 
 
-def _encoded(part: str) -> str:
+def encoded(part: str) -> str:
     """One path segment, percent-encoded. The transport would resolve a segment of dots only.
 
     Raises InvalidRequest if it is not UTF-8 text, as an argument of a program may be.

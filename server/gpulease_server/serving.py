@@ -24,8 +24,8 @@ from gpulease_server.api.app import create_app
 from gpulease_server.api.auth.peer_credentials import PeerCredentialsProtocol
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import LimitedHttpProtocol, raise_connection_limit
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import DESKTOP_NAMES, MONITOR_NAMES, Policy
-from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.listeners import BACKLOG, CannotStart, Listeners, TcpAddress
 from gpulease_server.local_worker import LocalWorker
 from gpulease_server.runtime.bearer_tokens import BearerTokens

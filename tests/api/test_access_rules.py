@@ -34,6 +34,7 @@ ALLOWED = {
     AccessRule.VIEWER: {"viewer", "owner", "other", "admin", "root"},
     AccessRule.USER: {"owner", "other", "admin", "root"},
     AccessRule.HOLDER: {"owner", "admin", "root"},
+    AccessRule.LIMITED: {"admin", "root"},  # the limits of someone else
     AccessRule.ADMIN: {"admin", "root"},
     AccessRule.WORKER: {"worker", "admin", "root"},
     AccessRule.JOIN: set(),  # join tokens alone, see tests/cli/test_joining_cli.py
@@ -88,12 +89,12 @@ def test_each_caller_may_do_what_the_rule_of_the_route_says(here: Installation, 
     """Bodies are not JSON and most names do not exist, so that allowed requests are refused for that."""
     method, path = operation.split(" ", 1)
     named = {"lease_id": here.lease["id"], "job_id": here.job["id"], "name": "nowhere", "uuid": "GPU-x"}
-    asked = path.format(**named, token_id="token-none")
+    asked = path.format(**named, token_id="token-none", kind="user")
     if operation == "DELETE /v1/leases/{lease_id}":
         asked += "?token=0"  # stale, so that even an administrator ends nothing
     found = {}
     for who in CALLERS:
-        answer = here.ask(who, method, asked, raw=b"{" if method == "POST" else None)
+        answer = here.ask(who, method, asked, raw=b"{" if method in ("POST", "PUT") else None)
         found[who] = answer.status
         if answer.status in (401, 403):
             status, code = answer.problem()

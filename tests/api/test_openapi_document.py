@@ -11,7 +11,7 @@ import pytest
 from tests.api.documents import public_document, whole_document
 
 VERBS = {
-    *("get", "list", "create", "delete", "renew", "release", "explain", "cancel", "revoke"),
+    *("get", "list", "create", "replace", "delete", "renew", "release", "explain", "cancel", "revoke"),
     *("cordon", "uncordon", "drain", "resume", "pause", "forget", "join"),
 }
 

@@ -46,6 +46,8 @@ MUTATIONS: dict[str, Any] = {
     "POST /v1/leases/{lease_id}/release": {"token": "TOKEN"},
     "DELETE /v1/leases/{lease_id}": None,
     "POST /v1/jobs/{job_id}/cancel": {"grace_s": 0},
+    "PUT /v1/limits/{kind}/{name}": {"max_gpus": 1},
+    "DELETE /v1/limits/{kind}/{name}": None,
     "POST /v1/tokens": {"user": "ada", "role": "user"},
     "DELETE /v1/tokens/{token_id}": None,
 }
@@ -83,6 +85,7 @@ class Belongings:
             "job_id": (self.job["id"], self.ended["id"]),
             "uuid": (self.lease["gpus"][0]["uuid"],),
             "name": (node,),
+            "kind": ("user",),
             "token_id": (self.token["id"],),
         }
 
@@ -119,7 +122,8 @@ def addresses(operation: str, fillers: dict[str, tuple[str, ...]]) -> list[str]:
     found = [operation.split(" ", 1)[1]]
     for name in re.findall(r"{(\w+)}", found[0]):
         assert name in fillers, f"{operation}: add to Belongings.fillers what {{{name}}} is of ada's, for the walk"
-        found = [path.replace(f"{{{name}}}", value) for path in found for value in fillers[name]]
+        values = ("ada",) if name == "name" and "{kind}" in operation else fillers[name]
+        found = [path.replace(f"{{{name}}}", value) for path in found for value in values]
     return found
 
 

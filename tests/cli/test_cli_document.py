@@ -46,7 +46,7 @@ def examples() -> list[list[str]]:
 def path_of(words: list[str]) -> tuple[str, ...]:
     if words[0] == "fleet":
         return tuple(words[:3])
-    return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu", "token") else tuple(words[:1])
+    return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu", "token", "limits") else tuple(words[:1])
 
 
 @pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)

@@ -12,8 +12,8 @@ from gpulease_cli.command_groups import Commands
 from gpulease_cli.command_table import COMMANDS
 from gpulease_cli.program import PROGRAM
 from gpulease_protocol.host.settings import declarations
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.settings import ServeSettings
 from gpulease_server.store.retention import RetentionLimits
 from gpulease_worker.jobs.job_settings import JobSettings

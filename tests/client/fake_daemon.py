@@ -153,6 +153,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_DELETE(self) -> None:
         self._serve()
 
+    def do_PUT(self) -> None:
+        self._serve()
+
     def _serve(self) -> None:
         line = f"{self.command} {self.path}"
         content = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease import AsyncClient, Client, GpuleaseError, JobRequest, LeaseRequest
+from gpulease_protocol.limits import LimitKind, LimitsRequest
 from gpulease_protocol.tokens import TokenRequest
 from tests.api.documents import endpoints
 from tests.client.fake_daemon import FakeDaemon
@@ -27,6 +28,7 @@ GIVEN: dict[str, Any] = {
     "job_id": "x",
     "fencing_token": 1,
     "token_id": "x",
+    "kind": LimitKind.USER,
     "count": 1,
     "cordoned": True,
 }
@@ -49,6 +51,7 @@ def arguments(name: str, method: Any) -> dict[str, Any]:
         "request_lease": LeaseRequest(count=1),
         "explain_request": LeaseRequest(count=1),
         "create_token": TokenRequest(user="x"),
+        "set_limits": LimitsRequest(max_gpus=1),
     }
     wanted = [
         parameter.name

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 from gpulease_protocol.budgets import Budget
+from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import (
     Demand,
     GpuReading,
@@ -46,6 +47,7 @@ from gpulease_server.core.happenings import (
     IdempotencyKey,
     JobSubmitted,
     LeaseRequested,
+    LimitsChanged,
     NodeForgetRequested,
     NodeModeRequested,
     NodeReported,
@@ -55,6 +57,7 @@ from gpulease_server.core.happenings import (
     Ticked,
 )
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.next_tick import next_tick_s
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
@@ -247,6 +250,7 @@ class World:
         gpus: int = 1,
         *,
         after: Mapping[str, Literal["succeeded", "ended"]] | None = None,
+        user: str | None = None,
         token: str | None = None,
         budget: Budget | None = None,
         nodes: int = 1,
@@ -263,7 +267,7 @@ class World:
                 jobs=(SubmittedJob(job_id=f"job-{number}", lease_id=f"lease-{number}", spec=spec),),
                 name="",
                 demand=Demand(count=gpus, nodes=nodes, max_nodes=max_nodes, time_s=spec.timeout_s),
-                holder=Holder(token_id=token),
+                holder=Holder(user=user, token_id=token),
                 budget=budget,
                 after=waits,
                 after_live=frozenset(one.job for one in waits if self.ledger.is_live(one.job)),
@@ -282,6 +286,12 @@ class World:
         self.report(node)
         self.jobs[node] = []
         self.report(node)
+
+    def limit(self, name: str, kind: str = "user", *, members: tuple[str, ...] = (), **numbers: Any) -> Answer:
+        """An administrator sets limits; without numbers and members they are removed."""
+        limits = Limits(**numbers) if numbers or members else None
+        key, cause = LimitKey(LimitKind(kind), name), f"limit-{next(self.ids)}"
+        return self.turn(LimitsChanged(cause=cause, key=key, limits=limits, members=members, by="root"))[0]
 
     def renew(self, lease: Lease, token: int | None = None) -> Answer:
         cause = f"renew-{next(self.ids)}"
@@ -380,8 +390,9 @@ class World:
                 assert holding.get(record_gpu.device.uuid) == record_gpu.lease_id
         self.check_dependencies()
         waiting_ids = [*(lease_id for _, lease_id in self.ledger.queue), *self.ledger.waiting_for_jobs]
-        waiting = Counter(self.ledger.leases[lease_id].lease.holder.user for lease_id in waiting_ids)
-        assert waiting == self.ledger.queued_by_user
+        holders = [self.ledger.leases[lease_id].lease.holder for lease_id in waiting_ids]
+        waiting = Counter(key for holder in holders for key in self.ledger.limits.keys_of(holder))
+        assert waiting == self.ledger.limits.queued
         sizes = {lease_id: lease_bytes(self.ledger.leases[lease_id].lease) for lease_id in waiting_ids}
         jobs = [record for record in self.ledger.live_jobs.values() if record.job.state is JobState.QUEUED]
         assert (
@@ -433,7 +444,8 @@ class World:
             job = ledger.jobs.get(lease.job_id or "")
             array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
             token_id = lease.holder.token_id
-            told_apart = ledger.demand_classes.by_user or token_id is not None
+            apart = ledger.demand_classes.apart
+            told_apart = apart is None or lease.holder.user in apart or token_id is not None
             told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
             user = lease.holder.user if told_apart else None
             found.setdefault(ClassKey(lease.demand, user, token_id, array_id), []).append(place)
@@ -456,7 +468,7 @@ class World:
         for members in classes.values():
             for bypassed, counts in (
                 (members.bypassed, ledger.bypasses),
-                (members.bypassed_by_user, ledger.user_bypasses),
+                *((members.bypassed_within[kind], found) for kind, found in ledger.limit_bypasses.items()),
             ):
                 known = [counts[lease_id] for _, lease_id in bypassed.places]
                 assert bypassed.places == [place for place in members.places if place[1] in counts]
@@ -476,9 +488,10 @@ class World:
             hosts.setdefault(node.host, {})[node.name] = None
         assert hosts == ledger.fleet.nodes_of_host
         active = [one.lease for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
-        assert Counter(lease.holder.user for lease in active) == ledger.active_leases
-        held = Counter(lease.holder.user for lease in active for _ in lease.gpus)
-        assert held == ledger.active_gpus
+        index = ledger.limits
+        assert Counter(key for lease in active for key in index.keys_of_lease(lease)) == index.leases
+        held = Counter(key for lease in active for _ in lease.gpus for key in index.keys_of_lease(lease))
+        assert held == index.gpus
         jobs = [record.job for record in ledger.live_jobs.values()]
         running = Counter(job.array_id for job in jobs if job.array_id and job.state is not JobState.QUEUED)
         assert running == ledger.job_index.running_in_array

@@ -23,10 +23,10 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.happenings import LeaseRequested
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Adoption
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, gpu, watch_of
 
 PID, RANK, STRANGER = 7, 8, 9

@@ -12,10 +12,10 @@ from gpulease_protocol.model import Demand, EndReason, Holder, Job, JobSpec, Job
 from gpulease_server.core import ledger as ledger_module
 from gpulease_server.core.footprint import RECORD_BYTES, job_bytes
 from gpulease_server.core.happenings import IdempotencyKey, JobSubmitted, SubmittedJob
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, JobRecord
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, uuid
 
 KIB, MIB = 2**10, 2**20
@@ -199,7 +199,7 @@ def test_a_key_is_looked_up_and_not_searched_for_among_undecided_requests() -> N
     assert here.answers[again] == here.answers[calls[7]]
     assert len(here.pending) == 0
     assert here.pending.with_key("k7") is None
-    assert not here.pending.count_by_user
+    assert not here.pending.count
     assert not here.pending.bytes_by_user
 
 

@@ -13,9 +13,9 @@ from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import backfill, reservation_view
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_view, gpu_views
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import GIB, World, gpu, uuid
 from tests.core.test_arrays import submit
 

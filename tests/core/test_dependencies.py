@@ -15,10 +15,10 @@ from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, NodeReported, SubmittedJob
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.order import position
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import JobRecord, LeaseRecord
-from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.runtime.outage import copy_ledger
 from tests.core.build import World
 from tests.core.test_arrays import submit as submit_array
@@ -319,8 +319,9 @@ def again(ledger: Ledger) -> dict[str, object]:
 
 
 def relevant(ledger: Ledger) -> dict[str, object]:
-    names = ("queue", "waiting_for_jobs", "unmet", "dependents", "queued_by_user", "queued_bytes")
-    return {name: getattr(ledger, name) for name in names} | {"live": ledger.job_index.live_in_array}
+    names = ("queue", "waiting_for_jobs", "unmet", "dependents", "queued_bytes")
+    counted = {"live": ledger.job_index.live_in_array, "queued": ledger.limits.queued}
+    return {name: getattr(ledger, name) for name in names} | counted
 
 
 def test_readers_see_the_same_after_each_turn() -> None:

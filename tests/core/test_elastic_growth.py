@@ -5,8 +5,8 @@ from __future__ import annotations
 from gpulease_protocol.model import GpuState, JobState
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import CHANGES, GROW_AFTER_S, pause_s
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, gpu
 from tests.core.test_elastic_jobs import elastic, kinds, lose, nodes_of, start, stopped
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, part

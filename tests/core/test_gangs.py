@@ -9,8 +9,8 @@ import pytest
 from gpulease_protocol.errors import NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import Demand, EndReason, GpuState, Lease, LeaseState, NodeMode
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import GIB, World, gpu, uuid
 
 

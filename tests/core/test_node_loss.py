@@ -20,10 +20,10 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.happenings import Ticked
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.node import desired_state
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Deadline
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World, gpu
 
 BOUND_S = 60.0

@@ -10,10 +10,10 @@ from gpulease_protocol.errors import LeaseLost, OverQuota
 from gpulease_protocol.model import Demand, EndReason, Holder, JobSpec, Lease, LeaseState, Priority
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.order import in_order
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import lease_view
-from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.runtime.outage import reset_deadlines
 from tests.core.build import World
 
@@ -125,8 +125,8 @@ def test_an_interactive_request_that_the_limit_keeps_out_is_not_passed_by_newer_
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ({"count": 3}, "user ann may have 2 at a time interactively"),
-        ({"time_s": 5 * HOUR_S}, "an interactive one may last 4 h"),
+        ({"count": 3}, "user ann may have 2 at a time by interactive requests"),
+        ({"time_s": 5 * HOUR_S}, "an interactive lease of user ann may last 4 h (14400 s)"),
     ],
 )
 def test_an_interactive_request_for_too_much_is_refused(what: dict[str, Any], said: str) -> None:

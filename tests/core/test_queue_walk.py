@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, Holder, JobSpec, LeaseState, Priority, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import queue, reservation_view
@@ -18,6 +19,7 @@ from gpulease_server.core.demand_classes import OrderedPlace
 from gpulease_server.core.eligibility import is_eligible
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, SubmittedJob
+from gpulease_server.core.limit_records import LimitKey, UserLimits
 from gpulease_server.core.node_ranking import NodeRankings
 from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.placement import RankedNode, Search
@@ -26,7 +28,6 @@ from gpulease_server.core.presentation import gpu_views
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import BypassCounts, Change, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import GIB, World, gpu
 
 
@@ -34,7 +35,8 @@ class EveryRequest(QueueWalk):
     """The same walk, with a look at each request."""
 
     def __iter__(self) -> Iterator[LeaseRecord]:
-        self.ledger.classes_by_user(self.reservations.users.has_limits or self.reservations.policy.fair_share)
+        apart = None if self.reservations.policy.fair_share else self.reservations.users.limited_users
+        self.ledger.classes_by_user(apart)
         seen: set[str] = set()
         while True:
             only_new = self._is_over()
@@ -51,8 +53,9 @@ class EveryRequest(QueueWalk):
                 yield record
 
     def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace) -> None:
-        self.blocked.count_bypass(turn, gpus, self.is_before(granted.lease.holder.user, place))
-        self.order.count_bypass(turn, granted)
+        is_before = self.is_before(granted.lease.holder.user, place)
+        self.blocked.count_bypass(turn, gpus, is_before)
+        self.order.count_bypass(turn, granted, is_before)
 
 
 class Story:
@@ -80,6 +83,22 @@ class Story:
         self.demands = [self.demand() for _ in range(draw.randint(1, 6))]
         self.users = ["ann", "bob", "cleo"][: draw.randint(1, 3)]
         self.number = 0
+        self.limits = random.Random(seed + 1000)
+        self.set_limits(0.3)
+
+    def set_limits(self, share: float) -> None:
+        """In some stories an administrator sets limits of a user, a group and a token, and removes them."""
+        draw, index = self.limits, self.world.ledger.limits
+        for name, kind in (("ann", "user"), ("lab", "group"), ("of bob", "token")):
+            if draw.random() >= share:
+                continue
+            members = tuple(self.users[: draw.choice([2, 3, 3])]) if kind == "group" else ()
+            numbers = {"max_gpus": draw.randint(2, 6), "max_leases": draw.randint(1, 4)}
+            chosen = dict(draw.sample(sorted(numbers.items()), draw.randint(1, 2)))
+            if LimitKey(LimitKind(kind), name) in index.records and draw.random() < 0.4:
+                self.world.limit(name, kind)
+            else:
+                self.world.limit(name, kind, members=members, **chosen)
 
     def gpu(self, index: int, name: str) -> Any:
         return gpu(index, name, name=self.drawn.choice(["H100", "A100"]), memory_total_bytes=80 * GIB)
@@ -202,13 +221,15 @@ def tell(seed: int, steps: int, after_step: Callable[[World], None]) -> tuple[li
     """A story's readings after each step, its changes and its answers."""
     story, shown = Story(seed), []
     for _ in range(steps):
+        if story.world.ledger.limits.records:
+            story.set_limits(0.05)
         story.step()
         shown.append(story.shown())
         after_step(story.world)
     return shown, story.world.changes, repr(story.world.answers)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(24), 47, 68, 73])
 def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shown, changes, answers = tell(seed, 40, World.check)
     for module in (queue, reservation_view):
@@ -221,10 +242,10 @@ def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatc
 
 
 def test_the_stories_have_what_a_walk_could_get_wrong() -> None:
-    changes = [change for seed in range(24) for change in tell(seed, 40, lambda _: None)[1]]
+    changes = [change for seed in (*range(24), 47, 73) for change in tell(seed, 40, lambda _: None)[1]]
     bypasses = [change for change in changes if isinstance(change, BypassCounts)]
     assert any(change.goes_first is not None for change in changes if isinstance(change, Overtakes))
-    assert {change.within_user for change in bypasses} == {True, False}
+    assert {change.within for change in bypasses} == {LimitKind.USER, LimitKind.GROUP, None}
     assert max(len(change.times) for change in bypasses) > 2
     assert {change.lease.state for change in changes if isinstance(change, LeaseRecord)} == set(LeaseState)
 
@@ -284,7 +305,7 @@ def test_a_turn_costs_no_look_at_each_for_which_nothing_more_of_its_users_limit_
     for _ in range(2):
         world.release(world.lease(1))
         world.report()
-    assert len(world.ledger.user_bypasses) == len(waiting)
+    assert len(world.ledger.limit_bypasses[LimitKind.USER]) == len(waiting)
     looks = Looks(monkeypatch)
     world.renew(held)
     assert 0 < looks.count <= 6
@@ -348,6 +369,6 @@ def test_many_requests_of_one_turn_that_ask_for_the_same_rank_the_nodes_once(mon
         for number in range(30)
     ]
     world.turn(*requests)
-    assert len(world.ledger.active_leases) == 1
-    assert world.ledger.active_gpus.total() == 30
+    assert len(world.ledger.limits.leases) == 1
+    assert world.ledger.limits.gpus.total() == 30
     assert len(looks) <= 2 * 20 + 3 * 30, "all nodes twice, and what each grant has changed"

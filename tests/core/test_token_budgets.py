@@ -15,11 +15,11 @@ from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import IdempotencyKey
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Deadline
 from gpulease_server.core.token_budgets import budget_use
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import NOON, World
 
 DAY_S = 86400.0

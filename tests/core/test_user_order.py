@@ -10,8 +10,8 @@ from gpulease_protocol.errors import NotNow
 from gpulease_protocol.explanation import Explanation
 from gpulease_protocol.model import Lease, LeaseState, NodeMode
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.user_limits import UserLimits
 from tests.core.build import World
 
 LONG_S = 100_000.0
@@ -183,7 +183,7 @@ def test_the_limit_is_free_again_when_the_older_request_ends(withdrawn: bool) ->
         assert is_active(world, older)
         give_back(world, older)
     assert is_active(world, newer)
-    assert world.ledger.user_bypasses == {}
+    assert not any(world.ledger.limit_bypasses.values())
 
 
 def test_a_request_that_does_not_wait_is_not_passed_and_keeps_nothing() -> None:
@@ -195,4 +195,4 @@ def test_a_request_that_does_not_wait_is_not_passed_and_keeps_nothing() -> None:
     granted = world.answers[newer]
     assert isinstance(granted, Lease)
     assert is_active(world, granted)
-    assert world.ledger.user_bypasses == {}
+    assert not any(world.ledger.limit_bypasses.values())

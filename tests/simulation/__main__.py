@@ -37,12 +37,19 @@ def _empty_ledger() -> bytes:
 
 
 def simulate(
-    seed: int, steps: int = 10_000, url: str | None = None, *, gangs: bool = False, priorities: bool = False
+    seed: int,
+    steps: int = 10_000,
+    url: str | None = None,
+    *,
+    gangs: bool = False,
+    priorities: bool = False,
+    limits: bool = False,
 ) -> Outcome:
-    """One run, on this empty database or on one of its own; with gangs or priorities where that is said."""
+    """One run, on this empty database or on one of its own; with gangs, priorities or limits where that is said."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
         clients = 24 if priorities else 12 if gangs else 6
-        return World(seed, steps, place, clients=clients, gangs=gangs, priorities=priorities).run()
+        played = World(seed, steps, place, clients=clients, gangs=gangs, priorities=priorities, limits=limits)
+        return played.run()
 
 
 def main() -> int:
@@ -53,11 +60,12 @@ def main() -> int:
     parser.add_argument("--mutation", choices=MUTATIONS, help="put this fault into the daemon")
     parser.add_argument("--gangs", action="store_true", help="more nodes, and requests for several of them")
     parser.add_argument("--priorities", action="store_true", help="more clients, and requests of each priority")
+    parser.add_argument("--limits", action="store_true", help="an administrator sets and removes limits")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
     with mutated(asked.mutation):
-        outcome = simulate(asked.seed, asked.steps, gangs=asked.gangs, priorities=asked.priorities)
+        outcome = simulate(asked.seed, asked.steps, gangs=asked.gangs, priorities=asked.priorities, limits=asked.limits)
     if asked.trace:
         asked.trace.write_text("\n".join(outcome.trace) + "\n")
     print(f"seed {asked.seed}: {len(outcome.trace)} steps, {len(outcome.log)} events, {outcome.digest[:16]}", end="")

@@ -19,8 +19,8 @@ answer came. `what` says which kind of line it is:
     died      pid                               an owner of leases died
     attacked  call, status                      a user tried to act for another
     limit     user, queued                      how many requests of this user may wait at once
-    order     max_overtakes, max_bypasses       so many are granted by priority until the oldest goes first, and
-                                                so many pass it then
+    order     max_overtakes, max_bypasses,      so many are granted by priority until the oldest goes first, and
+              interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
     over                                        the run has ended, and everyone had time to be served
 
 `RULES` names each rule with the promise of the design that it guards. A rule returns sentences; none means kept.
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import bisect
 import datetime
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ MAX_AGE_S = 0.5
 DRAINED_S = 60.0
 """A GPU on which nothing of its lease is left drains no longer than this, whatever process has its device file open."""
 NEVER = float("inf")
+MOST_ASKED = 4
+"""GPUs that one request asks for, at most."""
 
 
 @dataclass
@@ -479,6 +482,87 @@ def queue_is_bounded(seen: Seen) -> Iterator[str]:
                 return
 
 
+@dataclass
+class LimitsInForce:
+    """What limits are set, and what users hold, as the log goes on."""
+
+    seen: Seen
+    limits: dict[str, tuple[set[str], dict[str, int]]] = field(default_factory=dict)
+    """By whose they are: the users whom they limit, and how many `GPUs` and `leases` these may have."""
+    held: dict[str, int] = field(default_factory=dict)
+    """By active lease, how many GPUs it has."""
+    users: dict[str, str | None] = field(default_factory=dict)
+    """By lease."""
+    interactive: set[str] = field(default_factory=set)
+    """The leases of that priority."""
+
+    def __post_init__(self) -> None:
+        for line in self.seen.of["listed"]:
+            lease = line["lease"]
+            self.users[lease["id"]] = lease["holder"].get("user")
+            if lease.get("demand", {}).get("priority") == "interactive":
+                self.interactive.add(lease["id"])
+
+    def events(self, *kinds: str) -> Iterator[Line]:
+        """Events of these kinds, each before it counts."""
+        for event in self.seen.log:
+            if event["kind"] in kinds:
+                yield event
+            self._take(event)
+
+    def _take(self, event: Line) -> None:
+        lease, reason = event["lease_id"], event["reason"] or ""
+        match event["kind"]:
+            case "limits.set":
+                name, _, what = reason.partition(": ")
+                members = set((re.findall(r"members ([\w, ]+), by ", what) or [name.partition(" ")[2]])[0].split(", "))
+                self.limits[name] = members, {unit: int(n) for n, unit in re.findall(r"(\d+) (GPUs|leases)", what)}
+            case "limits.removed":
+                self.limits.pop(reason.partition(", ")[0], None)
+            case "lease.granted" | "lease.revived":
+                self.held[lease] = len(event["gpus"])
+            case "lease.ended":
+                self.held.pop(lease, None)
+
+    @property
+    def interactive_gpus(self) -> int:
+        """GPUs that each user may have by interactive requests; 0: any number."""
+        return max((line.get("interactive_gpus", 0) for line in self.seen.of["order"]), default=0)
+
+    def held_interactively(self, user: str | None) -> int:
+        """GPUs that a user holds by interactive requests."""
+        theirs = (gpus for lease, gpus in self.held.items() if lease in self.interactive and self.users[lease] == user)
+        return sum(theirs)
+
+    def may_keep_out(self, lease: str, count: int) -> bool:
+        """True for a request that a limit may keep out at this moment. The log does not say what is kept for older
+        requests and for those without a verdict: so a user who has a limit may be at it. Of that of interactive
+        requests no more can be kept than one of them asks for."""
+        user = self.users.get(lease)
+        if any(user in members for members, _ in self.limits.values()):
+            return True
+        if not self.interactive_gpus or lease not in self.interactive:
+            return False
+        return self.held_interactively(user) + count + MOST_ASKED > self.interactive_gpus
+
+
+def limits_are_never_passed(seen: Seen) -> Iterator[str]:
+    """With each grant, what a user or a group has is within the limits that were last set. Nothing else is bounded."""
+    now = LimitsInForce(seen)
+    for event in now.events("lease.granted", "lease.revived"):
+        lease, held = event["lease_id"], now.held | {event["lease_id"]: len(event["gpus"])}
+        user = now.users.get(lease)
+        for name, (members, most) in now.limits.items():
+            theirs = [gpus for other, gpus in held.items() if now.users.get(other) in members]
+            has = {"GPUs": sum(theirs), "leases": len(theirs)}
+            if user in members and any(has[unit] > number for unit, number in most.items()):
+                yield f"seq {event['seq']}: with {lease} {name} has {has}, and may have {most}"
+        others = now.held_interactively(user) - (now.held.get(lease, 0) if lease in now.interactive else 0)
+        if now.interactive_gpus and lease in now.interactive and others + held[lease] > now.interactive_gpus:
+            has_all = others + held[lease]
+            yield f"seq {event['seq']}: with {lease} {user} has {has_all} interactively, not {now.interactive_gpus}"
+
+
 RANKS = ("interactive", "normal", "scavenge")
 
 
@@ -490,8 +574,10 @@ class Queued:
     demands: dict[str, Line] = field(default_factory=dict)
     """Of those that any GPUs of one node serve."""
     waiting: dict[str, Line] = field(default_factory=dict)
+    limits: LimitsInForce = field(init=False)
 
     def __post_init__(self) -> None:
+        self.limits = LimitsInForce(self.seen)
         for _, lease in self.seen.answers():
             demand = lease["demand"]
             special = [demand.get(name) for name in ("node", "gpu_model", "min_free_memory_bytes", "among")]
@@ -501,7 +587,7 @@ class Queued:
     def grants(self, *, ends: bool = False) -> Iterator[tuple[Line, Line | None]]:
         """Each grant, and each end of one that waits if `ends`, with the event that had said that it waits. Meanwhile
         `waiting` has the others."""
-        for event in self.seen.events("lease.queued", "lease.granted", "lease.ended"):
+        for event in self.limits.events("lease.queued", "lease.granted", "lease.ended"):
             if event["kind"] == "lease.queued":
                 self.waiting[event["lease_id"]] = event
                 continue
@@ -516,7 +602,7 @@ class Queued:
 
 def higher_priorities_go_first(seen: Seen) -> Iterator[str]:
     """A grant passes no request of higher priority that it would have served, but for the one that has waited longest:
-    that is one grant of `max_overtakes + 1`."""
+    that is one grant of `max_overtakes + 1`. Requests that a limit may keep out are passed by all."""
     if not seen.of["order"]:
         return
     queue, since = Queued(seen), NEVER
@@ -528,7 +614,10 @@ def higher_priorities_go_first(seen: Seen) -> Iterator[str]:
         passed = [
             lease
             for lease in queue.waiting
-            if lease in queue.demands and queue.rank(lease) < rank and queue.demands[lease]["count"] <= count
+            if lease in queue.demands
+            and queue.rank(lease) < rank
+            and queue.demands[lease]["count"] <= count
+            and not queue.limits.may_keep_out(lease, queue.demands[lease]["count"])
         ]
         if not passed:
             continue
@@ -539,16 +628,17 @@ def higher_priorities_go_first(seen: Seen) -> Iterator[str]:
 
 def longest_waiting_goes_first(seen: Seen) -> Iterator[str]:
     """While a request for one GPU waits and no older one is granted or ends, few newer ones are granted: those until
-    the oldest goes first, and those that then pass it because they fit. After a restart of the daemon as many again."""
+    the oldest goes first, and those that then pass it because they fit. After a restart of the daemon as many again,
+    and for each older one that may go first until a limit keeps it out. What a limit may keep out counts nothing."""
     if not seen.of["order"]:
         return
     most = seen.of["order"][0]["max_overtakes"] + seen.of["order"][0]["max_bypasses"] + 1
     starts = [line["at_s"] for line in seen.of["started"]]
-    queue, times = Queued(seen), dict[str, int]()
+    queue, times, has_limits = Queued(seen), dict[str, int](), any(seen.events("limits.set"))
     for event, queued in queue.grants(ends=True):
         place = NEVER if queued is None else queued["seq"]
         for lease, waits in queue.waiting.items():
-            if place < waits["seq"]:
+            if place < waits["seq"] or queue.limits.may_keep_out(lease, 1):
                 times[lease] = 0
             elif event["kind"] == "lease.granted":
                 times[lease] = times.get(lease, 0) + 1
@@ -556,7 +646,8 @@ def longest_waiting_goes_first(seen: Seen) -> Iterator[str]:
                 continue
             since_s, now_s = min(seen.moments(waits), default=0.0), max(seen.moments(event), default=NEVER)
             restarts = sum(since_s - seen.tolerance_s <= at_s <= now_s + seen.tolerance_s for at_s in starts)
-            if times[lease] > most * (restarts + 1):
+            older = sum(one["seq"] < waits["seq"] for one in queue.waiting.values()) if has_limits else 0
+            if times[lease] > most * (restarts + 1 + older):
                 yield f"seq {event['seq']}: {times[lease]} newer ones were granted while {lease} waited"
                 return
 
@@ -587,5 +678,6 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "nothing is held forever (11, 12)": nothing_is_held_in_the_end,
     "no one acts for another user (15)": no_one_acts_for_another,
     "one user's queue is bounded (15)": queue_is_bounded,
+    "limits are never passed (15)": limits_are_never_passed,
 }
 """Each rule by what it says, with the number of the promise."""

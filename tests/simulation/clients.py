@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 Line = dict[str, Any]
 EVE = 4242
 """The uid of a hostile user."""
+ZOE = 4343
+"""That of a user for whom no limits are set."""
 
 
 class PlayedClient:
     """Asks for GPUs again and again, and writes down what it was told."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, uid: int | None = None) -> None:
         self.world = world
         self.name = name
+        self.uid = uid
 
     async def run(self) -> None:
         """One request after the other, until everything is calm."""
@@ -55,11 +58,14 @@ class PlayedClient:
         elif lease["token"] is None:
             self.world.see("gave_up", key=key)
 
+    async def _call(self, method: str, path: str, body: Line | None = None, **how: Any) -> tuple[int, Any]:
+        return await self.world.network.call(self.name, method, path, body, uid=self.uid, **how)
+
     async def _ask(self, key: str, body: Line) -> Line | None:
         while True:
             sent_s = self.world.now_s
             try:
-                status, told = await self.world.network.call(self.name, "POST", "/v1/leases", body, key=key)
+                status, told = await self._call("POST", "/v1/leases", body, key=key)
             except NoAnswer:
                 self.world.lines.append({"what": "asked", "key": key, "sent_s": sent_s, "at_s": None})
                 if self.world.happens(0.02):
@@ -98,7 +104,7 @@ class PlayedClient:
             wait_s = min(lease["ttl_s"] / 3, 5.0)
             path = f"/v1/leases/{lease['id']}?wait_s={wait_s:.3f}&wait_while=queued"
             try:
-                status, told = await self.world.network.call(self.name, "GET", path, patience_s=wait_s + 2, twice=False)
+                status, told = await self._call("GET", path, patience_s=wait_s + 2, twice=False)
             except NoAnswer:
                 await asyncio.sleep(self.world.chance.uniform(0.01, 0.2))
                 continue
@@ -158,7 +164,7 @@ class PlayedClient:
         known = {"lease_id": lease["id"], "token": token}
         try:
             path = f"/v1/leases/{lease['id']}/{verb}"
-            status, told = await self.world.network.call(self.name, "POST", path, {"token": token})
+            status, told = await self._call("POST", path, {"token": token})
         except NoAnswer:
             self.world.lines.append({"what": what, "sent_s": sent_s, "at_s": None, **known})
             return 0
@@ -173,7 +179,7 @@ class PlayedClient:
             if status == 412:
                 sent_s = self.world.now_s
                 try:
-                    status, told = await self.world.network.call(self.name, "GET", f"/v1/leases/{lease['id']}")
+                    status, told = await self._call("GET", f"/v1/leases/{lease['id']}")
                 except NoAnswer:
                     continue
                 self._told("shown", sent_s, status, told, lease_id=lease["id"], trusted_from=None)
@@ -210,6 +216,35 @@ class Administrator:
     async def _say(self, path: str, body: Line | None = None) -> int:
         try:
             return (await self.world.network.call("admin", "POST", path, body, twice=False))[0]
+        except NoAnswer:
+            return 0
+
+
+class LimitSetter:
+    """Sets and removes limits of users and of a group, while leases are held and requests wait."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def run(self) -> None:
+        """One limit after the other, until everything is calm; then there are none. No single request is over one."""
+        chance = self.world.chance
+        places = {"user/root": [], "user/eve": [], "group/all": ["root", "eve"]}
+        while not self.world.calm:
+            await asyncio.sleep(chance.expovariate(1.0))
+            place = chance.choice(list(places))
+            numbers = {"max_gpus": chance.randint(4, 5), "max_leases": chance.randint(1, 3)}
+            chosen = dict(chance.sample(sorted(numbers.items()), chance.randint(1, 2)))
+            body = {**chosen, "members": places[place]} if places[place] else chosen
+            await self._say(*(("PUT", place, body) if chance.random() < 0.7 else ("DELETE", place)))
+        for place in places:
+            while await self._say("DELETE", place) not in (200, 404):
+                self.world.step("limits are removed again")
+                await asyncio.sleep(0.1)
+
+    async def _say(self, method: str, place: str, body: Line | None = None) -> int:
+        try:
+            return (await self.world.network.call("admin", method, f"/v1/limits/{place}", body, twice=False))[0]
         except NoAnswer:
             return 0
 

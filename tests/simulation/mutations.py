@@ -18,7 +18,7 @@ from unittest import mock
 from sqlalchemy import Engine
 
 from gpulease_cli import main
-from gpulease_protocol.model import Event, LeaseState, Liveness
+from gpulease_protocol.model import Event, Lease, LeaseState, Liveness
 from gpulease_server.api import report_body
 from gpulease_server.core import backfill, gpu_state, grant, lease, node, placement, queue, records
 from gpulease_server.core import decide as deciding
@@ -29,6 +29,7 @@ from gpulease_server.core.place import place
 from gpulease_server.core.placement import Placed
 from gpulease_server.core.records import Deadline, Instant, KeyRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import UserUsage
 from gpulease_server.runtime import clock, writer
 from gpulease_server.runtime.wakeups import wakeup_keys
 from gpulease_server.store.event_pages import EventFilter, FoundEvents, find_events
@@ -375,7 +376,23 @@ def end_what_a_silent_worker_watches() -> Patches:
 
 def queue_without_limit() -> Patches:
     """The limit of requests of one user that wait is not applied."""
-    return [(f"{CORE}.queue.user_queue_is_full", lambda *_: False)]
+    return [(f"{CORE}.queue.queue_is_full", lambda *_: None)]
+
+
+def grant_over_limits() -> Patches:
+    """A limit that an administrator has set keeps no request out."""
+    usage = f"{CORE}.user_limits.UserUsage"
+    return [(f"{usage}.keeps_out", lambda *_: False), (f"{usage}.limit_reached", lambda *_: None)]
+
+
+def interactive_without_limit() -> Patches:
+    """What a user has by interactive requests is counted and does not matter."""
+    applied = UserUsage.applied
+
+    def of_others(self: UserUsage, lease: Lease) -> Any:
+        return tuple(one for one in applied(self, lease) if not one.key.interactive)
+
+    return [(f"{CORE}.user_limits.UserUsage.applied", of_others)]
 
 
 def any_order() -> Patches:
@@ -435,6 +452,8 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         wait_for_lost_nodes,
         end_what_a_silent_worker_watches,
         queue_without_limit,
+        grant_over_limits,
+        interactive_without_limit,
         anyone_may_release,
         any_order,
         never_the_oldest,
@@ -447,8 +466,10 @@ OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on
 """Faults that only show where there are gangs."""
 
 
-OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age")
+OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age", "interactive_without_limit")
 """Faults that only show where there are requests of several priorities."""
+OF_LIMITS = ("grant_over_limits", "interactive_without_limit")
+"""Those that only show where limits are set."""
 
 
 @contextlib.contextmanager

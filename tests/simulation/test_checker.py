@@ -281,6 +281,15 @@ def too_many_wait(run: Run) -> None:
     run.renumber()
 
 
+def over_a_limit(run: Run) -> None:
+    reason = "group all: 1 GPUs, members ada, bob, by root"
+    run.log.insert(0, event("limits.set", 0.1, reason=reason))
+    for name in ("A", "B"):
+        holder = {"label": name.lower(), "user": "ada"}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": name, "holder": holder, "state": "ended"}})
+    run.renumber()
+
+
 def held_on(run: Run) -> None:
     run.lines.append(
         {"what": "listed", "at_s": 20.0, "lease": {"id": "B", "holder": {"label": "b"}, "state": "active"}}
@@ -359,6 +368,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("one user's queue is bounded (15)", too_many_wait),
     ("higher priorities go first (8)", passes_a_higher_priority),
     ("who has waited longest has a turn (8)", oldest_never_goes_first),
+    ("limits are never passed (15)", over_a_limit),
 ]
 
 

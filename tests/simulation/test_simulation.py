@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.__main__ import simulate
-from tests.simulation.mutations import MUTATIONS, OF_GANGS, OF_PRIORITIES, mutated
+from tests.simulation.mutations import MUTATIONS, OF_GANGS, OF_LIMITS, OF_PRIORITIES, mutated
 
 pytestmark = pytest.mark.busy("compute")
 
@@ -23,6 +23,7 @@ LOOK_FIRST = {
     "ignore_strangers": 5,
     "forget_debts": 2,
     "always_by_age": 2,
+    "interactive_without_limit": 9,
     "wait_for_lost_nodes": 2,
     "end_what_a_silent_worker_watches": 10,
 }
@@ -58,8 +59,19 @@ def test_every_promise_is_kept_with_priorities() -> None:
     assert min(granted.count(word) for word in ("interactive", "normal", "scavenge")) > 5
 
 
+@pytest.mark.budget(30)
+@pytest.mark.parametrize("priorities", [False, True])
+def test_every_promise_is_kept_while_limits_are_set_and_removed(priorities: bool) -> None:
+    seed, steps = (13, 2500) if priorities else (6, 1500)
+    outcome = simulate(seed, steps=steps, limits=True, priorities=priorities)
+
+    assert outcome.complaints == [], f"{seed} --steps {steps} --limits, with priorities: {priorities}"
+    kinds = [event["kind"] for event in outcome.log]
+    assert min(kinds.count("limits.set"), kinds.count("limits.removed")) > 3
+
+
 def test_every_promise_is_kept_on_postgresql(postgres_url: str) -> None:
-    outcome = simulate(4, steps=1250, url=postgres_url)
+    outcome = simulate(4, steps=1250, url=postgres_url, limits=True)
 
     assert outcome.complaints == []
     assert min(outcome.count(part) for part in ("daemon killed", "answer lost", "request lost")) >= 3
@@ -70,6 +82,11 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
     assert first.digest == second.digest
     assert simulate(8, steps=300).digest != first.digest
+
+
+def place_of(name: str) -> dict[str, bool]:
+    """Where a fault can show."""
+    return {"gangs": name in OF_GANGS, "limits": name in OF_LIMITS, "priorities": name in OF_PRIORITIES}
 
 
 @pytest.mark.parametrize("name", ["skip_draining", "half_a_gang"])
@@ -83,10 +100,7 @@ def test_a_fault_is_caught(name: str) -> None:
 def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
     seeds = dict.fromkeys([LOOK_FIRST.get(name, 1), *range(1, 51)])
     with mutated(name):
-        assert any(
-            simulate(seed, steps=1000, gangs=name in OF_GANGS, priorities=name in OF_PRIORITIES).complaints
-            for seed in seeds
-        )
+        assert any(simulate(seed, steps=1000, **place_of(name)).complaints for seed in seeds)
 
 
 @pytest.mark.soak
@@ -94,10 +108,7 @@ def test_a_fault_is_caught_within_fifty_seeds(name: str) -> None:
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_fault_is_caught_by_some_seed(name: str) -> None:
     with mutated(name):
-        assert any(
-            simulate(seed, steps=10_000, gangs=name in OF_GANGS, priorities=name in OF_PRIORITIES).complaints
-            for seed in range(1, 11)
-        )
+        assert any(simulate(seed, steps=10_000, **place_of(name)).complaints for seed in range(1, 11))
 
 
 @pytest.mark.soak
@@ -116,6 +127,15 @@ def test_every_promise_is_kept_for_long(seed: int) -> None:
     outcome = simulate(seed)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2100, 2150))
+def test_every_promise_is_kept_with_limits_for_long(seed: int) -> None:
+    outcome = simulate(seed, limits=True, priorities=seed % 2 == 0)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --limits, and --priorities for even seeds"
 
 
 @pytest.mark.soak

@@ -25,9 +25,9 @@ from gpulease_server.api.auth import user_names
 from gpulease_server.api.auth.user_names import CachedName
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Change
-from gpulease_server.core.user_limits import UserLimits
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.leadership.status import LeadershipStatus
@@ -36,7 +36,7 @@ from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.ledger_store import Store, StoreFailed
 from tests.simulation.checker import check
-from tests.simulation.clients import EVE, Administrator, Attacker, PlayedClient, follow_events
+from tests.simulation.clients import EVE, ZOE, Administrator, Attacker, LimitSetter, PlayedClient, follow_events
 from tests.simulation.hardware import PlayedNode
 from tests.simulation.loop import START_S, PlayedLoop
 from tests.simulation.network import Network, request
@@ -52,6 +52,8 @@ AFTERWARDS_S = 2 * LOST_AFTER_S
 """By then nothing is held, because no one wants anything any more."""
 MAX_OVERTAKES = 3
 """How many may be granted by priority until the one that has waited longest goes first."""
+MAX_INTERACTIVE = 5
+"""GPUs of one user by interactive requests, where there are limits: more than any request asks for."""
 MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
 CALM_S = 200.0
@@ -152,10 +154,19 @@ def _refuse_the_dead(*_: object) -> None:
 class World:
     """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it. With
     `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
-    ask with all of these."""
+    ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
+    are of another user, for whom none are set."""
 
     def __init__(
-        self, seed: int, steps: int, url: str, *, clients: int = 6, gangs: bool = False, priorities: bool = False
+        self,
+        seed: int,
+        steps: int,
+        url: str,
+        *,
+        clients: int = 6,
+        gangs: bool = False,
+        priorities: bool = False,
+        limits: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
@@ -163,7 +174,10 @@ class World:
         self.policy = Policy(
             retained_memory_s=3.0,
             node_lost_after_s=LOST_AFTER_S,
-            limits=UserLimits(queued=100 if priorities else MAX_QUEUED, interactive_gpus=0),
+            limits=UserLimits(
+                queued=100 if priorities else MAX_QUEUED,
+                interactive_gpus=MAX_INTERACTIVE if priorities and limits else 0,
+            ),
             max_overtakes=MAX_OVERTAKES,
             max_bypass=1 if priorities else 10,
         )
@@ -179,13 +193,15 @@ class World:
         self.loop = PlayedLoop(self._thread_delays)
         self.network = Network(self)
         self.gangs = gangs
+        self.limits = limits
         sizes = (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
         self.owner_pids = itertools.count(5000)
         self.debts = PlayedDebts(self)
         homes = [node for node in self.nodes.values() for _ in range(2)] if clients and not gangs else []
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
-        self.clients = [PlayedClient(self, f"c{number}") for number in range(clients)]
+        others = clients // 2 if priorities and limits else 0
+        self.clients = [PlayedClient(self, f"c{number}", ZOE if number < others else None) for number in range(clients)]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -296,11 +312,18 @@ class World:
         background += [node.suffer() for node in self.nodes.values()]
         self.see("limit", user="eve", queued=self.policy.limits.queued)
         sets = 1 + math.ceil(math.log2(len(self.nodes)))
-        self.see("order", max_overtakes=MAX_OVERTAKES, max_bypasses=self.policy.max_bypass * sets)
+        self.see(
+            "order",
+            max_overtakes=MAX_OVERTAKES,
+            max_bypasses=self.policy.max_bypass * sets,
+            interactive_gpus=self.policy.limits.interactive_gpus,
+        )
         for body in (*background, self._operate(), self._keep_up(), follow_events(self), Attacker(self).run()):
             self.spawn(body)
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
         waiting.add(self.spawn(Administrator(self).run()))
+        if self.limits:
+            waiting.add(self.spawn(LimitSetter(self).run()))
         await self._calmed.wait()
         until_s, most = self.now_s + CALM_S, 2 * len(self.trace) + MAX_CALM_STEPS
         while waiting and self.now_s < until_s and len(self.trace) < most:
@@ -363,7 +386,7 @@ class World:
             stack.enter_context(mock.patch("fastapi.dependencies.utils.run_in_threadpool", inline))
             # By the real clock a name would be looked up again in some runs and not in others.
             names = {uid: CachedName("root", math.inf) for uid in (0, os.getuid())}
-            names[EVE] = CachedName("eve", math.inf)
+            names |= {EVE: CachedName("eve", math.inf), ZOE: CachedName("zoe", math.inf)}
             stack.enter_context(mock.patch.dict(user_names._cache, names))
             stack.enter_context(mock.patch("gpulease_server.core.ledger.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))
             stack.enter_context(mock.patch(f"{STORE}.MAX_ENDED_IN_MEMORY", MAX_ENDED_IN_MEMORY))

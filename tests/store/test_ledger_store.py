@@ -10,10 +10,13 @@ from sqlalchemy.exc import DataError
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import to_json
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import EndReason, Event, JobState, LeaseState, Mask, NodeMode
 from gpulease_protocol.node_protocol import OwnerState
 from gpulease_server.core.happenings import IdempotencyKey
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
+from gpulease_server.core.limit_changes import limit_use
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.token_budgets import budget_use
 from gpulease_server.core.usage import usage_of
@@ -316,6 +319,34 @@ def test_what_users_have_used_comes_back_and_orders_the_queue_as_before(store: S
     again.check()
     save(store, again)
     assert store.load().usage == again.ledger.usage
+
+
+def test_limits_hold_after_a_restart_with_the_gpu_time_that_was_held_meanwhile(store: Store) -> None:
+    world = World().node(gpus=4)
+    world.limit("vision", "group", members=("ada", "bob"), max_gpus=3, gpu_hours=1.0)
+    world.limit("gone", max_gpus=1, gpu_hours=1.0)
+    world.limit("gone")
+    world.lease(2, user="ada", ttl_s=3000)
+    waits = world.lease(2, user="bob", ttl_s=3000)
+    world.pass_time(36)
+    save(store, world)
+    loaded = store.load()
+    kept = ("records", "gpu_time", "group_of", "leases", "gpus", "queued", "limited_users")
+    for name in kept:
+        assert getattr(loaded.limits, name) == getattr(world.ledger.limits, name), name
+    world.ledger, world.at_s = loaded, world.at_s + 360
+    reset_deadlines(loaded, world.now)
+    world.node(gpus=4)
+    assert world.now_of(waits).state == "queued"
+    group = LimitKey(LimitKind.GROUP, "vision")
+    used = limit_use(loaded.limits, group, world.policy.limits, world.now).gpu_hours_used
+    assert used is not None
+    assert abs(used * 3600 - 2 * (36 + 360)) < 1
+    world.limit("vision", "group")
+    assert world.now_of(waits).state == "active"
+    save(store, world)
+    assert not store.load().limits.records
+    assert not store.load().limits.gpu_time
 
 
 def test_a_turn_that_was_lost_with_the_daemon_is_taken_again_and_starts_what_waits_once(store: Store) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import JSON, Engine, Table, insert, text
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import from_json, to_json
+from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import (
     Demand,
     Device,
@@ -36,6 +37,7 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord
 from gpulease_server.core.records import (
     BudgetRecord,
@@ -162,6 +164,15 @@ BUDGET = BudgetRecord(
     token_id="t", budget=Budget(max_gpus=1, gpu_hours_per_day=0.1), day=date(2026, 3, 1), used_s=1e9, counted_at=AT
 )
 USAGE = UsageRecord(user="ada \U0001f600", used_s=1e9 / 3, held=2.5, entry_s=1e-9, counted_at=AT)
+LIMITS = LimitRecord(
+    kind=LimitKind.GROUP,
+    name="vision lab",
+    limits=Limits(max_gpus=4, gpu_hours=1.5, window_s=7200.0),
+    members=("ada", "Zoë"),
+    set_at=AT,
+    set_by="root",
+)
+GPU_TIME = GpuTimeRecord(kind=LimitKind.TOKEN, name="t", width_s=300.0, parts=(0.0, 1e9), counted_at=AT)
 EVENT = Event(seq=9, at=AT, kind="lease.granted", cause="c", lease_id="l", gpus=("GPU-0", "GPU-1"), fencing_token=3)
 
 
@@ -263,6 +274,22 @@ EXPECTED: list[tuple[Table, Change, dict[str, Any]]] = [
         {"user_name": USAGE.user, "used_s": 1e9 / 3, "held": 2.5, "entry_s": 1e-9, "counted_at": AT},
     ),
     (
+        tables.usage_limit,
+        LIMITS,
+        {
+            "id": "group vision lab",
+            "limits": to_json(LIMITS.limits),
+            "members": ["ada", "Zoë"],
+            "set_at": AT,
+            "set_by": "root",
+        },
+    ),
+    (
+        tables.gpu_time,
+        GPU_TIME,
+        {"id": "token t", "width_s": 300.0, "parts": [0.0, 1e9], "counted_at": AT},
+    ),
+    (
         tables.event,
         EVENT,
         {
@@ -336,6 +363,8 @@ def test_a_record_of_each_kind_is_read_back(store: Store) -> None:
     assert (ledger.gpus["GPU-0"], ledger.nodes["a"], ledger.keys[KEY.key]) == (GPU, NODE, KEY)
     assert ledger.budgets["t"] == BUDGET
     assert ledger.usage[USAGE.user] == USAGE
+    assert ledger.limits.records == {LIMITS.key: LIMITS}
+    assert ledger.limits.gpu_time == {GPU_TIME.key: GPU_TIME}
     assert store.history(0, 10)[0] == [EVENT]
 
 
@@ -351,11 +380,14 @@ def test_the_text_of_a_json_column_is_ascii(store: Store) -> None:
 
 @pytest.mark.parametrize("gone", [True, False], ids=["removed last", "written last"])
 def test_what_a_turn_does_last_to_a_record_is_what_is_stored(store: Store, gone: bool) -> None:
-    written: list[Change] = [GPU, NODE, KEY, BUDGET]
+    written: list[Change] = [GPU, NODE, KEY, BUDGET, LIMITS, GPU_TIME]
     removed: list[Change] = [GpuRemoved("GPU-0"), NodeRemoved("a"), KeyRemoved(KEY.key), BudgetRemoved("t")]
+    removed += [LimitRemoved(LIMITS.key), GpuTimeRemoved(GPU_TIME.key)]
     older = [replace(GPU, cordoned=False), replace(NODE, host="b"), replace(KEY, fingerprint="g"), BUDGET]
+    older += [replace(LIMITS, set_by="eve"), replace(GPU_TIME, parts=())]
     store.write(written, Ledger())
     store.write([*older, *written, *removed] if gone else [*older, *removed, *written], Ledger())
     ledger = store.load()
     found = [*ledger.gpus.values(), *ledger.nodes.values(), *ledger.keys.values(), *ledger.budgets.values()]
+    found += [*ledger.limits.records.values(), *ledger.limits.gpu_time.values()]
     assert found == ([] if gone else written)

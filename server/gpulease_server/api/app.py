@@ -43,6 +43,7 @@ from gpulease_server.api.routes import (
     joining,
     lease_metrics,
     leases,
+    limits,
     me,
     nodes,
     timeline,
@@ -61,6 +62,7 @@ ROUTE_MODULES = (
     job_logs,
     job_metrics,
     me,
+    limits,
     tokens,
     events,
     timeline,
@@ -79,6 +81,7 @@ REQUEST_BODIES = (
     nodes.PIECE_BODY,
     nodes.DRAIN_BODY,
     nodes.PAUSE_BODY,
+    limits.SET_BODY,
     tokens.CREATE_BODY,
 )
 

@@ -90,8 +90,15 @@ def place_adopted(
 
 def with_adopted_gpus(record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> LeaseRecord:
     """The request as if it had asked for the GPUs that the process was found on."""
-    uuids = tuple(gpu.device.uuid for gpu in gpus)
-    demand = Demand(selection=Selection.LISTED, count=len(uuids), uuids=uuids, node=gpus[0].device.node)
+    asked, uuids = record.lease.demand, tuple(gpu.device.uuid for gpu in gpus)
+    demand = Demand(
+        selection=Selection.LISTED,
+        count=len(uuids),
+        uuids=uuids,
+        node=gpus[0].device.node,
+        time_s=asked.time_s,
+        priority=asked.priority,
+    )
     return replace(record, lease=replace(record.lease, demand=demand))
 
 

@@ -50,6 +50,7 @@ from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.placement import (
     can_have,
     find_candidates,
@@ -62,7 +63,7 @@ from gpulease_server.core.placement import (
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import BypassCounts, GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import LimitedDemand, UserLimits, UserUsage
+from gpulease_server.core.user_limits import LimitedDemand, UserUsage
 
 MAX_RECOUNTED_DEMANDS = 100
 """For how many different demands bypasses are counted again after a restart, oldest first."""

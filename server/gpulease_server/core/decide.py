@@ -17,6 +17,7 @@ from gpulease_server.core.happenings import (
     Happening,
     JobSubmitted,
     LeaseRequested,
+    LimitsChanged,
     NodeForgetRequested,
     NodeModeRequested,
     NodeReported,
@@ -36,6 +37,7 @@ from gpulease_server.core.lease import (
     on_waiter_polled,
 )
 from gpulease_server.core.lease_end import end_lease
+from gpulease_server.core.limit_changes import on_limits_changed
 from gpulease_server.core.maintenance import on_cordon_requested, on_node_mode_requested
 from gpulease_server.core.node import on_node_reported
 from gpulease_server.core.node_loss import forget_nodes, lose_silent_nodes, on_node_forget_requested
@@ -73,6 +75,8 @@ def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901, PLR0912 - o
         case BearerTokenChanged():
             turn.emit(happening.kind, reason=happening.reason)
             turn.answer(happening.cause, None)
+        case LimitsChanged():
+            on_limits_changed(turn, happening)
         case Ticked():
             on_ticked(turn, happening)
 

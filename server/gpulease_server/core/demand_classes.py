@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, Priority
+from gpulease_server.core.limit_records import NO_USERS, ORDERED
 from gpulease_server.core.records import LeaseRecord
 
 Place = tuple[int, str]
@@ -27,8 +29,9 @@ OrderedPlace = tuple[int, int, int, str]
 """A group and a place: where a request comes in a walk."""
 ONE_GROUP: Group = (1, 0)
 """That of a request of normal priority while usage does not count."""
-
-
+UsersApart = frozenset[str | None] | None
+"""Users who have classes of their own; None for all."""
+NOWHERE: Mapping[LimitKind, tuple[int, float]] = {}
 RANKS = {Priority.INTERACTIVE: 0, Priority.NORMAL: 1, Priority.SCAVENGE: 2}
 
 
@@ -66,6 +69,10 @@ class Bypassed:
             self.places.insert(at, place)
         self.most_times, self.first_s = max(self.most_times, times), min(self.first_s, since_s)
 
+    def copy(self) -> Bypassed:
+        """An independent copy."""
+        return Bypassed(self.places.copy(), self.most_times, self.first_s)
+
     def remove(self, place: Place) -> None:
         """Let a member go."""
         at = bisect.bisect_left(self.places, place)
@@ -86,8 +93,8 @@ class DemandClass:
     """Where it is in `DemandClasses.heads`."""
     bypassed: Bypassed = field(default_factory=Bypassed)
     """By `Ledger.bypasses`."""
-    bypassed_by_user: Bypassed = field(default_factory=Bypassed)
-    """By `Ledger.user_bypasses`."""
+    bypassed_within: dict[LimitKind, Bypassed] = field(default_factory=lambda: {kind: Bypassed() for kind in ORDERED})
+    """By `Ledger.limit_bypasses`."""
 
     def after(self, place: Place) -> Place | None:
         """The next member behind a place in the queue."""
@@ -103,8 +110,8 @@ class DemandClass:
 class DemandClasses:
     """The requests in the queue that do not pause, by class; and when the pauses of the others end."""
 
-    by_user: bool = False
-    """True where each user has classes of their own, because there are limits for users, or their usage counts."""
+    apart: UsersApart = NO_USERS
+    """The users who have classes of their own, because there are limits for them; all where their usage counts."""
     classes: dict[ClassKey, DemandClass] = field(default_factory=dict)
     class_of: dict[str, DemandClass] = field(default_factory=dict)
     """By lease id."""
@@ -126,12 +133,12 @@ class DemandClasses:
         record: LeaseRecord,
         array_id: str | None,
         times: tuple[int, float] | None = None,
-        times_by_user: tuple[int, float] | None = None,
+        within: Mapping[LimitKind, tuple[int, float]] = NOWHERE,
     ) -> None:
         """Add a request, or move it to its class. `array_id`: the array that limits it; `times`: how many times it was
-        bypassed, and since when."""
+        bypassed, and since when; `within`: the same within limits."""
         lease, place = record.lease, (record.number, record.lease.id)
-        told_apart = self.by_user or lease.holder.token_id is not None
+        told_apart = self.apart is None or lease.holder.token_id is not None or lease.holder.user in self.apart
         told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
         key = ClassKey(lease.demand, lease.holder.user if told_apart else None, lease.holder.token_id, array_id)
         if lease.id in self.class_of:
@@ -148,8 +155,8 @@ class DemandClasses:
         self._put_head(members)
         if times is not None:
             members.bypassed.put(place, *times)
-        if times_by_user is not None:
-            members.bypassed_by_user.put(place, *times_by_user)
+        for kind, counts in within.items():
+            members.bypassed_within[kind].put(place, *counts)
 
     def remove(self, record: LeaseRecord) -> None:
         """Let a request go, if it is there."""
@@ -158,7 +165,7 @@ class DemandClasses:
             return
         place = (record.number, record.lease.id)
         del members.places[bisect.bisect_left(members.places, place)]
-        for bypassed in (members.bypassed, members.bypassed_by_user):
+        for bypassed in (members.bypassed, *members.bypassed_within.values()):
             if place in bypassed.places[bisect.bisect_left(bypassed.places, place) :][:1]:
                 bypassed.remove(place)
         self._put_head(members)
@@ -240,9 +247,9 @@ class DemandClasses:
         while self.pauses and self.pauses[0][1] not in paused:
             heapq.heappop(self.pauses)
 
-    def divide(self, queued: Iterable[LeaseRecord], by_user: bool, put: Callable[[LeaseRecord], None]) -> None:
-        """Group the requests again, with users told apart or not; `put` adds one of them."""
-        self.by_user = by_user
+    def divide(self, queued: Iterable[LeaseRecord], apart: UsersApart, put: Callable[[LeaseRecord], None]) -> None:
+        """Group the requests again, with these users told apart; `put` adds one of them."""
+        self.apart = apart
         for part in (self.classes, self.class_of, self.of_user, self.of_demand, self.heads):
             part.clear()
         for record in queued:
@@ -251,14 +258,13 @@ class DemandClasses:
     def copy(self) -> DemandClasses:
         """An independent copy."""
         made = DemandClasses(
-            self.by_user, steps=self.steps.copy(), lowest_step=self.lowest_step, pauses=self.pauses.copy()
+            self.apart, steps=self.steps.copy(), lowest_step=self.lowest_step, pauses=self.pauses.copy()
         )
         for key, members in self.classes.items():
-            bypassed = (
-                Bypassed(one.places.copy(), one.most_times, one.first_s)
-                for one in (members.bypassed, members.bypassed_by_user)
+            within = {kind: one.copy() for kind, one in members.bypassed_within.items()}
+            copied = DemandClass(
+                key, members.group, members.places.copy(), members.head, members.bypassed.copy(), within
             )
-            copied = DemandClass(key, members.group, members.places.copy(), members.head, *bypassed)
             made.classes[key] = copied
             made.of_user.setdefault(key.user, {})[copied] = None
             made.of_demand.setdefault(key.demand, {})[copied] = None

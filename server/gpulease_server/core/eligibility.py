@@ -1,5 +1,5 @@
-"""Which queued requests may be granted now: not those that pause before a retry, or that a limit of their array or
-user stops.
+"""Which queued requests may be granted now: not those that pause before a retry, or that a limit of their array, user,
+group or token stops.
 
 A request that is not eligible reserves no GPU and delays no other.
 """
@@ -36,9 +36,8 @@ def min_gpus_of(ledger: Ledger, users: UserUsage, demand: Demand) -> int:
 
 
 def is_over_user_limit(ledger: Ledger, users: UserUsage, record: LeaseRecord) -> bool:
-    """True while a limit of its user, or the budget of its token, keeps a request out of the queue: it reserves no GPU,
-    and other users pass it."""
+    """True while a limit of its user, group or token, or the budget of its token, keeps a request out of the queue: it
+    reserves no GPU, and others pass it."""
     if not users.may_limit(record.lease):
         return False
-    lease, wanted = record.lease, min_gpus_of(ledger, users, record.lease.demand)
-    return users.keeps_out(lease, wanted)
+    return users.keeps_out(record.lease, min_gpus_of(ledger, users, record.lease.demand))

@@ -32,7 +32,7 @@ Usages are not divided by the capacity of the fleet: that would change no compar
 | the first start of a version that counts | what is held counts from then on |
 | the wall clock is put back over a restart | no time has passed |
 | a user's usage has decayed to nothing | the row is removed at the next start |
-| groups | not known: users only. A group would be a part of the step, before the user's own |
+| users are in one group of limits | nothing: users only. A group would be a part of the step, before the user's own |
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import LeaseState
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.order_records import UsageRemoved, UsageSteps
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.usage import entry_s, ordering_s, step_of, usage_of, weight_of
@@ -72,9 +74,13 @@ def recount_usage(turn: Turn) -> None:
         return
     since_s = ledger.steps_counted_at_s
     if since_s is None or turn.now.mono_s - since_s >= RECOUNT_S:
-        put_steps(turn, list(ledger.queued_by_user), turn.now.mono_s)
+        put_steps(turn, _users(ledger.limits.queued), turn.now.mono_s)
     elif turn.pending:
-        put_steps(turn, list(turn.pending.count_by_user))
+        put_steps(turn, _users(turn.pending.count))
+
+
+def _users(keys: Iterable[LimitKey]) -> list[str | None]:
+    return [key.name for key in keys if key.kind is LimitKind.USER]
 
 
 def _begin(turn: Turn) -> None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.limits import Limits
 from gpulease_protocol.model import Demand, Holder, JobDependency, JobSpec, NodeMode
 from gpulease_protocol.node_protocol import NodeReport
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.records import Adoption, WatchedOwner
 
 
@@ -189,6 +191,21 @@ class BearerTokenChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsChanged:
+    """An administrator sets the limits of a user, a group or a token, or removes them. Answered with None, or with why
+    not."""
+
+    cause: str
+    key: LimitKey
+    limits: Limits | None
+    """All that are set from now on; None removes them."""
+    members: tuple[str, ...] = ()
+    """The users of a group."""
+    by: str | None = None
+    """Login name of who asked, where the connection shows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed. Not answered."""
 
@@ -213,5 +230,6 @@ Happening = (
     | NodeForgetRequested
     | CordonRequested
     | BearerTokenChanged
+    | LimitsChanged
     | Ticked
 )

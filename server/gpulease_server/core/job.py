@@ -13,8 +13,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from gpulease_protocol.errors import NotFound, OverQuota
-from gpulease_protocol.model import EndReason, Job, JobAttempt, JobState, Lease, LeaseState, Liveness
+from gpulease_protocol.errors import GpuleaseError, NotFound, OverQuota
+from gpulease_protocol.model import Demand, EndReason, Job, JobAttempt, JobState, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import JobReport
 from gpulease_server.core import dependencies
 from gpulease_server.core.budget_records import enter_budget
@@ -27,7 +27,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import admit_waiting
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefore
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import user_queue_is_full, with_interactive_time
+from gpulease_server.core.user_limits import queue_is_full, timed_demand
 
 ATTEMPT_SUFFIX = re.compile(r"r[0-9]+$")
 """Of the id of a lease of a later attempt; ids themselves are hexadecimal."""
@@ -45,14 +45,12 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     """
     if answer_repeated(turn, submitted.cause, submitted.key):
         return
-    enter_budget(turn, submitted.holder.token_id, submitted.budget)
-    demand = with_interactive_time(submitted.demand, turn.policy.limits)
-    if isinstance(demand, OverQuota):
+    demand = timed_demand(turn.ledger, submitted, turn.policy)
+    if isinstance(demand, GpuleaseError):
         turn.answer(submitted.cause, demand)
         return
-    if demand is not submitted.demand:  # its node ends each of the jobs in time
-        jobs = (replace(one, spec=replace(one.spec, timeout_s=demand.time_s)) for one in submitted.jobs)
-        submitted = replace(submitted, demand=demand, jobs=tuple(jobs))
+    submitted = _with_time(submitted, demand)
+    enter_budget(turn, submitted.holder.token_id, submitted.budget)
     first, *others = submitted.jobs
     refused = submitted.after_refused
     refused = refused or dependencies.check(turn.ledger, submitted.after, submitted.after_live)
@@ -82,16 +80,21 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
         admit_waiting(turn, lease.id)
 
 
+def _with_time(submitted: JobSubmitted, demand: Demand) -> JobSubmitted:
+    """The submission with the time after which its nodes end its jobs."""
+    if demand == submitted.demand:
+        return submitted
+    jobs = tuple(replace(one, spec=replace(one.spec, timeout_s=demand.time_s)) for one in submitted.jobs)
+    return replace(submitted, demand=demand, jobs=jobs)
+
+
 def too_many_at_once(
     ledger: Ledger, submitted: JobSubmitted, undecided: PendingRequests, policy: Policy
 ) -> OverQuota | None:
     """Why an array with too many jobs for the queue is refused; None for one that fits, and for a single job."""
-    user, limits, further = submitted.holder.user, policy.limits, len(submitted.jobs) - 1
-    remedy = "Submit fewer jobs at once, or try again later."
-    if further and user_queue_is_full(ledger, user, undecided, further, limits):
-        queued = ledger.queued_by_user[user]
-        detail = f"User {user} has {queued} requests in the queue already; the limit is {limits.queued}."
-        return OverQuota(detail, remedy=remedy)
+    further, remedy = len(submitted.jobs) - 1, "Submit fewer jobs at once, or try again later."
+    if further and (full := queue_is_full(ledger, submitted.holder, undecided, further, policy.limits)) is not None:
+        return OverQuota(full, remedy=remedy)
     if further and ledger.waiting_count + further > policy.max_queued:
         detail = f"The queue has {ledger.waiting_count} requests already; the limit is {policy.max_queued}."
         return OverQuota(detail, remedy=remedy)

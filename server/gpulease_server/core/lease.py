@@ -10,7 +10,6 @@ from gpulease_protocol.errors import (
     LeaseLost,
     NotAllowed,
     NotFound,
-    OverQuota,
     StaleToken,
 )
 from gpulease_protocol.model import EndReason, Lease, LeaseState, Liveness
@@ -32,7 +31,7 @@ from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.token_budgets import time_left_s
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import too_much_undecided, with_interactive_time
+from gpulease_server.core.user_limits import timed_demand, too_much_undecided
 
 
 class MadeLongAgo(NotFound):
@@ -51,11 +50,10 @@ def on_lease_requested(turn: Turn, request: LeaseRequested) -> None:
     """Take a request in; `settle` gives the verdict."""
     if answer_repeated(turn, request.cause, request.key):
         return
-    enter_budget(turn, request.holder.token_id, request.budget)
-    demand = with_interactive_time(request.demand, turn.policy.limits)
-    if isinstance(demand, OverQuota):
+    if isinstance(demand := timed_demand(turn.ledger, request, turn.policy), GpuleaseError):
         turn.answer(request.cause, demand)
         return
+    enter_budget(turn, request.holder.token_id, request.budget)
     lease = Lease(
         id=request.lease_id,
         state=LeaseState.QUEUED,
@@ -110,7 +108,7 @@ def enqueue(
         changes=changes,
         key=key_record,
         since_s=turn.now.mono_s,
-        user=user,
+        holder=lease.holder,
         size_bytes=size_bytes,
         adoption=adoption,
     )

@@ -6,13 +6,14 @@ import bisect
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode, Priority
+from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
+from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import (
     BudgetRecord,
@@ -84,12 +85,6 @@ class Ledger(RequestQueue):
     """By id of a bearer token: its leases that have not ended, and how many GPUs each holds."""
     fleet: Fleet = field(default_factory=Fleet)
     """GPUs and leases by node, and what is free."""
-    active_leases: Counter[str | None] = field(default_factory=Counter)
-    """By user, how many leases are active."""
-    active_gpus: Counter[str | None] = field(default_factory=Counter)
-    """By user, how many GPUs these have."""
-    interactive_gpus: Counter[str | None] = field(default_factory=Counter)
-    """By user, how many of them by interactive requests."""
     ends_s: dict[str, float] = field(default_factory=dict)
     """By id of an active lease that ends after a declared time: when, on the monotonic clock; before everything while
     that is not known."""
@@ -144,6 +139,8 @@ class Ledger(RequestQueue):
                 self.budgets[change.token_id] = change
             case BudgetRemoved():
                 self.budgets.pop(change.token_id, None)
+            case LimitRecord() | LimitRemoved() | GpuTimeRecord() | GpuTimeRemoved():
+                self.limits.put(change)
             case KeyRecord():
                 self.keys[change.key] = change
             case KeyRemoved():
@@ -225,20 +222,17 @@ class Ledger(RequestQueue):
             self.unclaimed.discard(lease.id)
             return
         if before is not None and before.lease.state is LeaseState.ACTIVE:
-            self._count_active(before.lease, -1)
+            self.limits.count_active(before.lease, -1)
             self.ends_s.pop(lease.id, None)
         if lease.state is LeaseState.ACTIVE:
-            self._count_active(lease, 1)
-            if lease.demand.time_s is not None and lease.job_id is None:
-                granted_at_s = record.granted_at_s
-                self.ends_s[lease.id] = float("-inf") if granted_at_s is None else granted_at_s + lease.demand.time_s
-                self.ends_due.push(lease.id, self.ends_s)
+            self.limits.count_active(lease, 1)
+            self._put_end(record)
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)
         waits = lease.id in self.queued_bytes
         if lease.state is LeaseState.QUEUED and not waits:
-            self.queued_by_user[lease.holder.user] += 1
+            self.limits.count_queued(lease.holder, 1)
             self._count_bytes(lease.id, lease.holder.user, lease_bytes(lease))
         elif lease.state is not LeaseState.QUEUED and waits:
             self._waits_no_more(lease)
@@ -251,22 +245,19 @@ class Ledger(RequestQueue):
         if lease.state is not LeaseState.QUEUED:
             self.not_before.pop(lease.id, None)
             self.bypasses.pop(lease.id, None)
-            self.user_bypasses.pop(lease.id, None)
+            for bypasses in self.limit_bypasses.values():
+                bypasses.pop(lease.id, None)
         self.ended_bytes["leases"] -= self.ended_leases.pop(lease.id, 0)
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
             self._put_ended_lease(lease)
 
-    def _count_active(self, lease: Lease, leases: int) -> None:
-        user = lease.holder.user
-        self.active_leases[user] += leases
-        self.active_gpus[user] += leases * len(lease.gpus)
-        if not self.active_leases[user]:
-            del self.active_leases[user], self.active_gpus[user]
-        if lease.demand.priority is Priority.INTERACTIVE:
-            self.interactive_gpus[user] += leases * len(lease.gpus)
-            if not self.interactive_gpus[user]:
-                del self.interactive_gpus[user]
+    def _put_end(self, record: LeaseRecord) -> None:
+        """Note when an active lease ends that declares a time. That of a job ends with its job."""
+        lease, granted_at_s = record.lease, record.granted_at_s
+        if lease.demand.time_s is not None and lease.job_id is None:
+            self.ends_s[lease.id] = float("-inf") if granted_at_s is None else granted_at_s + lease.demand.time_s
+            self.ends_due.push(lease.id, self.ends_s)
 
     def withdraw(self, record: LeaseRecord) -> None:
         """Take back a request of which nothing was recorded."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
+from gpulease_protocol.model import Holder
+from gpulease_server.core.limit_records import LimitKey, token_key, user_key
 from gpulease_server.core.records import Adoption, Change, KeyRecord
 
 
@@ -26,7 +28,7 @@ class PendingRequest:
     """Its Idempotency-Key, to be recorded with the verdict."""
     since_s: float
     """When it arrived."""
-    user: str | None
+    holder: Holder
     """Who asks."""
     size_bytes: int
     """Memory that it keeps, see `core.footprint`."""
@@ -40,7 +42,8 @@ class PendingRequests(MutableMapping[str, PendingRequest]):
     def __init__(self) -> None:
         self._by_lease: dict[str, PendingRequest] = {}
         self._lease_of_key: dict[str, str] = {}
-        self.count_by_user: Counter[str | None] = Counter()
+        self.count: Counter[LimitKey] = Counter()
+        """By user, and by token."""
         self.bytes_by_user: Counter[str | None] = Counter()
 
     def with_key(self, key: str) -> tuple[str, PendingRequest] | None:
@@ -56,20 +59,30 @@ class PendingRequests(MutableMapping[str, PendingRequest]):
         self._by_lease[lease_id] = request
         if request.key is not None:
             self._lease_of_key[request.key.key] = lease_id
-        self.count_by_user[request.user] += 1
-        self.bytes_by_user[request.user] += request.size_bytes
+        for key in _counted(request.holder):
+            self.count[key] += 1
+        self.bytes_by_user[request.holder.user] += request.size_bytes
 
     def __delitem__(self, lease_id: str) -> None:
         request = self._by_lease.pop(lease_id)
         if request.key is not None:
             del self._lease_of_key[request.key.key]
-        self.count_by_user[request.user] -= 1
-        self.bytes_by_user[request.user] -= request.size_bytes
-        if not self.count_by_user[request.user]:
-            del self.count_by_user[request.user], self.bytes_by_user[request.user]
+        for key in _counted(request.holder):
+            self.count[key] -= 1
+            if not self.count[key]:
+                del self.count[key]
+        user = request.holder.user
+        self.bytes_by_user[user] -= request.size_bytes
+        if not self.count[user_key(user)]:
+            del self.bytes_by_user[user]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_lease)
 
     def __len__(self) -> int:
         return len(self._by_lease)
+
+
+def _counted(holder: Holder) -> tuple[LimitKey, ...]:
+    token = token_key(holder)
+    return (user_key(holder.user),) if token is None else (user_key(holder.user), token)

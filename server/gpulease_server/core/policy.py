@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gpulease_server.core.user_limits import UserLimits
+from gpulease_server.core.limit_records import UserLimits
 
 DESKTOP_NAMES = frozenset(
     {

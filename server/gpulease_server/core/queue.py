@@ -23,15 +23,8 @@ from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gp
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
-from gpulease_server.core.token_budgets import TokenBudgets
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import (
-    UserUsage,
-    never_within_limits,
-    too_many_bytes,
-    usage_by_user,
-    user_queue_is_full,
-)
+from gpulease_server.core.user_limits import never_within_limits, queue_is_full, too_many_bytes, usage_by_user
 from gpulease_server.core.user_order import UserOrder
 
 
@@ -89,7 +82,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 waited_enough = pending is not None and pending.since_s < latest_s
                 if not waited_enough or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                     reservations.reserve(record, gpus)
-                    users.keep(record.lease, len(gpus))
+                    users.keep_all(record.lease, len(gpus))
             case Blocked(candidates):
                 if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                     blocked.add(record, candidates)
@@ -200,16 +193,15 @@ def _refuse(turn: Turn, record: LeaseRecord, pending: PendingRequest, error: Gpu
 def _over_quota(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> OverQuota | None:
     """Why a request that cannot be granted now may not even wait; None where it may, or does not want to."""
     limits, lease = turn.policy.limits, record.lease
-    users = UserUsage(limits, tokens=TokenBudgets(turn.ledger, turn.now))
+    users = usage_by_user(turn.ledger, limits, turn.now)
     never = never_within_limits(users, lease, min_gpus(turn.ledger, lease.demand))
     if never is not None or not pending.queue:
         return never
     if turn.ledger.waiting_count - len(turn.pending) > turn.policy.max_queued:
         return OverQuota(f"The queue is full: it has {turn.policy.max_queued} requests.", remedy="Try again later.")
     # It is in the queue by now, and so counted as waiting.
-    if user_queue_is_full(turn.ledger, lease.holder.user, turn.pending, 0, limits):
-        detail = f"User {lease.holder.user} has {limits.queued} requests in the queue, the most that one user may have."
-        return OverQuota(detail, remedy="Try again when some of them are granted, or cancel some.")
+    if (full := queue_is_full(turn.ledger, lease.holder, turn.pending, 0, limits)) is not None:
+        return OverQuota(full, remedy="Try again when some of them are granted, or cancel some.")
     return too_many_bytes(turn.ledger, lease.holder.user, pending, limits, turn.policy.max_queued_bytes)
 
 

@@ -12,7 +12,7 @@ It still comes to those that something sets apart:
 A grant may put its user on a higher step (`core.fair_share`). What the user still waits for then moves back, also
 within the walk.
 
-A class is looked at again behind the request at which that changed which its members share: what their user
+A class is looked at again behind the request at which that changed which its members share: what their user, group
 and token have, and how many jobs of their array run.
 
 Where usage counts, each user has classes of their own, of which many ask for the same. When one of these is blocked the
@@ -36,14 +36,15 @@ from gpulease_server.core.backfill import BlockedRequests, Reservations, nodes_t
 from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place
 from gpulease_server.core.eligibility import array_at_limit, is_eligible, is_over_user_limit
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import NO_USERS, LimitKey, token_key
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import LimitedDemand, is_interactive
+from gpulease_server.core.user_limits import LimitedDemand
 from gpulease_server.core.user_order import UserOrder
 
-Limiter = tuple[str, str | None]
-"""What limits a class, beside others, by what changes within a walk: its `user`, `token` or `array`, and the name."""
+Limiter = LimitKey | tuple[str, str | None]
+"""What limits a class, beside others, by what changes within a walk: user, group, token, or `array` and its id."""
 
 
 MOST_KEPT = 16
@@ -56,7 +57,7 @@ class Why(StrEnum):
     BLOCKED = auto()
     """No GPUs for them are left."""
     KEPT_OUT = auto()
-    """A limit of their user, or the budget of their token."""
+    """A limit of their user, group or token, or the budget of their token."""
     LEFT_OUT = auto()
     """They take no part: their array is at its limit, or enough demands were looked at."""
 
@@ -150,11 +151,13 @@ class QueueWalk:
                 skipped = self._skipped[members] = Skipped(members, Why.BLOCKED, (0, ""), demand)
                 self._by_demand.setdefault(demand, {})[members] = None
                 self._list(skipped, user)
-        self.blocked.count_bypass(turn, gpus, self.is_before(user, place))
-        if self.reservations.users.limits.gpus:
-            for members in self._by_limiter.get(("user", user), ()):
-                self._list(self._skipped[members], user)
-            self.order.count_bypass(turn, granted)
+        is_before = self.is_before(user, place)
+        self.blocked.count_bypass(turn, gpus, is_before)
+        for one in self.reservations.users.ordered(user):
+            for members in self._by_limiter.get(one.key, ()):
+                if (alike := self._skipped.get(members)) is not None:  # else another limit had it looked at again
+                    self._list(alike, user)
+        self.order.count_bypass(turn, granted, is_before)
         if self.reservations.policy.fair_share:
             # Where its user is on another step now, the walk has still come so far with what the user asks for.
             for members in self.ledger.demand_classes.of_user.get(user, ()):
@@ -177,8 +180,8 @@ class QueueWalk:
         return is_before
 
     def _begin(self) -> None:
-        by_user = self.reservations.users.has_limits or self.reservations.policy.fair_share
-        classes = self.ledger.classes_by_user(by_user)
+        apart = None if self.reservations.policy.fair_share else self.reservations.users.limited_users
+        classes = self.ledger.classes_by_user(apart)
         if self.last is not None:
             self._end = self.ledger.ordered_place(self.last)
         if self._is_over():
@@ -196,7 +199,7 @@ class QueueWalk:
 
     def _is_over(self) -> bool:
         """True when only new requests have anything to expect."""
-        goes_on = self.last is not None and self.reservations.users.limits.gpus
+        goes_on = self.last is not None and self.reservations.users.has_limits
         return not self.reservations.is_any_left and not goes_on
 
     def _keep_new(self) -> None:
@@ -255,11 +258,10 @@ class QueueWalk:
 
     def _depends_on_user_alone(self, members: DemandClass) -> bool:
         """True for a class of which nothing but the usage of its user sets others apart that ask for the same."""
-        key, reservations = members.key, self.reservations
-        may_limit = reservations.users.has_limits or key.demand.priority is Priority.INTERACTIVE
-        if not reservations.policy.fair_share or may_limit or key.token_id is not None or key.array_id is not None:
+        policy, users, key = self.reservations.policy, self.reservations.users, members.key
+        if not policy.fair_share or nodes_to_reserve(0, 0.0, policy) or key.demand.priority is Priority.INTERACTIVE:
             return False
-        return not nodes_to_reserve(0, 0.0, reservations.policy)
+        return (key.token_id, key.array_id) == (None, None) and not users.has_limit(key.user)
 
     def _drop_alike(self, blocked: Skipped) -> None:
         """Drop the classes that ask for the same as a blocked one, if they are many of those that the walk has yet to
@@ -268,6 +270,7 @@ class QueueWalk:
         if len(alike) * MOST_KEPT < len(self._heap):
             return
         known = self._skipped.keys() | self._passed.keys() | self._new_of_class.keys()
+        limited = self.reservations.users.limited_users or NO_USERS  # not all: then none would be dropped
         dropped = {
             members: None
             for members in alike
@@ -275,6 +278,7 @@ class QueueWalk:
             and members not in known
             and members.key.token_id is None
             and members.key.array_id is None
+            and members.key.user not in limited
         }
         if dropped:
             self._heap = [entry for entry in self._heap if entry[2] not in dropped]
@@ -320,14 +324,16 @@ class QueueWalk:
         at = bisect_right(new, place)
         found: list[Place | None] = [new[at] if at < len(new) else None]
         is_any_due = nodes_to_reserve(0, 0.0, self.reservations.policy) > 0
-        if skipped.why is Why.BLOCKED and self.reservations.may_reserve(skipped.limited):
+        may_be_due = is_any_due or members.bypassed.places
+        if skipped.why is Why.BLOCKED and may_be_due and self.reservations.may_reserve(skipped.limited):
             due = members.after(place) if is_any_due else self._next_due(members.bypassed, ledger.bypasses, place)
             found.append(due)
-        if skipped.why is not Why.LEFT_OUT and users.limits.gpus:
-            if is_any_due and self.order.may_claim(members.key.user, members.key.demand):
+        for one in users.ordered(members.key.user) if skipped.why is not Why.LEFT_OUT else ():
+            kind, bypassed = one.key.kind, members.bypassed_within[one.key.kind]
+            if is_any_due and self.order.may_claim(one, members.key.demand):
                 found.append(members.after(place))
-            elif self.order.may_keep(members.key.user, members.key.demand):
-                found.append(self._next_due(members.bypassed_by_user, ledger.user_bypasses, place))
+            elif bypassed.places and self.order.may_keep(one, members.key.demand):
+                found.append(self._next_due(bypassed, ledger.limit_bypasses[kind], place))
         return min((one for one in found if one is not None), default=None)
 
     def _next_due(self, bypassed: Bypassed, counts: Mapping[str, tuple[int, float]], place: Place) -> Place | None:
@@ -368,11 +374,10 @@ class QueueWalk:
             self.order.extend(records)
 
     def _limiters(self, record: LeaseRecord) -> list[Limiter]:
-        holder, found = record.lease.holder, list[Limiter]()
-        if self.reservations.users.has_limits or holder.token_id is not None or is_interactive(record.lease):
-            found.append(("user", holder.user))
-        if holder.token_id is not None:
-            found.append(("token", holder.token_id))
+        holder = record.lease.holder
+        found: list[Limiter] = [one.key for one in self.reservations.users.applied(record.lease)]
+        if (token := token_key(holder)) is not None and token not in found:
+            found.append(token)
         job = self.ledger.jobs.get(record.lease.job_id or "")
         if job is not None and job.job.array_at_most is not None:
             found.append(("array", job.job.array_id))
@@ -381,9 +386,12 @@ class QueueWalk:
     def _limit_state(self, record: LeaseRecord) -> tuple[object, ...]:
         """What limits of its user, token and array make of a request at this moment."""
         holder, users, ledger = record.lease.holder, self.reservations.users, self.ledger
-        kept = sum(users.kept.get(holder.user, {}).values())
+        state: list[object] = []
+        for key, _ in users.applied(record.lease):
+            state += users.index.leases.get(key), users.index.gpus.get(key), users.first_interactive.get(key)
+            if (kept := users.kept.get(key)) is not None:
+                state += sum(kept.values()), len(kept)
         first = None if users.tokens is None else users.tokens.first.get(holder.token_id or "")
         job = ledger.jobs.get(record.lease.job_id or "")
         running = ledger.job_index.running_in_array[job.job.array_id] if job is not None and job.job.array_id else 0
-        interactive = users.interactive_gpus[holder.user], users.first_interactive.get(holder.user)
-        return users.leases[holder.user], users.gpus[holder.user], kept, first, running, interactive
+        return *state, first, running

@@ -7,6 +7,7 @@ from datetime import date, datetime
 from operator import attrgetter
 
 from gpulease_protocol.budgets import Budget
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import (
     ComputeMode,
     Device,
@@ -20,6 +21,7 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.node_topology import NodeTopology, TopologyCache
 from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
 
@@ -373,8 +375,8 @@ class BypassCounts:
     """(lease id, how many times)."""
     at_s: float
     """When, on the monotonic clock."""
-    within_user: bool = False
-    """True for requests of the same user that used up that user's limit, see `core.user_order`."""
+    within: LimitKind | None = None
+    """For requests of the same user or group that used up its limit, see `core.user_order`: whose limit that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,5 +442,9 @@ Change = (
     | KeyRemoved
     | BudgetRecord
     | BudgetRemoved
+    | LimitRecord
+    | LimitRemoved
+    | GpuTimeRecord
+    | GpuTimeRemoved
     | Event
 )

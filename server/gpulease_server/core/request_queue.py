@@ -7,10 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Lease, LeaseState
-from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace
+from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart
+from gpulease_server.core.limit_index import LimitIndex
+from gpulease_server.core.limit_records import ORDERED
 from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import BypassCounts, JobRecord, LeaseRecord, NotBefore
+
+BypassesWithin = dict[LimitKind, dict[str, tuple[int, float]]]
 
 
 @dataclass
@@ -29,8 +34,8 @@ class RequestQueue:
     """By id of a job that waits for others: the jobs and arrays of its `after` that have not ended."""
     dependents: dict[tuple[str, str], dict[str, None]] = field(default_factory=dict)
     """By id of a job or array and what is asked of its end: the jobs that wait for it."""
-    queued_by_user: Counter[str | None] = field(default_factory=Counter)
-    """By user, how many requests are in the queue."""
+    limits: LimitIndex = field(default_factory=LimitIndex)
+    """Limits, and what users, groups and tokens have, and have waiting."""
     queued_bytes: dict[str, int] = field(default_factory=dict)
     """By id of a lease or job that waits: the memory that it keeps."""
     queued_bytes_by_user: Counter[str | None] = field(default_factory=Counter)
@@ -39,8 +44,8 @@ class RequestQueue:
     """By lease id: when a queued lease begins to take part in the queue."""
     bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By id of a queued lease: how many times a newer request has passed it, and when the first one did."""
-    user_bypasses: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """The same for newer requests of the same user that used up the limit of that user, see `core.user_order`."""
+    limit_bypasses: BypassesWithin = field(default_factory=lambda: {kind: {} for kind in ORDERED})
+    """The same for newer requests of the same user or group that used up its limit, see `core.user_order`."""
     overtakes: int = 0
     """How many requests were granted by priority or usage since the one that has waited longest went first."""
     goes_first: str | None = None
@@ -57,13 +62,13 @@ class RequestQueue:
     """The queue by what is asked for."""
 
     def _put_bypass_counts(self, counts: BypassCounts) -> None:
-        bypasses = self.user_bypasses if counts.within_user else self.bypasses
+        bypasses = self.bypasses if counts.within is None else self.limit_bypasses[counts.within]
         for lease_id, times in counts.times:
             before, since_s = bypasses.get(lease_id, (0, counts.at_s))
             bypasses[lease_id] = (before + times, since_s)
             members = self.demand_classes.class_of.get(lease_id)
             if members is not None:
-                bypassed = members.bypassed_by_user if counts.within_user else members.bypassed
+                bypassed = members.bypassed if counts.within is None else members.bypassed_within[counts.within]
                 bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
 
     def _put_order_change(self, change: Overtakes | UsageRecord | UsageRemoved | UsageSteps) -> None:
@@ -75,7 +80,7 @@ class RequestQueue:
             case UsageRemoved():
                 self.usage.pop(change.user, None)
             case UsageSteps():
-                self.classes_by_user(True)
+                self.classes_by_user(None)
                 self.demand_classes.set_steps(change.steps, change.lowest)
                 if change.counted_at_s is not None:
                     self.steps_counted_at_s = change.counted_at_s
@@ -109,21 +114,19 @@ class RequestQueue:
             return
         job = self.jobs.get(lease.job_id or "")
         array_id = job.job.array_id if job is not None and job.job.array_at_most is not None else None
-        times, times_by_user = self.bypasses.get(lease.id), self.user_bypasses.get(lease.id)
-        self.demand_classes.put(record, array_id, times, times_by_user)
+        within = {kind: found[lease.id] for kind, found in self.limit_bypasses.items() if lease.id in found}
+        self.demand_classes.put(record, array_id, self.bypasses.get(lease.id), within)
 
-    def classes_by_user(self, by_user: bool) -> DemandClasses:
-        """The queue by what is asked for; and by user, where there are limits for users."""
-        if self.demand_classes.by_user is not by_user:
-            self.demand_classes.divide(self.queued(), by_user, self._classify)
+    def classes_by_user(self, apart: UsersApart) -> DemandClasses:
+        """The queue by what is asked for; and by user for these users, or all."""
+        if self.demand_classes.apart is not apart:
+            self.demand_classes.divide(self.queued(), apart, self._classify)
         return self.demand_classes
 
     def _waits_no_more(self, lease: Lease) -> None:
         if lease.id == self.goes_first:
             self.goes_first = None
-        self.queued_by_user[lease.holder.user] -= 1
-        if not self.queued_by_user[lease.holder.user]:
-            del self.queued_by_user[lease.holder.user]
+        self.limits.count_queued(lease.holder, -1)
         self._count_bytes(lease.id, lease.holder.user, 0)
 
     def _count_bytes(self, waiting_id: str, user: str | None, size_bytes: int) -> None:

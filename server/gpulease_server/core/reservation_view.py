@@ -58,7 +58,7 @@ def _reservations(
             if not isinstance(placed, Blocked):
                 if record is not last:
                     reservations.reserve(record, placed.gpus)
-                    users.keep(record.lease, len(placed.gpus))
+                    users.keep_all(record.lease, len(placed.gpus))
                 continue
             candidates = placed.candidates
         blocked.add(record, candidates)

@@ -64,7 +64,7 @@ class TokenBudgets:
     unmade: BudgetRecord | None = None
     """Of the token of a request that is not made, see `explain.dry_run`."""
     first: dict[str, str] = field(default_factory=dict)
-    """By token: the oldest request that its budget keeps out. Filled by who walks the queue."""
+    """By token: the oldest request that its budget, or its limits, keep out. Filled by who walks the queue."""
 
     def of(self, lease: Lease) -> BudgetRecord | None:
         """The budget of a lease's token, counted up to now; None for a lease without one."""
@@ -89,7 +89,7 @@ class TokenBudgets:
         """Why the budget of its token keeps a lease of `wanted` GPUs out for now, in words; None where it does not."""
         record = self.of(lease)
         if record is None:
-            return None
+            return self._behind(lease)
         budget, token = record.budget, record.token_id
         held, left_s = held_gpus(self.ledger, token), _left_s(record)
         if budget.max_gpus is not None and held + wanted > budget.max_gpus:
@@ -99,7 +99,12 @@ class TokenBudgets:
             until = f"{_midnight(record.day + timedelta(days=1)):%Y-%m-%d %H:%M} UTC"
             used = f"{record.used_s / 3600:.2f} of the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token}"
             return f"{used} are used; the next day begins at {until}"
-        first = self.first.get(token, lease.id)
+        return self._behind(lease)
+
+    def _behind(self, lease: Lease) -> str | None:
+        """The older request of its token that a lease waits behind, in words."""
+        first = self.first.get(lease.holder.token_id or "", lease.id)
+        token = lease.holder.token_id
         return None if first == lease.id else f"the older request {first} of token {token} is granted first"
 
     def never(self, lease: Lease, wanted: int) -> str | None:

@@ -1,212 +1,330 @@
-"""What one user may have: leases and GPUs at a time, and requests in the queue, by number and by size.
+"""What one user, group or token may have: leases and GPUs at a time, requests in the queue, the time of a lease, and
+GPU-hours in a window.
 
-Requests of a user who is at a limit wait, as in Slurm: they are not eligible until the user gives something back, so
-they reserve no GPU and delay no other user. Newer requests of the same user may pass them, with a bound, see
-`core.user_order`. A request that exceeds the limit by itself could never be granted and is refused
-for good; one that exceeds the limit of queued requests is refused for now. The limits apply to all users alike,
-administrators included, and never end an active lease.
+Whose limits
+------------
+The configuration has a default for every user (`UserLimits`). An administrator sets limits for a user, a group or a
+token while the daemon runs (`core.limit_index`). A request must be within the limits of its user, of the group of that
+user, and of the bearer token that it was sent with: each counts all that its user, group or token has. For a user, a
+number that was set stands in the place of the default, whether it is less or more. Where several limits apply the
+tightest one decides. The budget that a token was made with (`core.token_budgets`) holds beside them.
 
-GPUs that drain after a lease no longer count: the user has given them back.
+Interactive requests go before all others, so the configuration lets each user have few GPUs by them at a time, and each
+for a short time. That is one more limit of such a request. It counts the user's interactive leases alone.
 
-Interactive requests
---------------------
-They go before all others, so a user may have few GPUs by them at a time, and each is for a short time. A request that
-this limit keeps out lets no newer interactive request of its user pass; its user's other requests, and other users, do.
+What always holds
+-----------------
+1. With each grant, what a user, a group or a token has is within the limits of that moment.
+2. A limit ends no lease, also where it is set while more is held than it allows: what is held goes on. The longest time
+   of a lease is no exception: it becomes the `time_s` of a request when that arrives, and a lease ends after that.
+3. Requests that a limit keeps out wait, as in Slurm: they are not eligible until something is given back, so they
+   reserve no GPU and delay no one else. Newer requests of the same user or group may pass them, with a bound, see
+   `core.user_order`; those of the same token may not. One that only the limit of interactive requests keeps out lets no
+   newer interactive request of its user pass; the user's other requests do.
+4. A request that exceeds a limit by itself could never be granted, and is refused for good. So is one for more time
+   than a lease may last. One that exceeds the limit of queued requests is refused for now.
+
+| what happens | what follows |
+|---|---|
+| a limit is set below what is held | nothing ends; nothing is granted until what is held is within it again |
+| a limit is set below what a waiting request asks for | it waits, and its explanation says that it never fits |
+| a limit is raised, or removed | what it kept out is granted in that turn |
+| a user joins a group, or leaves it | their leases count for it from then on, or no longer |
+| the daemon is killed, or another takes over | limits and GPU time are in the database; leases are too |
+| a lease is revived by a late renewal | only within the limits of that moment |
+| an elastic job takes a further node | only within the limits of that moment |
+
+The limits apply to administrators too. GPUs that drain after a lease no longer count: the user has given them back.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from gpulease_protocol.errors import OverQuota
-from gpulease_protocol.model import Demand, Lease, Priority, Selection
+from gpulease_protocol.limits import LimitKind, Limits
+from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
+from gpulease_server.core.demand_classes import UsersApart
 from gpulease_server.core.footprint import records_bytes
+from gpulease_server.core.gpu_time import room_at, used_s
+from gpulease_server.core.happenings import JobSubmitted, LeaseRequested
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_index import LimitIndex
+from gpulease_server.core.limit_records import LimitKey, UserLimits
 from gpulease_server.core.pending import PendingRequest, PendingRequests
+from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant
 from gpulease_server.core.token_budgets import TokenBudgets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UserLimits:
-    """What one user may have at a time. 0 means no limit."""
-
-    leases: int = 0
-    """Active leases, those of jobs included."""
-    gpus: int = 0
-    """GPUs in active leases."""
-    interactive_gpus: int = 2
-    """GPUs in active leases of priority `interactive`."""
-    interactive_s: float = 4 * 3600.0
-    """How long each of these may hold them."""
-    queued: int = 8000
-    """Requests that wait; of all users together there may be `Policy.max_queued`."""
-    queued_bytes: int = 128 * 2**20
-    """Memory that requests keep while they wait, see `core.footprint`; those without a verdict may keep as much
-    again."""
+from gpulease_server.core.wording import count_gpus, duration
 
 
 class LimitedDemand(NamedTuple):
-    """What a request asks for, and what its user's limit leaves for it: what its place depends on."""
+    """What a request asks for, and what its limits leave for it: what its place depends on."""
 
     demand: Demand
     most_gpus: int | None
-    """None where the limit makes no difference between nodes: each takes as many GPUs."""
+    """None where no limit makes a difference between nodes: each takes as many GPUs."""
+
+
+class Applied(NamedTuple):
+    """Limits that apply to a request."""
+
+    key: LimitKey
+    limits: Limits
+
+    def __str__(self) -> str:
+        return f"the limit of {self.key}"
 
 
 class NeverWithinLimits(OverQuota):
-    """The request alone exceeds what its user may have at a time. Ask for fewer GPUs."""
+    """The request alone exceeds what may be had at a time. Ask for fewer GPUs."""
 
     status = 422
 
 
+def valid_limits(index: LimitIndex, key: LimitKey, defaults: UserLimits) -> Limits:
+    """The limits of a user, a group or a token: those that were set, and for a user else those of the configuration."""
+    if key.interactive:
+        return Limits(max_gpus=defaults.interactive_gpus or None, max_lease_s=defaults.interactive_s or None)
+    found = index.limits_set(key)
+    return _over_defaults(found, defaults) if key.kind is LimitKind.USER else found
+
+
+@lru_cache(1000)
+def _over_defaults(found: Limits, defaults: UserLimits) -> Limits:
+    return replace(
+        found,
+        max_gpus=found.max_gpus or defaults.gpus or None,
+        max_leases=found.max_leases or defaults.leases or None,
+        max_queued=found.max_queued or defaults.queued or None,
+    )
+
+
 @dataclass
 class UserUsage:
-    """What each user has in active leases. The counts are those of a ledger, and go on as it does."""
+    """What each user, group and token has in active leases, and may have yet. The counts are those of a ledger, and go
+    on as it does."""
 
     limits: UserLimits
-    leases: Counter[str | None] = field(default_factory=Counter)
-    gpus: Counter[str | None] = field(default_factory=Counter)
+    index: LimitIndex = field(default_factory=LimitIndex)
     min_gpus: dict[Demand, int] = field(default_factory=dict)
     """How many GPUs a demand gets at least, of those that were looked at."""
-    kept: dict[str | None, dict[str, int]] = field(default_factory=dict)
-    """By user and lease id: the GPUs of the user's limit that are kept for their older requests, oldest first."""
+    kept: dict[LimitKey, dict[str, int]] = field(default_factory=dict)
+    """By limit and lease id: the GPUs, and with each a lease, that are kept of it for older requests, oldest first."""
     tokens: TokenBudgets | None = None
-    """The budgets of bearer tokens, which limit beside the user's limits."""
-    interactive_gpus: Counter[str | None] = field(default_factory=Counter)
-    """By user, the GPUs of interactive leases."""
-    first_interactive: dict[str | None, str] = field(default_factory=dict)
-    """By user: their oldest interactive request that the limit keeps out. Filled by who walks the queue."""
+    """The budgets of bearer tokens, which limit beside the limits."""
+    now: Instant | None = None
+    """For GPU-hours, which are not looked at without it."""
+    first_interactive: dict[LimitKey, str] = field(default_factory=dict)
+    """By user: the oldest request that only the limit of interactive ones keeps out. Filled by who walks the queue."""
+    _known: dict[tuple[str | None, str | None, bool], tuple[Applied, ...]] | None = None
+    """What applies to whom, see `LimitIndex.known`. No limit changes while this is used."""
+    _spent: dict[LimitKey, bool] = field(default_factory=dict)
+
+    @property
+    def limited_users(self) -> UsersApart:
+        """The users for whom there is a limit on what they have; None for all."""
+        return None if self.limits.leases or self.limits.gpus else self.index.limited_users
 
     @property
     def has_limits(self) -> bool:
-        """True when there is any limit on what a user has."""
-        return bool(self.limits.leases or self.limits.gpus)
+        """True when there is a limit on what any user has."""
+        return self.limited_users is None or bool(self.limited_users)
+
+    def has_limit(self, user: str | None) -> bool:
+        """True when there is a limit on what this user has, or the group of that user."""
+        return self.limited_users is None or user in self.limited_users
+
+    def applied(self, lease: Lease) -> tuple[Applied, ...]:
+        """The limits for which a request may have to wait: of its user, token, group, and that of interactive ones."""
+        return self._applied_to(lease.holder.user, lease.holder.token_id, lease.demand.priority is Priority.INTERACTIVE)
+
+    def ordered(self, user: str | None) -> tuple[Applied, ...]:
+        """Those of a user, and of the group of that user, within which newer requests pass older ones."""
+        return self._applied_to(user, None, is_interactive=False)
+
+    def _applied_to(self, user: str | None, token_id: str | None, is_interactive: bool) -> tuple[Applied, ...]:
+        if self._known is None:
+            if not (is_interactive or self.index.records or self.limited_users is None):
+                return ()
+            self._known = self.index.known_for(self.limits)
+        found = self._known.get((user, token_id, is_interactive))
+        return self._find_applied(user, token_id, is_interactive) if found is None else found
+
+    def _find_applied(self, user: str | None, token_id: str | None, is_interactive: bool) -> tuple[Applied, ...]:
+        assert self._known is not None
+        keys = self.index.keys_of(Holder(user=user, token_id=token_id))
+        if is_interactive:
+            keys += (LimitKey(LimitKind.USER, user, interactive=True),)
+        every = (Applied(key, valid_limits(self.index, key, self.limits)) for key in keys)
+        found = tuple(one for one in every if one.limits.limits_grants)
+        self._known[user, token_id, is_interactive] = found
+        return found
 
     def may_limit(self, lease: Lease) -> bool:
-        """True when there is a limit that could keep a lease out: of its user, or of its token."""
-        by_priority = bool(self.limits.interactive_gpus) and is_interactive(lease)
-        return self.has_limits or by_priority or (self.tokens is not None and self.tokens.of(lease) is not None)
+        """True when there is a limit that could keep a lease out, or a budget of its token."""
+        return bool(self.applied(lease)) or (self.tokens is not None and self.tokens.of(lease) is not None)
 
-    def keep(self, lease: Lease, gpus: int) -> None:
-        """Keep so many GPUs of the user's limit for this waiting request, from those that are looked at after it."""
-        kept = self.kept.setdefault(lease.holder.user, {})
-        if sum(kept.values()) < self.limits.gpus:  # else nothing is left to keep
-            kept.setdefault(lease.id, gpus)
+    def keep(self, one: Applied, lease_id: str, gpus: int) -> None:
+        """Keep so many GPUs of a limit, and a lease, for this request from those that are looked at after it."""
+        if not self.is_all_kept(one):
+            self.kept.setdefault(one.key, {}).setdefault(lease_id, gpus)
 
-    def kept_before(self, lease: Lease) -> int:
-        """How many GPUs of its user's limit are kept for older requests than this one."""
-        return sum(self.kept[lease.holder.user][lease_id] for lease_id in self.kept_for(lease))
+    def keep_all(self, lease: Lease, gpus: int) -> None:
+        """The same of every limit that applies to a request, which is about to be granted."""
+        for one in self.applied(lease):
+            self.keep(one, lease.id, gpus)
+
+    def is_all_kept(self, one: Applied) -> bool:
+        """True when nothing is left of a limit that could be kept."""
+        kept, limits = self.kept.get(one.key, {}), one.limits
+        if limits.max_gpus is not None and sum(kept.values()) >= limits.max_gpus:
+            return True
+        return limits.max_gpus is None if limits.max_leases is None else len(kept) >= limits.max_leases
+
+    def kept_before(self, one: Applied, lease_id: str) -> tuple[int, int]:
+        """How many GPUs, and for how many leases, are kept of a limit for older requests than this one."""
+        if one.key not in self.kept:
+            return 0, 0
+        older = [*itertools.takewhile(lambda item: item[0] != lease_id, self.kept.get(one.key, {}).items())]
+        return sum(gpus for _, gpus in older), len(older)
 
     def kept_for(self, lease: Lease) -> tuple[str, ...]:
-        """The older requests for which GPUs of its user's limit are kept."""
-        kept = self.kept.get(lease.holder.user, {})
-        return tuple(itertools.takewhile(lambda lease_id: lease_id != lease.id, kept))
+        """The older requests for which GPUs of its limits are kept."""
+        found: dict[str, None] = {}
+        for one in self.applied(lease):
+            kept = self.kept.get(one.key, {})
+            found.update(dict.fromkeys(itertools.takewhile(lambda lease_id: lease_id != lease.id, kept)))
+        return tuple(found)
+
+    def left(self, one: Applied, lease_id: str) -> tuple[int | None, bool]:
+        """How many GPUs a limit leaves for a request, None for any number; and whether it leaves a lease."""
+        (gpus, leases), limits = self.kept_before(one, lease_id), one.limits
+        of_gpus = None if limits.max_gpus is None else max(0, limits.max_gpus - self.index.gpus[one.key] - gpus)
+        is_lease = limits.max_leases is None or self.index.leases[one.key] + leases < limits.max_leases
+        return of_gpus, is_lease and not self._is_spent(one)
 
     def gpus_left(self, lease: Lease) -> int | None:
-        """How many GPUs more a lease's user and token may have for it; None for any number."""
-        user, limits, found = lease.holder.user, self.limits, list[int]()
-        if self.tokens is not None and (of_token := self.tokens.gpus_left(lease)) is not None:
-            found.append(of_token)
-        if limits.gpus:
-            found.append(max(0, limits.gpus - self.gpus[user] - self.kept_before(lease)))
-        if limits.interactive_gpus and is_interactive(lease):
-            found.append(max(0, limits.interactive_gpus - self.interactive_gpus[user]))
+        """How many GPUs more a request may have within its limits and the budget of its token; None for any number. The
+        limits of leases are left out."""
+        of_token = None if self.tokens is None else self.tokens.gpus_left(lease)
+        found = [] if of_token is None else [of_token]
+        for one in self.applied(lease):
+            if one.limits.max_gpus is not None:
+                found.append(self.left(one, lease.id)[0] or 0)
+            if self._is_spent(one):
+                return 0
         return min(found, default=None)
 
     def demand_within(self, lease: Lease) -> LimitedDemand:
-        """The lease's demand, with what its user's limit leaves where the choice of a node depends on it."""
+        """The lease's demand, with what its limits leave where the choice of a node depends on it."""
         whole_node = lease.demand.selection is Selection.ALL
         return LimitedDemand(lease.demand, self.gpus_left(lease) if whole_node else None)
 
     def limit_reached(self, lease: Lease, wanted: int) -> str | None:
-        """The limit that stops a lease of `wanted` GPUs for now, in words; None when it is within the limits."""
-        user, limits = lease.holder.user, self.limits
-        if limits.leases and self.leases[user] >= limits.leases:
-            return f"user {user} has {_counted(self.leases[user], 'lease')}; the limit is {limits.leases} at a time"
-        if limits.gpus and self.gpus[user] + wanted > limits.gpus:
-            return f"{self._has_and_asks(lease, wanted)}; the limit is {limits.gpus} at a time"
-        kept = self.kept_before(lease)
-        if limits.gpus and kept and self.gpus[user] + kept + wanted > limits.gpus:
-            older = next(iter(self.kept[user]))
-            share = f"{min(kept, limits.gpus)} of the {limits.gpus} that one user may have"
-            return f"{self._has_and_asks(lease, wanted)}; {share} are kept for the older request {older}"
-        of_token = None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
-        return of_token or self._interactive_limit_reached(lease, wanted)
-
-    def _interactive_limit_reached(self, lease: Lease, wanted: int) -> str | None:
-        user, most = lease.holder.user, self.limits.interactive_gpus
-        if not most or not is_interactive(lease):
-            return None
-        held = self.interactive_gpus[user]
-        if held + wanted > most:
-            has = f"user {user} has {_counted(held, 'GPU')} by interactive requests and asks for {wanted} more"
-            return f"{has}; the limit is {most} at a time"
-        first = self.first_interactive.get(user, lease.id)
-        return None if first == lease.id else f"the older interactive request {first} of user {user} is granted first"
+        """The limit that stops a lease of `wanted` GPUs for now, in words; None when it is within all limits."""
+        for one in self.applied(lease):
+            if (why := self._reached(one, lease, wanted)) is not None:
+                return why
+        return None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
 
     def keeps_out(self, lease: Lease, wanted: int) -> bool:
-        """True while a limit keeps a request out. Newer requests of its token, and interactive ones of its user, are
-        then kept out too: call it for one request after the other, in order."""
-        if self.tokens is not None and self.tokens.keeps_out(lease, wanted):
-            return True
-        if self.limit_reached(lease, wanted) is None:
-            return False
-        if self._interactive_limit_reached(lease, wanted) is not None:
-            self.first_interactive.setdefault(lease.holder.user, lease.id)
-        return True
+        """True while a limit, or the budget of its token, keeps a request out. Newer requests of that token are then
+        kept out too: call it for one request after the other, oldest first."""
+        short = [one.key for one in self.applied(lease) if self.is_short(one, lease.id, wanted)]
+        token_id = lease.holder.token_id
+        if self.tokens is not None and token_id is not None:
+            if LimitKey(LimitKind.TOKEN, token_id) in short:
+                self.tokens.first.setdefault(token_id, lease.id)
+            elif self.tokens.keeps_out(lease, wanted):
+                return True
+        if len(short) == 1 and short[0].interactive:
+            self.first_interactive.setdefault(short[0], lease.id)
+        return bool(short)
 
-    def _has_and_asks(self, lease: Lease, wanted: int) -> str:
-        user = lease.holder.user
-        return f"user {user} has {_counted(self.gpus[user], 'GPU')} and asks for {wanted} more"
+    def is_short(self, one: Applied, lease_id: str, wanted: int) -> bool:
+        """True where a limit leaves too little for a request of so many GPUs, or an older one comes before it."""
+        if self.first_interactive.get(one.key, lease_id) != lease_id:
+            return True
+        gpus, is_lease = self.left(one, lease_id)
+        return not is_lease or (gpus is not None and gpus < wanted)
+
+    def _reached(self, one: Applied, lease: Lease, wanted: int) -> str | None:
+        key, limits, has = one.key, one.limits, self.index.gpus[one.key]
+        if limits.max_leases is not None and self.index.leases[key] >= limits.max_leases:
+            held = _counted(self.index.leases[key], "lease")
+            return f"{key} has {held}; the limit is {limits.max_leases} at a time"
+        has_and_asks = f"{key} has {count_gpus(has)}{_how(key)} and {_asks(lease, key)} for {wanted} more"
+        if limits.max_gpus is not None and has + wanted > limits.max_gpus:
+            never = ", so it waits until that limit is raised" if wanted > limits.max_gpus else ""
+            return f"{has_and_asks}; the limit is {limits.max_gpus} at a time{never}"
+        if self._is_spent(one):
+            return self._spent_sentence(one)
+        gpus, leases = self.kept_before(one, lease.id)
+        if limits.max_gpus is not None and gpus and has + gpus + wanted > limits.max_gpus:
+            share = f"{min(gpus, limits.max_gpus)} of the {limits.max_gpus} that {_one(key)} may have"
+            return f"{has_and_asks}; {share} are kept for the older request {next(iter(self.kept[key]))}"
+        if limits.max_leases is not None and leases and self.index.leases[key] + leases >= limits.max_leases:
+            share = f"{min(leases, limits.max_leases)} of the {_counted(limits.max_leases, 'lease')} that {_one(key)}"
+            return f"{share} may have are kept for the older request {next(iter(self.kept[key]))}"
+        first = self.first_interactive.get(key, lease.id)
+        return None if first == lease.id else f"the older interactive request {first} of {key} is granted first"
+
+    def _is_spent(self, one: Applied) -> bool:
+        """True when the GPU-hours of a limit are used."""
+        if one.limits.gpu_hours is None or self.now is None:
+            return False
+        if one.key not in self._spent:
+            self._spent[one.key] = used_s(self.index, one.key, self.now) >= one.limits.gpu_hours * 3600
+        return self._spent[one.key]
+
+    def _spent_sentence(self, one: Applied) -> str:
+        assert self.now is not None
+        hours, limits = used_s(self.index, one.key, self.now) / 3600, one.limits
+        assert limits.gpu_hours is not None
+        within = f"{hours:.2f} of the {limits.gpu_hours:g} GPU-hours in {duration(limits.window_s)} that {one.key}"
+        until = room_at(self.index, one.key, limits.gpu_hours * 3600, self.now)
+        assert until is not None
+        held = self.index.gpus[one.key]
+        more = f", and {count_gpus(held)} held count on" if held else ""
+        return f"{within} may have are used; the first of them leave the window at {until:%Y-%m-%d %H:%M} UTC{more}"
 
 
 def usage_by_user(ledger: Ledger, limits: UserLimits, now: Instant) -> UserUsage:
-    """What each user has now, and from now on."""
-    tokens = TokenBudgets(ledger, now)
-    return UserUsage(limits, ledger.active_leases, ledger.active_gpus, {}, {}, tokens, ledger.interactive_gpus)
-
-
-def is_interactive(lease: Lease) -> bool:
-    """True for a request of priority `interactive`."""
-    return lease.demand.priority is Priority.INTERACTIVE
-
-
-def with_interactive_time(demand: Demand, limits: UserLimits) -> Demand | OverQuota:
-    """The demand with the time that an interactive request has where it declares none; or why it asks for too long."""
-    if demand.priority is not Priority.INTERACTIVE or not limits.interactive_s:
-        return demand
-    if demand.time_s is None:
-        return replace(demand, time_s=limits.interactive_s)
-    if demand.time_s <= limits.interactive_s:
-        return demand
-    hours, most = demand.time_s / 3600, limits.interactive_s / 3600
-    return NeverWithinLimits(
-        f"The request is for {hours:g} h, and an interactive one may last {most:g} h.",
-        remedy="Ask for less time, or for priority `normal`.",
-    )
+    """What each user, group and token has now, and from now on."""
+    return UserUsage(limits, ledger.limits, tokens=TokenBudgets(ledger, now), now=now)
 
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def _how(key: LimitKey) -> str:
+    return " by interactive requests" if key.interactive else ""
+
+
+def _asks(lease: Lease, key: LimitKey) -> str:
+    return "asks" if key.kind is LimitKind.USER else f"user {lease.holder.user} asks"
+
+
+def _one(key: LimitKey) -> str:
+    return "one user" if key.kind is LimitKind.USER else str(key)
+
+
 def never_within_limits(users: UserUsage, lease: Lease, wanted: int) -> NeverWithinLimits | None:
-    """Why a request of `wanted` GPUs can never be granted within the limits of its user and the budget of its token;
-    None where it can."""
-    limit, requested = users.limits.gpus, _counted(wanted, "GPU")
-    if limit and wanted > limit:
-        detail = f"The request is for {requested}, and user {lease.holder.user} may have {limit} at a time."
-        remedy = "Ask for fewer GPUs, or an administrator for a higher --max-gpus-per-user."
-        return NeverWithinLimits(detail, remedy=remedy)
-    if (most := users.limits.interactive_gpus) and is_interactive(lease) and wanted > most:
-        detail = (
-            f"The request is for {requested}, and user {lease.holder.user} may have {most} at a time interactively."
-        )
-        return NeverWithinLimits(detail, remedy="Ask for fewer GPUs, or for priority `normal`.")
+    """Why a request of `wanted` GPUs can never be granted within its limits and the budget of its token; None where it
+    can."""
+    requested = count_gpus(wanted)
+    for key, limits in users.applied(lease):
+        if limits.max_gpus is not None and wanted > limits.max_gpus:
+            detail = f"The request is for {requested}, and {key} may have {limits.max_gpus} at a time{_how(key)}."
+            other = "for priority `normal`" if key.interactive else "an administrator for a higher limit"
+            return NeverWithinLimits(detail, remedy=f"Ask for fewer GPUs, or {other}.")
     never = None if users.tokens is None else users.tokens.never(lease, wanted)
     if never is None:
         return None
@@ -214,13 +332,53 @@ def never_within_limits(users: UserUsage, lease: Lease, wanted: int) -> NeverWit
     return NeverWithinLimits(detail, remedy="Ask for fewer GPUs, or an administrator for a token with more.")
 
 
-def user_queue_is_full(
-    ledger: Ledger, user: str | None, undecided: PendingRequests, further: int, limits: UserLimits
-) -> bool:
-    """True when `further` requests more would exceed what a user may have in the queue. Of the `undecided` ones it is
-    not known yet whether they will wait."""
-    own = undecided.count_by_user[user]
-    return bool(limits.queued) and ledger.queued_by_user[user] - own + further > limits.queued
+def timed_demand(ledger: Ledger, request: LeaseRequested | JobSubmitted, policy: Policy) -> Demand | NeverWithinLimits:
+    """What a request asks for, with the longest time that its limits let it hold GPUs where it declares none; or why it
+    is refused, as it declares more."""
+    demand, index = request.demand, ledger.limits
+    keys = index.keys_of(request.holder) if index.records else ()
+    if demand.priority is Priority.INTERACTIVE:
+        keys += (LimitKey(LimitKind.USER, request.holder.user, interactive=True),)
+    every = ((valid_limits(index, key, policy.limits).max_lease_s, key) for key in keys)
+    found = [(longest_s, key) for longest_s, key in every if longest_s is not None]
+    if not found:
+        return demand
+    longest_s, key = min(found, key=itemgetter(0))
+    if demand.time_s is None:
+        return replace(demand, time_s=longest_s)
+    if demand.time_s <= longest_s:
+        return demand
+    name = "time_s" if isinstance(request, LeaseRequested) else "timeout_s"
+    what, other = "a lease", "an administrator for a higher limit"
+    if key.interactive:
+        what, other = "an interactive lease", "for priority `normal`"
+    most = f"{what} of {key} may last {duration(longest_s)} ({longest_s:g} s)"
+    return NeverWithinLimits(f"{name} is {demand.time_s:g} s, and {most}.", remedy=f"Ask for less time, or {other}.")
+
+
+def queue_is_full(
+    ledger: Ledger, holder: Holder, undecided: PendingRequests, further: int, limits: UserLimits
+) -> str | None:
+    """Why `further` requests more may not wait: their user, group or token has as many in the queue as it may. None
+    where they may. Of the `undecided` ones it is not known yet whether they will wait."""
+    for key in ledger.limits.keys_of(holder):
+        most = valid_limits(ledger.limits, key, limits).max_queued
+        if most is None:
+            continue
+        waiting = ledger.limits.queued[key] - sum(undecided.count[one] for one in _counted_with(ledger.limits, key))
+        if waiting + further > most:
+            whose = str(key)
+            waits = _counted(waiting if further else waiting - 1, "request")  # itself it is in the queue by now
+            return f"{whose[0].upper()}{whose[1:]} has {waits} in the queue; the limit is {most}."
+    return None
+
+
+def _counted_with(index: LimitIndex, key: LimitKey) -> Iterator[LimitKey]:
+    """The users and tokens of which undecided requests are counted for a limit."""
+    if key.kind is not LimitKind.GROUP:
+        yield key
+    elif (record := index.records.get(key)) is not None:
+        yield from (LimitKey(LimitKind.USER, user) for user in record.members)
 
 
 def too_many_bytes(

@@ -12,7 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Event, LeaseState, Liveness
-from gpulease_server.core import token_budgets
+from gpulease_server.core import gpu_time, token_budgets
 from gpulease_server.core.decide import decide
 from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.due_leases import DueLeases
@@ -20,6 +20,7 @@ from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.happenings import RenewalRequested
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Change, Deadline, Instant, LeaseRecord
 from gpulease_server.core.turn import Answer, Turn
@@ -141,6 +142,8 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
     for lease_id in list(ledger.ends_s):
         record = ledger.leases[lease_id]
         ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
+    for key, window in list(ledger.limits.gpu_time.items()):
+        ledger.apply(gpu_time.counted(window, ledger.limits.gpus[key], now))
     for gpu in ledger.gpus.values():
         if gpu.draining:
             ledger.draining_since[gpu.device.uuid] = now.mono_s
@@ -157,7 +160,7 @@ def _copy_parts(whole: Any) -> Any:
 
 
 def _copy_part(part: Any) -> Any:
-    if isinstance(part, (Fleet, JobIndex, DueLeases)):
+    if isinstance(part, (Fleet, JobIndex, DueLeases, LimitIndex)):
         return _copy_parts(part)
     if isinstance(part, dict):
         made = part.copy()  # keeps the type: a Counter starts missing keys at 0

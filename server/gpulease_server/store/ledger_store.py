@@ -46,6 +46,15 @@ LIVE_LEASES = tuple(state.value for state in LeaseState if state is not LeaseSta
 LIVE_JOBS = tuple(state.value for state in JobState if not state.final)
 
 
+READ_WHOLE: tuple[tuple[Table, Callable[[Row[Any]], Change]], ...] = (
+    (tables.usage_limit, rows.limit_record),
+    (tables.gpu_time, rows.gpu_time_record),
+    (tables.node, rows.node_record),
+    (tables.gpu, rows.gpu_record),
+    (tables.token_budget, rows.budget_record),
+    (tables.user_usage, rows.usage_record),
+)
+"""Tables of which all rows are in the ledger, in the order in which they are read; leases come after them."""
 IN_MEMORY = (NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts, Overtakes, UsageSteps)
 """Changes that are not stored."""
 
@@ -78,20 +87,15 @@ class Store:
         self._active = {}
         ledger = Ledger()
         with snapshot(self.engine) as connection:
-            for row in connection.execute(select(tables.node)):
-                ledger.apply(rows.node_record(row))
-            for row in connection.execute(select(tables.gpu)):
-                ledger.apply(rows.gpu_record(row))
+            for table, read in READ_WHOLE:
+                for row in connection.execute(select(table)):
+                    ledger.apply(read(row))
             for lease in self._live_and_newest(connection, tables.lease, LIVE_LEASES, rows.lease_record):
                 ledger.apply(lease)
             for job in self._live_and_newest(connection, tables.job, LIVE_JOBS, rows.job_record):
                 ledger.apply(job)
             for row in connection.execute(select(tables.idempotency_key).order_by(tables.idempotency_key.c.at)):
                 ledger.apply(rows.key_record(row))
-            for row in connection.execute(select(tables.token_budget)):
-                ledger.apply(rows.budget_record(row))
-            for row in connection.execute(select(tables.user_usage)):
-                ledger.apply(rows.usage_record(row))
             for name, value in connection.execute(select(tables.counter.c.name, tables.counter.c.value)):
                 setattr(ledger, f"next_{name}", max(value, getattr(ledger, f"next_{name}")))
             last = connection.execute(select(func.max(tables.event.c.seq))).scalar() or 0

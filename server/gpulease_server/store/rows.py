@@ -12,6 +12,7 @@ from sqlalchemy import Row, Table
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import field_name, from_json, wire_name
+from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import (
     Demand,
     Device,
@@ -31,6 +32,7 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord, UsageRemoved
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
 from gpulease_server.core.records import (
@@ -48,8 +50,18 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import tables
 
-Removal = GpuRemoved | NodeRemoved | BudgetRemoved | KeyRemoved | UsageRemoved
-Record = LeaseRecord | JobRecord | GpuRecord | NodeRecord | BudgetRecord | KeyRecord | UsageRecord
+Removal = GpuRemoved | NodeRemoved | BudgetRemoved | LimitRemoved | GpuTimeRemoved | KeyRemoved | UsageRemoved
+Record = (
+    LeaseRecord
+    | JobRecord
+    | GpuRecord
+    | NodeRecord
+    | BudgetRecord
+    | LimitRecord
+    | GpuTimeRecord
+    | KeyRecord
+    | UsageRecord
+)
 Stored = Record | Removal
 PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
     LeaseRecord: (tables.lease, attrgetter("lease.id")),
@@ -60,6 +72,10 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
     NodeRemoved: (tables.node, attrgetter("name")),
     BudgetRecord: (tables.token_budget, attrgetter("token_id")),
     BudgetRemoved: (tables.token_budget, attrgetter("token_id")),
+    LimitRecord: (tables.usage_limit, lambda change: str(change.key)),
+    LimitRemoved: (tables.usage_limit, lambda change: str(change.key)),
+    GpuTimeRecord: (tables.gpu_time, lambda change: str(change.key)),
+    GpuTimeRemoved: (tables.gpu_time, lambda change: str(change.key)),
     UsageRecord: (tables.user_usage, attrgetter("user")),
     UsageRemoved: (tables.user_usage, attrgetter("user")),
     KeyRecord: (tables.idempotency_key, attrgetter("key")),
@@ -75,6 +91,8 @@ COMPUTED: dict[type, Collection[str]] = {
     Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     BudgetRecord: ("counted_at_s",),
+    LimitRecord: ("kind", "name"),
+    GpuTimeRecord: ("kind", "name", "counted_at_s"),
     UsageRecord: ("counted_at_s", "user"),
 }
 """Fields that are no columns: they follow from other ones, or from what is only in memory."""
@@ -86,7 +104,7 @@ def place(change: Stored) -> tuple[Table, str]:
     return table, key(change)
 
 
-def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:
+def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:  # noqa: C901 - one case for each
     """The table and the row of a change; in JSON columns the nouns themselves, which `dialects.json_text` writes."""
     match change:
         case LeaseRecord():
@@ -99,6 +117,10 @@ def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:
             return tables.node, _fields(change)
         case BudgetRecord():
             return tables.token_budget, _fields(change)
+        case LimitRecord():
+            return tables.usage_limit, _fields(change) | {"id": str(change.key)}
+        case GpuTimeRecord():
+            return tables.gpu_time, _fields(change) | {"id": str(change.key)}
         case UsageRecord():
             return tables.user_usage, _fields(change) | {"user_name": change.user}
         case KeyRecord():
@@ -212,6 +234,24 @@ def usage_record(row: Row[Any]) -> UsageRecord:
     """What a user has used as it was stored."""
     values = _values(row)
     return UsageRecord(user=values.pop("user_name"), **values)
+
+
+def limit_record(row: Row[Any]) -> LimitRecord:
+    """Limits as they were stored."""
+    values = _values(row)
+    read = {"limits": from_json(Limits, values["limits"]), "members": tuple(values["members"])}
+    return LimitRecord(**_kind_and_name(values) | read)
+
+
+def gpu_time_record(row: Row[Any]) -> GpuTimeRecord:
+    """GPU time as it was stored."""
+    values = _values(row)
+    return GpuTimeRecord(**_kind_and_name(values) | {"parts": tuple(values["parts"])})
+
+
+def _kind_and_name(values: dict[str, Any]) -> dict[str, Any]:
+    kind, _, name = values.pop("id").partition(" ")
+    return values | {"kind": LimitKind(kind), "name": name}
 
 
 def key_record(row: Row[Any]) -> KeyRecord:

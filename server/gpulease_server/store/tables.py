@@ -246,6 +246,27 @@ user_usage = Table(
     Column("counted_at", UtcDateTime, nullable=False),
 )
 """One row for each user who has used GPUs lately. See `core.fair_share`."""
+usage_limit = Table(
+    "usage_limit",
+    metadata,
+    Column("id", String(320), primary_key=True),
+    Column("limits", JSON, nullable=False),
+    Column("members", JSON, nullable=False),
+    Column("set_at", UtcDateTime, nullable=False),
+    Column("set_by", String(255)),
+)
+"""One row for each user, group and token with limits; the id is its kind, a space and its name. See
+`core.limit_index`."""
+
+gpu_time = Table(
+    "gpu_time",
+    metadata,
+    Column("id", String(320), primary_key=True),
+    Column("width_s", Float, nullable=False),
+    Column("parts", JSON, nullable=False),
+    Column("counted_at", UtcDateTime, nullable=False),
+)
+"""One row for each limit of GPU-hours, with the same id. See `core.gpu_time`."""
 
 counter = Table(
     "counter",

@@ -54,6 +54,8 @@ class AccessRule(Enum):
     """Callers who may hold leases."""
     HOLDER = auto()
     """The user of the lease or job in the path, and administrators."""
+    LIMITED = auto()
+    """Whom the limits in the path are set for, and administrators."""
     ADMIN = auto()
     WORKER = auto()
     """Callers who report for nodes, which can free GPUs: root, the daemon's own user, and tokens with that role."""
@@ -104,6 +106,10 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "GET /v1/timeline": AccessRule.VIEWER,
     "GET /v1/usage": AccessRule.VIEWER,
     "GET /metrics": AccessRule.VIEWER,
+    "GET /v1/limits": AccessRule.VIEWER,
+    "GET /v1/limits/{kind}/{name}": AccessRule.LIMITED,
+    "PUT /v1/limits/{kind}/{name}": AccessRule.ADMIN,
+    "DELETE /v1/limits/{kind}/{name}": AccessRule.ADMIN,
     "GET /v1/tokens": AccessRule.ADMIN,
     "POST /v1/tokens": AccessRule.ADMIN,
     "DELETE /v1/tokens/{token_id}": AccessRule.ADMIN,
@@ -171,7 +177,7 @@ async def authorized_caller(
     return caller
 
 
-async def _is_allowed(
+async def _is_allowed(  # noqa: C901 - one case for each
     caller: Caller, rule: AccessRule | None, parameters: Mapping[str, str], daemon: DaemonState
 ) -> bool:
     match rule:
@@ -193,6 +199,10 @@ async def _is_allowed(
                 raise _of_another(caller, parameters.get("lease_id") or parameters["job_id"], holder)
             # If it does not exist, the route answers 404.
             return caller.role is Role.USER
+        case AccessRule.LIMITED:
+            asked = parameters["kind"], parameters["name"]
+            own = {(key.kind, key.name) for key in caller.limit_keys(daemon.ledger)}
+            return caller.is_admin or (caller.role in (Role.USER, Role.VIEWER) and asked in own)
         case AccessRule.ADMIN:
             return caller.is_admin
         case _:
@@ -256,6 +266,9 @@ def _refusal(caller: Caller, rule: AccessRule | None) -> NotAllowed:
         case AccessRule.JOIN:
             remedy = "Send a join token; an administrator makes one (`POST /v1/tokens`)."
             return NotAllowed(f"A node joins with a join token, and you are {who}.", remedy=remedy)
+        case AccessRule.LIMITED:
+            remedy = "Ask an administrator; `GET /v1/limits` shows your own."
+            return NotAllowed(f"These limits are not yours, and you are {who}.", remedy=remedy)
         case AccessRule.ADMIN:
             remedy = "Ask one: root, the daemon's user, a user named by --admin, or one with an admin token."
             return NotAllowed(f"Only an administrator may do this, and you are {who}.", remedy=remedy)

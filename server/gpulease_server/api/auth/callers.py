@@ -15,6 +15,7 @@ from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCreden
 from gpulease_server.api.auth.user_names import refresh_user_name, user_name
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.group_members import GroupMembers
 
@@ -58,6 +59,10 @@ class Caller:
         if holder is None or holder.user is None or self.user is None:
             return False
         return holder.user == self.user or (self.uid is not None and holder.user == str(self.uid))
+
+    def limit_keys(self, ledger: Ledger) -> tuple[LimitKey, ...]:
+        """The limits that are the caller's own: of the user, the token and the group."""
+        return ledger.limits.keys_of(Holder(user=self.user, token_id=self.token_id))
 
     def may_see(self, holder: Holder | None) -> bool:
         """True if the caller may see what is private to this holder."""

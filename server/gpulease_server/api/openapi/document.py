@@ -34,6 +34,7 @@ TAGS = {
     "usage": "GPU-hours held and used, by user, label, node or day.",
     "events": "The history of every change, as pages or as a stream.",
     "me": "How the daemon identifies the caller.",
+    "limits": "What a user, a group or a token may have, and has.",
     "tokens": "Bearer tokens, for administrators. The fencing token of a lease is something else.",
     "service": "Entrance, health checks and metrics.",
 }

@@ -10,7 +10,7 @@ from gpulease_server.core import dependencies
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.happenings import JobSubmitted, LeaseRequested
 from gpulease_server.core.job import too_many_waiting
-from gpulease_server.core.user_limits import with_interactive_time
+from gpulease_server.core.user_limits import timed_demand
 
 
 def explain_unmade(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Explanation:
@@ -31,7 +31,7 @@ def _explain(daemon: DaemonState, request: LeaseRequested | JobSubmitted) -> Exp
         further_jobs = len(request.jobs) - 1
     else:
         queue, lease_id = request.queue, request.lease_id
-    demand = with_interactive_time(request.demand, daemon.policy.limits)
+    demand = timed_demand(ledger, request, daemon.policy)
     if isinstance(demand, GpuleaseError):
         return demand
     lease = Lease(

@@ -17,7 +17,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
 from gpulease_server.core.token_budgets import new_budget
-from gpulease_server.core.user_limits import never_within_limits, user_queue_is_full
+from gpulease_server.core.user_limits import never_within_limits, queue_is_full
 from gpulease_server.core.wording import describe_places
 
 PROMISE = "Nothing is reserved: another request may be first."
@@ -63,11 +63,8 @@ def dry_run(
 
 
 def _queue_is_full(ledger: Ledger, lease: Lease, policy: Policy, further: int) -> OverQuota | None:
-    user, remedy = lease.holder.user, "Try again when some of them are granted, or cancel some."
-    if user_queue_is_full(ledger, user, PendingRequests(), further, policy.limits):
-        waiting = ledger.queued_by_user[user]
-        detail = f"User {user} has {waiting} requests in the queue; the limit is {policy.limits.queued}."
-        return OverQuota(detail, remedy=remedy)
+    if (full := queue_is_full(ledger, lease.holder, PendingRequests(), further, policy.limits)) is not None:
+        return OverQuota(full, remedy="Try again when some of them are granted, or cancel some.")
     if ledger.waiting_count + further > policy.max_queued:
         detail = f"The queue has {ledger.waiting_count} requests; the limit is {policy.max_queued}."
         return OverQuota(detail, remedy="Try again later.")

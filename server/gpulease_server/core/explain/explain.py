@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import LeaseState
 from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
@@ -104,12 +105,13 @@ def _limit_met(
     """The explanation for a request that takes no part in the queue: it pauses before a retry, or its array or user is
     at a limit; None for any other."""
     lease, now = record.lease, reservations.now
-    why, passes = _pause_or_array_limit(ledger, record, now.mono_s), (0, now.mono_s)
+    why, passes, whose = _pause_or_array_limit(ledger, record, now.mono_s), (0, now.mono_s), LimitKind.USER
     behind: tuple[str, ...] = ()
     if why is None and not is_never(ledger, lease.demand):
         users = reservations.users
         why = users.limit_reached(lease, min_gpus(ledger, lease.demand))
-        passes = ledger.user_bypasses.get(lease.id, passes)
+        within = ((kind, found.get(lease.id, passes)) for kind, found in ledger.limit_bypasses.items())
+        whose, passes = max(within, key=lambda item: item[1][0])
         behind = users.kept_for(lease)
     if why is None:
         return None
@@ -117,7 +119,7 @@ def _limit_met(
     position = place_in_queue(ledger, record) if stays_queued else None
     usage = recent_usage(ledger, record, now, reservations.policy) if stays_queued else ()
     queued = describe_place(ledger, record, usage) if stays_queued else ""
-    passed = describe_user_bypass(times, for_s, reservations.policy) if stays_queued else ""
+    passed = describe_limit_bypass(whose, times, for_s, reservations.policy) if stays_queued else ""
     return Explanation(
         verdict="not_now",
         sentence=f"Not now: {why}{queued}.{passed}",
@@ -139,11 +141,11 @@ def _pause_or_array_limit(ledger: Ledger, record: LeaseRecord, now_s: float) -> 
     return None
 
 
-def describe_user_bypass(times: int, for_s: float, policy: Policy) -> str:
-    """How many newer requests of the same user started first, and when no more may; empty where none did."""
+def describe_limit_bypass(whose: LimitKind, times: int, for_s: float, policy: Policy) -> str:
+    """How many newer requests of the same user or group started first, and when no more may; empty where none did."""
     if not times:
         return ""
-    first = _started_first(times, for_s, " of this user")
+    first = _started_first(times, for_s, f" of this {whose}")
     if nodes_to_reserve(times, for_s, policy):
         return f" {first} No more do, unless the limit has room for both."
     return f" {first} After {policy.max_bypass} such requests, or {policy.max_bypass_s:g} s, no more do."

@@ -1,0 +1,127 @@
+"""Which limits there are, and what each user, group and token has: an index of the ledger's leases, which it keeps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpulease_protocol.limits import LimitKind, Limits
+from gpulease_protocol.model import Holder, Lease
+from gpulease_server.core.limit_records import (
+    NO_LIMITS,
+    NO_USERS,
+    GpuTimeRecord,
+    GpuTimeRemoved,
+    LimitKey,
+    LimitRecord,
+    LimitRemoved,
+    UserLimits,
+    interactive_key,
+    token_key,
+    user_key,
+)
+
+MAX_KNOWN = 10_000
+"""Users and tokens for which it is kept what applies to them."""
+LimitChange = LimitRecord | LimitRemoved | GpuTimeRecord | GpuTimeRemoved
+
+
+@dataclass(slots=True)
+class LimitIndex:
+    """The limits by user, group and token, and counts of what these have. Counts of 0 are left out."""
+
+    records: dict[LimitKey, LimitRecord] = field(default_factory=dict)
+    group_of: dict[str | None, str] = field(default_factory=dict)
+    """By user."""
+    gpu_time: dict[LimitKey, GpuTimeRecord] = field(default_factory=dict)
+    """For each that has a limit of GPU-hours."""
+    leases: Counter[LimitKey] = field(default_factory=Counter)
+    """Active leases."""
+    gpus: Counter[LimitKey] = field(default_factory=Counter)
+    """GPUs that these have."""
+    queued: Counter[LimitKey] = field(default_factory=Counter)
+    """Requests that wait."""
+    limited_users: frozenset[str | None] = NO_USERS
+    """Users whose requests may have to wait for a limit that was set for them or for their group."""
+
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What `user_limits` found to apply to whom, until a limit changes."""
+    known_with: UserLimits | None = field(default=None, compare=False, repr=False)
+    """With which defaults."""
+
+    def known_for(self, defaults: UserLimits) -> dict[Any, Any]:
+        """What is known with these defaults."""
+        if self.known_with is not defaults or len(self.known) > MAX_KNOWN:
+            self.known, self.known_with = {}, defaults
+        return self.known
+
+    def keys_of(self, holder: Holder) -> tuple[LimitKey, ...]:
+        """The user of a lease, its token and its group, as far as there are such."""
+        found: tuple[LimitKey, ...] = (user_key(holder.user),)
+        if (token := token_key(holder)) is not None:
+            found += (token,)
+        if (group := self.group_of.get(holder.user)) is not None:
+            found += (LimitKey(LimitKind.GROUP, group),)
+        return found
+
+    def keys_of_lease(self, lease: Lease) -> tuple[LimitKey, ...]:
+        """The same, and what its user has by interactive requests if it is one."""
+        found, interactive = self.keys_of(lease.holder), interactive_key(lease)
+        return found if interactive is None else (*found, interactive)
+
+    def limits_set(self, key: LimitKey) -> Limits:
+        """The limits that were set for a user, a group or a token."""
+        record = self.records.get(key)
+        return NO_LIMITS if record is None else record.limits
+
+    def count_active(self, lease: Lease, leases: int) -> None:
+        """A lease has begun to be active (1), or is so no longer (-1)."""
+        for key in self.keys_of_lease(lease):
+            _add(self.leases, key, leases)
+            _add(self.gpus, key, leases * len(lease.gpus))
+
+    def count_queued(self, holder: Holder, requests: int) -> None:
+        """So many requests more wait, or fewer."""
+        for key in self.keys_of(holder):
+            _add(self.queued, key, requests)
+
+    def put(self, change: LimitChange) -> None:
+        """Make one change of limits, or of the GPU time that counts against them."""
+        match change:
+            case GpuTimeRecord():
+                self.gpu_time[change.key] = change
+            case GpuTimeRemoved():
+                self.gpu_time.pop(change.key, None)
+            case LimitRecord():
+                self.known_with = None
+                self.records[change.key] = change
+                self._put_members(change.key, change.members)
+            case LimitRemoved():
+                self.known_with = None
+                self.records.pop(change.key, None)
+                self._put_members(change.key, ())
+
+    def _put_members(self, key: LimitKey, members: tuple[str, ...]) -> None:
+        if key.kind is LimitKind.GROUP:
+            self.group_of = {user: group for user, group in self.group_of.items() if group != key.name}
+            self.group_of.update(dict.fromkeys(members, key.name or ""))
+            for counts in (self.leases, self.gpus, self.queued):
+                _add(counts, key, sum(counts[user_key(user)] for user in members) - counts[key])
+        limiting = [record for record in self.records.values() if record.limits.limits_grants]
+        users = {record.name for record in limiting if record.kind is LimitKind.USER}
+        limited = frozenset[str | None](users.union(*(record.members for record in limiting)))
+        if limited != self.limited_users:  # the queue is grouped again for another object
+            self.limited_users = limited
+
+
+def counts_of(index: LimitIndex, key: LimitKey) -> Mapping[str, int]:
+    """What a user, a group or a token has, by the names of `LimitUse`."""
+    return {"gpus": index.gpus[key], "leases": index.leases[key], "queued": index.queued[key]}
+
+
+def _add(counts: Counter[LimitKey], key: LimitKey, more: int) -> None:
+    counts[key] += more
+    if not counts[key]:
+        del counts[key]
