@@ -52,6 +52,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "show": Row("Show everything about one job, array, lease, GPU or node", "show:show"),
         "leases": Row("List active and queued leases", "leases:list_leases"),
         "explain": Row("Explain why a lease or a job waits and what is in the way, or why it ended", "leases:explain"),
+        "idle": Row("Show the leases whose GPUs do nothing, those that waste the most first", "idle:idle"),
         "usage": Row("Show GPU-hours held and used, by user, label, node, agent, session or day", "usage:usage"),
         "timeline": Row("Show who had which GPU when, and when a GPU could not be used", "timeline:timeline"),
         "events": Row("Show events, oldest first", "events:list_events"),

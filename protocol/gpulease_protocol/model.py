@@ -260,7 +260,8 @@ class Lease(Noun):
     position: int | None = None
     """Place in the queue, 1 is next; null unless queued."""
     held_for_s: float | None = None
-    """Seconds from grant to now or its end, in `GET /v1/leases` and `GET /v1/leases/{id}`; null before the grant."""
+    """Seconds from grant to now or its end, in `GET /v1/leases`, `GET /v1/leases/{id}` and the answer to a renewal;
+    null before the grant."""
     idle_s: float | None = None
     """There too: seconds for which none of its GPUs has done any work; null unless it is active and all are known."""
     problems: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shlex
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -31,6 +32,7 @@ from gpulease_server.local_worker import LocalWorker
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.group_members import GroupMembers, find_group
+from gpulease_server.runtime.idle_notices import IdleNotices
 from gpulease_server.runtime.leadership.lock import WriterLock
 from gpulease_server.runtime.leadership.standby import Standby
 from gpulease_server.runtime.leadership.status import LeadershipStatus
@@ -38,7 +40,8 @@ from gpulease_server.runtime.leadership.takeover import take_over
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.settings import CommandVisibility, ServeSettings, Tls, gpu_weight
+from gpulease_server.setting_checks import gpu_weight
+from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
 
@@ -119,6 +122,7 @@ class Serving:
         self.recorder = GpuMetricsRecorder(store, self.writer)
         self.bearer_tokens = BearerTokens(store, self.writer)
         self.pruner = Pruner(store, self.writer, keep)
+        self.idle_notices = IdleNotices(self.writer, shlex.split(settings.idle_command), settings.idle_after_s)
         self.leadership = LeadershipStatus(lock)
         self.standby = Standby(lock, store, self.writer, self.leadership, self._take_over)
         self.daemon = DaemonState(
@@ -175,6 +179,7 @@ class Serving:
             self.recorder.run(),
             self.pruner.run(),
             self.bearer_tokens.maintain(),
+            self.idle_notices.run(),
             systemd_notify.watchdog(),
         )
         tasks = [asyncio.create_task(part) for part in parts]

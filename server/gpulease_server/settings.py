@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -23,13 +22,18 @@ from gpulease_protocol.host.settings import (
     setting,
     shared,
 )
+from gpulease_server.setting_checks import (
+    checked_admins,
+    checked_command,
+    checked_file_mode,
+    checked_weights,
+    normalized_origins,
+)
 
 NETWORK, ACCESS, LIMITS, DATA, QUEUE = "Network", "Access", "Limits per user", "Data", "Queue"
 """Headings in `gpulease serve --help`."""
 MANY = 1_000_000
 """More of anything than one daemon could serve."""
-ORIGIN = re.compile(r"(?P<scheme>https?)://(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?")
-DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 def default_database_url(data_dir: Path) -> str:
@@ -53,52 +57,6 @@ class CommandVisibility(StrEnum):
 
     OWN = "own"
     ALL = "all"
-
-
-def normalized_origins(origins: list[str] | None) -> list[str] | None:
-    """Origins as browsers spell them: lower case, without a default port. Raises ValueError."""
-    return None if origins is None else [_normalized_origin(text) for text in origins]
-
-
-def _normalized_origin(text: str) -> str:
-    if "*" in text or text.lower() == "null":
-        raise ValueError(f"{text!r} would admit any page in any browser; list each origin separately")
-    match = ORIGIN.fullmatch(text.lower())
-    if match is None or not 0 < int(match["port"] or 1) < 65536:
-        raise ValueError(f"{text!r} is not an origin; write it like https://dashboard.example or http://gpubox:3000")
-    scheme, host, port = match["scheme"], match["host"], match["port"]
-    default = port is None or int(port) == DEFAULT_PORTS[scheme]
-    return f"{scheme}://{host}" if default else f"{scheme}://{host}:{int(port)}"
-
-
-def checked_file_mode(text: str) -> str:
-    """A file mode as chmod takes it. Raises ValueError."""
-    if not re.fullmatch(r"0?[0-7]{3}", text):
-        raise ValueError(f"{text!r} is not a file mode; write it like 0666 or 0660")
-    return text
-
-
-def checked_admins(names: list[str] | None) -> list[str] | None:
-    """Users, and groups with `@` before them. Raises ValueError."""
-    for name in names or ():
-        if not name.removeprefix("@") or re.search(r"[\s,:]", name):
-            raise ValueError(f"{name!r} is neither a user nor a group; write it like ada or @sudo")
-    return names
-
-
-def checked_weights(texts: list[str] | None) -> list[str] | None:
-    """Weights of GPU models. Raises ValueError."""
-    for text in texts or ():
-        gpu_weight(text)
-    return texts
-
-
-def gpu_weight(text: str) -> tuple[str, float]:
-    """A part of the name of a GPU model, and for how many GPUs such a one counts. Raises ValueError."""
-    model, _, number = text.rpartition("=")
-    if not model or not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", number):
-        raise ValueError(f"{text!r} is not MODEL=N with a number from 0 to 9999; write it like H100=2")
-    return model, float(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +215,22 @@ class ServeSettings:
         minimum=0,
         maximum=MANY,
         group=LIMITS,
+    )
+    idle_command: str = setting(
+        "",
+        "Command to run when a lease has been idle for `--idle-after-s`, once for each idle time. Words as in a shell, "
+        "but no shell reads them; variables such as GPULEASE_IDLE_USER tell of the lease.",
+        variable="GPULEASE_IDLE_COMMAND",
+        metavar="COMMAND",
+        check=checked_command,
+        group=QUEUE,
+    )
+    idle_after_s: float = setting(
+        1800.0,
+        "How long a lease is idle before `--idle-command` runs. Seconds.",
+        variable="GPULEASE_IDLE_AFTER_S",
+        minimum=1,
+        group=QUEUE,
     )
     database_url: str | None = shared(None, DATABASE_URL)
     data_dir: Path = shared(default_data_dir, DATA_DIR)

@@ -15,7 +15,7 @@ from gpulease_server.api.auth.callers import caller_from_peer
 from gpulease_server.api.auth.peer_credentials import ConnectionType, PeerCredentials
 from gpulease_server.runtime import group_members
 from gpulease_server.runtime.group_members import ANSWER_TTL_S, PATIENCE_S, GroupMembers
-from gpulease_server.settings import checked_admins
+from gpulease_server.setting_checks import checked_admins
 
 NUMBERS = {"users": 100, "sudo": 27, "gpu-admins": 600}
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpulease_protocol.model import GpuState, Lease, LeaseState
+from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.api.daemon_state import DaemonState
-from gpulease_server.core.gpu import state_of
-from gpulease_server.core.records import Instant, LeaseRecord
+from gpulease_server.core.records import LeaseRecord
+from gpulease_server.runtime.lease_idle import idle_s
 
 
 def with_times(daemon: DaemonState, record: LeaseRecord, lease: Lease) -> Lease:
@@ -19,22 +19,8 @@ def with_times(daemon: DaemonState, record: LeaseRecord, lease: Lease) -> Lease:
         held_for_s = now.mono_s - record.granted_at_s
     else:
         held_for_s = ((lease.ended_at or now.at) - lease.granted_at).total_seconds()
-    return replace(lease, held_for_s=_whole(held_for_s), idle_s=_idle_s(daemon, lease, now))
-
-
-def _idle_s(daemon: DaemonState, lease: Lease, now: Instant) -> float | None:
-    """The least idle time of its GPUs; None unless it is known of each of them."""
-    if lease.state is not LeaseState.ACTIVE or not lease.gpus:
-        return None
-    ledger, held, found = daemon.ledger, daemon.writer.metrics.usage.held, []
-    for device in lease.gpus:
-        gpu, used = ledger.gpus.get(device.uuid), held.get(device.uuid)
-        if gpu is None or used is None or not used.read or used.lease_id != lease.id:
-            return None
-        if state_of(ledger, gpu, now, daemon.policy) is not GpuState.LEASED:
-            return None
-        found.append(now.mono_s - used.idle_since_s)
-    return _whole(min(found))
+    idle = idle_s(daemon.writer, lease, now)
+    return replace(lease, held_for_s=_whole(held_for_s), idle_s=None if idle is None else _whole(idle))
 
 
 def _whole(seconds: float) -> float:

@@ -64,7 +64,7 @@ def setup(
 
 def _config(context: click.Context, admins: tuple[str, ...]) -> str:
     """The configuration file to begin with."""
-    from gpulease_server.settings import checked_admins  # noqa: PLC0415 - `serve` imports it too
+    from gpulease_server.setting_checks import checked_admins  # noqa: PLC0415 - `serve` imports it too
 
     try:
         chosen = {"admins": checked_admins(list(admins))} if admins else {}

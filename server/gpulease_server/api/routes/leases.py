@@ -258,9 +258,11 @@ async def show_lease(
     responses=error_responses("invalid_request", "not_found", "lease_lost", "stale_token"),
 )
 async def renew(lease_id: str, proof: Annotated[HolderProof, Depends(PROOF_BODY)], daemon: DaemonDep) -> Lease:
-    """Extend the lease to a full `ttl_s` from now. An expired one revives unless a GPU of it was granted again."""
+    """Extend the lease to a full `ttl_s` from now. An expired one revives unless a GPU of it was granted again.
+    `idle_s` tells the holder for how long its GPUs have done nothing."""
     happening = RenewalRequested(cause=ids.new_id("request"), lease_id=lease_id, fencing_token=proof.fencing_token)
-    return await _submit(daemon, await _find_lease(daemon, lease_id), happening)
+    record = await _find_lease(daemon, lease_id)
+    return with_times(daemon, record, await _submit(daemon, record, happening))
 
 
 @router.post(
