@@ -164,16 +164,34 @@ def test_an_interactive_lease_ends_after_its_time_however_often_it_is_renewed() 
 
 def test_a_declared_time_is_kept_after_a_restart() -> None:
     world = world_of()
-    lease = ask(world, time_s=100.0)
+    lease = ask(world, time_s=100.0, ttl_s=40.0)
     world.at_s += 50.0
+    restart(world, lease)
+    world.renew(lease)
+    world.pass_time(30.0)
+    world.renew(lease)
+    world.pass_time(15.0)
+    assert is_active(world, lease)
+    world.pass_time(6.0)
+    assert world.now_of(lease).end_reason is EndReason.TIME_OVER
+
+
+def restart(world: World, lease: Lease) -> None:
     record = world.ledger.leases[lease.id]
     object.__setattr__(record, "granted_at_s", None)  # as it is loaded
     world.ledger.apply(record)
     reset_deadlines(world.ledger, world.now)
-    world.pass_time(45.0)
-    assert is_active(world, lease)
-    world.pass_time(6.0)
-    assert world.now_of(lease).end_reason is EndReason.TIME_OVER
+
+
+def test_a_wall_clock_that_was_put_forward_before_a_restart_leaves_a_holder_the_ttl() -> None:
+    world = world_of()
+    lease = ask(world, time_s=100.0, ttl_s=20.0)
+    world.wall_jump_s = 3600.0
+    restart(world, lease)
+    world.pass_time(18.0)
+    assert is_active(world, lease), "the holder renewed just before"
+    world.pass_time(3.0)
+    assert world.now_of(lease).end_reason in (EndReason.TIME_OVER, EndReason.EXPIRED)
 
 
 def test_an_interactive_job_is_ended_by_its_node_after_the_time_of_interactive_requests() -> None:

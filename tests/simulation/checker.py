@@ -91,6 +91,20 @@ class Seen:
         slack_s = self.tolerance_s
         return [at_s for at_s, since_s, until_s in found if since_s - slack_s <= at_s <= until_s + slack_s]
 
+    def told_end_s(self, line: Line) -> float:
+        """When the lease of an answer ends however often it is renewed, as the answer says."""
+        if line["lease"].get("ends_at") is None:
+            return NEVER
+        wall_s = datetime.datetime.fromisoformat(line["lease"]["ends_at"]).timestamp()
+        clocks = sorted(self.of["clock"], key=lambda one: one["at_s"])
+        ends = [one["at_s"] for one in clocks[1:]] + [NEVER]
+        found = [
+            clock["at_s"] + wall_s - clock["wall_s"]
+            for clock, until_s in zip(clocks, ends, strict=True)
+            if clock["at_s"] <= line["at_s"] and line["sent_s"] <= until_s
+        ]
+        return min(found, default=NEVER) - self.tolerance_s
+
 
 def check(log: Iterable[Line], lines: Iterable[Line], tolerance_s: float = TOLERANCE_S) -> list[str]:
     """Every broken promise, one sentence each, with the rule's name."""
@@ -337,7 +351,8 @@ def trusted_by_one(seen: Seen) -> Iterator[str]:
 
 
 def _trusts(seen: Seen) -> Iterator[tuple[float, float, Line]]:
-    """From when until when a client may trust which lease: until `ttl_s` after it asked, or until it gives back."""
+    """From when until when a client may trust which lease: until `ttl_s` after it asked, or until the end that it was
+    told, or until it gives back."""
     first_asked, let_go = _first_asked(seen), dict[str, float]()
     for line in seen.of["released"]:
         let_go[line["lease_id"]] = min(let_go.get(line["lease_id"], NEVER), line["sent_s"])
@@ -346,7 +361,7 @@ def _trusts(seen: Seen) -> Iterator[tuple[float, float, Line]]:
     for line, lease in seen.answers():
         begun_s = first_asked[line["key"]] if line["what"] == "asked" else line.get("trusted_from", line["sent_s"])
         if lease["state"] == "active" and begun_s is not None:
-            until_s = min(begun_s + lease["ttl_s"], let_go.get(lease["id"], NEVER))
+            until_s = min(begun_s + lease["ttl_s"], seen.told_end_s(line), let_go.get(lease["id"], NEVER))
             if line["at_s"] < until_s:
                 yield line["at_s"], until_s, lease
 

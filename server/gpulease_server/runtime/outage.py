@@ -141,7 +141,10 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
             ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
     for lease_id in list(ledger.ends_s):
         record = ledger.leases[lease_id]
-        ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
+        time_s = record.lease.demand.time_s or 0.0
+        # The wall clock may have been set. A holder who renewed just before relies on `ttl_s` in any case.
+        held_s = min(token_budgets.held_s(record, now), time_s - min(record.lease.ttl_s, time_s))
+        ledger.apply(replace(record, granted_at_s=now.mono_s - held_s))
     for key, window in list(ledger.limits.gpu_time.items()):
         ledger.apply(gpu_time.counted(window, ledger.limits.gpus[key], now))
     for gpu in ledger.gpus.values():
