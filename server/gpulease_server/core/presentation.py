@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.gpu import (
@@ -221,6 +222,6 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
 
 
 def wall_clock(now: Instant, mono_s: float) -> datetime:
-    """The wall-clock time of a monotonic moment, as seen from now, to the millisecond."""
-    rounded = now.at + timedelta(seconds=mono_s - now.mono_s, microseconds=500)
+    """The wall-clock time of a monotonic moment, as seen from now, to the millisecond; at most a century from now."""
+    rounded = now.at + timedelta(seconds=min(mono_s - now.mono_s, LONGEST_S), microseconds=500)
     return rounded.replace(microsecond=rounded.microsecond // 1000 * 1000)
