@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitsRequest
-from gpulease_protocol.model import Lease, LeaseState
+from gpulease_protocol.model import EndReason, Lease, LeaseState
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from gpulease_protocol.tokens import TokenRequest
+from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.token_budgets import held_s
+from gpulease_server.runtime.outage import reset_deadlines
 from tests.core.build import World
 
 YEAR_S = 366 * 24 * 3600
@@ -38,3 +43,42 @@ def test_a_time_beyond_the_calendar_harms_no_turn_and_no_list() -> None:
     assert lease.ends_at is not None
     assert lease.ends_at.year == world.now.at.year + 100
     assert isinstance(world.renew(lease), Lease)
+
+
+def restart(world: World) -> None:
+    """The daemon loads its ledger again, which has no times of the monotonic clock."""
+    for record in list(world.ledger.leases.values()):
+        world.ledger.apply(replace(record, granted_at_s=None))
+    reset_deadlines(world.ledger, world.now)
+    world.report()
+
+
+def test_each_restart_gives_a_lease_no_new_time() -> None:
+    world = World().node()
+    lease = world.lease(time_s=1000.0, ttl_s=1000.0)
+    granted_s = world.at_s
+    for _ in range(9):
+        world.at_s += 100.0
+        restart(world)
+        world.renew(lease)
+        shown = lease_view(world.ledger, world.ledger.leases[lease.id], world.now, world.policy)
+        assert shown.ends_at is not None
+        assert (shown.ends_at - world.now.at).total_seconds() <= max(granted_s + 1000.0 - world.at_s, 300.0) + 0.1
+        assert held_s(world.ledger.leases[lease.id], world.now) == pytest.approx(world.at_s - granted_s)
+    world.pass_time(290.0)
+    assert world.now_of(lease).state is LeaseState.ACTIVE, "the wall clock may be wrong"
+    world.pass_time(15.0)
+    assert world.now_of(lease).end_reason is EndReason.TIME_OVER
+
+
+def test_a_restart_gives_a_lease_no_new_time_of_its_tokens_budget() -> None:
+    world = World().node()
+    lease = world.lease(time_s=900.0, ttl_s=900.0, token="t", budget=Budget(max_lease_s=1000.0))
+    granted_s = world.at_s
+    world.at_s += 850.0
+    restart(world)
+    world.renew(lease)
+    world.pass_time(granted_s + 995.0 - world.at_s)
+    assert world.now_of(lease).state is LeaseState.ACTIVE
+    world.pass_time(10.0)
+    assert world.now_of(lease).end_reason is EndReason.BUDGET_SPENT

@@ -14,6 +14,7 @@ from gpulease_server.core.lease_env import gang_members, lease_env
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import extend_deadline, extend_unclaimed
 from gpulease_server.core.records import Deadline, GpuRecord, LeaseRecord
+from gpulease_server.core.token_budgets import held_s
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
 
@@ -141,7 +142,7 @@ def _port_is_free(turn: Turn, lease: Lease) -> bool:
 
 def revive(turn: Turn, record: LeaseRecord) -> LeaseRecord:
     lease = replace(record.lease, state=LeaseState.ACTIVE, end_reason=None, ended_at=None)
-    revived = replace(record, lease=lease)
+    revived = replace(record, lease=lease, granted_at_s=turn.now.mono_s - held_s(record, turn.now))
     count_gpu_time(turn, lease)
     turn.put(revived)
     for device in lease.gpus:

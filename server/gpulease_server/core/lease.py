@@ -29,7 +29,6 @@ from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
-from gpulease_server.core.token_budgets import time_left_s
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import timed_demand, too_much_undecided
 
@@ -247,13 +246,7 @@ def end_timed(turn: Turn) -> None:
     """End every lease that has held its GPUs for the time that it declared."""
     ledger = turn.ledger
     for lease_id in ledger.ends_due.pop(turn.now.mono_s, ledger.ends_s):
-        record = ledger.leases[lease_id]
-        left_s = time_left_s(record, turn.now)
-        if left_s is not None and left_s > 0:
-            ledger.ends_s[lease_id] = turn.now.mono_s + left_s
-            ledger.ends_due.push(lease_id, ledger.ends_s)
-        else:
-            end_lease(turn, record, EndReason.TIME_OVER)
+        end_lease(turn, ledger.leases[lease_id], EndReason.TIME_OVER)
 
 
 def _find_lease(turn: Turn, lease_id: str) -> LeaseRecord | NotFound:

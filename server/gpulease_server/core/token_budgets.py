@@ -173,15 +173,6 @@ def held_s(record: LeaseRecord, now: Instant) -> float:
     return 0.0 if granted_at is None else max(0.0, (now.at - granted_at).total_seconds())
 
 
-def time_left_s(record: LeaseRecord, now: Instant) -> float | None:
-    """For how long the time that it declared lets an active lease last, from now on; None for no end. That of a job
-    ends with its job, which its node ends in time."""
-    time_s, lease = record.lease.demand.time_s, record.lease
-    if time_s is None or lease.job_id is not None or lease.state is not LeaseState.ACTIVE:
-        return None
-    return max(0.0, time_s - held_s(record, now))
-
-
 def lasts_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
     """For how long the budget of its token lets an active lease last, from now on and if nothing changes; None for no
     end."""

@@ -34,6 +34,8 @@ FIRST_PAUSE_S = 0.1
 """Pause before the first attempt after a failed commit; it doubles from one to the next."""
 MAX_PAUSE_S = 2.0
 """The longest pause, except for a ledger that takes long to load."""
+GRACE_S = 300.0
+"""A lease whose declared time is over, as the wall clock tells it, lasts so long yet, or its `ttl_s` if that is less."""
 
 
 class Outage:
@@ -141,10 +143,11 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
             ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
     for lease_id in list(ledger.ends_s):
         record = ledger.leases[lease_id]
-        time_s = record.lease.demand.time_s or 0.0
-        # The wall clock may have been set. A holder who renewed just before relies on `ttl_s` in any case.
-        held_s = min(token_budgets.held_s(record, now), time_s - min(record.lease.ttl_s, time_s))
+        time_s, held_s = record.lease.demand.time_s or 0.0, token_budgets.held_s(record, now)
         ledger.apply(replace(record, granted_at_s=now.mono_s - held_s))
+        # The wall clock may have been set. A holder who renewed just before relies on `ttl_s`, or a part of it.
+        left_s = max(time_s - held_s, min(record.lease.ttl_s, time_s, GRACE_S))
+        ledger.put_end(lease_id, now.mono_s + left_s)
     for key, window in list(ledger.limits.gpu_time.items()):
         ledger.apply(gpu_time.counted(window, ledger.limits.gpus[key], now))
     for gpu in ledger.gpus.values():
