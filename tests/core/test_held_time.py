@@ -9,7 +9,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitsRequest
-from gpulease_protocol.model import EndReason, Lease, LeaseState
+from gpulease_protocol.model import EndReason, Event, Lease, LeaseState
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from gpulease_protocol.tokens import TokenRequest
 from gpulease_server.core.presentation import lease_view
@@ -82,3 +82,32 @@ def test_a_restart_gives_a_lease_no_new_time_of_its_tokens_budget() -> None:
     assert world.now_of(lease).state is LeaseState.ACTIVE
     world.pass_time(10.0)
     assert world.now_of(lease).end_reason is EndReason.BUDGET_SPENT
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ({"time_s": 60.0}, EndReason.TIME_OVER),
+        ({"token": "t", "budget": Budget(max_lease_s=60.0)}, EndReason.BUDGET_SPENT),
+    ],
+)
+def test_a_lease_whose_time_and_ttl_are_over_at_once_ends_for_its_time(what: dict[str, Any], reason: EndReason) -> None:
+    world = World().node()
+    lease = world.lease(ttl_s=60.0, **what)
+    world.pass_time(61.0)
+    assert world.now_of(lease).end_reason is reason
+
+
+@pytest.mark.parametrize("what", [{"time_s": 70.0}, {"token": "t", "budget": Budget(max_lease_s=70.0)}])
+@pytest.mark.parametrize(("after_s", "revives"), [(68.0, True), (72.0, False)])
+def test_a_late_renewal_revives_no_lease_whose_time_is_over(what: Any, after_s: float, revives: bool) -> None:
+    world = World().node()
+    lease = world.lease(ttl_s=60.0, **what)
+    world.pass_time(61.0)
+    assert world.now_of(lease).end_reason is EndReason.EXPIRED
+    world.pass_time(after_s - 61.0)
+    assert isinstance(world.renew(lease), Lease) is revives
+    world.pass_time(3.0)
+    ends = [one for one in world.changes if isinstance(one, Event) and one.kind == "lease.ended"]
+    assert world.now_of(lease).state is LeaseState.ENDED
+    assert len(ends) == (2 if revives else 1)

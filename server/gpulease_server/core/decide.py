@@ -86,9 +86,9 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     if ticked.stalled_s > 0:
         for lease_id, at_s in list(turn.ledger.deadlines.items()):
             turn.put(Deadline(lease_id, at_s + ticked.stalled_s))
-    expire(turn)
     end_timed(turn)
     _end_spent_leases(turn)
+    expire(turn)  # after those that no renewal revives
     _notice_silence(turn)
     lose_silent_nodes(turn, max(ticked.since_last_s - ticked.stalled_s, 0.0))
     watch_gangs(turn, ticked.stalled_s)

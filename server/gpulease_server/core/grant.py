@@ -14,7 +14,7 @@ from gpulease_server.core.lease_env import gang_members, lease_env
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import extend_deadline, extend_unclaimed
 from gpulease_server.core.records import Deadline, GpuRecord, LeaseRecord
-from gpulease_server.core.token_budgets import held_s
+from gpulease_server.core.token_budgets import held_s, is_time_over
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
 
@@ -109,7 +109,8 @@ REVIVABLE = {False: (GpuState.FREE,), True: (GpuState.DRAINING, GpuState.UNKNOWN
 
 def can_revive(turn: Turn, lease: Lease) -> bool:
     """True while every GPU remembers this grant as its last, and either still drains of it or is free; while its user's
-    limits still allow it; and while its node is not paused, since an administrator may be resetting the GPUs there.
+    limits still allow it, and its time is not over; and while its node is not paused, since an administrator may be
+    resetting the GPUs there.
 
     | the GPU | drains | is free |
     |---|---|---|
@@ -121,6 +122,8 @@ def can_revive(turn: Turn, lease: Lease) -> bool:
     | was granted again since, or is in another daemon's ledger | does not | does not |
     """
     ledger = turn.ledger
+    if is_time_over(ledger, ledger.leases[lease.id], turn.now):
+        return False
     if any(node_mode(ledger, device.node) is NodeMode.PAUSED for device in lease.gpus):
         return False
     for device in lease.gpus:

@@ -193,6 +193,14 @@ def lasts_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
     return max(0.0, min(found)) if found else None
 
 
+def is_time_over(ledger: Ledger, record: LeaseRecord, now: Instant) -> bool:
+    """True when a lease has held its GPUs for the time that it declared, or that the budget of its token gives it."""
+    budget = ledger.budgets.get(record.lease.holder.token_id or "")
+    ends = (record.lease.demand.time_s, None if budget is None else budget.budget.max_lease_s)
+    longest_s = min((end_s for end_s in ends if end_s is not None), default=None)
+    return longest_s is not None and held_s(record, now) >= longest_s
+
+
 def spent_leases(ledger: Ledger, now: Instant) -> Iterator[tuple[LeaseRecord, str]]:
     """The leases that the budgets of their tokens end now, each with the reason. Costs one walk over the leases of
     tokens."""
