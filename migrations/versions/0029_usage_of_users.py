@@ -24,4 +24,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    # A release without declared times does not know the word, and refuses to read the lease.
+    op.execute("UPDATE lease SET end_reason = 'expired' WHERE end_reason = 'time_over'")
     op.drop_table("user_usage")

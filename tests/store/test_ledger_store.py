@@ -34,6 +34,20 @@ def store(database_url: str):
     store.close()
 
 
+def test_the_reason_of_an_end_that_a_newer_version_wrote_is_kept(store: Store) -> None:
+    world = World().node()
+    lease = world.lease()
+    world.release(lease)
+    save(store, world)
+    with store.engine.begin() as connection:
+        connection.execute(update(tables.lease).values(end_reason="eaten"))
+    kept = store.lease(lease.id)
+    assert kept is not None
+    assert kept.lease.end_reason == "eaten"
+    [loaded] = store.load().leases.values()
+    assert to_json(loaded.lease)["end_reason"] == "eaten"
+
+
 REFUSE = {
     "sqlite": ["CREATE TRIGGER refuse BEFORE INSERT ON event BEGIN SELECT RAISE(ABORT, 'full'); END"],
     "postgresql": [

@@ -159,6 +159,20 @@ def test_every_migration_goes_up_and_down_with_rows(empty_url: str, engine: Engi
     upgrade(empty_url)
 
 
+@pytest.mark.parametrize(("reason", "before"), [("time_over", "0028"), ("budget_spent", "0017")])
+def test_a_version_back_knows_every_reason_of_an_end(
+    empty_url: str, engine: Engine, reason: str, before: str
+) -> None:
+    migrate(empty_url, REVISIONS[0])
+    fill(engine)
+    upgrade(empty_url)
+    with engine.begin() as connection:
+        connection.execute(text(f"UPDATE lease SET state = 'ended', end_reason = '{reason}', ended_at = {AT}"))
+    migrate(empty_url, before)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT end_reason FROM lease")).scalar_one() == "expired"
+
+
 def test_a_ledger_of_the_first_version_is_in_use_after_the_upgrade(empty_url: str, engine: Engine) -> None:
     migrate(empty_url, REVISIONS[0])
     fill(engine)

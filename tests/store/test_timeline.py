@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
 from gpulease_protocol.model import Device, EndReason, Event, Holder, LeaseState
 from gpulease_protocol.timeline import MAX_STEPS, SpanKind, Timeline
@@ -17,6 +17,7 @@ from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
 from gpulease_server.runtime.timeline import look, queue_steps, read_cursor, read_timeline
 from gpulease_server.runtime.usage import gpu_usage
+from gpulease_server.store import tables
 from gpulease_server.store import timeline as stored
 from gpulease_server.store.ledger_store import Store
 from gpulease_server.store.retention import RetentionLimits
@@ -66,6 +67,13 @@ def waited(number: int, created_at: datetime, granted_at: datetime | None, ended
 def event(seq: int, at: datetime, kind: str, *gpus: str, lease: int | None = None, reason: str | None = None) -> Event:
     lease_id = None if lease is None else f"lease-{lease:016x}"
     return Event(seq=seq, at=at, kind=kind, cause="c", lease_id=lease_id, node="n1", gpus=gpus, reason=reason)
+
+
+def test_the_reason_of_an_end_that_a_newer_version_wrote_is_shown(store: Store) -> None:
+    put(store, [held(1, NOW - 2 * HOUR, NOW - HOUR)])
+    with store.engine.begin() as connection:
+        connection.execute(update(tables.lease).values(end_reason="eaten"))
+    assert [span.end_reason for span in timeline(store, NOW - 3 * HOUR).spans] == ["eaten"]
 
 
 def test_the_leases_of_a_period_are_those_that_overlap_it(store: Store) -> None:

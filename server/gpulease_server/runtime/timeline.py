@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
+from gpulease_protocol.codec import from_json
 from gpulease_protocol.model import Device, EndReason, NodeMode
 from gpulease_protocol.timeline import MAX_STEPS, QueueStep, Span, SpanKind, Timeline, TimelineGpu
 from gpulease_server.core.gpu import node_problem, reading_of
@@ -147,7 +148,7 @@ def _gpus_of(
 
 def lease_spans(kept: KeptLease) -> Iterator[Span]:
     """The lease as one span; an elastic one as one for each set of GPUs that came and went together."""
-    reason = None if kept.end_reason is None else EndReason(kept.end_reason)
+    reason = None if kept.end_reason is None else from_json(EndReason, kept.end_reason)
     whole = Span(
         kind=SpanKind.LEASE,
         gpus=tuple(device.uuid for device in kept.gpus),

@@ -188,7 +188,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
     own["watched_owner"] = _watch({name: values.pop(name) for name in WATCH_COLUMNS})
     values["state"] = LeaseState(values["state"])
     values["liveness"] = Liveness(values["liveness"])
-    values["end_reason"] = None if values["end_reason"] is None else EndReason(values["end_reason"])
+    values["end_reason"] = None if values["end_reason"] is None else from_json(EndReason, values["end_reason"])
     values["holder"] = from_json(Holder, values["holder"])
     values["demand"] = from_json(Demand, values["demand"])
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
