@@ -492,6 +492,10 @@ class World:
         assert Counter(key for lease in active for key in index.keys_of_lease(lease)) == index.leases
         held = Counter(key for lease in active for _ in lease.gpus for key in index.keys_of_lease(lease))
         assert held == index.gpus
+        limits = [one for one in index.records.values() if one.limits.limits_grants]
+        limited = {user for one in limits for user in one.members}
+        assert index.limited_users == limited | {one.name for one in limits if one.kind is LimitKind.USER}
+        assert index.group_of == {user: one.name for one in index.records.values() for user in one.members}
         jobs = [record.job for record in ledger.live_jobs.values()]
         running = Counter(job.array_id for job in jobs if job.array_id and job.state is not JobState.QUEUED)
         assert running == ledger.job_index.running_in_array

@@ -371,6 +371,33 @@ def test_a_request_that_its_users_own_sweep_keeps_out_does_not_hold_back_the_res
     assert is_active(here, ask(here, 4, user="bob"))
 
 
+def test_who_may_have_to_wait_for_a_limit_is_known_after_any_changes() -> None:
+    chance, here, users = random.Random(5), world(), ["ada", "bob", "cleo", "dan"]
+    for number in range(300):
+        kind = chance.choice(list(LimitKind))
+        names = {LimitKind.GROUP: ["vision", "text"], LimitKind.TOKEN: ["t", "ada"], LimitKind.USER: users}[kind]
+        numbers: dict[str, Any] = chance.choice([{}, {"max_gpus": 2}, {"max_queued": 5}, {"gpu_hours": 1.0}])
+        members = tuple(chance.sample(users, 2)) if kind is LimitKind.GROUP and chance.random() < 0.7 else ()
+        here.limit(chance.choice(names), kind, members=members, **numbers)
+        if number % 3 == 0:
+            here.ask(user=chance.choice(users), ttl_s=1.0, token=chance.choice(["t", "ada", None]))
+            here.answer_wanted()
+        here.check()
+
+
+def test_limits_that_leave_the_limited_users_the_same_leave_their_set_the_same_object() -> None:
+    """Else the whole queue is grouped again."""
+    here = world()
+    here.limit("ada", max_gpus=2)
+    known = here.ledger.limits.limited_users
+    here.limit("ada", max_gpus=3)
+    here.limit("vision", "group", members=("ada",), max_gpus=3)
+    here.limit("bob", max_queued=3)
+    assert here.ledger.limits.limited_users is known
+    here.limit("bob", max_gpus=3)
+    assert here.ledger.limits.limited_users == {"ada", "bob"}
+
+
 # GPU-hours
 
 

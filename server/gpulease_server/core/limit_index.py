@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Holder, Lease
@@ -25,6 +25,7 @@ from gpulease_server.core.limit_records import (
 
 MAX_KNOWN = 10_000
 """Users and tokens for which it is kept what applies to them."""
+Key = TypeVar("Key")
 LimitChange = LimitRecord | LimitRemoved | GpuTimeRecord | GpuTimeRemoved
 
 
@@ -43,13 +44,28 @@ class LimitIndex:
     """GPUs that these have."""
     queued: Counter[LimitKey] = field(default_factory=Counter)
     """Requests that wait."""
-    limited_users: frozenset[str | None] = NO_USERS
-    """Users whose requests may have to wait for a limit that was set for them or for their group."""
+    limiting: Counter[str | None] = field(default_factory=Counter)
+    """By user: how many limits were set for that user and the group of that user for which a request may have to
+    wait."""
+    last_limited: frozenset[str | None] = field(default=NO_USERS, compare=False)
+    """What `limited_users` was last."""
+    has_changed: bool = field(default=False, compare=False)
+    """Whether a limit was set or removed since then."""
 
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What `user_limits` found to apply to whom, until a limit changes."""
     known_with: UserLimits | None = field(default=None, compare=False, repr=False)
     """With which defaults."""
+
+    @property
+    def limited_users(self) -> frozenset[str | None]:
+        """Users whose requests may have to wait for a limit that was set for them or for their group. The same object
+        while they are the same: the queue is grouped again for another one."""
+        if self.has_changed:
+            self.has_changed = False
+            if self.limiting.keys() != self.last_limited:
+                self.last_limited = frozenset(self.limiting)
+        return self.last_limited
 
     def known_for(self, defaults: UserLimits) -> dict[Any, Any]:
         """What is known with these defaults."""
@@ -95,25 +111,28 @@ class LimitIndex:
             case GpuTimeRemoved():
                 self.gpu_time.pop(change.key, None)
             case LimitRecord():
-                self.known_with = None
-                self.records[change.key] = change
-                self._put_members(change.key, change.members)
+                self._put_limits(change.key, change)
             case LimitRemoved():
-                self.known_with = None
-                self.records.pop(change.key, None)
-                self._put_members(change.key, ())
+                self._put_limits(change.key, None)
 
-    def _put_members(self, key: LimitKey, members: tuple[str, ...]) -> None:
+    def _put_limits(self, key: LimitKey, record: LimitRecord | None) -> None:
+        """Costs what the two records name, however many others there are."""
+        before = self.records.pop(key, None)
+        self.known_with, self.has_changed = None, True
+        for user in _limited_by(before):
+            _add(self.limiting, user, -1)
+        for user in _limited_by(record):
+            _add(self.limiting, user, 1)
+        if record is not None:
+            self.records[key] = record
         if key.kind is LimitKind.GROUP:
-            self.group_of = {user: group for user, group in self.group_of.items() if group != key.name}
+            for user in () if before is None else before.members:
+                if self.group_of.get(user) == key.name:
+                    del self.group_of[user]
+            members = () if record is None else record.members
             self.group_of.update(dict.fromkeys(members, key.name or ""))
             for counts in (self.leases, self.gpus, self.queued):
                 _add(counts, key, sum(counts[user_key(user)] for user in members) - counts[key])
-        limiting = [record for record in self.records.values() if record.limits.limits_grants]
-        users = {record.name for record in limiting if record.kind is LimitKind.USER}
-        limited = frozenset[str | None](users.union(*(record.members for record in limiting)))
-        if limited != self.limited_users:  # the queue is grouped again for another object
-            self.limited_users = limited
 
 
 def counts_of(index: LimitIndex, key: LimitKey) -> Mapping[str, int]:
@@ -121,7 +140,14 @@ def counts_of(index: LimitIndex, key: LimitKey) -> Mapping[str, int]:
     return {"gpus": index.gpus[key], "leases": index.leases[key], "queued": index.queued[key]}
 
 
-def _add(counts: Counter[LimitKey], key: LimitKey, more: int) -> None:
+def _limited_by(record: LimitRecord | None) -> tuple[str, ...]:
+    """The users whose requests may have to wait for these limits."""
+    if record is None or not record.limits.limits_grants:
+        return ()
+    return (record.name,) if record.kind is LimitKind.USER else record.members
+
+
+def _add(counts: Counter[Key], key: Key, more: int) -> None:
     counts[key] += more
     if not counts[key]:
         del counts[key]
