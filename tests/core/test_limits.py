@@ -11,7 +11,7 @@ import pytest
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import InvalidRequest, LeaseLost, NotFound, OverQuota
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import EndReason, Event, Holder, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.model import EndReason, Event, Holder, Lease, LeaseState, Liveness, Priority, Selection
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.limit_changes import limit_use
@@ -396,6 +396,60 @@ def test_limits_that_leave_the_limited_users_the_same_leave_their_set_the_same_o
     assert here.ledger.limits.limited_users is known
     here.limit("bob", max_gpus=3)
     assert here.ledger.limits.limited_users == {"ada", "bob"}
+
+
+def test_a_limit_of_a_token_below_what_waits_holds_up_no_newer_request_of_it() -> None:
+    here = world()
+    here.limit("t", "token", max_gpus=4)
+    held = ask(here, 3, user="ada", token="t")
+    older = ask(here, 4, user="ada", token="t")
+    assert not is_active(here, ask(here, user="ada", token="t")), "it waits behind the older one"
+    here.limit("t", "token", max_gpus=2)
+    give_back(here, held)
+    assert "waits until that limit is raised" in why(here, older)
+    assert is_active(here, ask(here, user="ada", token="t"))
+    assert "the limit is 2 at a time" in why(here, ask(here, 1, user="ada", token="t"))
+    here.limit("t", "token", max_gpus=6)
+    assert is_active(here, older)
+
+
+def test_a_limit_of_its_user_below_what_waits_holds_up_no_newer_request_of_a_token() -> None:
+    here = world()
+    budget = Budget(max_gpus=4)
+    held = ask(here, 3, user="ada", token="t", budget=budget)
+    ask(here, 4, user="ada", token="t", budget=budget)
+    assert not is_active(here, ask(here, user="ada", token="t", budget=budget))
+    here.limit("ada", max_gpus=3)
+    give_back(here, held)
+    assert is_active(here, ask(here, 2, user="ada", token="t", budget=budget))
+
+
+def test_a_request_that_no_node_can_serve_any_more_holds_up_no_newer_request_of_its_token() -> None:
+    here = world(4).node("b", gpus=2)
+    here.limit("t", "token", max_gpus=2)
+    held = ask(here, 1, user="ada", token="t", node="a")
+    older = ask(here, 2, user="ada", token="t", node="b")
+    newer = ask(here, 1, user="ada", token="t", node="a")
+    assert not is_active(here, newer)
+    here.pass_time(4.0, silent=("b",))
+    assert here.forget("b") is None
+    here.nodes.pop("b")
+    here.pass_time(0.5)
+    assert is_active(here, newer)
+    assert is_active(here, held)
+    assert not is_active(here, older)
+
+
+def test_a_lower_limit_of_interactive_requests_holds_up_no_newer_one() -> None:
+    here = world()
+    held = ask(here, 1, user="ada", priority=Priority.INTERACTIVE)
+    older = ask(here, 2, user="ada", priority=Priority.INTERACTIVE)
+    here.policy = replace(here.policy, limits=replace(here.policy.limits, interactive_gpus=1))
+    newer = ask(here, 1, user="ada", priority=Priority.INTERACTIVE)
+    assert not is_active(here, newer)
+    give_back(here, held)
+    assert is_active(here, newer)
+    assert not is_active(here, older)
 
 
 # GPU-hours

@@ -382,7 +382,7 @@ def queue_without_limit() -> Patches:
 def grant_over_limits() -> Patches:
     """A limit that an administrator has set keeps no request out."""
     usage = f"{CORE}.user_limits.UserUsage"
-    return [(f"{usage}.keeps_out", lambda *_: False), (f"{usage}.limit_reached", lambda *_: None)]
+    return [(f"{usage}.keeps_out", lambda *_, **__: False), (f"{usage}.limit_reached", lambda *_: None)]
 
 
 def interactive_without_limit() -> Patches:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gpulease_protocol.model import Demand, Job
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import min_gpus
+from gpulease_server.core.placement import find_candidates, min_gpus
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.user_limits import UserUsage
 
@@ -40,4 +40,6 @@ def is_over_user_limit(ledger: Ledger, users: UserUsage, record: LeaseRecord) ->
     reserves no GPU, and others pass it."""
     if not users.may_limit(record.lease):
         return False
-    return users.keeps_out(record.lease, min_gpus_of(ledger, users, record.lease.demand))
+    demand = record.lease.demand
+    can_be_served = bool(find_candidates(ledger, demand).by_node)
+    return users.keeps_out(record.lease, min_gpus_of(ledger, users, demand), can_be_served=can_be_served)

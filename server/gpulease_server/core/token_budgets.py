@@ -18,8 +18,8 @@ What always holds
    for `MIN_USE_S`.
 4. Each token has a budget of its own. Two tokens of one user do not share one; the limits of the user
    (`core.user_limits`) count both.
-5. A request that its token's budget keeps out lets no newer request of the same token pass. It reserves no GPU, and
-   delays no one else.
+5. A request that its token's budget keeps out lets no newer request of the same token pass, unless it could not be
+   granted even if no one had anything. It reserves no GPU, and delays no one else.
 
 Time is counted on the monotonic clock. Only which day it is, and the time while the daemon is away, are told by the
 wall clock.
@@ -118,14 +118,6 @@ class TokenBudgets:
         if budget.gpu_hours_per_day is not None and budget.gpu_hours_per_day * 3600 < wanted * MIN_USE_S:
             return f"the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token} would not last a minute"
         return None
-
-    def keeps_out(self, lease: Lease, wanted: int) -> bool:
-        """True while the budget of its token keeps a request out. Newer requests of that token are then kept out too:
-        call it for one request after the other, oldest first."""
-        if self.limit_reached(lease, wanted) is None:
-            return False
-        self.first.setdefault(lease.holder.token_id or "", lease.id)
-        return True
 
 
 def new_budget(token_id: str, budget: Budget, now: Instant) -> BudgetRecord:

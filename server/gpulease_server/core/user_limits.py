@@ -27,7 +27,7 @@ What always holds
 | what happens | what follows |
 |---|---|
 | a limit is set below what is held | nothing ends; nothing is granted until what is held is within it again |
-| a limit is set below what a waiting request asks for | it waits, and its explanation says that it never fits |
+| a limit is set below what a waiting request asks for | it waits, says that it never fits, and holds no one up |
 | a limit is raised, or removed | what it kept out is granted in that turn |
 | a user joins a group, or leaves it | their leases count for it from then on, or no longer |
 | the daemon is killed, or another takes over | limits and GPU time are in the database; leases are too |
@@ -233,19 +233,23 @@ class UserUsage:
                 return why
         return None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
 
-    def keeps_out(self, lease: Lease, wanted: int) -> bool:
+    def keeps_out(self, lease: Lease, wanted: int, *, can_be_served: bool) -> bool:
         """True while a limit, or the budget of its token, keeps a request out. Newer requests of that token are then
-        kept out too: call it for one request after the other, oldest first."""
+        kept out too: call it for one request after the other, oldest first. Not where it could not be granted even if
+        no one had anything: then they would wait for what never comes.
+
+        `can_be_served`: whether there is a node that has what it asks for."""
         short = [one.key for one in self.applied(lease) if self.is_short(one, lease.id, wanted)]
-        token_id = lease.holder.token_id
-        if self.tokens is not None and token_id is not None:
-            if LimitKey(LimitKind.TOKEN, token_id) in short:
-                self.tokens.first.setdefault(token_id, lease.id)
-            elif self.tokens.keeps_out(lease, wanted):
-                return True
-        if len(short) == 1 and short[0].interactive:
-            self.first_interactive.setdefault(short[0], lease.id)
-        return bool(short)
+        tokens, token_id = None if lease.holder.token_id is None else self.tokens, lease.holder.token_id
+        by_budget = tokens is not None and tokens.limit_reached(lease, wanted) is not None
+        by_token = by_budget or LimitKey(LimitKind.TOKEN, token_id) in short
+        alone = not by_token and len(short) == 1 and short[0].interactive
+        if (by_token or alone) and can_be_served and never_within_limits(self, lease, wanted) is None:
+            if tokens is not None and by_token:
+                tokens.first.setdefault(token_id or "", lease.id)
+            elif alone:
+                self.first_interactive.setdefault(short[0], lease.id)
+        return by_budget or bool(short)
 
     def is_short(self, one: Applied, lease_id: str, wanted: int) -> bool:
         """True where a limit leaves too little for a request of so many GPUs, or an older one comes before it."""
