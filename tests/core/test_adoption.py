@@ -88,7 +88,8 @@ def test_it_is_within_the_budget_of_the_token_that_it_is_asked_for_with() -> Non
     world.answer_wanted()
     refused = world.answers[request.cause]
     assert isinstance(refused, OverQuota)
-    assert "its budget is 1 at a time" in refused.detail
+    assert refused.status == 422
+    assert "token t may have 1 at a time" in refused.detail
     assert not world.ledger.leases_of_tokens
 
 
@@ -258,9 +259,20 @@ def test_a_limit_of_the_user_counts() -> None:
     lease = world.lease(1)
     refused = adopt(world)
     assert isinstance(refused, OverQuota)
+    assert refused.status == 429
+    assert "the limit is 1 at a time" in refused.detail
     world.release(lease)
     world.report()
     assert isinstance(adopt(world), Lease)
+
+
+def test_a_process_that_uses_more_than_a_limit_allows_is_refused_for_good() -> None:
+    world = World(policy=Policy(limits=UserLimits(gpus=1))).node(gpus=[gpu(0, pids=(PID,)), gpu(1, pids=(PID,))])
+    refused = adopt(world)
+    assert isinstance(refused, OverQuota)
+    assert refused.status == 422
+    assert "The request is for 2 GPUs, and user ann may have 1 at a time" in refused.detail
+    assert "wait" not in refused.detail
 
 
 def test_a_process_that_ends_before_the_verdict_leaves_nothing() -> None:

@@ -51,7 +51,7 @@ from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.placement import NeedsReading, Placed
 from gpulease_server.core.records import Adoption, GpuRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import UserUsage
+from gpulease_server.core.user_limits import UserUsage, never_within_limits
 from gpulease_server.core.wording import describe_processes
 
 
@@ -82,8 +82,9 @@ def place_adopted(
     )
     if refused is not None:
         return refused
-    limit = users.limit_reached(record.lease, len(used)) if users.may_limit(record.lease) else None
-    if limit is not None:
+    if (never := never_within_limits(users, record.lease, len(used))) is not None:
+        return never
+    if (limit := users.limit_reached(record.lease, len(used))) is not None:
         return OverQuota(f"Not now: {limit}.", remedy="Give something back first.")
     return Placed(tuple(used))
 
