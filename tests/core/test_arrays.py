@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gpulease_protocol import job_arrays
@@ -11,6 +13,7 @@ from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.requests import ArrayRequest, JobRequest
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
+from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import JobRecord
 from gpulease_server.core.turn import Answer
@@ -126,6 +129,40 @@ def test_an_array_that_would_overfill_the_queue_is_refused() -> None:
     world = World(policy=Policy(max_queued=4)).node("a", gpus=2)
     assert isinstance(submit(world, count=6, at_most=1), OverQuota)
     assert world.ledger.jobs == {}
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("policy", [Policy(limits=UserLimits(queued=5)), Policy(max_queued=5)])
+def test_arrays_that_are_decided_together_do_not_overfill_the_queue_together(policy: Policy, gpus: int) -> None:
+    """Whether the first job of each waits, or is granted."""
+    world = World(policy=policy).node("a", gpus=2)
+    for _ in range(2 - gpus):
+        world.lease(user="bob")
+    arrays = [array_of_jobs(4, 1, name=name) for name in ("first", "second")]
+    world.turn(*arrays)
+    world.answer_wanted()
+    world.report()
+    assert isinstance(world.answers["submit-first"], Job)
+    refused = world.answers["submit-second"]
+    assert isinstance(refused, OverQuota)
+    assert f"has {3 if gpus else 4} requests" in refused.detail
+    assert states(world, "second") == {}
+    assert len(world.ledger.queue) == (3 if gpus else 4)
+    world.check()
+
+
+def test_an_array_whose_first_job_is_granted_keeps_no_more_memory_than_its_user_may() -> None:
+    world = World(policy=Policy(limits=UserLimits(queued_bytes=600_000))).node("a", gpus=2)
+    answers = []
+    for name in ("first", "second"):
+        asked = array_of_jobs(4, 1, name=name)
+        spec = JobSpec(command=("train.py",), gpus=1, environment={"A": "x" * 100_000})
+        world.turn(replace(asked, jobs=tuple(replace(one, spec=spec) for one in asked.jobs)))
+        world.answer_wanted()
+        world.report()
+        answers.append(world.answers[asked.cause])
+    assert [isinstance(answer, OverQuota) for answer in answers] == [False, True]
+    assert sum(world.ledger.queued_bytes.values()) <= 600_000
 
 
 @pytest.mark.parametrize(

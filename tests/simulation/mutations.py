@@ -376,7 +376,7 @@ def end_what_a_silent_worker_watches() -> Patches:
 
 def queue_without_limit() -> Patches:
     """The limit of requests of one user that wait is not applied."""
-    return [(f"{CORE}.queue.queue_is_full", lambda *_: None)]
+    return [(f"{CORE}.queue.queue_is_full", lambda *_, **__: None)]
 
 
 def grant_over_limits() -> Patches:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gpulease_protocol.model import Holder
 from gpulease_server.core.limit_records import LimitKey, token_key, user_key
-from gpulease_server.core.records import Adoption, Change, KeyRecord
+from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,11 @@ class PendingRequest:
     """Memory that it keeps, see `core.footprint`."""
     adoption: Adoption | None = None
     """The process that it adopts."""
+
+    @property
+    def further(self) -> int:
+        """How many requests join the queue with it: those of the other jobs of an array."""
+        return sum(isinstance(change, LeaseRecord) for change in self.changes)
 
 
 class PendingRequests(MutableMapping[str, PendingRequest]):

@@ -71,9 +71,13 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
         allow_reread = pending is not None and pending.since_s >= latest_s
         match _place(turn, record, reservations, rankings, allow_reread):
             case Placed(gpus):
+                pending = turn.pending.pop(record.lease.id, None)
+                if pending is not None and (full := _too_many_with(turn, record, pending)) is not None:
+                    _refuse(turn, record, pending, full)
+                    continue
                 reservations.taken += (gpu.device.node for gpu in gpus)
                 in_order = turn.ledger.ordered_place(record)
-                _grant(turn, record, gpus, turn.pending.pop(record.lease.id, None))
+                _grant(turn, record, gpus, pending)
                 walk.count_bypass(turn, record, gpus, in_order)
                 count_overtake(turn, in_order)
             case NeedsReading(nodes, gpus):
@@ -192,17 +196,30 @@ def _refuse(turn: Turn, record: LeaseRecord, pending: PendingRequest, error: Gpu
 
 def _over_quota(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> OverQuota | None:
     """Why a request that cannot be granted now may not even wait; None where it may, or does not want to."""
-    limits, lease = turn.policy.limits, record.lease
-    users = usage_by_user(turn.ledger, limits, turn.now)
-    never = never_within_limits(users, lease, min_gpus(turn.ledger, lease.demand))
+    users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
+    never = never_within_limits(users, record.lease, min_gpus(turn.ledger, record.lease.demand))
     if never is not None or not pending.queue:
         return never
-    if turn.ledger.waiting_count - len(turn.pending) > turn.policy.max_queued:
-        return OverQuota(f"The queue is full: it has {turn.policy.max_queued} requests.", remedy="Try again later.")
-    # It is in the queue by now, and so counted as waiting.
-    if (full := queue_is_full(turn.ledger, lease.holder, turn.pending, 0, limits)) is not None:
+    return _too_many_wait(turn, record, pending, 1 + pending.further)
+
+
+def _too_many_with(turn: Turn, record: LeaseRecord, pending: PendingRequest) -> OverQuota | None:
+    """Why a request that can be granted is refused all the same: it is the first of an array, whose others may not
+    wait."""
+    return _too_many_wait(turn, record, pending, pending.further) if pending.further else None
+
+
+def _too_many_wait(turn: Turn, record: LeaseRecord, pending: PendingRequest, further: int) -> OverQuota | None:
+    """Why so many requests, of this one and those of its array, may not wait; None where they may. This one is in the
+    queue by now, and so counted as waiting."""
+    policy, holder = turn.policy, record.lease.holder
+    waiting = turn.ledger.waiting_count - len(turn.pending) - 1
+    if waiting + further > policy.max_queued:
+        detail = f"The queue has {waiting} requests; the limit is {policy.max_queued}."
+        return OverQuota(detail, remedy="Try again later.")
+    if (full := queue_is_full(turn.ledger, holder, turn.pending, further, policy.limits, counted=1)) is not None:
         return OverQuota(full, remedy="Try again when some of them are granted, or cancel some.")
-    return too_many_bytes(turn.ledger, lease.holder.user, pending, limits, turn.policy.max_queued_bytes)
+    return too_many_bytes(turn.ledger, holder.user, pending, policy.limits, policy.max_queued_bytes)
 
 
 def _record_pending(turn: Turn, pending: PendingRequest) -> None:

@@ -361,18 +361,18 @@ def timed_demand(ledger: Ledger, request: LeaseRequested | JobSubmitted, policy:
 
 
 def queue_is_full(
-    ledger: Ledger, holder: Holder, undecided: PendingRequests, further: int, limits: UserLimits
+    ledger: Ledger, holder: Holder, undecided: PendingRequests, further: int, limits: UserLimits, *, counted: int = 0
 ) -> str | None:
     """Why `further` requests more may not wait: their user, group or token has as many in the queue as it may. None
-    where they may. Of the `undecided` ones it is not known yet whether they will wait."""
+    where they may. Of the `undecided` ones it is not known yet whether they will wait. `counted`: how many of the
+    requests that are asked about are in the queue by now."""
     for key in ledger.limits.keys_of(holder):
         most = valid_limits(ledger.limits, key, limits).max_queued
         if most is None:
             continue
-        waiting = ledger.limits.queued[key] - sum(undecided.count[one] for one in _counted_with(ledger.limits, key))
-        if waiting + further > most:
-            whose = str(key)
-            waits = _counted(waiting if further else waiting - 1, "request")  # itself it is in the queue by now
+        in_queue = ledger.limits.queued[key] - sum(undecided.count[one] for one in _counted_with(ledger.limits, key))
+        if in_queue - counted + further > most:
+            whose, waits = str(key), _counted(in_queue - counted, "request")
             return f"{whose[0].upper()}{whose[1:]} has {waits} in the queue; the limit is {most}."
     return None
 
