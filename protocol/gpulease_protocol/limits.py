@@ -12,16 +12,16 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from gpulease_protocol.bounds import HELD_S, OVER_0, Bounds, check_bounds, check_field
+from gpulease_protocol.bounds import HELD_S, MAX_NAME, OVER_0, Bounds, check_bounds, check_field
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.requests import RequestBody
-from gpulease_protocol.tokens import MAX_USER, NO_USER
 
 MAX_LIMIT = 1_000_000
 """The greatest number of GPUs, leases or requests that a limit may name: as good as none."""
 MAX_MEMBERS = 1000
 """Users in one group, at most."""
 WEEK_S = 7 * 24 * 3600.0
+NO_MEMBER = f"must be a name of 1 to {MAX_NAME} characters that can be printed"
 NO_WINDOW = "must be 3600 to 7776000 seconds (an hour to 90 days)"
 
 
@@ -106,14 +106,14 @@ class LimitsRequest(RequestBody):
     window_s: Annotated[float, Bounds(minimum=3600, maximum=7776000, rule=NO_WINDOW)] = WEEK_S
     """How long the window is in which `gpu_hours` are counted."""
     members: Annotated[
-        list[Annotated[str, Bounds(minLength=1, maxLength=MAX_USER, pattern="^[^ :]*$", rule=NO_USER)]],
+        list[Annotated[str, Bounds(minLength=1, maxLength=MAX_NAME, rule=NO_MEMBER)]],
         Bounds(maxItems=MAX_MEMBERS),
     ] = field(default_factory=list)
     """Users of the group. A user is in one group at most."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_field(all(user.isprintable() for user in self.members), "members", NO_USER)
+        check_field(all(user.isprintable() for user in self.members), "members", NO_MEMBER)
         check_field(len(set(self.members)) == len(self.members), "members", "must name each user once")
 
     def limits(self) -> Limits:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from gpulease.client import Client
+from gpulease_protocol.limits import LimitKind, LimitsRequest
 from tests.daemon import DaemonProcess
 from tests.http_as_user import call
 
@@ -100,7 +102,8 @@ def test_what_makes_no_sense_is_refused(running: DaemonProcess) -> None:
         ("user", "zoe", {"max_gpus": 0}, "max_gpus: must be 1 to 1000000, not 0"),
         ("user", "zoe", {"members": ["ann"]}, "members: are for limits of a group"),
         ("group", "nlp", {"members": ["zoe"]}, "user zoe is in group vision"),
-        ("group", "nlp", {"members": ["a b"]}, "members: must be a name"),
+        ("group", "nlp", {"members": [""]}, "members: must be a name"),
+        ("group", "nlp", {"members": ["a" * 256]}, "members: must be a name"),
         ("group", "nlp", {"members": ["a\tb"]}, "members: must be a name"),
         ("user", "zoe%09", {"max_gpus": 1}, "name: must have characters that can be printed"),
         ("group", "nlp", {"members": ["a", "a"]}, "members: must name each user once"),
@@ -112,6 +115,22 @@ def test_what_makes_no_sense_is_refused(running: DaemonProcess) -> None:
         assert answer.problem() == (422, "invalid_request"), body
         assert said in answer.json["detail"]
     assert set_limits(running, "token", "token-0000000000000000", max_gpus=1).problem() == (404, "not_found")
+
+
+def test_limits_can_be_set_for_any_name_that_a_user_may_have(running: DaemonProcess) -> None:
+    names = ["CORP\\ada lovelace", "ada@corp.example:x", "a" * 255, "100%", "user ada", "ä?#&"]
+    expected = [(LimitKind.GROUP, "g: 1", 3), *((LimitKind.USER, name, 2) for name in sorted(names))]
+    with Client(f"unix://{running.socket}") as client:
+        for name in names:
+            assert client.set_limits(LimitKind.USER, name, LimitsRequest(max_gpus=2)).name == name
+        client.set_limits(LimitKind.GROUP, "g: 1", LimitsRequest(max_gpus=3, members=names))
+    running.stop()
+    running.start()
+    with Client(f"unix://{running.socket}") as client:
+        assert [(one.kind, one.name, one.max_gpus) for one in client.limits()] == expected
+        assert client.limits_of(LimitKind.GROUP, "g: 1").members == tuple(names)
+        client.remove_limits(LimitKind.USER, names[0])
+        assert len(client.limits()) == len(names)
 
 
 def test_limits_of_a_token_stand_beside_those_of_its_user_and_hold_after_a_restart(directory: Path) -> None:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from fastapi import Depends, Path
 
+from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.limits import LimitKind, LimitsRequest, LimitUse
 from gpulease_protocol.model import Page
-from gpulease_protocol.tokens import MAX_USER
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
@@ -25,7 +25,7 @@ SET_BODY = JsonBody(LimitsRequest)
 Kind = Annotated[LimitKind, Path(description="Whose limits they are.")]
 Name = Annotated[
     str,
-    Path(description="A user, a group, or the id of a token.", min_length=1, max_length=MAX_USER, pattern="^[^ :/]*$"),
+    Path(description="A user, a group, or the id of a token.", min_length=1, max_length=MAX_NAME, pattern="^[^/]*$"),
 ]
 
 
