@@ -8,10 +8,12 @@ import itertools
 import pytest
 from pydantic import TypeAdapter
 
+from gpulease_protocol.limits import LimitUse
 from gpulease_protocol.model import Gpu, GpuState, Node, Page
 from gpulease_server.api import long_lists
 from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.middleware import etag
+from gpulease_server.core.limit_changes import limit_list, limit_use
 from gpulease_server.core.presentation import GpuList, gpu_views, node_list, node_view
 from tests.core.build import World
 
@@ -41,6 +43,20 @@ def test_a_list_of_nodes_is_what_a_page_of_them_would_be(world: World) -> None:
     answer = asyncio.run(list_response(*node_list(world.ledger, world.now, world.policy), NODE))
     nodes = (node_view(world.ledger, world.ledger.nodes[name], world.now, world.policy) for name in "ab")
     assert answer.body == TypeAdapter(Page[Node]).dump_json(Page(items=tuple(nodes)))
+
+
+def test_a_list_of_limits_is_what_a_page_of_them_would_be_and_shows_one_moment(world: World) -> None:
+    world.limit("ann", max_gpus=4, gpu_hours=10.0)
+    world.limit("vision", "group", members=("ann", "bob"), max_leases=2)
+    index, now, defaults = world.ledger.limits, world.now, world.policy.limits
+    keys = sorted(index.records)
+    view, page = limit_list(index, defaults, now), Page(items=tuple(limit_use(index, key, defaults, now) for key in keys))
+    world.limit("vision", "group")
+    world.lease(1, user="ann")
+    world.at_s += 100.0
+    answer = asyncio.run(list_response(keys, view, TypeAdapter(LimitUse)))
+    assert answer.body == TypeAdapter(Page[LimitUse]).dump_json(page)
+    assert [one.gpus for one in page.items] == [2, 2]
 
 
 def test_an_empty_list_is_an_empty_page() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.limits import LimitKind, Limits, LimitUse
 from gpulease_server.core.budget_records import count_window
@@ -93,6 +95,18 @@ def describe_limits(record: LimitRecord) -> str:
         f"members {some_of(record.members)}" if record.members else "",
     ]
     return ", ".join(filter(None, said)) or "none"
+
+
+def limit_list(index: LimitIndex, defaults: UserLimits, now: Instant) -> Callable[[LimitKey], LimitUse]:
+    """How the limits of each are shown: as they are at this moment, whatever the ledger becomes later."""
+    moment = LimitIndex(
+        records=index.records.copy(),
+        gpu_time=index.gpu_time.copy(),
+        leases=index.leases.copy(),
+        gpus=index.gpus.copy(),
+        queued=index.queued.copy(),
+    )
+    return lambda key: limit_use(moment, key, defaults, now)
 
 
 def limit_use(index: LimitIndex, key: LimitKey, defaults: UserLimits, now: Instant) -> LimitUse:

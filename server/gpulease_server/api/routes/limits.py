@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Depends, Path
+from fastapi import Depends, Path, Response
+from pydantic import TypeAdapter
 
 from gpulease_protocol.bounds import MAX_NAME
 from gpulease_protocol.errors import InvalidRequest, NotFound
@@ -13,14 +14,16 @@ from gpulease_protocol.model import Page
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
+from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.request_body import JsonBody
 from gpulease_server.core.happenings import LimitsChanged
-from gpulease_server.core.limit_changes import limit_use
+from gpulease_server.core.limit_changes import limit_list, limit_use
 from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/limits", "limits")
+LIMIT_JSON: TypeAdapter[object] = TypeAdapter(LimitUse)
 SET_BODY = JsonBody(LimitsRequest)
 Kind = Annotated[LimitKind, Path(description="Whose limits they are.")]
 Name = Annotated[
@@ -29,12 +32,12 @@ Name = Annotated[
 ]
 
 
-@router.get("", operation_id="listLimits")
-async def list_limits(daemon: DaemonDep, caller: CallerDep) -> Page[LimitUse]:
+@router.get("", operation_id="listLimits", response_model=Page[LimitUse])
+async def list_limits(daemon: DaemonDep, caller: CallerDep) -> Response:
     """The limits that hold, each with what is used of it: administrators see all that are set, others those of
     themselves, their group and their token."""
     keys = sorted(daemon.ledger.limits.records) if caller.is_admin else caller.limit_keys(daemon.ledger)
-    return Page(items=tuple(_shown(daemon, key) for key in keys))
+    return await list_response(keys, limit_list(daemon.ledger.limits, daemon.policy.limits, daemon.now()), LIMIT_JSON)
 
 
 @router.get("/{kind}/{name}", operation_id="getLimits", responses=error_responses("not_allowed"))
