@@ -16,7 +16,10 @@ import pytest
 from sqlalchemy import Engine, select, text
 
 from gpulease_protocol.errors import NotFound, Unavailable
+from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.tokens import Role, TokenRequest
+from gpulease_server.core.happenings import LimitsChanged
+from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.policy import Policy
 from gpulease_server.runtime import bearer_tokens as bearer_tokens_module
 from gpulease_server.runtime import clock, host_accounts
@@ -57,6 +60,35 @@ async def eventually(look: Callable[[], Awaitable[Result]], wanted: Callable[[Re
         await asyncio.sleep(0.05)
     assert wanted(found)
     return found
+
+
+def test_the_limits_of_a_revoked_token_go_with_the_last_that_was_asked_for_with_it(database_url: str) -> None:
+    async def story(bearers: BearerTokens, store: Store, turns: Writer) -> None:
+        running = asyncio.create_task(turns.run())
+        await eventually(lambda: asyncio.sleep(0, turns.problem), lambda problem: problem is None)
+        unused, used, kept = [await bearers.create(TokenRequest(user="nobody"), "root") for _ in range(3)]
+        for made in (unused, used, kept):
+            key = LimitKey(LimitKind.TOKEN, made.id)
+            limits = Limits(max_gpus=2, gpu_hours=5.0)
+            await turns.submit(LimitsChanged(cause=f"set-{made.id}", key=key, limits=limits, by="root"))
+        turns.committed.leases_of_tokens[used.id] = {"lease-1": 0}
+
+        def limited() -> set[str | None]:
+            index = store.load().limits
+            assert index.records.keys() == index.gpu_time.keys()
+            return {key.name for key in index.records}
+
+        for made in (unused, used):
+            await bearers.revoke(made.id, "root")
+        assert limited() == {used.id, kept.id}, "what waits keeps to its limits"
+        del turns.committed.leases_of_tokens[used.id]
+        await bearers.remove_limits()
+        assert limited() == {kept.id}
+        assert len(told(store, "limits.removed")) == 2
+        running.cancel()
+
+    with daemon_with_turns(database_url) as (bearers, store, turns):
+        asyncio.run(story(bearers, store, turns))
 
 
 def test_every_daemon_on_the_database_knows_a_token_and_that_it_is_revoked(database_url: str) -> None:

@@ -41,8 +41,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NotFound, Unavailable
+from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.tokens import BearerToken, NewBearerToken, Role, TokenRequest
-from gpulease_server.core.happenings import BearerTokenChanged
+from gpulease_server.core.happenings import BearerTokenChanged, LimitsChanged
 from gpulease_server.runtime import clock, ids
 from gpulease_server.runtime.host_accounts import HostAccounts, TokenAccount, find_account
 from gpulease_server.runtime.job_tokens import JobTokens
@@ -152,12 +153,13 @@ class BearerTokens:
         return tuple(self._shown(record.token) for record in self._records.values())
 
     async def maintain(self) -> None:
-        """Write every `SAVE_USES_S` on which day each token was last used, and revoke those whose name is another's by
-        now, until cancelled."""
+        """Write every `SAVE_USES_S` on which day each token was last used, revoke those whose name is another's by now,
+        and remove the limits of those that are gone, until cancelled."""
         while True:
             await asyncio.sleep(SAVE_USES_S)
             await self.save_uses()
             await self.end_those_of_new_users()
+            await self.remove_limits()
 
     async def end_those_of_new_users(self) -> None:
         """Revoke the tokens in use whose user this host did not have when they were created, and has now."""
@@ -166,6 +168,18 @@ class BearerTokens:
                 with suppress(Unavailable):
                     if await self._accounts.exists(token.user):
                         await self._end(token)
+
+    async def remove_limits(self) -> None:
+        """Remove the limits of tokens that there are not any more. While a lease of such a token is left, or a request
+        waits, they go on."""
+        if not self._is_writer:
+            return
+        ledger, by = self._writer.committed, "the daemon, because there is no such token any more"
+        for key in list(ledger.limits.records):
+            if key.kind is not LimitKind.TOKEN or key.name in self._records or key.name in ledger.leases_of_tokens:
+                continue
+            with suppress(Unavailable, NotFound):
+                await self._writer.submit(LimitsChanged(cause=ids.new_id("request"), key=key, limits=None, by=by))
 
     async def _end(self, token: BearerToken) -> None:
         """Revoke a token because its name means another user now. A standby only refuses it."""
@@ -283,6 +297,7 @@ class BearerTokens:
             self._records.pop(token_id, None)
         log.info("%s revoked token %s of %s", by, token_id, record.token.user)
         await self._record("token.revoked", record.token, by)
+        await self.remove_limits()
         return self._shown(record.token)
 
     def _shown(self, token: BearerToken) -> BearerToken:
