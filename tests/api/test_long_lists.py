@@ -50,7 +50,8 @@ def test_a_list_of_limits_is_what_a_page_of_them_would_be_and_shows_one_moment(w
     world.limit("vision", "group", members=("ann", "bob"), max_leases=2)
     index, now, defaults = world.ledger.limits, world.now, world.policy.limits
     keys = sorted(index.records)
-    view, page = limit_list(index, defaults, now), Page(items=tuple(limit_use(index, key, defaults, now) for key in keys))
+    view = limit_list(index, defaults, now)
+    page = Page(items=tuple(limit_use(index, key, defaults, now) for key in keys))
     world.limit("vision", "group")
     world.lease(1, user="ann")
     world.at_s += 100.0

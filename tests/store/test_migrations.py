@@ -160,9 +160,7 @@ def test_every_migration_goes_up_and_down_with_rows(empty_url: str, engine: Engi
 
 
 @pytest.mark.parametrize(("reason", "before"), [("time_over", "0028"), ("budget_spent", "0017")])
-def test_a_version_back_knows_every_reason_of_an_end(
-    empty_url: str, engine: Engine, reason: str, before: str
-) -> None:
+def test_a_version_back_knows_every_reason_of_an_end(empty_url: str, engine: Engine, reason: str, before: str) -> None:
     migrate(empty_url, REVISIONS[0])
     fill(engine)
     upgrade(empty_url)
