@@ -223,13 +223,9 @@ class Ledger(RequestQueue):
             return
         if before is not None and before.lease.state is LeaseState.ACTIVE:
             self.limits.count_active(before.lease, -1)
-            if lease.state is not LeaseState.ACTIVE:
-                self.ends_s.pop(lease.id, None)
         if lease.state is LeaseState.ACTIVE:
             self.limits.count_active(lease, 1)
-            if lease.demand.time_s is not None and lease.job_id is None and lease.id not in self.ends_s:
-                granted_at_s = float("-inf") if record.granted_at_s is None else record.granted_at_s
-                self.put_end(lease.id, granted_at_s + lease.demand.time_s)
+        self._note_end(record)
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)
@@ -254,6 +250,14 @@ class Ledger(RequestQueue):
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
             self._put_ended_lease(lease)
+
+    def _note_end(self, record: LeaseRecord) -> None:
+        """Know when an active lease ends that declares a time. That of a job ends with its job."""
+        lease, granted_at_s = record.lease, record.granted_at_s
+        if lease.state is not LeaseState.ACTIVE:
+            self.ends_s.pop(lease.id, None)
+        elif lease.demand.time_s is not None and lease.job_id is None and lease.id not in self.ends_s:
+            self.put_end(lease.id, (float("-inf") if granted_at_s is None else granted_at_s) + lease.demand.time_s)
 
     def put_end(self, lease_id: str, at_s: float) -> None:
         """Note when the declared time of an active lease is over."""
