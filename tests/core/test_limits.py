@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.limit_changes import limit_use
 from gpulease_server.core.limit_records import LimitKey, UserLimits
+from gpulease_server.core.pending import PendingRequest, PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.user_limits import valid_limits
 from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
@@ -450,6 +452,45 @@ def test_a_lower_limit_of_interactive_requests_holds_up_no_newer_one() -> None:
     give_back(here, held)
     assert is_active(here, newer)
     assert not is_active(here, older)
+
+
+def test_the_undecided_requests_of_a_group_are_counted_whoever_joins_and_leaves_it() -> None:
+    chance, users, undecided = random.Random(7), ["ada", "bob", "cleo", "dan"], PendingRequests()
+    groups: dict[str, tuple[str, ...]] = {"vision": ("ada",), "text": ()}
+    for number in range(2000):
+        what = chance.random()
+        if what < 0.05:
+            cut = chance.randrange(5)
+            mixed = chance.sample(users, 4)
+            groups = {"vision": tuple(mixed[:cut]), "text": tuple(mixed[cut : chance.randrange(5)])}
+        elif what < 0.6 or not undecided:
+            holder = Holder(user=chance.choice(users), token_id=chance.choice(["t", None]))
+            undecided[f"lease-{number}"] = PendingRequest(
+                causes=[], queue=True, changes=(), key=None, since_s=0.0, holder=holder, size_bytes=1
+            )
+        else:
+            del undecided[chance.choice(list(undecided))]
+        for name in chance.sample(list(groups), chance.randrange(3)):
+            expected = sum(one.holder.user in groups[name] for one in undecided.values())
+            assert undecided.count_of_group(LimitKey(LimitKind.GROUP, name), groups[name]) == expected
+
+
+def test_who_waits_in_a_large_group_is_not_counted_anew_for_each_verdict() -> None:
+    class Members(tuple[str, ...]):
+        walks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            Members.walks += 1
+            return super().__iter__()
+
+    here, members = world(1), Members(f"user-{number}" for number in range(100))
+    here.limit("vision", "group", members=members, max_queued=60)
+    ask(here)
+    Members.walks = 0
+    for user in members[:60]:
+        here.lease(user=user)
+    assert refused(here, user=members[70]).status == 429
+    assert Members.walks <= 2
 
 
 # GPU-hours

@@ -50,6 +50,37 @@ class PendingRequests(MutableMapping[str, PendingRequest]):
         self.count: Counter[LimitKey] = Counter()
         """By user, and by token."""
         self.bytes_by_user: Counter[str | None] = Counter()
+        self._groups: dict[LimitKey, tuple[tuple[str, ...], int]] = {}
+        """By group that was asked about: its members then, and how many requests they have."""
+        self._group_of: dict[str | None, LimitKey] = {}
+        """By user: which of these groups."""
+
+    def count_of_group(self, group: LimitKey, members: tuple[str, ...]) -> int:
+        """How many requests the members of a group have. Costs a sum over them once for each change of the members."""
+        known = self._groups.get(group)
+        if known is None or known[0] is not members:
+            self._forget(group)
+            for user in members:
+                if (other := self._group_of.get(user)) is not None:
+                    self._forget(other)  # they were its before, and it has not been asked about since
+                self._group_of[user] = group
+            known = self._groups[group] = (members, sum(self.count[user_key(user)] for user in members))
+        return known[1]
+
+    def _forget(self, group: LimitKey) -> None:
+        members, _ = self._groups.pop(group, ((), 0))
+        for user in members:
+            if self._group_of.get(user) == group:
+                del self._group_of[user]
+
+    def _count(self, holder: Holder, requests: int) -> None:
+        for key in _counted(holder):
+            self.count[key] += requests
+            if not self.count[key]:
+                del self.count[key]
+        if (group := self._group_of.get(holder.user)) is not None:
+            members, number = self._groups[group]
+            self._groups[group] = (members, number + requests)
 
     def with_key(self, key: str) -> tuple[str, PendingRequest] | None:
         """The request that was sent with this Idempotency-Key, and its lease id; None if there is none."""
@@ -64,18 +95,14 @@ class PendingRequests(MutableMapping[str, PendingRequest]):
         self._by_lease[lease_id] = request
         if request.key is not None:
             self._lease_of_key[request.key.key] = lease_id
-        for key in _counted(request.holder):
-            self.count[key] += 1
+        self._count(request.holder, 1)
         self.bytes_by_user[request.holder.user] += request.size_bytes
 
     def __delitem__(self, lease_id: str) -> None:
         request = self._by_lease.pop(lease_id)
         if request.key is not None:
             del self._lease_of_key[request.key.key]
-        for key in _counted(request.holder):
-            self.count[key] -= 1
-            if not self.count[key]:
-                del self.count[key]
+        self._count(request.holder, -1)
         user = request.holder.user
         self.bytes_by_user[user] -= request.size_bytes
         if not self.count[user_key(user)]:

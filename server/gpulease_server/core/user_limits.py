@@ -40,7 +40,6 @@ The limits apply to administrators too. GPUs that drain after a lease no longer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -370,19 +369,19 @@ def queue_is_full(
         most = valid_limits(ledger.limits, key, limits).max_queued
         if most is None:
             continue
-        in_queue = ledger.limits.queued[key] - sum(undecided.count[one] for one in _counted_with(ledger.limits, key))
+        in_queue = ledger.limits.queued[key] - _count_undecided(undecided, ledger.limits, key)
         if in_queue - counted + further > most:
             whose, waits = str(key), _counted(in_queue - counted, "request")
             return f"{whose[0].upper()}{whose[1:]} has {waits} in the queue; the limit is {most}."
     return None
 
 
-def _counted_with(index: LimitIndex, key: LimitKey) -> Iterator[LimitKey]:
-    """The users and tokens of which undecided requests are counted for a limit."""
+def _count_undecided(undecided: PendingRequests, index: LimitIndex, key: LimitKey) -> int:
+    """How many requests without a verdict count for a limit."""
     if key.kind is not LimitKind.GROUP:
-        yield key
-    elif (record := index.records.get(key)) is not None:
-        yield from (LimitKey(LimitKind.USER, user) for user in record.members)
+        return undecided.count[key]
+    record = index.records.get(key)
+    return 0 if record is None else undecided.count_of_group(key, record.members)
 
 
 def too_many_bytes(
