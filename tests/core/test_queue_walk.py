@@ -244,7 +244,7 @@ def test_a_walk_decides_as_one_that_looks_at_every_request(seed: int, monkeypatc
 def test_the_stories_have_what_a_walk_could_get_wrong() -> None:
     changes = [change for seed in (*range(24), 47, 73) for change in tell(seed, 40, lambda _: None)[1]]
     bypasses = [change for change in changes if isinstance(change, BypassCounts)]
-    assert any(change.goes_first is not None for change in changes if isinstance(change, Overtakes))
+    assert any(change.go_first for change in changes if isinstance(change, Overtakes))
     assert {change.within for change in bypasses} == {LimitKind.USER, LimitKind.GROUP, None}
     assert max(len(change.times) for change in bypasses) > 2
     assert {change.lease.state for change in changes if isinstance(change, LeaseRecord)} == set(LeaseState)

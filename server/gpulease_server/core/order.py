@@ -7,35 +7,43 @@ The order is strict: no request gets a GPU that one before it could have had, bu
 
 No request starves
 ------------------
-Later requests of a higher priority, or of users with less usage, may arrive without end. So of every
-`max_overtakes + 1` grants that are made while the order is not that of arrival, at least one goes to the request that
-has waited longest. The ledger counts the grants that were made while a later group waits; when there were
-`max_overtakes`, the request that arrived first of all that could be served *goes first*, before every priority, until
-it is granted, leaves the queue, or cannot be served any more. Then the count begins again.
+Later requests of a higher priority, or of users with less usage, may arrive without end. So the ledger counts the
+grants that were made while a later group waits. When there were `max_overtakes`, the requests are looked at in order
+of arrival, and the first that waits for nothing but the end of leases *goes first* from then on: before every priority,
+until it is granted or leaves the queue. Then the count begins again. Several go first in order of arrival.
 
-A request with `n` older ones is therefore granted after at most `(n + 1) * (max_overtakes + 1)` grants, and as many
-more as `core.backfill` lets pass each of the `n + 1`. A request that is not eligible, or that no node can serve, is
-passed over: it delays no one, and is considered again after the next `max_overtakes` grants.
+A request that goes first *claims* what it needs of each limit of its user, group and token, for as long as it waits:
+others under that limit get what is left, and no other request of a token with a budget is granted. Everyone else is not
+delayed by that. So one that its limit keeps out goes first like any other; as it may wait for long, the search goes on
+behind it, to one that no limit keeps out. Nobody is chosen whom a limit keeps out that is claimed already.
+
+A request with `n` older ones therefore goes first, or waits only for those that do, after at most
+`(n + 1) * (max_overtakes + 1)` grants. From then on no newer one takes anything of its limits that it needs; and
+`core.backfill` bounds how many get GPUs that it could use.
 
 | what happens | what follows |
 |---|---|
 | all requests are of one priority and usage does not count | the order is that of arrival, and nothing is counted |
-| the request that goes first needs a node that goes silent | another one goes first |
+| the request that goes first needs a node that goes silent | it claims nothing, and delays no one; others are chosen |
 | it waits for GPUs that leases hold | it is passed as often as `core.backfill` allows, then GPUs are held for it |
+| its limit is set below what it asks for, or its GPU-hours are used | it is not chosen, and claims nothing |
 | the daemon restarts, or another takes over | the count begins again, as bypasses do |
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace
-from gpulease_server.core.eligibility import is_eligible, min_gpus_of
+from gpulease_server.core.eligibility import is_eligible
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import usage_by_user
+from gpulease_server.core.user_order import Out, UserOrder
 
 
 def position(ledger: Ledger, record: LeaseRecord) -> int | None:
@@ -44,16 +52,17 @@ def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     classes, by_arrival = ledger.demand_classes, ledger.position_by_arrival(record)
     if by_arrival is None or classes.is_one_group:
         return by_arrival
-    place, first = ledger.ordered_place(record), ledger.leases.get(ledger.goes_first or "")
-    if first is record:
-        return 1
+    place = ledger.ordered_place(record)
+    first = [ledger.leases[lease_id] for lease_id in ledger.go_first]
+    if record.lease.id in ledger.go_first:
+        return 1 + sum(ledger.ordered_place(one) < place for one in first)
     paused = (ledger.leases.get(lease_id) for lease_id in ledger.not_before)
     in_queue = (one for one in paused if one is not None and ledger.place_of(one) is not None)
     before = classes.count_before(place) + sum(ledger.ordered_place(one) < place for one in in_queue)
-    if first is not None:
+    for one in first:
         # Where `count_before` has it: at the place that it would have without going first.
-        group = classes.group_of(first.lease.demand, first.lease.holder.user)
-        before += (*group, first.number, first.lease.id) > place
+        group = classes.group_of(one.lease.demand, one.lease.holder.user)
+        before += (*group, one.number, one.lease.id) > place
     return before + 1
 
 
@@ -63,11 +72,9 @@ def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:
     if ledger.demand_classes.is_one_group:
         yield from ledger.queued()
         return
-    first = ledger.leases.get(ledger.goes_first or "")
-    if first is not None:
-        yield first
+    yield from sorted((ledger.leases[lease_id] for lease_id in ledger.go_first), key=ledger.ordered_place)
     for lease_id in ledger.demand_classes.in_order():
-        if lease_id != ledger.goes_first:
+        if lease_id not in ledger.go_first:
             yield ledger.leases[lease_id]
     for lease_id in ledger.not_before:
         record = ledger.leases.get(lease_id)
@@ -76,35 +83,43 @@ def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:
 
 
 def count_overtake(turn: Turn, place: OrderedPlace) -> None:
-    """Count a grant that was made at this place, if others wait behind it in a later group. One to the request that
-    goes first begins the count again."""
+    """Count a grant that was made at this place, if others wait behind it in a later group. None to a request that goes
+    first."""
     ledger, heads = turn.ledger, turn.ledger.demand_classes.heads
-    if place[0] < 0:
-        turn.put(Overtakes(0, None))
-    elif heads and heads[-1][0][:2] > place[:2]:
-        turn.put(Overtakes(min(ledger.overtakes + 1, turn.policy.max_overtakes), ledger.goes_first))
+    if place[0] >= 0 and heads and heads[-1][0][:2] > place[:2]:
+        turn.put(Overtakes(min(ledger.overtakes + 1, turn.policy.max_overtakes)))
 
 
 def choose_first(turn: Turn, reservations: Reservations) -> None:
-    """Have the request go first that has waited longest, if enough others were granted before it."""
+    """Have the request go first that has waited longest, if enough others were granted before it; and those that have
+    waited even longer, and that a limit keeps out which no one claims."""
     ledger, policy = turn.ledger, turn.policy
-    if ledger.goes_first is not None:
-        if _takes_part(ledger.leases[ledger.goes_first], reservations):
-            return
-        turn.put(Overtakes(ledger.overtakes, None))
     if ledger.overtakes < policy.max_overtakes or ledger.demand_classes.is_one_group:
         return
-    by_arrival = sorted(members.places[0] for members in ledger.demand_classes.classes.values())
-    records = (ledger.leases[lease_id] for _, lease_id in by_arrival if lease_id not in turn.pending)
-    first = next((record for record in records if _takes_part(record, reservations)), None)
-    turn.put(Overtakes(0 if first is None else ledger.overtakes, None if first is None else first.lease.id))
+    # By arrival, so with counts of its own of what older requests claim.
+    order = UserOrder(replace(reservations, users=usage_by_user(ledger, policy.limits, turn.now)))
+    found: list[str] = []
+    for record in _oldest_of_each_class(ledger):
+        if record.lease.id in turn.pending or not is_eligible(ledger, record, turn.now):
+            continue
+        if record.lease.id in ledger.go_first:
+            order.claim(record)
+            continue
+        kept_out = order.kept_out(record)
+        if kept_out is Out.BEHIND or not order.waits_for_leases(record):
+            continue
+        found.append(record.lease.id)
+        if kept_out is None:
+            break
+        order.claim(record)
+    turn.put(Overtakes(0, tuple(found)))
 
 
-def _takes_part(record: LeaseRecord, reservations: Reservations) -> bool:
-    """True for a request that waits for nothing but GPUs which will be free when leases end."""
-    ledger, users, lease = reservations.ledger, reservations.users, record.lease
-    if not is_eligible(ledger, record, reservations.now):
-        return False
-    if users.may_limit(lease) and users.limit_reached(lease, min_gpus_of(ledger, users, lease.demand)) is not None:
-        return False
-    return reservations.can_be_served(lease.demand, users.gpus_left(lease))
+def _oldest_of_each_class(ledger: Ledger) -> list[LeaseRecord]:
+    """The oldest request of each class, in order of arrival; of a class with one that goes first, that one."""
+    classes = ledger.demand_classes
+    chosen = {members: members.places[0] for members in classes.classes.values()}
+    for lease_id in ledger.go_first:
+        if (members := classes.class_of.get(lease_id)) is not None:
+            chosen[members] = (ledger.leases[lease_id].number, lease_id)
+    return [ledger.leases[lease_id] for _, lease_id in sorted(chosen.values())]

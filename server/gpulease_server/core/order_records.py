@@ -8,12 +8,12 @@ from datetime import datetime
 
 @dataclass(frozen=True, slots=True)
 class Overtakes:
-    """How many requests were granted by priority or usage, and which one goes first because of that, see `core.order`.
-    In memory only: a restart begins to count again."""
+    """How many requests were granted by priority or usage, and which ones go first from now on because of that, see
+    `core.order`. In memory only: a restart begins to count again."""
 
     times: int
-    goes_first: str | None
-    """Lease id."""
+    go_first: tuple[str, ...] = ()
+    """Lease ids, beside those that go first already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,8 +91,8 @@ class QueueWalk:
     _at: OrderedPlace = (-2, 0, 0, "")
     _end: OrderedPlace | None = None
     """The place of `last`."""
-    _first: str | None = None
-    """The request that goes before all others."""
+    _first: frozenset[str] = frozenset()
+    """The requests that go before all others."""
     _only_new: bool = False
     _heap: list[tuple[OrderedPlace, int, DemandClass | None]] = field(default_factory=list)
     """The next request of each class, or one without a class; the numbers make all entries different."""
@@ -127,7 +127,7 @@ class QueueWalk:
             self._at, record = place, self.ledger.leases[place[3]]
             if members is not None:
                 self._passed[members] = place[2:]
-                if record.lease.id == self._first:
+                if record.lease.id in self._first:
                     self._push_next(members)
                     continue
             before = self._limit_state(record) if self._by_limiter else None
@@ -189,10 +189,8 @@ class QueueWalk:
             return
         self._heap = [*classes.heads]
         alone = [one for one in classes.pauses_over(self.reservations.now.mono_s) if one not in classes.class_of]
-        if self.ledger.goes_first is not None:
-            self._first = self.ledger.goes_first
-            alone.append(self._first)
-        for lease_id in alone:
+        self._first = frozenset(self.ledger.go_first)
+        for lease_id in dict.fromkeys([*alone, *self.ledger.go_first]):
             record = self.ledger.leases.get(lease_id)
             if record is not None and self.ledger.place_of(record) is not None:
                 heapq.heappush(self._heap, (self.ledger.ordered_place(record), next(self._entries), None))
@@ -367,7 +365,7 @@ class QueueWalk:
         at = self._at[2:] if group == self._at[:2] else members.places[-1]
         ids = [lease_id for _, lease_id in members.between(skipped.first, at) if lease_id not in self._were_new]
         skipped.first = (at[0] + 1, "")
-        records = [self.ledger.leases[lease_id] for lease_id in ids if lease_id != self._first]
+        records = [self.ledger.leases[lease_id] for lease_id in ids if lease_id not in self._first]
         if skipped.why is Why.BLOCKED:
             self.blocked.extend(skipped.limited, records)
         if skipped.why is not Why.LEFT_OUT:

@@ -47,9 +47,9 @@ class RequestQueue:
     limit_bypasses: BypassesWithin = field(default_factory=lambda: {kind: {} for kind in ORDERED})
     """The same for newer requests of the same user or group that used up its limit, see `core.user_order`."""
     overtakes: int = 0
-    """How many requests were granted by priority or usage since the one that has waited longest went first."""
-    goes_first: str | None = None
-    """Id of the queued lease that goes before all others, because it has waited longest; see `core.order`."""
+    """How many requests were granted by priority or usage since one was last chosen to go first."""
+    go_first: dict[str, None] = field(default_factory=dict)
+    """Ids of the queued leases that go before all others, because they have waited longest; see `core.order`."""
     usage: dict[str, UsageRecord] = field(default_factory=dict)
     """By user, what they have used lately, see `core.fair_share`."""
     usage_recounted: bool = False
@@ -74,7 +74,8 @@ class RequestQueue:
     def _put_order_change(self, change: Overtakes | UsageRecord | UsageRemoved | UsageSteps) -> None:
         match change:
             case Overtakes():
-                self.overtakes, self.goes_first = change.times, change.goes_first
+                self.overtakes = change.times
+                self.go_first.update(dict.fromkeys(change.go_first))
             case UsageRecord():
                 self.usage[change.user] = change
             case UsageRemoved():
@@ -124,8 +125,7 @@ class RequestQueue:
         return self.demand_classes
 
     def _waits_no_more(self, lease: Lease) -> None:
-        if lease.id == self.goes_first:
-            self.goes_first = None
+        self.go_first.pop(lease.id, None)
         self.limits.count_queued(lease.holder, -1)
         self._count_bytes(lease.id, lease.holder.user, 0)
 
@@ -151,7 +151,7 @@ class RequestQueue:
     def ordered_place(self, record: LeaseRecord) -> OrderedPlace:
         """Where a walk comes to a request, whether it is in the queue or not."""
         lease, classes = record.lease, self.demand_classes
-        group = (-1, 0) if lease.id == self.goes_first else classes.group_of(lease.demand, lease.holder.user)
+        group = (-1, 0) if lease.id in self.go_first else classes.group_of(lease.demand, lease.holder.user)
         return (*group, record.number, lease.id)
 
     def position_by_arrival(self, record: LeaseRecord) -> int | None:

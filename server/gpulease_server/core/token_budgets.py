@@ -101,6 +101,15 @@ class TokenBudgets:
             return f"{used} are used; the next day begins at {until}"
         return self._behind(lease)
 
+    def hours_are_used(self, lease: Lease, wanted: int) -> bool:
+        """True until the day ends, where its token's GPU-hours are used up for a lease of so many GPUs."""
+        left_s = None if (record := self.of(lease)) is None else _left_s(record)
+        return left_s is not None and left_s < wanted * MIN_USE_S
+
+    def is_behind(self, lease: Lease) -> bool:
+        """True while an older request of its token is granted first."""
+        return self.first.get(lease.holder.token_id or "", lease.id) != lease.id
+
     def _behind(self, lease: Lease) -> str | None:
         """The older request of its token that a lease waits behind, in words."""
         first = self.first.get(lease.holder.token_id or "", lease.id)

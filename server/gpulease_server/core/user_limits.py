@@ -286,6 +286,10 @@ class UserUsage:
             self._spent[one.key] = used_s(self.index, one.key, self.now) >= one.limits.gpu_hours * 3600
         return self._spent[one.key]
 
+    def hours_are_used(self, lease: Lease) -> bool:
+        """True while the GPU-hours of one of its limits are used, whatever leases end."""
+        return any(self._is_spent(one) for one in self.applied(lease))
+
     def _spent_sentence(self, one: Applied) -> str:
         assert self.now is not None
         hours, limits = used_s(self.index, one.key, self.now) / 3600, one.limits

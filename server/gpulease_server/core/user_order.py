@@ -15,7 +15,8 @@ the place of the GPUs:
   request is granted, so many GPUs of the limit as it needs, and a lease, are *claimed* for it. Newer requests under the
   limit have what is left.
 - Nothing is claimed while no node could serve the older request when leases end: it asks for a node that is silent, or
-  for GPUs that are cordoned.
+  for GPUs that are cordoned. Nor while the GPU-hours of one of its limits are used.
+- One that *goes first* (`core.order`) claims what it needs of all of its limits at once, also where others have the GPUs.
 
 | who | delayed by the older request that its limit keeps out |
 |---|---|
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum, auto
 
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand
@@ -43,7 +45,16 @@ from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.placement import can_have, lacks_memory
 from gpulease_server.core.records import BypassCounts, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import Applied, UserUsage
+from gpulease_server.core.user_limits import Applied, UserUsage, never_within_limits
+
+
+class Out(StrEnum):
+    """How a limit keeps a request out."""
+
+    ALONE = auto()
+    """Until leases end: no older request claims that limit."""
+    BEHIND = auto()
+    """An older request claims it."""
 
 
 @dataclass(slots=True)
@@ -63,6 +74,8 @@ class UserOrder:
     def add(self, record: LeaseRecord) -> None:
         """Add a request that waits, and claim what it needs of its limits if it was bypassed as often or as long as it
         may be."""
+        if record.lease.id in self.reservations.ledger.go_first:
+            self.claim(record)
         if self._limits_of(record):
             self.extend([record])
             self.claim_if_due(record)
@@ -105,11 +118,42 @@ class UserOrder:
         be."""
         for one in self._limits_of(record):
             if self._is_due(one, record):
-                served = record.lease.demand, one.limits.max_gpus
-                if served not in self._can_be_served:
-                    self._can_be_served[served] = self.reservations.can_be_served(*served)
-                if self._can_be_served[served]:
+                if self._may_be_served(record.lease.demand, one.limits.max_gpus):
                     self.users.keep(one, record.lease.id, self._needs(record))
+
+    def claim(self, record: LeaseRecord) -> None:
+        """Claim what a waiting request needs of all of its limits, and the budget of its token, because it goes first;
+        see `core.order`."""
+        lease, tokens = record.lease, self.users.tokens
+        if self.waits_for_leases(record):
+            self.users.keep_all(lease, self._needs(record))
+            if tokens is not None and tokens.of(lease) is not None:
+                tokens.first.setdefault(lease.holder.token_id or "", lease.id)
+
+    def kept_out(self, record: LeaseRecord) -> Out | None:
+        """Whether a limit keeps a request out, or the budget of its token, after what older ones claim."""
+        lease, tokens, needed = record.lease, self.users.tokens, self._needs(record)
+        short = {one.key for one in self.users.applied(lease) if self.users.is_short(one, lease.id, needed)}
+        if not short.isdisjoint(self.users.kept) or (tokens is not None and tokens.is_behind(lease)):
+            return Out.BEHIND
+        by_budget = tokens is not None and tokens.limit_reached(lease, needed) is not None
+        return Out.ALONE if short or by_budget else None
+
+    def waits_for_leases(self, record: LeaseRecord) -> bool:
+        """True for a request that its limits, the budget of its token and the nodes can serve once leases end."""
+        lease, needed, users = record.lease, self._needs(record), self.users
+        if never_within_limits(users, lease, needed) is not None or users.hours_are_used(lease):
+            return False
+        if users.tokens is not None and users.tokens.hours_are_used(lease, needed):
+            return False
+        limited = (one.limits.max_gpus for one in users.applied(lease) if one.limits.max_gpus is not None)
+        return self._may_be_served(lease.demand, min(limited, default=None))
+
+    def _may_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
+        served = demand, most_gpus
+        if served not in self._can_be_served:
+            self._can_be_served[served] = self.reservations.can_be_served(demand, most_gpus)
+        return self._can_be_served[served]
 
     def _is_due(self, one: Applied, record: LeaseRecord) -> bool:
         reservations, now_s = self.reservations, self.reservations.now.mono_s
@@ -118,7 +162,7 @@ class UserOrder:
         if nodes_to_reserve(times, now_s - since_s, reservations.policy) == 0:
             return False
         first = self._first_short(record)
-        if first is not None and first.interactive:
+        if (first is not None and first.interactive) or self.users.hours_are_used(record.lease):
             return False
         return times > 0 or (first in (None, one.key) and self._is_only_limited(one, record))
 

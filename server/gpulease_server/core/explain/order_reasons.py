@@ -20,7 +20,7 @@ def describe_place(ledger: Ledger, record: LeaseRecord, usage: tuple[RecentUsage
     place = position(ledger, record)
     if place is None:
         return ""
-    if record.lease.id == ledger.goes_first:
+    if record.lease.id in ledger.go_first:
         return "; it goes first, because it has waited longest"
     higher = ledger.demand_classes.count_before((rank_of(record.lease.demand), -1, 0, ""))
     said = f"; number {place} in the queue" + (f", behind {higher} of higher priority" if higher else "")
