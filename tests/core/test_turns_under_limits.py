@@ -79,9 +79,7 @@ def limited(world: World, kind: str, **numbers: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["user", "group", "token", "budget"])
 @pytest.mark.parametrize("newer", [INTERACTIVE, NORMAL])
-def test_no_stream_of_higher_priority_under_the_same_limit_starves_a_large_request(
-    kind: str, newer: Priority
-) -> None:
+def test_no_stream_of_higher_priority_under_the_same_limit_starves_a_large_request(kind: str, newer: Priority) -> None:
     world = world_of()
     more = limited(world, kind, max_gpus=4)
     for _ in range(4):

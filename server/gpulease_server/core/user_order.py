@@ -16,7 +16,8 @@ the place of the GPUs:
   limit have what is left.
 - Nothing is claimed while no node could serve the older request when leases end: it asks for a node that is silent, or
   for GPUs that are cordoned. Nor while the GPU-hours of one of its limits are used.
-- One that *goes first* (`core.order`) claims what it needs of all of its limits at once, also where others have the GPUs.
+- One that *goes first* (`core.order`) claims what it needs of all of its limits at once, also where others have the
+  GPUs.
 
 | who | delayed by the older request that its limit keeps out |
 |---|---|
@@ -117,9 +118,8 @@ class UserOrder:
         """Claim what a waiting request needs of each limit within which it was bypassed as often or as long as it may
         be."""
         for one in self._limits_of(record):
-            if self._is_due(one, record):
-                if self._may_be_served(record.lease.demand, one.limits.max_gpus):
-                    self.users.keep(one, record.lease.id, self._needs(record))
+            if self._is_due(one, record) and self._may_be_served(record.lease.demand, one.limits.max_gpus):
+                self.users.keep(one, record.lease.id, self._needs(record))
 
     def claim(self, record: LeaseRecord) -> None:
         """Claim what a waiting request needs of all of its limits, and the budget of its token, because it goes first;
