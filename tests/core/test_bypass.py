@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -383,6 +384,16 @@ def test_a_restart_does_not_forget_how_often_a_request_was_passed() -> None:
     assert explained(world, older).held == (uuid(0), uuid(1), uuid(2))
     give_back(world, held)
     assert is_active(world, older) == [True]
+
+
+@pytest.mark.parametrize(("user", "counted"), [("bob", 0), ("ann", 1)])
+def test_a_restart_counts_no_grant_to_another_user_where_usage_orders(user: str, counted: int) -> None:
+    world = world_of(max_bypass=1)
+    ask(world, 3)
+    older, newer = ask(world, 2), ask(world, user=user)
+    assert is_active(world, newer) == [True]
+    world.policy = replace(world.policy, fair_share=True)
+    assert explained(restarted(world), older).passed == counted
 
 
 def test_a_restart_counts_only_newer_ones_that_took_what_it_could_use() -> None:

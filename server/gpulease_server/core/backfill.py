@@ -34,8 +34,9 @@ Where a limit keeps a request of a whole node from some nodes, only GPUs of the 
 What is kept
 ------------
 `Ledger.bypasses`, in memory. After a restart the number is counted again from the leases: those newer than the request
-that were granted one of its GPUs. Of ended leases only the last `MAX_ENDED_IN_MEMORY` are known, so a daemon that
-restarts may let a request be bypassed somewhat more often; the seconds start again.
+that were granted one of its GPUs; where usage orders, those of its user alone. Of ended leases only the last
+`MAX_ENDED_IN_MEMORY` are known, so a daemon that restarts may let a request be bypassed somewhat more often; the
+seconds start again.
 """
 
 from __future__ import annotations
@@ -321,22 +322,27 @@ def recount_bypasses(turn: Turn) -> None:
     if not waiting:
         return
     granted = [
-        (record.number, rank_of(record.lease.demand), {device.uuid for device in record.lease.gpus})
+        (record.number, rank_of(record.lease.demand), record.lease.holder.user, {gpu.uuid for gpu in record.lease.gpus})
         for record in ledger.leases.values()
         if record.lease.fencing_token is not None and record.number > waiting[0].number
     ]
-    newer: dict[Demand, list[int]] = {}
+    newer: dict[tuple[Demand, str | None], list[int]] = {}
     found: list[tuple[str, int]] = []
     for record in waiting:
-        demand = record.lease.demand
-        if demand not in newer:
+        # Where usage orders it is not known which users came first: only grants to the same one are surely bypasses.
+        demand, user = record.lease.demand, record.lease.holder.user if turn.policy.fair_share else None
+        if (demand, user) not in newer:
             if len(newer) == MAX_RECOUNTED_DEMANDS:
                 continue
             usable, rank = find_candidates(ledger, demand).uuids, rank_of(demand)
-            newer[demand] = sorted(
-                number for number, its_rank, uuids in granted if its_rank >= rank and not uuids.isdisjoint(usable)
+            newer[demand, user] = sorted(
+                number
+                for number, its_rank, its_user, uuids in granted
+                if its_rank >= rank
+                and not uuids.isdisjoint(usable)
+                and (its_user == user or not turn.policy.fair_share)
             )
-        times = len(newer[demand]) - bisect_right(newer[demand], record.number)
+        times = len(newer[demand, user]) - bisect_right(newer[demand, user], record.number)
         if times:
             found.append((record.lease.id, times))
     if found:
