@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpulease_protocol.model import GpuState, JobState
 from gpulease_protocol.node_protocol import RunState
 from gpulease_server.core.elastic_growth import CHANGES, GROW_AFTER_S, pause_s
@@ -12,13 +14,13 @@ from tests.core.test_elastic_jobs import elastic, kinds, lose, nodes_of, start, 
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, part
 
 
-def with_room(**what: object) -> tuple[World, str]:
+def with_room(user: str | None = None, **what: object) -> tuple[World, str]:
     """An elastic job on two nodes, and a third one that gets free."""
     world = fleet("a", "b", "c")
     for name, value in what.items():
         setattr(world, name, value)
     other = world.lease(2, node="c", user="bob", ttl_s=1000.0)
-    job_id = elastic(world)
+    job_id = elastic(world, user=user)
     assert nodes_of(world, job_id) == ["a", "b"]
     world.release(other)
     world.report("c")
@@ -50,6 +52,36 @@ def test_a_request_that_waits_comes_first() -> None:
     world.pass_time(GROW_AFTER_S + 5)
     assert job_of(world, job_id).state is JobState.RUNNING
     assert {world.state(index, "c") for index in range(2)} == {GpuState.FREE}
+
+
+@pytest.mark.parametrize(
+    ("limited", "state"),
+    [(("bob",), JobState.STOPPING), (("ann", "bob"), JobState.RUNNING)],
+    ids=["of another group", "of the same group"],
+)
+def test_a_request_that_its_own_limit_keeps_out_comes_first_only_under_the_same_limit(
+    limited: tuple[str, ...], state: JobState
+) -> None:
+    world, job_id = with_room(user="ann")
+    world.limit("lab", "group", members=limited, max_gpus=20)
+    world.limit("bob", max_leases=1)
+    world.lease(1, node="c", user="bob", ttl_s=1000.0)
+    world.ask(1, user="bob", ttl_s=1000.0)
+    world.node("d", gpus=2)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert world.ledger.queue, "one lease is all that bob may have"
+    assert job_of(world, job_id).state is state
+
+
+def test_a_request_that_its_lowered_limit_never_lets_in_stops_no_ones_growth() -> None:
+    world, job_id = with_room(user="ann")
+    world.node("d", gpus=2)
+    world.lease(2, node="d", user="bob", ttl_s=1000.0)
+    world.ask(2, nodes=4, ttl_s=1000.0)
+    world.limit("ann", max_gpus=6)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert world.ledger.queue
+    assert job_of(world, job_id).state is JobState.STOPPING
 
 
 def test_a_node_is_taken_only_by_a_recent_reading() -> None:

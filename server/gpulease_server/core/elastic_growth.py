@@ -4,8 +4,9 @@
                                                      -> a free node, and no one waits: its GPUs join the lease, too
 
 - A node that is back costs no one anything: the lease has its GPUs.
-- A further node is taken only while the whole queue is empty, so that growing never overtakes a request, also not one
-  that could not run now. It is granted like any other: by a recent reading, within the limits of the user and the
+- A further node is taken only while no one waits whom it would overtake, also not one that could not run now. Who is
+  kept out by a limit, by a pause or by the limit of an array is not delayed, unless the job is under that limit, too.
+  The node is granted like any other: by a recent reading, within the limits of the user and the
   budget of the token, of the model and within reach of the others, and committed before anything starts there.
 - All ranks start again each time. So the longer a job's nodes go on changing, the longer it runs in between:
   `pause_s`. A node that comes and goes, or fails each time that it has joined, costs less and less.
@@ -19,6 +20,7 @@ from dataclasses import replace
 from gpulease_protocol.model import JobState, Lease, LeaseMember
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
+from gpulease_server.core.eligibility import is_eligible, is_over_user_limit, min_gpus_of
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_env import LOOPBACK
@@ -26,7 +28,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Search, find_candidates, reach_of
 from gpulease_server.core.records import GangTimes, GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import usage_by_user
+from gpulease_server.core.user_limits import never_within_limits, usage_by_user
 from gpulease_server.core.wording import name_nodes
 
 GROW_AFTER_S = 30.0
@@ -71,7 +73,7 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     first. `regroups`: how often the nodes of its job have changed; by two where one has joined and was given back."""
     ledger, lease = turn.ledger, record.lease
     left = usage_by_user(ledger, turn.policy.limits, turn.now).gpus_left(lease)
-    if ledger.queue or turn.pending or (left is not None and left < lease.demand.count):
+    if turn.pending or (left is not None and left < lease.demand.count) or _is_anyone_overtaken(turn, lease):
         return []
     found, model = find_candidates(ledger, lease.demand), lease.gpus[0].name or ""
     here = {one.node for one in lease.members}
@@ -91,6 +93,23 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
         return []
     _extend(turn, record, node, ranked[node].gpus)
     return [node]
+
+
+def _is_anyone_overtaken(turn: Turn, lease: Lease) -> bool:
+    """True while a request waits that GPUs more for this lease could delay. Costs a look at each kind of requests up to
+    the first such one."""
+    ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
+    own = {one.key for one in users.applied(lease)}
+    for (*_, lease_id), _, _ in ledger.demand_classes.heads:
+        record = ledger.leases[lease_id]
+        wanted = min_gpus_of(ledger, users, record.lease.demand)
+        if not is_eligible(ledger, record, turn.now) or never_within_limits(users, record.lease, wanted) is not None:
+            continue
+        shares = record.lease.holder.token_id is not None and record.lease.holder.token_id == lease.holder.token_id
+        shares = shares or not own.isdisjoint(one.key for one in users.applied(record.lease))
+        if shares or not is_over_user_limit(ledger, users, record):
+            return True
+    return False
 
 
 def _was_given_back(ledger: Ledger, lease: Lease, node: str) -> bool:
