@@ -15,7 +15,8 @@ until it is granted or leaves the queue. Then the count begins again. Several go
 A request that goes first *claims* what it needs of each limit of its user, group and token, for as long as it waits:
 others under that limit get what is left, and no other request of a token with a budget is granted. Everyone else is not
 delayed by that. So one that its limit keeps out goes first like any other; as it may wait for long, the search goes on
-behind it, to one that no limit keeps out. Nobody is chosen whom a limit keeps out that is claimed already.
+behind it, to one that no limit keeps out. Nobody is chosen whom a limit keeps out that is claimed already, nor who
+waits for the same GPUs as one that goes first: each is considered again when that one is granted or leaves.
 
 A request with `n` older ones therefore goes first, or waits only for those that do, after at most
 `(n + 1) * (max_overtakes + 1)` grants. From then on no newer one takes anything of its limits that it needs; and
@@ -35,6 +36,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gpulease_protocol.model import Demand
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace
 from gpulease_server.core.eligibility import is_eligible
@@ -98,15 +100,18 @@ def choose_first(turn: Turn, reservations: Reservations) -> None:
         return
     # By arrival, so with counts of its own of what older requests claim.
     order = UserOrder(replace(reservations, users=usage_by_user(ledger, policy.limits, turn.now)))
-    found: list[str] = []
+    found, wait_for_gpus = list[str](), set[Demand]()
     for record in _oldest_of_each_class(ledger):
         if record.lease.id in turn.pending or not is_eligible(ledger, record, turn.now):
             continue
+        kept_out, demand = order.kept_out(record), record.lease.demand
         if record.lease.id in ledger.go_first:
+            if kept_out is None:
+                wait_for_gpus.add(demand)
             order.claim(record)
             continue
-        kept_out = order.kept_out(record)
-        if kept_out is Out.BEHIND or not order.waits_for_leases(record):
+        is_behind = kept_out is Out.BEHIND or (kept_out is None and demand in wait_for_gpus)
+        if is_behind or not order.waits_for_leases(record):
             continue
         found.append(record.lease.id)
         if kept_out is None:
