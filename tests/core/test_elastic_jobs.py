@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from gpulease_protocol.model import GpuState, Job, JobAttempt, JobState, LeaseState, NodeMode
@@ -29,7 +31,7 @@ def start(world: World, job_id: str) -> None:
     assert job_of(world, job_id).state is JobState.RUNNING
 
 
-def elastic(world: World, least: int = 2, most: int = 3, **what: int) -> str:
+def elastic(world: World, least: int = 2, most: int = 3, **what: Any) -> str:
     """An elastic job that runs on all nodes that it may have."""
     job_id = world.submit(2, nodes=least, max_nodes=most, **what)
     start(world, job_id)
@@ -77,6 +79,23 @@ def test_it_waits_while_fewer_are_free_and_none_of_those_is_its_own() -> None:
     world.release(one)
     world.report("a")
     assert nodes_of(world, job_id) == ["a", "c"], "those of b are not clean yet"
+
+
+def test_each_attempt_under_one_lease_has_what_is_left_of_its_time() -> None:
+    world = fleet("a", "b", "c")
+    job_id = elastic(world, timeout_s=1000)
+    assert order(world, job_id, "b").spec.timeout_s == 1000
+    for gone, left_s in (("a", 400.0), ("b", 1.0)):
+        world.at_s += 600.0 - (FENCE_S + ORIGIN_S + 5)
+        for node in "abc":
+            world.report(node)
+        lose(world, job_id, gone)
+        told = order(world, job_id, "c")
+        assert told.spec.timeout_s == pytest.approx(left_s, abs=10.0)
+        world.pass_time(3.0, silent=("a", "b"))
+        assert order(world, job_id, "c").spec == told.spec, "the same for each exchange"
+        start(world, job_id)
+    assert world.ledger.jobs[job_id].spec.timeout_s == 1000, "another lease of it has all of it"
 
 
 def test_nodes_with_old_readings_are_read_and_not_left_out() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpulease_protocol.model import JobMember
 from gpulease_protocol.node_protocol import GangPlace, JobOrder
+from gpulease_server.core.elastic_jobs import spec_of_attempt
 from gpulease_server.core.gang_run import must_stop, stop_grace_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.presentation import job_view
@@ -24,7 +25,7 @@ def job_order(ledger: Ledger, record: JobRecord, node: str, *, simulated: bool) 
         gpus=tuple(device.uuid for device in gpus),
         indices=tuple(device.index for device in gpus),
         simulated=simulated,
-        spec=record.spec,
+        spec=spec_of_attempt(record, lease),
         env=lease.env if member is None else member.env,
         stop=must_stop(record),
         grace_s=stop_grace_s(record),
