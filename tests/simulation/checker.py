@@ -549,6 +549,17 @@ class LimitsInForce:
         theirs = (gpus for lease, gpus in self.held.items() if lease in self.interactive and self.users[lease] == user)
         return sum(theirs)
 
+    def leaves_nothing(self, lease: str, granted: str, gpus: int) -> bool:
+        """True where a grant of so many GPUs, which does not count yet, is under the limit that leaves nothing for this
+        lease then: that of its user if there is one, else that of the group."""
+        user, held = self.users.get(lease), self.held | {granted: gpus}
+        for _, (members, most) in sorted(self.limits.items(), key=lambda item: len(item[1][0])):
+            theirs = [number for other, number in held.items() if self.users.get(other) in members]
+            has = {"GPUs": sum(theirs), "leases": len(theirs)}
+            if user in members and any(has[unit] >= number for unit, number in most.items()):
+                return self.users.get(granted) in members
+        return False
+
     def may_keep_out(self, lease: str, count: int) -> bool:
         """True for a request that a limit may keep out at this moment. The log does not say what is kept for older
         requests and for those without a verdict: so a user who has a limit may be at it. Of that of interactive
@@ -610,19 +621,34 @@ class Queued:
             if event["kind"] == "lease.granted" or (ends and queued is not None):
                 yield event, queued
 
+    def restarts(self, waits: Line, event: Line) -> int:
+        """How often a daemon was started while a request waited, at most."""
+        seen = self.seen
+        since_s, now_s = min(seen.moments(waits), default=0.0), max(seen.moments(event), default=NEVER)
+        starts = (line["at_s"] for line in seen.of["started"])
+        return sum(since_s - seen.tolerance_s <= at_s <= now_s + seen.tolerance_s for at_s in starts)
+
+    def older(self, waits: Line) -> int:
+        """How many older requests wait."""
+        return sum(one["seq"] < waits["seq"] for one in self.waiting.values())
+
     def rank(self, lease: str) -> int:
         """The rank of a lease's priority."""
         return RANKS.index(self.demands[lease].get("priority", "normal"))
 
 
 def higher_priorities_go_first(seen: Seen) -> Iterator[str]:
-    """A grant passes no request of higher priority that it would have served, but for the one that has waited longest:
-    that is one grant of `max_overtakes + 1`. Requests that a limit may keep out are passed by all."""
+    """A grant passes no request of higher priority that it would have served, but for those that have waited longest:
+    that is one grant of `max_overtakes + 1`, and one more for each limit, which may be granted later. Requests that a
+    limit may keep out are passed by all."""
     if not seen.of["order"]:
         return
-    queue, since = Queued(seen), NEVER
+    queue, most = Queued(seen), seen.of["order"][0]["max_overtakes"] + 1
+    grants, turns, passes = 0, 0, 0
     for event, queued in queue.grants():
-        granted, since = event["lease_id"], since + 1
+        granted, grants = event["lease_id"], grants + 1
+        if grants % most == 0:
+            turns += 1 + len(queue.limits.limits)
         if granted not in queue.demands:
             continue
         rank, count = queue.rank(granted), queue.demands[granted]["count"]
@@ -636,20 +662,20 @@ def higher_priorities_go_first(seen: Seen) -> Iterator[str]:
         ]
         if not passed:
             continue
-        if queued is None or since <= seen.of["order"][0]["max_overtakes"]:
+        passes += 1
+        if queued is None or passes > turns + 1:
             yield f"seq {event['seq']}: {granted} is granted while {passed} of higher priority wait"
-        since = 0
 
 
 def longest_waiting_goes_first(seen: Seen) -> Iterator[str]:
     """While a request for one GPU waits and no older one is granted or ends, few newer ones are granted: those until
     the oldest goes first, and those that then pass it because they fit. After a restart of the daemon as many again,
-    and for each older one that may go first until a limit keeps it out. What a limit may keep out counts nothing."""
+    and for each older one, which goes first before it. For one that a limit may keep out see
+    `limits_are_shared_in_turn`."""
     if not seen.of["order"]:
         return
     most = seen.of["order"][0]["max_overtakes"] + seen.of["order"][0]["max_bypasses"] + 1
-    starts = [line["at_s"] for line in seen.of["started"]]
-    queue, times, has_limits = Queued(seen), dict[str, int](), any(seen.events("limits.set"))
+    queue, times = Queued(seen), dict[str, int]()
     for event, queued in queue.grants(ends=True):
         place = NEVER if queued is None else queued["seq"]
         for lease, waits in queue.waiting.items():
@@ -659,12 +685,30 @@ def longest_waiting_goes_first(seen: Seen) -> Iterator[str]:
                 times[lease] = times.get(lease, 0) + 1
             if times.get(lease, 0) <= most or queue.demands.get(lease, {}).get("count") != 1:
                 continue
-            since_s, now_s = min(seen.moments(waits), default=0.0), max(seen.moments(event), default=NEVER)
-            restarts = sum(since_s - seen.tolerance_s <= at_s <= now_s + seen.tolerance_s for at_s in starts)
-            older = sum(one["seq"] < waits["seq"] for one in queue.waiting.values()) if has_limits else 0
-            if times[lease] > most * (restarts + 1 + older):
+            if times[lease] > most * (queue.restarts(waits, event) + 1 + queue.older(waits)):
                 yield f"seq {event['seq']}: {times[lease]} newer ones were granted while {lease} waited"
                 return
+
+
+def limits_are_shared_in_turn(seen: Seen) -> Iterator[str]:
+    """While a request for one GPU waits for a limit and no older one is granted or ends, few newer ones are granted
+    that leave it nothing of that limit, of whatever priority: as many as with GPUs. Of a user's limit and that of their
+    group the user's own counts where both leave nothing."""
+    if not seen.of["order"]:
+        return
+    most = seen.of["order"][0]["max_overtakes"] + seen.of["order"][0]["max_bypasses"] + 1
+    queue, times = Queued(seen), dict[str, int]()
+    for event, queued in queue.grants(ends=True):
+        place = NEVER if queued is None else queued["seq"]
+        granted, gpus = event["lease_id"], len(event["gpus"]) if event["kind"] == "lease.granted" else 0
+        for lease, waits in queue.waiting.items():
+            if place < waits["seq"]:
+                times[lease] = 0
+            elif gpus and queue.demands.get(lease, {}).get("count") == 1 and queue.rank(lease) > 0:
+                times[lease] = times.get(lease, 0) + queue.limits.leaves_nothing(lease, granted, gpus)
+                if times[lease] > most * (queue.restarts(waits, event) + 1 + queue.older(waits)):
+                    yield f"seq {event['seq']}: {times[lease]} newer ones had the limit that {lease} waited for"
+                    return
 
 
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
@@ -687,6 +731,7 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "out of use is out of use (4)": out_of_use_is_left_alone,
     "higher priorities go first (8)": higher_priorities_go_first,
     "who has waited longest has a turn (8)": longest_waiting_goes_first,
+    "limits are shared in turn (8)": limits_are_shared_in_turn,
     "all are served in the end (8)": all_are_served,
     "nothing drains forever (5)": clean_in_the_end,
     "a living owner keeps its lease (7, 12)": the_living_keep,

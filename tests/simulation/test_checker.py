@@ -327,6 +327,23 @@ def oldest_never_goes_first(run: Run) -> None:
     run.renumber()
 
 
+def limit_never_in_turn(run: Run) -> None:
+    """Z, of the lowest priority, waits for a limit of one lease, which others have one after the other."""
+    with_order(run, 1)
+    waits = next(line["lease"] for line in run.lines if line.get("lease_id") == "Z")
+    waits["demand"]["priority"] = "scavenge"
+    names = [f"N{number}" for number in range(8)]
+    for name in ("Z", *names):
+        holder = {"label": "", "user": "ada"}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": name, "holder": holder, "state": "ended"}})
+    at = run.log.index(run.find(kind="lease.queued", lease_id="Z"))
+    for name in names:
+        run.log.insert(at + 1, event("lease.ended", 2.2, lease_id=name, gpus=["n"], token=9, reason="released"))
+        run.log.insert(at + 1, event("lease.granted", 2.2, lease_id=name, gpus=["n"], token=9))
+    run.log.insert(0, event("limits.set", 0.1, reason="user ada: 1 leases, by root"))
+    run.renumber()
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
@@ -368,6 +385,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("one user's queue is bounded (15)", too_many_wait),
     ("higher priorities go first (8)", passes_a_higher_priority),
     ("who has waited longest has a turn (8)", oldest_never_goes_first),
+    ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
 ]
 
