@@ -22,8 +22,8 @@ MEMBERS = ("ann", "bob", "cleo")
 
 def world_of(*, limits: UserLimits | None = None, a: int = 8, **what: Any) -> World:
     limits = limits or UserLimits(interactive_gpus=0, interactive_s=0)
-    policy = {"max_bypass_s": LONG_S, "max_bypass": 2, "max_overtakes": MAX_OVERTAKES, "limits": limits, **what}
-    return World(policy=Policy(**policy)).node(gpus=a)
+    policy: dict[str, Any] = {"max_bypass_s": LONG_S, "max_bypass": 2, "max_overtakes": MAX_OVERTAKES, **what}
+    return World(policy=Policy(limits=limits, **policy)).node(gpus=a)
 
 
 def ask(world: World, count: int = 1, priority: Priority = NORMAL, **what: Any) -> Lease:
@@ -240,7 +240,7 @@ def test_whoever_waits_is_granted_after_boundedly_many_releases(seed: int) -> No
         more = {"token": "t"} if drawn.random() < 0.3 else {}
         if drawn.random() < 0.3:
             more |= {"node": drawn.choice("ab")}
-        chosen = {"user": drawn.choice(users), "priority": drawn.choice(list(Priority)), **more, **what}
+        chosen: dict[str, Any] = {"user": drawn.choice(users), "priority": drawn.choice(list(Priority)), **more, **what}
         return ask(world, drawn.randint(1, 3), **chosen)
 
     for _ in range(12):

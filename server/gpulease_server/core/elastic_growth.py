@@ -100,8 +100,8 @@ def _is_anyone_overtaken(turn: Turn, lease: Lease) -> bool:
     the first such one."""
     ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     own = {one.key for one in users.applied(lease)}
-    for (*_, lease_id), _, _ in ledger.demand_classes.heads:
-        record = ledger.leases[lease_id]
+    for place, _, _ in ledger.demand_classes.heads:
+        record = ledger.leases[place[3]]
         wanted = min_gpus_of(ledger, users, record.lease.demand)
         if not is_eligible(ledger, record, turn.now) or never_within_limits(users, record.lease, wanted) is not None:
             continue
