@@ -63,6 +63,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "setup": Row("Set up this host for all its users"),
         "doctor": Row("Look for problems on this host and say what to do"),
         "db": Row("The daemon's database"),
+        "policy": Row("Who gets GPUs first"),
         "config": Row(
             "The settings and where each comes from",
             below={

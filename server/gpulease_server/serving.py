@@ -25,10 +25,9 @@ from gpulease_server.api.app import create_app
 from gpulease_server.api.auth.peer_credentials import PeerCredentialsProtocol
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import LimitedHttpProtocol, raise_connection_limit
-from gpulease_server.core.limit_records import UserLimits
-from gpulease_server.core.policy import DESKTOP_NAMES, MONITOR_NAMES, Policy
 from gpulease_server.listeners import BACKLOG, CannotStart, Listeners, TcpAddress
 from gpulease_server.local_worker import LocalWorker
+from gpulease_server.policy_settings import policy_of
 from gpulease_server.runtime.bearer_tokens import BearerTokens
 from gpulease_server.runtime.gpu_metrics.recorder import GpuMetricsRecorder
 from gpulease_server.runtime.group_members import GroupMembers, find_group
@@ -40,7 +39,6 @@ from gpulease_server.runtime.leadership.takeover import take_over
 from gpulease_server.runtime.reading_age import DesiredStateTickets
 from gpulease_server.runtime.retention import Pruner
 from gpulease_server.runtime.writer import Writer
-from gpulease_server.setting_checks import gpu_weight
 from gpulease_server.settings import CommandVisibility, ServeSettings, Tls
 from gpulease_server.store.ledger_store import Store, Superseded
 from gpulease_server.store.retention import RetentionLimits
@@ -95,30 +93,7 @@ class Serving:
         keep = RetentionLimits(
             age_s=settings.keep_days * 24 * 3600.0, ended=settings.keep_ended, events=settings.keep_events
         )
-        policy = Policy(
-            desktop_names=DESKTOP_NAMES.union(settings.desktop_names),
-            monitor_names=MONITOR_NAMES.union(settings.monitor_names),
-            max_bypass=settings.max_bypass,
-            max_bypass_s=settings.max_bypass_s,
-            max_overtakes=settings.max_overtakes,
-            fair_share=settings.fair_share,
-            usage_half_life_s=settings.usage_half_life_days * 24 * 3600.0,
-            gpu_weights=tuple(map(gpu_weight, settings.gpu_weights)),
-            node_lost_after_s=settings.node_lost_after_s,
-            max_observation_age_s=settings.max_observation_age_s,
-            retained_memory_s=settings.retained_memory_s,
-            limits=UserLimits(
-                leases=settings.max_leases_per_user,
-                gpus=settings.max_gpus_per_user,
-                interactive_gpus=settings.max_interactive_gpus,
-                interactive_s=settings.max_interactive_s,
-                queued=settings.max_queue_per_user,
-                queued_bytes=settings.max_queue_bytes_per_user,
-            ),
-            show_commands=self.access.show_commands,
-            node_lifetime_s=keep.age_s,
-        )
-        self.writer = Writer(store, policy)
+        self.writer = Writer(store, policy_of(settings))
         self.recorder = GpuMetricsRecorder(store, self.writer)
         self.bearer_tokens = BearerTokens(store, self.writer)
         self.pruner = Pruner(store, self.writer, keep)

@@ -46,7 +46,8 @@ def examples() -> list[list[str]]:
 def path_of(words: list[str]) -> tuple[str, ...]:
     if words[0] == "fleet":
         return tuple(words[:3])
-    return tuple(words[:2]) if words[0] in ("config", "db", "node", "gpu", "token", "limits") else tuple(words[:1])
+    groups = ("config", "db", "node", "gpu", "token", "limits", "policy")
+    return tuple(words[:2]) if words[0] in groups else tuple(words[:1])
 
 
 @pytest.mark.parametrize("path", [path for path, _ in commands()], ids=" ".join)

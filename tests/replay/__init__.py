@@ -1,0 +1,1 @@
+"""What-if: recorded requests under another policy."""
