@@ -103,6 +103,18 @@ def test_a_user_may_be_tried_with_another_priority(trace: str) -> None:
     assert wait_of("bob", found["tried"]) < 3600
 
 
+def test_limits_of_a_file_may_be_tried(trace: str, tmp_path: Path) -> None:
+    file = tmp_path / "limits.json"
+    file.write_text('{"items": [{"kind": "group", "name": "all", "members": ["ann"], "max_gpus": 1}]}')
+
+    found = replay(trace, "--limits", str(file))
+
+    assert wait_of("bob", found["now"]) > 10_000
+    assert wait_of("bob", found["tried"]) < 1  # ann has one of the two GPUs
+    ran = gpulease("policy", "replay", "--trace", trace, "--gpus", "1x2", "--limits", str(file))
+    assert f"Tried: --limits {file}" in ran.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from bench.policy.small_models import by_arrival, schedule
+from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Demand
-from gpulease_server.core.limit_records import UserLimits
+from gpulease_server.core.limit_records import LimitRecord, UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.replay.recorded_requests import RecordedRequest, uniform_nodes
 from gpulease_server.replay.virtual_daemon import Outcome, replay
@@ -24,7 +25,11 @@ GREEDY = {"max_bypass": MANY, "max_bypass_s": 1e12}
 
 
 def request(name: str, asked_at_s: float, duration_s: float, count: int = 1, **what: Any) -> RecordedRequest:
-    own = {key: what.pop(key) for key in ("user", "after", "part_of", "array_id", "array_at_most") if key in what}
+    own = {
+        key: what.pop(key)
+        for key in ("user", "token_id", "after", "part_of", "array_id", "array_at_most")
+        if key in what
+    }
     demand = Demand(count=count, **what)
     return RecordedRequest(
         id=name, asked_at_s=asked_at_s, duration_s=duration_s, demand=demand, **{"user": "ann"} | own
@@ -32,13 +37,23 @@ def request(name: str, asked_at_s: float, duration_s: float, count: int = 1, **w
 
 
 def run(
-    requests: Sequence[RecordedRequest], nodes: int = 1, gpus: int = 1, limits: UserLimits | None = None, **rules: Any
+    requests: Sequence[RecordedRequest],
+    nodes: int = 1,
+    gpus: int = 1,
+    limits: UserLimits | None = None,
+    records: Sequence[LimitRecord] = (),
+    **rules: Any,
 ) -> dict[str, Outcome]:
     """What becomes of each, by name."""
     unlimited = UserLimits(queued=0, queued_bytes=0, interactive_gpus=0, interactive_s=0.0)
     policy = Policy(limits=limits or unlimited, max_queued=MANY, **rules)
-    outcomes = replay(uniform_nodes(nodes, gpus), requests, policy, BEGUN, DRAIN_S)
+    outcomes = replay(uniform_nodes(nodes, gpus), requests, policy, BEGUN, DRAIN_S, limits=records)
     return {one.request.id: one for one in outcomes}
+
+
+def limit(kind: LimitKind, name: str, *members: str, **limits: Any) -> LimitRecord:
+    """The limits of a user, a group or a token."""
+    return LimitRecord(kind=kind, name=name, limits=Limits(**limits), members=members, set_at=BEGUN)
 
 
 def granted(found: dict[str, Outcome]) -> dict[str, float | None]:

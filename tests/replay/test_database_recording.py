@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import func, select
 
 from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import (
     Demand,
     Device,
@@ -22,6 +23,7 @@ from gpulease_protocol.model import (
     TopologyMode,
 )
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import LimitRecord
 from gpulease_server.core.records import Change, GpuRecord, LeaseRecord, NodeRecord
 from gpulease_server.replay import database_recording
 from gpulease_server.replay.database_recording import read_database
@@ -144,15 +146,49 @@ def test_an_array_with_a_bound_keeps_it(store: Store, database_url: str) -> None
     assert found.waited_s is None
 
 
-def test_a_declared_time_ends_no_lease_sooner_than_it_ended(store: Store, database_url: str) -> None:
+def test_a_declared_time_is_as_long_as_a_lease_lasts(store: Store, database_url: str) -> None:
     kept(
         store,
         lease(1, 50, 40, 30, time_s=3600.0),
-        lease(2, 50, 40, 30, time_s=590.0),  # a job's time counts from its start, ten seconds after the grant
+        lease(2, 50, 40, 30, time_s=590.0),  # a job's time counts from its start, ten seconds after the grant: not lost
         lease(3, 50, 40, 30, time_s=4 * 3600.0, priority=Priority.INTERACTIVE),
     )
 
-    assert [one.demand.time_s for one in requests(database_url).values()] == [3600.0, 600.0, None]
+    found = requests(database_url).values()
+    assert [(one.demand.time_s, one.duration_s) for one in found] == [(3600.0, 600.0), (590.0, 590.0), (None, 600.0)]
+
+
+def test_limits_are_those_that_are_set_and_tokens_those_of_the_leases(store: Store, database_url: str) -> None:
+    group = LimitRecord(
+        kind=LimitKind.GROUP,
+        name="vision",
+        limits=Limits(max_gpus=2, gpu_hours=5.5, window_s=7200.0),
+        members=("ada", "bob"),
+        set_at=NOW,
+        set_by="root",
+    )
+    by_token = lease(2, 50, 40, 30)
+    by_token = replace(by_token, lease=replace(by_token.lease, holder=Holder(user="ada", token_id="token-1")))
+    kept(store, group, lease(1, 50, 40, 30), by_token)
+
+    recording = read_database(database_url, SINCE, NOW)
+
+    assert recording.limits == (group,)
+    assert [one.token_id for one in recording.requests] == [None, "token-1"]
+
+
+def test_the_longest_time_that_a_limit_gave_is_none_of_the_request(store: Store, database_url: str) -> None:
+    kept(
+        store,
+        LimitRecord(kind=LimitKind.USER, name="ada", limits=Limits(max_lease_s=600.0), set_at=NOW),
+        lease(1, 50, 40, 29.9, time_s=600.0),
+        lease(2, 50, 40, 35, time_s=300.0),
+    )
+
+    found = requests(database_url)
+
+    assert [one.demand.time_s for one in found.values()] == [None, 300.0]
+    assert found["lease-1"].duration_s == 600.0  # the end of a lease takes a moment, which would count as more
 
 
 def test_nodes_are_those_of_now_and_connections_are_not_required(store: Store, database_url: str) -> None:

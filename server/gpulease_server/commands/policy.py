@@ -87,6 +87,7 @@ class UserPriority(click.ParamType):  # type: ignore[type-arg]
         "gpulease policy replay --fair-share",
         "gpulease policy replay --since 30d --plot --fair-share --usage-half-life-days 3",
         "gpulease policy replay --as ada=scavenge --json",
+        "gpulease policy replay --limits limits.json",
         "gpulease policy replay --trace trace.csv --gpus 4x8 --fair-share",
     ),
 )
@@ -99,6 +100,9 @@ class UserPriority(click.ParamType):  # type: ignore[type-arg]
 @option("--until", type=MOMENT, metavar="TIME", show_default="now", help="End of the period.")
 @option("--as", "priorities", type=UserPriority(), multiple=True, metavar="USER=PRIORITY",
         help="Try it as if this user, or * for all others, had asked with this priority. Repeatable.")  # fmt: skip
+@option("--limits", "limits_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+        show_default="those that are set",
+        help="Try these limits of users, groups and tokens: JSON, as from `gpulease limits list --json`.")  # fmt: skip
 @option("--plot", "as_plot", is_flag=True, help="Plot how many requests waited over time.")
 @takes_rules
 @setting_option("database_url", DATABASE_URL, str)
@@ -114,20 +118,24 @@ def replay(context: click.Context, /, **chosen: Any) -> int:
     with needs_extra("server"):
         from gpulease_server.commands import policy_report  # noqa: PLC0415 - an extra
         from gpulease_server.policy_settings import policy_of  # noqa: PLC0415
-        from gpulease_server.replay.comparison import compare  # noqa: PLC0415
+        from gpulease_server.replay.comparison import Rules, compare  # noqa: PLC0415
+        from gpulease_server.replay.limits_file import read_limits  # noqa: PLC0415
         from gpulease_server.replay.recorded_requests import with_priorities  # noqa: PLC0415
     present, tried = _present(context), {name: _plain(chosen[name]) for name in RULES}
     changes = {name: value for name, value in tried.items() if value != present[name]}
-    recording = _recording(chosen)
+    recording, file = _recording(chosen), chosen["limits_file"]
     requests = with_priorities(recording.requests, dict(chosen["priorities"]))
+    limits = recording.limits if file is None else read_limits(file)
     now = policy_of(ServeSettings(**present))
-    other = (policy_of(ServeSettings(**tried)), requests) if changes or chosen["priorities"] else None
+    is_tried = changes or chosen["priorities"] or file is not None
+    other = Rules(policy_of(ServeSettings(**tried)), requests, limits) if is_tried else None
     with _progress() as on_progress:
         found = compare(recording, now, other, on_progress)
     if chosen["json"]:
         output.print_json(found)
         return output.DONE
     words = [f"--as {user}={priority}" for user, priority in chosen["priorities"]]
+    words += [] if file is None else [f"--limits {file}"]
     words += [policy_report.option_words(name, RULES[name], value) for name, value in changes.items()]
     policy_report.print_report(found, " ".join(words), as_plot=chosen["as_plot"])
     return output.DONE

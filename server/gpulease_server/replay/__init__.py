@@ -14,13 +14,14 @@ What is played
 - A granted request holds its GPUs as long as it did, or until a rule of the core ends it.
 - A GPU is clean `DRAIN_S` after the end of its lease. Every node always reports, every reading is recent.
 - The nodes and GPUs are those of now, all of one kind of connection, and all in use.
+- The limits of users, groups and tokens are set before anything else, and hold to the end.
 
 What follows from that
 ----------------------
 A replay is no forecast. People who wait less ask for more, and a request that was withdrawn while it waited never says
-how long it would have run: those are left out, and counted. Usage begins at nothing, and budgets of tokens are not
-known. The recorded waits stand beside those of the replay with the present policy: where the two differ, the past had
-something that the replay has not (a node that was away, a policy that was changed).
+how long it would have run: those are left out, and counted. Usage and windows of GPU-hours begin at nothing, and
+budgets of tokens are not known. The recorded waits stand beside those of the replay with the present policy: where the
+two differ, the past had something that the replay has not (a node that was away, a policy that was changed).
 
 The same requests, nodes and policy give the same result, on every machine.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.model import Noun
+from gpulease_server.core.limit_records import LimitRecord
 from gpulease_server.core.policy import Policy
 from gpulease_server.replay.database_recording import recorded_waits
 from gpulease_server.replay.measures import PolicyOutcome, mean, measure, percentile, waiting_over_time
@@ -16,6 +18,15 @@ from gpulease_server.replay.virtual_daemon import Outcome, replay
 
 PARTS = 142
 """Points of a plot: two in each of its columns."""
+
+
+class Rules(NamedTuple):
+    """What is tried."""
+
+    policy: Policy
+    requests: list[RecordedRequest]
+    """Those of the recording in the form that is tried."""
+    limits: tuple[LimitRecord, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +60,18 @@ class PolicyComparison(Noun):
 def compare(
     recording: Recording,
     now: Policy,
-    tried: tuple[Policy, list[RecordedRequest]] | None,
+    tried: Rules | None,
     on_progress: Callable[[float], None] | None = None,
 ) -> PolicyComparison:
-    """Replay a recording under one policy or two; `tried` has its own form of the same requests.
+    """Replay a recording under the present policy and the limits that are set, and under what is tried.
 
     `on_progress` is told the share that is done, now and then. Raises `InvalidRequest` where no request can be granted.
     """
-    runs = [(now, recording.requests), *([] if tried is None else [tried])]
+    runs = [Rules(now, recording.requests, recording.limits), *([] if tried is None else [tried])]
     replays: list[list[Outcome]] = []
-    for policy, requests in runs:
+    for policy, requests, limits in runs:
         told = partial(_tell, on_progress, len(replays), len(runs))
-        replays.append(replay(recording.nodes, requests, policy, recording.begin_at, on_progress=told))
+        replays.append(replay(recording.nodes, requests, policy, recording.begin_at, on_progress=told, limits=limits))
     try:
         found = [measure(outcomes, recording.gpus) for outcomes in replays]
     except ValueError:

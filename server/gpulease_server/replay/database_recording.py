@@ -18,7 +18,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.codec import from_json
 from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.model import Demand, Priority, TopologyMode
+from gpulease_protocol.model import Demand, Holder, Priority, TopologyMode
+from gpulease_server.core.limit_index import LimitIndex
+from gpulease_server.core.limit_records import LimitRecord
 from gpulease_server.replay.recorded_requests import (
     MAX_REQUESTS,
     RecordedRequest,
@@ -31,6 +33,7 @@ from gpulease_server.store.dialects import snapshot
 from gpulease_server.store.integrity_check import revisions
 
 PAGE = 1000
+_NO_TIME_S = float("inf")
 
 
 @dataclass(slots=True)
@@ -62,9 +65,10 @@ def read_database(url: str, since: datetime, until: datetime) -> Recording:
     engine = connect(url)
     try:
         with snapshot(engine) as connection:
-            nodes = _nodes(connection)
+            nodes, limits = _nodes(connection), _limits(connection)
             period = _Period(since, until, _begin(connection, since, until))
             requests, left_out = _requests(connection, _job_names(connection), period)
+            requests = without_given_times(requests, limits)
     except (OSError, SQLAlchemyError) as error:
         raise unusable_error(url, error) from error
     finally:
@@ -72,7 +76,7 @@ def read_database(url: str, since: datetime, until: datetime) -> Recording:
     if not any(one.counted for one in requests):
         remedy = "Take a longer period with --since; ended leases are kept for `keep_days`."
         raise InvalidRequest(f"No request was made and granted since {since:%Y-%m-%d %H:%M} UTC.", remedy=remedy)
-    return Recording(requests=requests, nodes=nodes, begin_at=period.begin_at, left_out=left_out)
+    return Recording(requests=requests, nodes=nodes, limits=limits, begin_at=period.begin_at, left_out=left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,11 @@ def _nodes(connection: Connection) -> tuple[ReplayedNode, ...]:
     )
 
 
+def _limits(connection: Connection) -> tuple[LimitRecord, ...]:
+    table = tables.usage_limit
+    return tuple(map(rows.limit_record, connection.execute(select(table).order_by(table.c.id))))
+
+
 def _job_names(connection: Connection) -> _Names:
     names, job = _Names(), tables.job
     query = select(job.c.id, job.c.array_id, job.c.array_at_most, job.c.after).where(
@@ -127,7 +136,8 @@ def _requests(connection: Connection, names: _Names, period: _Period) -> tuple[l
     lease, since, until = tables.lease, period.since, period.until
     query = (
         select(
-            *(lease.c.id, lease.c.holder["user"].as_string(), cast(lease.c.demand, Text), lease.c.job_id),
+            *(lease.c.id, lease.c.holder["user"].as_string(), lease.c.holder["token_id"].as_string()),
+            *(cast(lease.c.demand, Text), lease.c.job_id),
             *(lease.c.created_at, lease.c.granted_at, lease.c.ended_at),
         )
         .where(_of_period(since, until))
@@ -135,20 +145,21 @@ def _requests(connection: Connection, names: _Names, period: _Period) -> tuple[l
     )
     found, left_out = list[RecordedRequest](), 0
     with connection.execute(query.execution_options(yield_per=PAGE)) as leases:
-        for lease_id, user, demand, job_id, created_at, granted_at, ended_at in leases:
+        for lease_id, user, token_id, demand, job_id, created_at, granted_at, ended_at in leases:
             if granted_at is None or granted_at >= until:
                 left_out += created_at >= since
                 continue
             if len(found) == MAX_REQUESTS:
                 detail = f"More than {MAX_REQUESTS} requests were granted since {since:%Y-%m-%d}."
                 raise InvalidRequest(detail, remedy="Take a shorter period with --since and --until.")
-            duration_s = max(0.0, (min(ended_at or until, until) - granted_at).total_seconds())
+            asked, held_s = _demand(demand), (min(ended_at or until, until) - granted_at).total_seconds()
             request = RecordedRequest(
                 id=lease_id,
                 asked_at_s=(created_at - period.begin_at).total_seconds(),
-                duration_s=duration_s,
-                demand=_with_time(_demand(demand), duration_s),
+                duration_s=max(0.0, held_s if asked.time_s is None else min(held_s, asked.time_s)),
+                demand=asked,
                 user=user,
+                token_id=token_id,
                 waited_s=max(0.0, (granted_at - created_at).total_seconds()),
                 counted=created_at >= since,
             )
@@ -190,15 +201,20 @@ def _demand(text: str) -> Demand:
     return replace(demand, topology=TopologyMode.PREFERRED) if required else demand
 
 
-def _with_time(demand: Demand, duration_s: float) -> Demand:
-    """The demand with a declared time that does not end the lease sooner than it ended: that of a job counts from its
-    start, and a daemon that is away ends nothing. An interactive request has that of the policy: what is recorded may
-    be the longest that was allowed then, and not what was asked for."""
-    if demand.priority is Priority.INTERACTIVE:
-        return replace(demand, time_s=None)
-    if demand.time_s is None or demand.time_s >= duration_s:
-        return demand
-    return replace(demand, time_s=duration_s)
+def without_given_times(requests: Iterable[RecordedRequest], limits: Iterable[LimitRecord]) -> list[RecordedRequest]:
+    """The requests without the times that the daemon gave those that declared none: the longest that the user, the
+    group or the token may have. In the replay they get what the limits say there. An interactive request has no time
+    of its own either: the longest that the policy allows is recorded with it."""
+    index = LimitIndex()
+    for record in limits:
+        index.put(record)
+    found = []
+    for one in requests:
+        keys = index.keys_of(Holder(user=one.user, token_id=one.token_id))
+        longest_s = min((index.limits_set(key).max_lease_s or _NO_TIME_S for key in keys), default=_NO_TIME_S)
+        is_given = one.demand.priority is Priority.INTERACTIVE or one.demand.time_s == longest_s
+        found.append(replace(one, demand=replace(one.demand, time_s=None)) if is_given else one)
+    return found
 
 
 def recorded_waits(requests: Iterable[RecordedRequest]) -> list[float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from gpulease_protocol.model import Demand, Device, Priority, Selection
+from gpulease_server.core.limit_records import LimitRecord
 
 MAX_REQUESTS = 1_000_000
 """That one replay takes: a few minutes, and some hundred MiB."""
@@ -25,6 +26,8 @@ class RecordedRequest:
     """How long it held its GPUs."""
     demand: Demand
     user: str | None = None
+    token_id: str | None = None
+    """The bearer token that it was made with."""
     part_of: tuple[str, ...] = ()
     """Its job and its array."""
     after: tuple[str, ...] = ()
@@ -53,6 +56,8 @@ class Recording:
 
     requests: list[RecordedRequest]
     nodes: tuple[ReplayedNode, ...]
+    limits: tuple[LimitRecord, ...] = ()
+    """The limits of users, groups and tokens that are set."""
     begin_at: datetime = datetime(2026, 1, 1, tzinfo=UTC)
     """The time of second 0."""
     left_out: int = 0

@@ -15,14 +15,17 @@ from gpulease_protocol.model import Device, EndReason, GpuReading, Holder, Lease
 from gpulease_protocol.node_protocol import NodeReport
 from gpulease_server.core.decide import decide
 from gpulease_server.core.fair_share import RECOUNT_S
+from gpulease_server.core.gpu_time import room_at
 from gpulease_server.core.happenings import (
     Happening,
     LeaseRequested,
+    LimitsChanged,
     NodeReported,
     ReleaseRequested,
     Ticked,
 )
 from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.limit_records import LimitRecord
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import settle
@@ -35,7 +38,7 @@ DRAIN_S = 0.05
 TICK_S = RECOUNT_S
 """While requests wait and GPUs are free: time alone may change the order."""
 LONGEST_TICK_S = 8 * 24 * 3600.0
-"""Once nothing else will happen, ticks come ever later, up to this: no window of a limit is longer."""
+"""Once nothing else will happen, ticks come ever later, up to this: what waits then waits for no time."""
 FOREVER_S = 100 * 366 * 24 * 3600.0
 DONE_WITHIN_S = 1.0
 """A lease that ends so soon before its time was done: the daemon ended the recorded one in the same way."""
@@ -98,20 +101,27 @@ def replay(
     begin_at: datetime,
     drain_s: float = DRAIN_S,
     on_progress: Callable[[float], None] = lambda share: None,
+    limits: Sequence[LimitRecord] = (),
 ) -> list[Outcome]:
-    """What becomes of each request under this policy, in order of `asked_at_s`. `begin_at`: the time of second 0.
-    `on_progress` is told the share that is done, now and then.
+    """What becomes of each request under this policy and these limits, in order of `asked_at_s`. `begin_at`: the time
+    of second 0. `on_progress` is told the share that is done, now and then. Raises `InvalidRequest` for limits that
+    contradict each other.
 
     Costs a millisecond or two for each request where many wait; memory for each request and its outcome.
     """
-    return VirtualDaemon(nodes, policy, begin_at, drain_s).run(requests, on_progress)
+    return VirtualDaemon(nodes, policy, begin_at, drain_s, limits).run(requests, on_progress)
 
 
 class VirtualDaemon:
     """A ledger, a clock that jumps from one happening to the next, nodes that report, and holders."""
 
     def __init__(
-        self, nodes: Sequence[ReplayedNode], policy: Policy, begin_at: datetime, drain_s: float = DRAIN_S
+        self,
+        nodes: Sequence[ReplayedNode],
+        policy: Policy,
+        begin_at: datetime,
+        drain_s: float = DRAIN_S,
+        limits: Sequence[LimitRecord] = (),
     ) -> None:
         self.policy = replayed(policy)
         self.ledger = Ledger()
@@ -142,7 +152,9 @@ class VirtualDaemon:
         self._addresses = {
             node.name: f"10.{at >> 16 & 255}.{at >> 8 & 255}.{at & 255}" for at, node in enumerate(nodes, start=1)
         }
-        self._turn([self._report(node.name) for node in nodes])
+        for _, answer in self._turn([*map(self._limit, limits), *(self._report(node.name) for node in nodes)]):
+            if isinstance(answer, GpuleaseError):
+                raise answer
 
     @property
     def now_s(self) -> float:
@@ -165,7 +177,9 @@ class VirtualDaemon:
             if next_s is None:  # only time is left
                 if not self.ledger.queue or idle_tick_s > LONGEST_TICK_S:
                     return outcomes
-                next_s, idle_tick_s = self._now_s + idle_tick_s, 2 * idle_tick_s
+                next_s = self._room_s()
+                if next_s is None:
+                    next_s, idle_tick_s = self._now_s + idle_tick_s, 2 * idle_tick_s
             else:
                 idle_tick_s = TICK_S
             self._now_s = max(next_s, self._now_s)
@@ -179,6 +193,18 @@ class VirtualDaemon:
         if self.ledger.queue and self.ledger.fleet.free:
             known.append(self._now_s + TICK_S)
         return min(known)
+
+    def _room_s(self) -> float | None:
+        """When GPU time leaves the window of a limit that is used up, and so makes room first; None if there is none.
+        Only if no lease is held."""
+        index, now = self.ledger.limits, self._instant()
+        hours = ((key, record.limits.gpu_hours) for key, record in index.records.items())
+        rooms = [room_at(index, key, limit * 3600.0, now) for key, limit in hours if limit is not None]
+        first = min((at for at in rooms if at is not None), default=None)
+        return None if first is None else max((first - self._begin_at).total_seconds(), self._now_s + TIME_MARGIN_S)
+
+    def _instant(self) -> Instant:
+        return Instant(self._begin_at + timedelta(seconds=self._now_s), self._now_s)
 
     def _step(self, arrivals: deque[Outcome]) -> None:
         """One turn: everything that happens at this time. What ends comes before what is asked for."""
@@ -211,9 +237,9 @@ class VirtualDaemon:
         happenings += [self._request(one) for one in asked if self._may_begin(one)]
         self._turn(happenings)
 
-    def _turn(self, happenings: Sequence[Happening]) -> None:
-        now = Instant(self._begin_at + timedelta(seconds=self._now_s), self._now_s)
-        turn = Turn(self.ledger, now, self.policy, self._pending, self._readings_asked_for)
+    def _turn(self, happenings: Sequence[Happening]) -> Sequence[tuple[str, Any]]:
+        """Play one turn, and return its answers: (cause, answer)."""
+        turn = Turn(self.ledger, self._instant(), self.policy, self._pending, self._readings_asked_for)
         for happening in happenings:
             decide(turn, happening)
         settle(turn)
@@ -228,6 +254,7 @@ class VirtualDaemon:
                 outcome = self._asked.pop(call)
                 outcome.refused = answer.code
                 self._finished(outcome)
+        return turn.answers
 
     def _follow(self, lease: Lease) -> None:
         """Take in a change of a lease: its grant, its end, or that it waits again."""
@@ -308,10 +335,13 @@ class VirtualDaemon:
             cause=request.id,
             lease_id=request.id,
             demand=request.demand,
-            holder=Holder(user=request.user),
+            holder=Holder(user=request.user, token_id=request.token_id),
             ttl_s=FOREVER_S,
             queue=True,
         )
+
+    def _limit(self, record: LimitRecord) -> LimitsChanged:
+        return LimitsChanged(cause=self._cause(), key=record.key, limits=record.limits, members=record.members)
 
     def _report(self, node: str, reread: Sequence[str] = ()) -> NodeReported:
         """A reading of the whole node, or of these GPUs alone after the end of their lease."""
