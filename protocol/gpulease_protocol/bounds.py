@@ -142,7 +142,5 @@ NAME = Bounds(maxLength=MAX_NAME)
 OVER_0 = Bounds(exclusiveMinimum=0)
 MAX_HELD_S = 366 * 24 * 3600
 """The longest time for which GPUs may be asked for: a year. None declared is no limit."""
-HELD_S = Bounds(
-    exclusiveMinimum=0, maximum=MAX_HELD_S, rule=f"must be over 0 and at most {MAX_HELD_S} seconds (a year)"
-)
+TIME = Bounds(exclusiveMinimum=0, maximum=MAX_HELD_S, rule=f"must be over 0 and at most {MAX_HELD_S} seconds (a year)")
 MEMORY = Bounds(minimum=0, exclusiveMaximum=2**62, rule="must be 0 to 2^62")

@@ -12,7 +12,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated
 
-from gpulease_protocol.bounds import HELD_S, MAX_NAME, OVER_0, Bounds, check_bounds, check_field
+from gpulease_protocol.bounds import MAX_NAME, OVER_0, TIME, Bounds, check_bounds, check_field
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.requests import RequestBody
 
@@ -99,7 +99,7 @@ class LimitsRequest(RequestBody):
     """Active leases at a time, those of jobs included."""
     max_queued: Annotated[int | None, LIMIT] = None
     """Requests that wait at a time."""
-    max_lease_s: Annotated[float | None, HELD_S] = None
+    max_lease_s: Annotated[float | None, TIME] = None
     """How long one lease, or one attempt of a job, may hold its GPUs; at most a year."""
     gpu_hours: Annotated[float | None, OVER_0] = None
     """GPU-hours in the last `window_s`."""

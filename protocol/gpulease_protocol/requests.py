@@ -10,17 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from gpulease_protocol import job_arrays
-from gpulease_protocol.bounds import (
-    HELD_S,
-    MAX_PATH,
-    MAX_UUID,
-    MEMORY,
-    NAME,
-    OVER_0,
-    Bounds,
-    check_bounds,
-    check_field,
-)
+from gpulease_protocol.bounds import MAX_PATH, MAX_UUID, MEMORY, NAME, OVER_0, TIME, Bounds, check_bounds, check_field
 from gpulease_protocol.codec import wire_name
 from gpulease_protocol.errors import shortened
 from gpulease_protocol.gpu_uuid import canonical_uuid
@@ -93,7 +83,7 @@ class LeaseRequest(RequestBody):
     """Wait in the queue when the GPUs are not free; false: answer 409 instead."""
     ttl_s: Annotated[float, OVER_0] = 300.0
     """How long the lease lasts after its last renewal, over 0."""
-    time_s: Annotated[float | None, HELD_S] = None
+    time_s: Annotated[float | None, TIME] = None
     """End the lease after it has held its GPUs for this long, at most a year, however often it is renewed."""
     label: Annotated[str, Bounds(maxLength=MAX_TEXT)] = ""
     """Free text shown to users who wait."""
@@ -241,7 +231,7 @@ class JobRequest(RequestBody):
     """The program that asks on your behalf, such as a coding agent."""
     session: Annotated[str, AGENT] = ""
     """The session of that program."""
-    timeout_s: Annotated[float | None, HELD_S] = None
+    timeout_s: Annotated[float | None, TIME] = None
     """End the job after it has run for this long, at most a year."""
     max_restarts: Annotated[int, Bounds(minimum=0, maximum=MAX_RETRIES)] = 0
     """How many times `torchrun` or `accelerate` may start all ranks again, under the same lease; 0 to 100."""

@@ -10,7 +10,7 @@ from datetime import date, datetime
 from enum import StrEnum
 from typing import Annotated
 
-from gpulease_protocol.bounds import HELD_S, MAX_NAME, OVER_0, Bounds, check_bounds, check_field
+from gpulease_protocol.bounds import MAX_NAME, OVER_0, TIME, Bounds, check_bounds, check_field
 from gpulease_protocol.budgets import Budget, BudgetUse
 from gpulease_protocol.model import Noun
 from gpulease_protocol.requests import MAX_COUNT, RequestBody
@@ -146,7 +146,7 @@ class TokenRequest(RequestBody):
     """Free text: what it is for."""
     max_gpus: Annotated[int | None, Bounds(minimum=1, maximum=MAX_COUNT)] = None
     """With role `user`: GPUs that may be held with it at a time; null for no limit."""
-    max_lease_s: Annotated[float | None, HELD_S] = None
+    max_lease_s: Annotated[float | None, TIME] = None
     """With role `user`: for how long a lease, or an attempt of a job, may hold GPUs, at most a year; null for no
     limit."""
     gpu_hours_per_day: Annotated[float | None, OVER_0] = None

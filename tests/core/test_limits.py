@@ -454,7 +454,7 @@ def test_a_lower_limit_of_interactive_requests_holds_up_no_newer_one() -> None:
     assert not is_active(here, older)
 
 
-def test_the_undecided_requests_of_a_group_are_counted_whoever_joins_and_leaves_it() -> None:
+def test_the_undecided_requests_of_a_group_are_counted_while_users_join_and_leave_it() -> None:
     chance, users, undecided = random.Random(7), ["ada", "bob", "cleo", "dan"], PendingRequests()
     groups: dict[str, tuple[str, ...]] = {"vision": ("ada",), "text": ()}
     for number in range(2000):
@@ -475,7 +475,7 @@ def test_the_undecided_requests_of_a_group_are_counted_whoever_joins_and_leaves_
             assert undecided.count_of_group(LimitKey(LimitKind.GROUP, name), groups[name]) == expected
 
 
-def test_who_waits_in_a_large_group_is_not_counted_anew_for_each_verdict() -> None:
+def test_who_waits_in_a_large_group_is_not_counted_again_for_each_verdict() -> None:
     class Members(tuple[str, ...]):
         walks = 0
 

@@ -225,7 +225,7 @@ def test_who_claims_and_who_waits_behind_it_are_told() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_waits_is_granted_after_boundedly_many_releases(seed: int) -> None:
+def test_a_request_that_waits_is_granted_after_boundedly_many_releases(seed: int) -> None:
     """Whatever is asked for and given back, all of it newer and most of it of higher priority."""
     drawn = random.Random(seed)
     world = world_of(a=4, fair_share=drawn.random() < 0.5, max_bypass=drawn.choice([0, 1, 3])).node("b", gpus=3)

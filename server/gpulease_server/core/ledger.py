@@ -260,7 +260,7 @@ class Ledger(RequestQueue):
             self.put_end(lease.id, (float("-inf") if granted_at_s is None else granted_at_s) + lease.demand.time_s)
 
     def put_end(self, lease_id: str, at_s: float) -> None:
-        """Note when the declared time of an active lease is over."""
+        """Note when the declared time of an active lease ends."""
         self.ends_s[lease_id] = at_s
         self.ends_due.push(lease_id, self.ends_s)
 

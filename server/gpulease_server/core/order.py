@@ -15,7 +15,7 @@ until it is granted or leaves the queue. Then the count begins again. Several go
 A request that goes first *claims* what it needs of each limit of its user, group and token, for as long as it waits:
 others under that limit get what is left, and no other request of a token with a budget is granted. Everyone else is not
 delayed by that. So one that its limit keeps out goes first like any other; as it may wait for long, the search goes on
-behind it, to one that no limit keeps out. Nobody is chosen whom a limit keeps out that is claimed already, nor who
+behind it, to one that no limit keeps out. No one is chosen whom a limit keeps out that is claimed already, nor who
 waits for the same GPUs as one that goes first: each is considered again when that one is granted or leaves.
 
 A request with `n` older ones therefore goes first, or waits only for those that do, after at most

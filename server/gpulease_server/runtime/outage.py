@@ -35,7 +35,7 @@ FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 """The longest pause, except for a ledger that takes long to load."""
 GRACE_S = 300.0
-"""A lease whose declared time is over, as the wall clock tells it, lasts so long yet; or its `ttl_s`, if less."""
+"""A lease whose declared time has ended, as the wall clock tells it, lasts so long yet; or its `ttl_s`, if less."""
 
 
 class Outage:
