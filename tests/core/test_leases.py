@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
@@ -278,6 +279,16 @@ def test_a_lease_expires_at_its_ttl_and_not_before() -> None:
     assert world.now_of(lease).state is LeaseState.ACTIVE
     world.pass_time(0.5)
     assert world.now_of(lease).end_reason is EndReason.EXPIRED
+
+
+def test_a_lease_is_never_said_to_expire_later_than_it_does() -> None:
+    """A tenth of a millisecond of difference made a lease end before the time that its holder was told."""
+    for tenths in range(10):
+        world = World().node(gpus=1)
+        lease = world.lease(ttl_s=10 + tenths / 10_000)
+        assert lease.expires_at is not None
+        assert lease.granted_at is not None
+        assert lease.expires_at - lease.granted_at == timedelta(seconds=10), "the millisecond in which it expires"
 
 
 def test_a_renewal_gives_a_full_ttl() -> None:

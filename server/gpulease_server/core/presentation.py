@@ -226,6 +226,8 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
 
 
 def wall_clock(now: Instant, mono_s: float) -> datetime:
-    """The wall-clock time of a monotonic moment, as seen from now, to the millisecond; at most a century from now."""
-    rounded = now.at + timedelta(seconds=min(mono_s - now.mono_s, LONGEST_S), microseconds=500)
-    return rounded.replace(microsecond=rounded.microsecond // 1000 * 1000)
+    """The wall-clock time of a monotonic moment, as seen from now; at most a century from now.
+
+    The millisecond in which it lies: what is said to end then never ends before it."""
+    at = now.at + timedelta(seconds=min(mono_s - now.mono_s, LONGEST_S))
+    return at.replace(microsecond=at.microsecond // 1000 * 1000)
