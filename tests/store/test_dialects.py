@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -48,6 +52,20 @@ def test_what_cannot_be_used_is_refused_with_what_to_use(url: str) -> None:
     assert "sqlite:///" in str(refused.value.remedy)
     assert "postgresql://" in str(refused.value.remedy)
     assert "s3cret" not in str(refused.value)
+
+
+def test_a_database_that_another_process_is_making_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two daemons that start at once on a new file: SQLite refuses the second at once, whatever its timeout."""
+    file = tmp_path / "ledger.db"
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    waited = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _seconds: other.rollback())
+    monkeypatch.setattr(dialects, "time", waited)
+    upgrade(f"sqlite:///{file}")
+    assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    other.close()
 
 
 def test_a_server_that_is_not_there_is_said_without_the_password() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from gpulease_protocol.codec import to_json
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 BUSY_S = 10
 """How long SQLite waits for another process's transaction."""
+PAUSE_S = 0.01
+"""Between two attempts at what SQLite does not wait for."""
 CONNECT_S = 5
 """How long PostgreSQL may take to answer a connection."""
 LOCK_MS, STATEMENT_MS, IDLE_IN_TRANSACTION_MS = 5_000, 10_000, 5_000
@@ -61,10 +64,24 @@ def engine(url: URL, **options: Any) -> Engine:
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
     """WAL: readers do not wait for the writer. FULL: a commit is on the disk when it returns."""
     cursor = connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
+    _use_wal(cursor)
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    """SQLite does not wait where another process is just making the same new database use WAL, so try again."""
+    give_up_s = time.monotonic() + BUSY_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > give_up_s:
+                raise
+            time.sleep(PAUSE_S)
+        else:
+            return
 
 
 def _connect_postgresql(_dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
