@@ -230,6 +230,7 @@ class ServeSettings:
         "How long a lease is idle before `--idle-command` runs. Seconds.",
         variable="GPULEASE_IDLE_AFTER_S",
         minimum=1,
+        maximum=366 * 24 * 3600,
         group=QUEUE,
     )
     database_url: str | None = shared(None, DATABASE_URL)
