@@ -74,8 +74,7 @@ def test_a_limit_holds_from_its_answer_on_and_is_told_with_what_is_used_of_it(ru
     assert explained.problem() == (422, "over_quota")
     removed = call(running.socket, "DELETE", f"/v1/limits/user/{user}")
     assert (removed.status, removed.json["max_gpus"], removed.json["set_at"]) == (200, None, None)
-    granted = call(running.socket, "GET", f"/v1/leases/{waits.json['id']}?wait_s=60", uid=ANN).json
-    assert granted["state"] == "active"
+    running.wait_active(waits.json["id"])
     assert call(running.socket, "DELETE", f"/v1/limits/user/{user}").problem() == (404, "not_found")
     events = [one for one in running.call("GET", "/v1/events?limit=1000").json["items"] if "limits." in one["kind"]]
     assert [(one["kind"], one["reason"]) for one in events] == [
