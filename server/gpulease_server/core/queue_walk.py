@@ -328,9 +328,9 @@ class QueueWalk:
             found.append(due)
         for one in users.ordered(members.key.user) if skipped.why is not Why.LEFT_OUT else ():
             kind, bypassed = one.key.kind, members.bypassed_within[one.key.kind]
-            if is_any_due and self.order.may_claim(one, members.key.demand):
+            if is_any_due and self.order.may_claim(one, members.key):
                 found.append(members.after(place))
-            elif bypassed.places and self.order.may_keep(one, members.key.demand):
+            elif bypassed.places and self.order.may_keep(one, members.key):
                 found.append(self._next_due(bypassed, ledger.limit_bypasses[kind], place))
         return min((one for one in found if one is not None), default=None)
 

@@ -14,8 +14,9 @@ the place of the GPUs:
 - That may happen `max_bypass` times, or for `max_bypass_s` seconds from the first time on. From then until the older
   request is granted, so many GPUs of the limit as it needs, and a lease, are *claimed* for it. Newer requests under the
   limit have what is left.
-- Nothing is claimed while no node could serve the older request when leases end: it asks for a node that is silent, or
-  for GPUs that are cordoned. Nor while the GPU-hours of one of its limits are used.
+- Nothing is claimed while no lease that ends would help the older request: it asks for a node that is silent, or for
+  GPUs that are cordoned; one of its limits was set below what it asks for; or the GPU-hours of one of its limits, or of
+  the budget of its token, are used.
 - One that *goes first* (`core.order`) claims what it needs of all of its limits at once, also where others have the
   GPUs.
 
@@ -41,6 +42,7 @@ from enum import StrEnum, auto
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
+from gpulease_server.core.demand_classes import ClassKey
 from gpulease_server.core.eligibility import min_gpus_of
 from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.placement import can_have, lacks_memory
@@ -65,6 +67,8 @@ class UserOrder:
     reservations: Reservations
     _waiting: dict[LimitKey, list[LeaseRecord]] = field(default_factory=dict)
     _can_be_served: dict[tuple[Demand, int | None], bool] = field(default_factory=dict)
+    _waits: dict[tuple[Demand, str | None, str | None], bool] = field(default_factory=dict)
+    """By demand, user and token: `waits_for_leases`."""
     _only_limited: dict[tuple[LimitKey, Demand], bool] = field(default_factory=dict)
 
     @property
@@ -106,19 +110,19 @@ class UserOrder:
         for record in {record.lease.id: record for records in passed.values() for record in records}.values():
             self.claim_if_due(record)
 
-    def may_claim(self, one: Applied, demand: Demand) -> bool:
+    def may_claim(self, one: Applied, key: ClassKey) -> bool:
         """True until it has turned out that nothing more can be claimed for requests that were not bypassed."""
-        return self._only_limited.get((one.key, demand), True) and self.may_keep(one, demand)
+        return self._only_limited.get((one.key, key.demand), True) and self.may_keep(one, key)
 
-    def may_keep(self, one: Applied, demand: Demand) -> bool:
+    def may_keep(self, one: Applied, key: ClassKey) -> bool:
         """True until it has turned out that nothing more of this limit can be kept for such requests."""
-        return not self.users.is_all_kept(one) and self._can_be_served.get((demand, one.limits.max_gpus), True)
+        return not self.users.is_all_kept(one) and self._waits.get((key.demand, key.user, key.token_id), True)
 
     def claim_if_due(self, record: LeaseRecord) -> None:
         """Claim what a waiting request needs of each limit within which it was bypassed as often or as long as it may
         be."""
         for one in self._limits_of(record):
-            if self._is_due(one, record) and self._may_be_served(record.lease.demand, one.limits.max_gpus):
+            if self._is_due(one, record) and self.waits_for_leases(record):
                 self.users.keep(one, record.lease.id, self._needs(record))
 
     def claim(self, record: LeaseRecord) -> None:
@@ -141,6 +145,13 @@ class UserOrder:
 
     def waits_for_leases(self, record: LeaseRecord) -> bool:
         """True for a request that its limits, the budget of its token and the nodes can serve once leases end."""
+        lease = record.lease
+        asked = lease.demand, lease.holder.user, lease.holder.token_id
+        if asked not in self._waits:
+            self._waits[asked] = self._waits_for_leases(record)
+        return self._waits[asked]
+
+    def _waits_for_leases(self, record: LeaseRecord) -> bool:
         lease, needed, users = record.lease, self._needs(record), self.users
         if never_within_limits(users, lease, needed) is not None or users.hours_are_used(lease):
             return False
@@ -162,7 +173,7 @@ class UserOrder:
         if nodes_to_reserve(times, now_s - since_s, reservations.policy) == 0:
             return False
         first = self._first_short(record)
-        if (first is not None and first.interactive) or self.users.hours_are_used(record.lease):
+        if first is not None and first.interactive:
             return False
         return times > 0 or (first in (None, one.key) and self._is_only_limited(one, record))
 

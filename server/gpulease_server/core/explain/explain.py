@@ -21,6 +21,7 @@ from gpulease_server.core.placement import NeedsReading, min_gpus, mismatch
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.reservation_view import reservations_before
+from gpulease_server.core.user_order import UserOrder
 from gpulease_server.core.wording import describe_demand, describe_gpus, describe_places
 
 NONE_REPORTED = "No node has reported its GPUs yet."
@@ -119,7 +120,8 @@ def _limit_met(
     position = place_in_queue(ledger, record) if stays_queued else None
     usage = recent_usage(ledger, record, now, reservations.policy) if stays_queued else ()
     queued = describe_place(ledger, record, usage) if stays_queued else ""
-    passed = describe_limit_bypass(whose, times, for_s, reservations.policy) if stays_queued else ""
+    claims = UserOrder(reservations).waits_for_leases(record)
+    passed = describe_limit_bypass(whose, times, for_s, reservations.policy, claims=claims) if stays_queued else ""
     return Explanation(
         verdict="not_now",
         sentence=f"Not now: {why}{queued}.{passed}",
@@ -141,11 +143,14 @@ def _pause_or_array_limit(ledger: Ledger, record: LeaseRecord, now_s: float) -> 
     return None
 
 
-def describe_limit_bypass(whose: LimitKind, times: int, for_s: float, policy: Policy) -> str:
-    """How many newer requests of the same user or group started first, and when no more may; empty where none did."""
+def describe_limit_bypass(whose: LimitKind, times: int, for_s: float, policy: Policy, *, claims: bool) -> str:
+    """How many newer requests of the same user or group started first, and when no more may; empty where none did.
+    `claims`: whether the request claims its limits after that, see `UserOrder.claim_if_due`."""
     if not times:
         return ""
     first = _started_first(times, for_s, f" of this {whose}")
+    if not claims:
+        return f" {first}"
     if nodes_to_reserve(times, for_s, policy):
         return f" {first} No more do, unless the limit has room for both."
     return f" {first} After {policy.max_bypass} such requests, or {policy.max_bypass_s:g} s, no more do."

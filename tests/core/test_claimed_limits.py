@@ -1,0 +1,102 @@
+"""An older request that nothing that ends would help claims no limit: others under it go on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpulease_protocol.budgets import Budget
+from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.limit_records import UserLimits
+from gpulease_server.core.policy import Policy
+from tests.core.build import World
+
+LONG_S = 1e7
+
+
+def world_of(gpus: int = 8, max_bypass: int = 2, interactive_gpus: int = 0, **what: Any) -> World:
+    limits = UserLimits(interactive_gpus=interactive_gpus)
+    policy = Policy(limits=limits, max_bypass=max_bypass, **{"max_bypass_s": LONG_S} | what)
+    return World(policy=policy).node(gpus=gpus)
+
+
+def ask(world: World, count: int = 1, user: str = "ada", **what: Any) -> Lease:
+    lease = world.lease(count, user=user, **{"ttl_s": LONG_S} | what)
+    world.check()
+    return lease
+
+
+def is_active(world: World, *leases: Lease) -> bool:
+    return all(world.now_of(lease).state is LeaseState.ACTIVE for lease in leases)
+
+
+def give_back(world: World, *leases: Lease) -> None:
+    for lease in leases:
+        node = world.now_of(lease).gpus[0].node
+        world.release(world.now_of(lease))
+        world.report(node)
+
+
+def sentence(world: World, lease: Lease) -> str:
+    return explain(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).sentence
+
+
+def pass_it(world: World, user: str, times: int, **what: Any) -> None:
+    """Newer requests of a user begin and end."""
+    for _ in range(times):
+        newer = ask(world, user=user, **what)
+        assert is_active(world, newer)
+        give_back(world, newer)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_one_whose_other_limit_was_set_below_what_it_asks_for_holds_no_one_up(before: bool) -> None:
+    world = world_of()
+    world.limit("ada", max_gpus=4)
+    world.limit("vision", "group", members=("ada",), max_gpus=8)
+    held = ask(world, 2)
+    never = ask(world, 4)
+    if before:
+        world.limit("vision", "group", members=("ada",), max_gpus=3)
+    pass_it(world, "ada", 2)
+    world.limit("vision", "group", members=("ada",), max_gpus=3)
+    if before:
+        pass_it(world, "ada", 5)
+    give_back(world, held)
+    newer = ask(world)
+    assert is_active(world, newer)
+    assert "No more do" not in sentence(world, never)
+    # It counts again once it can be granted.
+    world.limit("vision", "group", members=("ada",), max_gpus=8)
+    assert not is_active(world, ask(world))
+    assert "No more do, unless the limit has room for both" in sentence(world, never)
+
+
+def test_nor_do_those_of_another_user_of_its_group_wait_for_it() -> None:
+    world = world_of()
+    world.limit("vision", "group", members=("ada", "bob"), max_gpus=4)
+    held = ask(world, user="bob")
+    ask(world, 4, "ada")
+    pass_it(world, "bob", 2)
+    assert not is_active(world, bobs := ask(world, user="bob"))
+    world.limit("ada", max_gpus=2)
+    world.pass_time(0.25)
+    world.answer_wanted()
+    assert is_active(world, bobs)
+    give_back(world, held)
+
+
+def test_one_whose_token_has_used_its_hours_claims_nothing_of_its_users_limit() -> None:
+    world = world_of()
+    world.limit("ada", max_gpus=4)
+    spent = ask(world, token="t", budget=Budget(gpu_hours_per_day=0.1))
+    held = ask(world)
+    ask(world, 4, token="t", budget=Budget(gpu_hours_per_day=0.1))
+    pass_it(world, "ada", 2, count=2)
+    world.pass_time(400.0)
+    assert world.now_of(spent).state is LeaseState.ENDED
+    world.report()
+    give_back(world, held)
+    assert is_active(world, ask(world))
