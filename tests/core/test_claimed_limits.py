@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Lease, LeaseState
+from gpulease_protocol.model import Lease, LeaseState, Priority
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
-from tests.core.build import World
+from tests.core.build import World, gpu
 
 LONG_S = 1e7
 
@@ -100,3 +100,55 @@ def test_one_whose_token_has_used_its_hours_claims_nothing_of_its_users_limit() 
     world.report()
     give_back(world, held)
     assert is_active(world, ask(world))
+
+
+def overtake(world: World, times: int = 8) -> None:
+    """Interactive requests of someone else begin and end on node `a`."""
+    pass_it(world, "eve", times, node="a", priority=Priority.INTERACTIVE)
+
+
+def with_h200(world: World, gpus: int = 1) -> Lease:
+    """Add a node with GPUs of another model, which someone holds. Their lease."""
+    world.node("b", gpus=[gpu(index, "b", name="H200") for index in range(gpus)])
+    return ask(world, gpus, "zoe", node="b")
+
+
+@pytest.mark.parametrize("budget", [Budget(max_gpus=4), Budget(max_lease_s=1e5), Budget(gpu_hours_per_day=1e4)])
+def test_one_that_goes_first_leaves_the_rest_of_its_budget_to_the_sweep_of_its_token(budget: Budget) -> None:
+    world = world_of(max_overtakes=3)
+    theirs = with_h200(world)
+    older = ask(world, token="t", budget=budget, gpu_model="H200")
+    overtake(world)
+    assert list(world.ledger.go_first) == [older.id]
+    sweep = [ask(world, token="t", budget=budget) for _ in range(4)]
+    assert is_active(world, *sweep[:3])
+    assert is_active(world, sweep[3]) is (budget.max_gpus is None)
+    if budget.max_gpus is not None:
+        assert f"1 of the 4 that token t may have are kept for the older request {older.id}" in sentence(
+            world, sweep[3]
+        )
+    give_back(world, theirs)
+    assert is_active(world, older)
+
+
+def test_a_request_behind_such_a_claim_holds_up_no_newer_one_of_the_token() -> None:
+    world, budget = world_of(max_overtakes=3), Budget(max_gpus=4)
+    theirs = with_h200(world, 2)
+    older = ask(world, 2, token="t", budget=budget, gpu_model="H200")
+    overtake(world)
+    assert list(world.ledger.go_first) == [older.id]
+    behind = ask(world, 3, token="t", budget=budget)
+    small = ask(world, 1, token="t", budget=budget)
+    assert is_active(world, small)
+    assert not is_active(world, behind)
+    fits = ask(world, 2, token="t", budget=budget)  # with what is kept there is room for it: it waits for `small`
+    newer = ask(world, 1, token="t", budget=budget)
+    assert not is_active(world, fits)
+    assert not is_active(world, newer)
+    give_back(world, small)
+    assert is_active(world, fits)
+    assert not is_active(world, newer)
+    give_back(world, theirs, fits)
+    assert is_active(world, older)
+    give_back(world, older)
+    assert is_active(world, behind, newer)

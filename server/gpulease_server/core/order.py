@@ -12,11 +12,11 @@ grants that were made while a later group waits. When there were `max_overtakes`
 of arrival, and the first that waits for nothing but the end of leases *goes first* from then on: before every priority,
 until it is granted or leaves the queue. Then the count begins again. Several go first in order of arrival.
 
-A request that goes first *claims* what it needs of each limit of its user, group and token, for as long as it waits:
-others under that limit get what is left, and no other request of a token with a budget is granted. Everyone else is not
-delayed by that. So one that its limit keeps out goes first like any other; as it may wait for long, the search goes on
-behind it, to one that no limit keeps out. No one is chosen whom a limit keeps out that is claimed already, nor who
-waits for the same GPUs as one that goes first: each is considered again when that one is granted or leaves.
+A request that goes first *claims* what it needs of each limit of its user, group and token, and of the GPUs of its
+token's budget, for as long as it waits: others under that limit get what is left. Everyone else is not delayed by that.
+So one that its limit keeps out goes first like any other; as it may wait for long, the search goes on behind it, to one
+that no limit keeps out. No one is chosen whom a limit keeps out that is claimed already, nor who waits for the same
+GPUs as one that goes first: each is considered again when that one is granted or leaves.
 
 A request with `n` older ones therefore goes first, or waits only for those that do, after at most
 `(n + 1) * (max_overtakes + 1)` grants. From then on no newer one takes anything of its limits that it needs; and

@@ -389,7 +389,8 @@ class QueueWalk:
             state += users.index.leases.get(key), users.index.gpus.get(key), users.first_interactive.get(key)
             if (kept := users.kept.get(key)) is not None:
                 state += sum(kept.values()), len(kept)
-        first = None if users.tokens is None else users.tokens.first.get(holder.token_id or "")
+        token_id, tokens = holder.token_id or "", users.tokens
+        of_token = () if tokens is None else (tokens.first.get(token_id), tokens.kept_of(token_id))
         job = ledger.jobs.get(record.lease.job_id or "")
         running = ledger.job_index.running_in_array[job.job.array_id] if job is not None and job.job.array_id else 0
-        return *state, first, running
+        return *state, *of_token, running

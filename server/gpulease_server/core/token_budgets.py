@@ -19,7 +19,10 @@ What always holds
 4. Each token has a budget of its own. Two tokens of one user do not share one; the limits of the user
    (`core.user_limits`) count both.
 5. A request that its token's budget keeps out lets no newer request of the same token pass, unless it could not be
-   granted even if no one had anything. It reserves no GPU, and delays no one else.
+   granted even if no one had anything, or what is kept for older ones (6) leaves too little. It reserves no GPU, and
+   delays no one else.
+6. One that goes first (`core.order`) and waits for GPUs has so many of `max_gpus` as it needs *kept* for it; newer
+   requests of the token have the rest. Nothing else of a budget is kept.
 
 Time is counted on the monotonic clock. Only which day it is, and the time while the daemon is away, are told by the
 wall clock.
@@ -42,6 +45,7 @@ wall clock.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime, time, timedelta
@@ -65,6 +69,8 @@ class TokenBudgets:
     """Of the token of a request that is not made, see `explain.dry_run`."""
     first: dict[str, str] = field(default_factory=dict)
     """By token: the oldest request that its budget, or its limits, keep out. Filled by who walks the queue."""
+    kept: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By token and lease id: the GPUs of its budget that are kept for older requests, oldest first."""
 
     def of(self, lease: Lease) -> BudgetRecord | None:
         """The budget of a lease's token, counted up to now; None for a lease without one."""
@@ -80,7 +86,7 @@ class TokenBudgets:
             return None
         budget, found = record.budget, []
         if budget.max_gpus is not None:
-            found.append(budget.max_gpus - held_gpus(self.ledger, record.token_id))
+            found.append(budget.max_gpus - held_gpus(self.ledger, record.token_id) - self.kept_before(lease))
         if (left_s := _left_s(record)) is not None:
             found.append(int(left_s // MIN_USE_S))
         return max(0, min(found)) if found else None
@@ -95,6 +101,10 @@ class TokenBudgets:
         if budget.max_gpus is not None and held + wanted > budget.max_gpus:
             with_it = f"{_gpus(held)} are held with token {token}, and {wanted} more are asked for"
             return f"{with_it}; its budget is {budget.max_gpus} at a time"
+        kept = self.kept_before(lease)
+        if budget.max_gpus is not None and kept and held + kept + wanted > budget.max_gpus:
+            share = f"{kept} of the {budget.max_gpus} that token {token} may have"
+            return f"{share} are kept for the older request {self.kept_for(lease)[0]}"
         if left_s is not None and left_s < wanted * MIN_USE_S:
             until = f"{_midnight(record.day + timedelta(days=1)):%Y-%m-%d %H:%M} UTC"
             used = f"{record.used_s / 3600:.2f} of the {budget.gpu_hours_per_day:g} GPU-hours a day of token {token}"
@@ -106,9 +116,33 @@ class TokenBudgets:
         left_s = None if (record := self.of(lease)) is None else _left_s(record)
         return left_s is not None and left_s < wanted * MIN_USE_S
 
-    def is_behind(self, lease: Lease) -> bool:
-        """True while an older request of its token is granted first."""
-        return self.first.get(lease.holder.token_id or "", lease.id) != lease.id
+    def keep(self, lease: Lease, gpus: int) -> None:
+        """Keep so many GPUs of its token's budget for this request from those that are looked at after it."""
+        record, token_id = self.of(lease), lease.holder.token_id
+        if record is None or record.budget.max_gpus is None or token_id is None:
+            return
+        if self.kept_of(token_id) < record.budget.max_gpus:
+            self.kept.setdefault(token_id, {}).setdefault(lease.id, gpus)
+
+    def kept_of(self, token_id: str | None) -> int:
+        """How many GPUs of a token's budget are kept."""
+        return sum(self.kept.get(token_id or "", {}).values())
+
+    def kept_for(self, lease: Lease) -> tuple[str, ...]:
+        """The older requests for which GPUs of its token's budget are kept."""
+        kept = self.kept.get(lease.holder.token_id or "", {})
+        return tuple(itertools.takewhile(lambda lease_id: lease_id != lease.id, kept))
+
+    def kept_before(self, lease: Lease) -> int:
+        """How many GPUs of its token's budget are kept for older requests than this one."""
+        kept = self.kept.get(lease.holder.token_id or "", {})
+        return sum(kept[lease_id] for lease_id in self.kept_for(lease))
+
+    def claims_leave(self, lease: Lease, wanted: int) -> bool:
+        """True where what is kept for older requests leaves so many GPUs of a budget, once nothing is held."""
+        kept = self.kept_before(lease)
+        most = None if not kept or (record := self.of(lease)) is None else record.budget.max_gpus
+        return most is None or kept + wanted <= most
 
     def _behind(self, lease: Lease) -> str | None:
         """The older request of its token that a lease waits behind, in words."""

@@ -175,9 +175,11 @@ class UserUsage:
             self.kept.setdefault(one.key, {}).setdefault(lease_id, gpus)
 
     def keep_all(self, lease: Lease, gpus: int) -> None:
-        """The same of every limit that applies to a request, which is about to be granted."""
+        """The same of every limit that applies to a request, and of the budget of its token."""
         for one in self.applied(lease):
             self.keep(one, lease.id, gpus)
+        if self.tokens is not None:
+            self.tokens.keep(lease, gpus)
 
     def is_all_kept(self, one: Applied) -> bool:
         """True when nothing is left of a limit that could be kept."""
@@ -194,12 +196,13 @@ class UserUsage:
         return sum(gpus for _, gpus in older), len(older)
 
     def kept_for(self, lease: Lease) -> tuple[str, ...]:
-        """The older requests for which GPUs of its limits are kept."""
+        """The older requests for which GPUs of its limits, or of the budget of its token, are kept."""
         found: dict[str, None] = {}
         for one in self.applied(lease):
             kept = self.kept.get(one.key, {})
             found.update(dict.fromkeys(itertools.takewhile(lambda lease_id: lease_id != lease.id, kept)))
-        return tuple(found)
+        of_token = () if self.tokens is None else self.tokens.kept_for(lease)
+        return tuple(found | dict.fromkeys(of_token))
 
     def left(self, one: Applied, lease_id: str) -> tuple[int | None, bool]:
         """How many GPUs a limit leaves for a request, None for any number; and whether it leaves a lease."""
@@ -235,7 +238,7 @@ class UserUsage:
     def keeps_out(self, lease: Lease, wanted: int, *, can_be_served: bool) -> bool:
         """True while a limit, or the budget of its token, keeps a request out. Newer requests of that token are then
         kept out too: call it for one request after the other, oldest first. Not where it could not be granted even if
-        no one had anything: then they would wait for what never comes.
+        no one had anything: then they would wait for what never comes. Nor where an older one claims what it needs.
 
         `can_be_served`: whether there is a node that has what it asks for."""
         short = [one.key for one in self.applied(lease) if self.is_short(one, lease.id, wanted)]
@@ -244,11 +247,21 @@ class UserUsage:
         by_token = by_budget or LimitKey(LimitKind.TOKEN, token_id) in short
         alone = not by_token and len(short) == 1 and short[0].interactive
         if (by_token or alone) and can_be_served and never_within_limits(self, lease, wanted) is None:
-            if tokens is not None and by_token:
+            if tokens is not None and by_token and self._claims_leave(lease, wanted):
                 tokens.first.setdefault(token_id or "", lease.id)
-            elif alone:
+            elif not by_token:
                 self.first_interactive.setdefault(short[0], lease.id)
         return by_budget or bool(short)
+
+    def _claims_leave(self, lease: Lease, wanted: int) -> bool:
+        """True where older requests leave enough of the limits and the budget of its token, once nothing is held."""
+        for one in self.applied(lease):
+            gpus, leases = self.kept_before(one, lease.id) if one.key.kind is LimitKind.TOKEN else (0, 0)
+            if gpus and one.limits.max_gpus is not None and gpus + wanted > one.limits.max_gpus:
+                return False
+            if leases and one.limits.max_leases is not None and leases >= one.limits.max_leases:
+                return False
+        return self.tokens is None or self.tokens.claims_leave(lease, wanted)
 
     def is_short(self, one: Applied, lease_id: str, wanted: int) -> bool:
         """True where a limit leaves too little for a request of so many GPUs, or an older one comes before it."""

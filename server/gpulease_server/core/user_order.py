@@ -128,19 +128,16 @@ class UserOrder:
     def claim(self, record: LeaseRecord) -> None:
         """Claim what a waiting request needs of all of its limits, and the budget of its token, because it goes first;
         see `core.order`."""
-        lease, tokens = record.lease, self.users.tokens
         if self.waits_for_leases(record):
-            self.users.keep_all(lease, self._needs(record))
-            if tokens is not None and tokens.of(lease) is not None:
-                tokens.first.setdefault(lease.holder.token_id or "", lease.id)
+            self.users.keep_all(record.lease, self._needs(record))
 
     def kept_out(self, record: LeaseRecord) -> Out | None:
         """Whether a limit keeps a request out, or the budget of its token, after what older ones claim."""
         lease, tokens, needed = record.lease, self.users.tokens, self._needs(record)
         short = {one.key for one in self.users.applied(lease) if self.users.is_short(one, lease.id, needed)}
-        if not short.isdisjoint(self.users.kept) or (tokens is not None and tokens.is_behind(lease)):
-            return Out.BEHIND
         by_budget = tokens is not None and tokens.limit_reached(lease, needed) is not None
+        if not short.isdisjoint(self.users.kept) or (by_budget and tokens is not None and tokens.kept_for(lease)):
+            return Out.BEHIND
         return Out.ALONE if short or by_budget else None
 
     def waits_for_leases(self, record: LeaseRecord) -> bool:
