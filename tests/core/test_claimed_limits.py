@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Lease, LeaseState, Priority
+from gpulease_protocol.model import Lease, LeaseState, Priority, Selection
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
@@ -152,3 +152,31 @@ def test_a_request_behind_such_a_claim_holds_up_no_newer_one_of_the_token() -> N
     assert is_active(world, older)
     give_back(world, older)
     assert is_active(world, behind, newer)
+
+
+@pytest.mark.parametrize("silent", [(), ("b",)])
+def test_who_may_have_another_node_than_the_one_that_goes_first_has_its_turn_too(silent: tuple[str, ...]) -> None:
+    world = World(policy=Policy(limits=UserLimits(interactive_gpus=0), max_overtakes=3, max_bypass=2))
+    world.node("a", gpus=4).node("b", gpus=2)
+    world.limit("ada", max_gpus=2)
+    ask(world, 2, "zoe", node="b")
+    running = [ask(world, user="eve", priority=Priority.INTERACTIVE, node="a") for _ in range(4)]
+    first = ask(world, selection=Selection.ALL, priority=Priority.SCAVENGE)
+
+    def go_on(times: int, until: Lease | None = None) -> int:
+        """The GPUs of `a` change hands. After how many times the request was granted."""
+        for number in range(times):
+            running.append(ask(world, user="eve", priority=Priority.INTERACTIVE, node="a"))
+            give_back(world, running.pop(0))
+            world.pass_time(0.25, silent=silent)
+            if until is not None and is_active(world, until):
+                return number
+            if not is_active(world, running[0]):
+                break
+        return times
+
+    go_on(8)
+    assert list(world.ledger.go_first) == [first.id]
+    world.pass_time(5.0, silent=silent)
+    other = ask(world, user="bob", selection=Selection.ALL, priority=Priority.SCAVENGE)
+    assert go_on(30, until=other) < 30

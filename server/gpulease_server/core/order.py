@@ -36,7 +36,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpulease_protocol.model import Demand
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import OrderedPlace
 from gpulease_server.core.eligibility import is_eligible
@@ -44,7 +43,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import usage_by_user
+from gpulease_server.core.user_limits import LimitedDemand, usage_by_user
 from gpulease_server.core.user_order import Out, UserOrder
 
 
@@ -100,18 +99,19 @@ def choose_first(turn: Turn, reservations: Reservations) -> None:
         return
     # By arrival, so with counts of its own of what older requests claim.
     order = UserOrder(replace(reservations, users=usage_by_user(ledger, policy.limits, turn.now)))
-    found, wait_for_gpus = list[str](), set[Demand]()
+    found, wait_for_gpus = list[str](), set[LimitedDemand]()
     for record in _oldest_of_each_class(ledger):
         if record.lease.id in turn.pending or not is_eligible(ledger, record, turn.now):
             continue
-        kept_out, demand = order.kept_out(record), record.lease.demand
+        if not order.waits_for_leases(record):
+            continue
+        kept_out, limited = order.kept_out(record), order.users.demand_within(record.lease)
         if record.lease.id in ledger.go_first:
             if kept_out is None:
-                wait_for_gpus.add(demand)
+                wait_for_gpus.add(limited)
             order.claim(record)
             continue
-        is_behind = kept_out is Out.BEHIND or (kept_out is None and demand in wait_for_gpus)
-        if is_behind or not order.waits_for_leases(record):
+        if kept_out is Out.BEHIND or (kept_out is None and limited in wait_for_gpus):
             continue
         found.append(record.lease.id)
         if kept_out is None:
