@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import Lease, LeaseState, Priority, Selection
+from gpulease_protocol.model import Lease, LeaseState, NodeMode, Priority, Selection
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
@@ -180,3 +180,42 @@ def test_who_may_have_another_node_than_the_one_that_goes_first_has_its_turn_too
     world.pass_time(5.0, silent=silent)
     other = ask(world, user="bob", selection=Selection.ALL, priority=Priority.SCAVENGE)
     assert go_on(30, until=other) < 30
+
+
+@pytest.mark.parametrize("what", ["silent", "draining", "cordoned", "whole node"])
+def test_one_that_no_lease_that_ends_would_help_holds_up_no_other_of_its_token(what: str) -> None:
+    world, budget = world_of(), Budget(max_gpus=4)
+    world.node("b", gpus=[gpu(index, "b", name="H200") for index in range(2)])
+    held = ask(world, 3, token="t", budget=budget, node="a")
+    asked = {"selection": Selection.ALL} if what == "whole node" else {"count": 2, "gpu_model": "H200"}
+    older = ask(world, token="t", budget=budget, **asked)
+    newer = ask(world, token="t", budget=budget, node="a")
+    assert not is_active(world, newer)  # `older` waits for `held`, and can have `b` then
+    silent = ("b",) if what in ("silent", "whole node") else ()
+    if what == "draining":
+        world.set_mode(NodeMode.DRAINING, "b")
+    elif what == "cordoned":
+        world.cordon(0, "b")
+    world.pass_time(60.0, silent=silent)
+    world.answer_wanted()
+    assert is_active(world, newer)
+    world.pass_time(1.0)
+    world.set_mode(NodeMode.ACTIVE, "b")
+    world.cordon(0, "b", cordoned=False)
+    give_back(world, newer)
+    assert not is_active(world, ask(world, token="t", budget=budget, node="a"))  # it is the first again
+    give_back(world, held)
+    world.pass_time(1.0)
+    assert is_active(world, older)
+
+
+def test_nor_an_interactive_one_that_waits_for_a_silent_node_another_of_its_user() -> None:
+    world = world_of(interactive_gpus=2)
+    world.node("b", gpus=[gpu(index, "b", name="H200") for index in range(2)])
+    ask(world, priority=Priority.INTERACTIVE, node="a")
+    ask(world, 2, priority=Priority.INTERACTIVE, node="b")
+    newer = ask(world, priority=Priority.INTERACTIVE, node="a")
+    assert not is_active(world, newer)
+    world.pass_time(60.0, silent=("b",))
+    world.answer_wanted()
+    assert is_active(world, newer)

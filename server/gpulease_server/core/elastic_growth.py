@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gpulease_protocol.model import JobState, Lease, LeaseMember
+from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
-from gpulease_server.core.eligibility import is_eligible, is_over_user_limit, min_gpus_of
+from gpulease_server.core.eligibility import is_eligible, min_gpus_of
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_env import LOOPBACK
@@ -29,6 +30,7 @@ from gpulease_server.core.placement import Search, find_candidates, reach_of
 from gpulease_server.core.records import GangTimes, GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import never_within_limits, usage_by_user
+from gpulease_server.core.user_order import UserOrder
 from gpulease_server.core.wording import name_nodes
 
 GROW_AFTER_S = 30.0
@@ -99,6 +101,7 @@ def _is_anyone_overtaken(turn: Turn, lease: Lease) -> bool:
     """True while a request waits that GPUs more for this lease could delay. Costs a look at each kind of requests up to
     the first such one."""
     ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
+    order = UserOrder(Reservations(ledger, turn.now, turn.policy, users))
     own = {one.key for one in users.applied(lease)}
     for place, _, _ in ledger.demand_classes.heads:
         record = ledger.leases[place[3]]
@@ -107,7 +110,7 @@ def _is_anyone_overtaken(turn: Turn, lease: Lease) -> bool:
             continue
         shares = record.lease.holder.token_id is not None and record.lease.holder.token_id == lease.holder.token_id
         shares = shares or not own.isdisjoint(one.key for one in users.applied(record.lease))
-        if shares or not is_over_user_limit(ledger, users, record):
+        if shares or not order.keeps_out(record):
             return True
     return False
 

@@ -1,5 +1,5 @@
-"""Which queued requests may be granted now: not those that pause before a retry, or that a limit of their array, user,
-group or token stops.
+"""Which queued requests may be granted now: not those that pause before a retry, or that their array stops. Who is
+stopped by a limit of a user, group or token is told by `core.user_order`.
 
 A request that is not eligible reserves no GPU and delays no other.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gpulease_protocol.model import Demand, Job
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.placement import find_candidates, min_gpus
+from gpulease_server.core.placement import min_gpus
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.user_limits import UserUsage
 
@@ -33,13 +33,3 @@ def min_gpus_of(ledger: Ledger, users: UserUsage, demand: Demand) -> int:
     if demand not in users.min_gpus:
         users.min_gpus[demand] = min_gpus(ledger, demand)
     return users.min_gpus[demand]
-
-
-def is_over_user_limit(ledger: Ledger, users: UserUsage, record: LeaseRecord) -> bool:
-    """True while a limit of its user, group or token, or the budget of its token, keeps a request out of the queue: it
-    reserves no GPU, and others pass it."""
-    if not users.may_limit(record.lease):
-        return False
-    demand = record.lease.demand
-    can_be_served = bool(find_candidates(ledger, demand).by_node)
-    return users.keeps_out(record.lease, min_gpus_of(ledger, users, demand), can_be_served=can_be_served)

@@ -8,7 +8,6 @@ from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobMember, JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
-from gpulease_server.core.eligibility import is_over_user_limit
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.fair_share import recount_usage
@@ -58,7 +57,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
         if pending is not None and pending.adoption is not None:
             _adopt(turn, record, pending, reservations, waited_enough=pending.since_s < latest_s)
             continue
-        if is_over_user_limit(turn.ledger, users, record):
+        if order.keeps_out(record):
             # It reserves no GPU. A new one gets its verdict.
             if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                 order.add(record)

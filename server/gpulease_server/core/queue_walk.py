@@ -34,7 +34,7 @@ from enum import StrEnum, auto
 from gpulease_protocol.model import Priority, Selection
 from gpulease_server.core.backfill import BlockedRequests, Reservations, nodes_to_reserve
 from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place
-from gpulease_server.core.eligibility import array_at_limit, is_eligible, is_over_user_limit
+from gpulease_server.core.eligibility import array_at_limit, is_eligible
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import NO_USERS, LimitKey, token_key
 from gpulease_server.core.pending import PendingRequest
@@ -235,7 +235,7 @@ class QueueWalk:
         reservations = self.reservations
         if members.key.array_id is not None and array_at_limit(self.ledger, record) is not None:
             return Why.LEFT_OUT
-        if is_over_user_limit(self.ledger, reservations.users, record) or not reservations.is_any_left:
+        if self.order.keeps_out(record) or not reservations.is_any_left:
             return Why.KEPT_OUT
         if record.lease.demand.selection is Selection.ALL and reservations.users.may_limit(record.lease):
             return None  # each may be limited to other nodes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from gpulease_server.core.backfill import BlockedRequests, Reservations
-from gpulease_server.core.eligibility import is_over_user_limit
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked
@@ -46,7 +45,7 @@ def _reservations(
     max_demands = MAX_SHOWN_DEMANDS if last is None else None
     for record in QueueWalk(ledger, reservations, blocked, order, last=last, max_demands=max_demands):
         candidates = frozenset[str]()
-        if is_over_user_limit(ledger, users, record) or not reservations.is_any_left:
+        if order.keeps_out(record) or not reservations.is_any_left:
             if record is not last:
                 order.add(record)
             continue

@@ -40,6 +40,7 @@ The limits apply to administrators too. GPUs that drain after a lease no longer 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import itemgetter
@@ -235,18 +236,18 @@ class UserUsage:
                 return why
         return None if self.tokens is None else self.tokens.limit_reached(lease, wanted)
 
-    def keeps_out(self, lease: Lease, wanted: int, *, can_be_served: bool) -> bool:
+    def keeps_out(self, lease: Lease, wanted: int, *, can_be_served: Callable[[], bool]) -> bool:
         """True while a limit, or the budget of its token, keeps a request out. Newer requests of that token are then
         kept out too: call it for one request after the other, oldest first. Not where it could not be granted even if
         no one had anything: then they would wait for what never comes. Nor where an older one claims what it needs.
 
-        `can_be_served`: whether there is a node that has what it asks for."""
+        `can_be_served`: whether the nodes can serve it once leases end."""
         short = [one.key for one in self.applied(lease) if self.is_short(one, lease.id, wanted)]
         tokens, token_id = None if lease.holder.token_id is None else self.tokens, lease.holder.token_id
         by_budget = tokens is not None and tokens.limit_reached(lease, wanted) is not None
         by_token = by_budget or LimitKey(LimitKind.TOKEN, token_id) in short
         alone = not by_token and len(short) == 1 and short[0].interactive
-        if (by_token or alone) and can_be_served and never_within_limits(self, lease, wanted) is None:
+        if (by_token or alone) and never_within_limits(self, lease, wanted) is None and can_be_served():
             if tokens is not None and by_token and self._claims_leave(lease, wanted):
                 tokens.first.setdefault(token_id or "", lease.id)
             elif not by_token:

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import Demand
+from gpulease_protocol.model import Demand, Lease
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.demand_classes import ClassKey
 from gpulease_server.core.eligibility import min_gpus_of
@@ -131,6 +131,17 @@ class UserOrder:
         if self.waits_for_leases(record):
             self.users.keep_all(record.lease, self._needs(record))
 
+    def keeps_out(self, record: LeaseRecord) -> bool:
+        """True while a limit of its user, group or token, or the budget of its token, keeps a request out of the queue:
+        it reserves no GPU, and others pass it. Call it for one after the other, in order, see `UserUsage.keeps_out`."""
+        lease = record.lease
+        if not self.users.may_limit(lease):
+            return False
+        most_gpus = self._most_gpus(lease)
+        return self.users.keeps_out(
+            lease, self._needs(record), can_be_served=lambda: self._may_be_served(lease.demand, most_gpus)
+        )
+
     def kept_out(self, record: LeaseRecord) -> Out | None:
         """Whether a limit keeps a request out, or the budget of its token, after what older ones claim."""
         lease, tokens, needed = record.lease, self.users.tokens, self._needs(record)
@@ -154,8 +165,15 @@ class UserOrder:
             return False
         if users.tokens is not None and users.tokens.hours_are_used(lease, needed):
             return False
-        limited = (one.limits.max_gpus for one in users.applied(lease) if one.limits.max_gpus is not None)
-        return self._may_be_served(lease.demand, min(limited, default=None))
+        return self._may_be_served(lease.demand, self._most_gpus(lease))
+
+    def _most_gpus(self, lease: Lease) -> int | None:
+        """How many GPUs a lease may have within its limits and the budget of its token when nothing else is held; None
+        for any number."""
+        found = [one.limits.max_gpus for one in self.users.applied(lease)]
+        if self.users.tokens is not None and (record := self.users.tokens.of(lease)) is not None:
+            found.append(record.budget.max_gpus)
+        return min((gpus for gpus in found if gpus is not None), default=None)
 
     def _may_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
         served = demand, most_gpus
