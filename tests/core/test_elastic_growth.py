@@ -6,9 +6,12 @@ import pytest
 
 from gpulease_protocol.model import GpuState, JobState
 from gpulease_protocol.node_protocol import RunState
+from gpulease_server.core import elastic_growth, eligibility
 from gpulease_server.core.elastic_growth import CHANGES, GROW_AFTER_S, pause_s
+from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant, LeaseRecord
 from tests.core.build import World, gpu
 from tests.core.test_elastic_jobs import elastic, kinds, lose, nodes_of, start, stopped
 from tests.core.test_gang_jobs import fleet, forgotten, job_of, part
@@ -185,4 +188,27 @@ def test_no_other_gpus_of_a_node_are_taken_while_those_given_back_are_not_clean(
     assert job_of(world, job_id).state is JobState.RUNNING
     world.nodes["c"] = [gpu(index, "c") for index in range(4)]
     world.pass_time(2)
+    assert job_of(world, job_id).state is JobState.STOPPING
+
+
+def test_while_no_node_is_free_no_one_who_waits_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, job_id = with_room(user="ann")
+    world.limit("bob", max_leases=1)
+    held = world.lease(2, node="c", user="bob", ttl_s=1000.0)
+    for number in range(20):
+        world.ask(1, user="bob", ttl_s=1000.0, time_s=100.0 + number)
+    looked_at: list[str] = []
+
+    def is_eligible(ledger: Ledger, record: LeaseRecord, now: Instant) -> bool:
+        looked_at.append(record.lease.id)
+        return eligibility.is_eligible(ledger, record, now)
+
+    monkeypatch.setattr(elastic_growth, "is_eligible", is_eligible)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert (job_of(world, job_id).state, looked_at) == (JobState.RUNNING, [])
+    for record in list(world.ledger.queued()):
+        world.release(record.lease)
+    world.release(held)
+    world.report("c")
+    world.pass_time(5)
     assert job_of(world, job_id).state is JobState.STOPPING

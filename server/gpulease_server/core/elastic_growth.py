@@ -75,7 +75,7 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     first. `regroups`: how often the nodes of its job have changed; by two where one has joined and was given back."""
     ledger, lease = turn.ledger, record.lease
     left = usage_by_user(ledger, turn.policy.limits, turn.now).gpus_left(lease)
-    if turn.pending or (left is not None and left < lease.demand.count) or _is_anyone_overtaken(turn, lease):
+    if turn.pending or (left is not None and left < lease.demand.count):
         return []
     found, model = find_candidates(ledger, lease.demand), lease.gpus[0].name or ""
     here = {one.node for one in lease.members}
@@ -85,7 +85,7 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     nodes = [node for node in nodes if all(gpu.lease_id != lease.id for gpu in ledger.gpus_on(node))]
     reached = (node for node in nodes if reach is not None and reach_of(ledger, lease.demand, node) == reach)
     ranked = {node: one for node in reached if (one := search.on_node(node, found, model)) is not None}
-    if not ranked:
+    if not ranked or _is_anyone_overtaken(turn, lease):  # which costs most, so it is asked last
         return []
     # A node that has joined and failed is taken again only where there is no other; of several each has its turn.
     untried = [one for node, one in ranked.items() if not _was_given_back(ledger, lease, node)]
