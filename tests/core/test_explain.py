@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import NeverFits, NotNow
 from gpulease_protocol.explanation import Explanation, Obstacle
 from gpulease_protocol.model import ComputeMode, GpuReading, Lease, NodeMode, Selection
@@ -225,3 +227,21 @@ def test_memory_that_no_gpu_tells_is_not_none() -> None:
     assert "The memory of 1 is not known. Node a has 1 GPU." in explanation.sentence
     explanation = refused(World().node(gpus=[mute, gpu(1)]), min_free_memory_bytes=81 * GIB)
     assert "The largest has 80.0 GiB. The memory of 1 is not known." in explanation.sentence
+
+
+@pytest.mark.parametrize("what", [{"time_s": 100.0}, {"token": "t", "budget": Budget(max_lease_s=100.0)}])
+def test_a_holder_is_said_to_end_when_its_time_is_over_and_no_renewal_helps(what: dict[str, Any]) -> None:
+    world = World().node(gpus=1)
+    world.lease(ttl_s=86400.0, **what)
+    item = only(explained(world, world.lease(user="bob").id))
+    ends_at = world.now.at + timedelta(seconds=100)
+    assert item.until == ends_at
+    assert f"until {ends_at:%Y-%m-%d %H:%M:%S} UTC at the latest." in item.sentence
+
+
+def test_a_job_that_an_older_release_let_last_for_ever_is_no_error() -> None:
+    world = World().node(gpus=1)
+    job_id = world.submit(1, timeout_s=1e12)
+    world.jobs["a"] = [JobReport(job_id=job_id, attempt=1, state=RunState.RUNNING, started_at=world.now.at)]
+    world.report()
+    assert "UTC at the latest" in refused(world).sentence

@@ -25,7 +25,7 @@ from gpulease_server.core.order import position
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
-from gpulease_server.core.token_budgets import lasts_s
+from gpulease_server.core.token_budgets import last_moment_s
 from gpulease_server.core.wording import describe_processes
 
 READING_FIELDS = [name for name in GpuReading.__dataclass_fields__ if name not in Device.__dataclass_fields__]
@@ -58,12 +58,8 @@ def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy
         return lease
     # One that is past its deadline is spared, see `liveness.is_spared`: no time limit is known.
     expires_at = None if deadline is None or deadline <= now.mono_s else wall_clock(now, deadline)
-    of_budget_s, ends_s = lasts_s(ledger, record, now), []
-    if of_budget_s is not None:
-        ends_s.append(now.mono_s + of_budget_s)
-    if lease.id in ledger.ends_s:
-        ends_s.append(max(now.mono_s, ledger.ends_s[lease.id]))
-    ends_at = wall_clock(now, min(ends_s)) if ends_s else None
+    end_s = last_moment_s(ledger, record, now)
+    ends_at = None if end_s is None else wall_clock(now, end_s)
     return replace(
         lease,
         expires_at=expires_at if expires_at is None or ends_at is None else min(expires_at, ends_at),

@@ -228,6 +228,17 @@ def lasts_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
     return max(0.0, min(found)) if found else None
 
 
+def last_moment_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
+    """When an active lease ends however often it is renewed, on the monotonic clock: by its declared time, or by the
+    budget of its token. None for no end."""
+    of_budget_s, ends_s = lasts_s(ledger, record, now), []
+    if of_budget_s is not None:
+        ends_s.append(now.mono_s + of_budget_s)
+    if record.lease.id in ledger.ends_s:
+        ends_s.append(max(now.mono_s, ledger.ends_s[record.lease.id]))
+    return min(ends_s, default=None)
+
+
 def is_time_over(ledger: Ledger, record: LeaseRecord, now: Instant) -> bool:
     """True when a lease has held its GPUs for the time that it declared, or that the budget of its token gives it."""
     budget = ledger.budgets.get(record.lease.holder.token_id or "")

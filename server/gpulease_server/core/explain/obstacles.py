@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.explanation import Obstacle
 from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
@@ -13,7 +14,9 @@ from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, grant_size, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.records import GpuRecord, Instant
+from gpulease_server.core.presentation import wall_clock
+from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
+from gpulease_server.core.token_budgets import last_moment_s
 from gpulease_server.core.wording import count_gpus, duration
 
 MISMATCHES = {
@@ -54,7 +57,7 @@ def obstacle(
         if state is not GpuState.LEASED or gpu.lease_id not in ledger.leases:
             return _held_or_worse(ledger, gpu, state, f"{name} is {why}{_cordoned_later(ledger, gpu)}.")
         lease = ledger.leases[gpu.lease_id].lease
-        until, ends = _end(ledger, lease, now)
+        until, ends = _end(ledger, ledger.leases[lease.id], now)
         found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{ends}{_cordoned_later(ledger, gpu)}.")
         return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id)
     if lacks_memory(ledger, demand, gpu):
@@ -130,19 +133,23 @@ def _awaited(ledger: Ledger, gpu: GpuRecord, policy: Policy) -> str:
     return f"{takes}, more than the {limit} that count for a grant (worker --probe-deadline-s)"
 
 
-def _end(ledger: Ledger, lease: Lease, now: Instant) -> tuple[datetime | None, str]:
+def _end(ledger: Ledger, record: LeaseRecord, now: Instant) -> tuple[datetime | None, str]:
     """When a lease ends, None without a time limit; and the same in words, empty where the holder says enough: one
-    with a watched process is renewed for as long as that lives."""
-    deadline_s = ledger.deadlines.get(lease.id)
-    if deadline_s is not None:
-        until = now.at + timedelta(seconds=deadline_s - now.mono_s)
-        watched = lease.liveness is Liveness.PROCESS
-        return until, "" if watched else f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed"
+    with a watched process is renewed for as long as that lives, and its time lasts."""
+    lease, last_s = record.lease, last_moment_s(ledger, record, now)
+    last = None if last_s is None else wall_clock(now, last_s)
     job = ledger.live_jobs.get(lease.job_id or "")
-    if job is None or job.spec.timeout_s is None or job.job.started_at is None:
-        return None, ""
-    until = job.job.started_at + timedelta(seconds=job.spec.timeout_s)
-    return until, f" until {until:%Y-%m-%d %H:%M:%S} UTC at the latest"
+    if job is not None and job.spec.timeout_s is not None and job.job.started_at is not None:
+        # Releases before this one let a job last longer than a calendar reaches.
+        over = job.job.started_at + timedelta(seconds=min(job.spec.timeout_s, LONGEST_S))
+        last = over if last is None else min(last, over)
+    deadline_s = ledger.deadlines.get(lease.id)
+    until = None if deadline_s is None else wall_clock(now, deadline_s)
+    if last is not None and (until is None or last <= until):
+        return last, f" until {last:%Y-%m-%d %H:%M:%S} UTC at the latest"
+    if until is None or lease.liveness is Liveness.PROCESS:
+        return until, ""
+    return until, f" until {until:%Y-%m-%d %H:%M:%S} UTC unless it is renewed"
 
 
 def _cordoned_later(ledger: Ledger, gpu: GpuRecord) -> str:
