@@ -11,7 +11,7 @@ from gpulease_protocol.noun import Noun
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event(Noun):
     """One recorded change. `seq` increases by one with each and is never reused; those of bearer tokens
-    (`token.created`, `token.revoked`) are shown to administrators alone."""
+    (`token.created`, `token.revoked`) and limits (`limits.set`, `limits.removed`) are shown to administrators alone."""
 
     seq: int
     """Position in the history."""

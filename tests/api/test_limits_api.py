@@ -91,6 +91,9 @@ def test_users_see_their_own_and_change_none(running: DaemonProcess) -> None:
     assert call(running.socket, "GET", f"/v1/limits/user/{BOB}", uid=ANN).problem() == (403, "not_allowed")
     assert call(running.socket, "PUT", f"/v1/limits/user/{ANN}", {}, uid=ANN).problem() == (403, "not_allowed")
     assert call(running.socket, "DELETE", "/v1/limits/group/vision", uid=ANN).problem() == (403, "not_allowed")
+    for path in ("/v1/events?limit=1000", "/v1/events?limit=1000&kind=limits.set"):
+        told = {one["kind"] for one in call(running.socket, "GET", path, uid=ANN).json["items"]}
+        assert not {kind for kind in told if kind.startswith("limits.")}, "they name limits of others"
     every = running.call("GET", "/v1/limits").json["items"]
     assert [(one["kind"], one["name"]) for one in every] == [("group", "vision"), ("user", str(BOB))]
 

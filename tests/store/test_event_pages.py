@@ -76,7 +76,10 @@ FILTERS = {
     "all": (EventFilter(), lambda event: True),
     "kind": (EventFilter(kinds=("lease.granted",)), lambda event: event.kind == "lease.granted"),
     "noun": (EventFilter(kinds=("lease", "gpu.x")), lambda event: event.kind in ("lease.granted", "lease.ended")),
-    "hidden": (EventFilter(hidden_kinds="token."), lambda event: not event.kind.startswith("token.")),
+    "hidden": (
+        EventFilter(hidden_kinds=("token.", "job.")),
+        lambda event: not event.kind.startswith(("token.", "job.")),
+    ),
     "user": (EventFilter(user="ada"), lambda event: USERS.get(event.lease_id or "") == "ada"),
     "gpu": (EventFilter(gpu="GPU_0"), lambda event: "GPU_0" in event.gpus),
     "mig": (EventFilter(gpu="MIG-GPU-0/1/0"), lambda event: "MIG-GPU-0/1/0" in event.gpus),

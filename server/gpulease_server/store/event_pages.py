@@ -36,8 +36,8 @@ class EventFilter:
     node: str | None = None
     lease: str | None = None
     job: str | None = None
-    hidden_kinds: str | None = None
-    """Prefix of kinds that are left out."""
+    hidden_kinds: tuple[str, ...] = ()
+    """Prefixes of kinds that are left out."""
 
     @property
     def is_sparse(self) -> bool:
@@ -56,8 +56,7 @@ class EventFilter:
             found.append(cast(event.c.gpus, Text).contains(f'"{self.gpu}"', autoescape=True))
         given = {event.c.node: self.node, event.c.lease_id: self.lease, event.c.job_id: self.job}
         found += [column == value for column, value in given.items() if value is not None]
-        if self.hidden_kinds is not None:
-            found.append(event.c.kind.not_like(f"{self.hidden_kinds}%"))
+        found += [event.c.kind.not_like(f"{prefix}%") for prefix in self.hidden_kinds]
         return found + self.times()
 
     def times(self) -> list[ColumnElement[bool]]:

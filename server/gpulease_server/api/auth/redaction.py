@@ -15,8 +15,8 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.presentation import job_view
 from gpulease_server.core.records import JobRecord
 
-ADMIN_KINDS = "token."
-"""Prefix of the kinds of events that only administrators see."""
+ADMIN_KINDS = "token.", "limits."
+"""Prefixes of the kinds of events that only administrators see: they name tokens, and limits of others."""
 
 
 def redact_lease(caller: Caller, lease: Lease) -> Lease:
@@ -59,9 +59,9 @@ def redact_gpu(caller: Caller, gpu: Gpu, access: AccessSettings) -> Gpu:
     return replace(gpu, processes=processes, opened_by=opened_by, unreadable_process=unreadable)
 
 
-def hidden_kind_prefix(caller: Caller) -> str | None:
-    """Prefix of the kinds of events that this caller may not see; None if they may see all."""
-    return None if caller.is_admin else ADMIN_KINDS
+def hidden_kinds(caller: Caller) -> tuple[str, ...]:
+    """Prefixes of the kinds of events that this caller may not see."""
+    return () if caller.is_admin else ADMIN_KINDS
 
 
 def redact_event(caller: Caller, event: Event, ledger: Ledger) -> Event:

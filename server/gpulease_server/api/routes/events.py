@@ -12,7 +12,7 @@ from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.model import EventPage
 from gpulease_server.api.auth.access_rules import CallerDep
 from gpulease_server.api.auth.authenticated_router import new_router
-from gpulease_server.api.auth.redaction import hidden_kind_prefix, redact_event
+from gpulease_server.api.auth.redaction import hidden_kinds, redact_event
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
@@ -57,7 +57,7 @@ async def event_filter(
         node=node,
         lease=lease,
         job=job,
-        hidden_kinds=hidden_kind_prefix(caller),
+        hidden_kinds=hidden_kinds(caller),
     )
 
 

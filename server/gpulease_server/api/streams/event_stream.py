@@ -43,7 +43,7 @@ from gpulease_protocol.errors import EventsPruned, InvalidRequest, Unavailable
 from gpulease_protocol.model import Event
 from gpulease_server.api import fair_share
 from gpulease_server.api.auth.callers import Caller, is_still_valid
-from gpulease_server.api.auth.redaction import hidden_kind_prefix, redact_event
+from gpulease_server.api.auth.redaction import hidden_kinds, redact_event
 from gpulease_server.api.daemon_state import DaemonState
 from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.runtime.recent_events import EVENTS_KEY
@@ -173,8 +173,8 @@ class EventStream(Response):
                 self._ended = True
                 yield TOKEN_INVALID
                 return
-            hidden = hidden_kind_prefix(self._caller)
-            visible = [event for event in batch or () if hidden is None or not event.kind.startswith(hidden)]
+            hidden = hidden_kinds(self._caller)
+            visible = [event for event in batch or () if not event.kind.startswith(hidden)]
             if visible:
                 yield b"".join(_frame(redact_event(self._caller, event, ledger)) for event in visible)
 
