@@ -8,9 +8,11 @@ import pytest
 
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import NeverFits, OverQuota
-from gpulease_protocol.model import Demand, Holder, Job, JobSpec, JobState
+from gpulease_protocol.explanation import Explanation
+from gpulease_protocol.model import Demand, Holder, Job, JobSpec, JobState, Lease, LeaseState, Liveness
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.requests import ArrayRequest, JobRequest
+from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
 from gpulease_server.core.limit_records import UserLimits
@@ -129,6 +131,25 @@ def test_an_array_that_would_overfill_the_queue_is_refused() -> None:
     world = World(policy=Policy(max_queued=4)).node("a", gpus=2)
     assert isinstance(submit(world, count=6, at_most=1), OverQuota)
     assert world.ledger.jobs == {}
+
+
+@pytest.mark.parametrize("policy", [Policy(limits=UserLimits(queued=5)), Policy(max_queued=5)])
+def test_a_dry_run_says_fits_now_only_of_an_array_whose_others_may_wait(policy: Policy) -> None:
+    world = World(policy=policy).node("a", gpus=1)
+    holder = Holder(user="ann")
+    one = Lease(
+        id="",
+        state=LeaseState.QUEUED,
+        holder=holder,
+        demand=Demand(count=1),
+        ttl_s=0.0,
+        liveness=Liveness.JOB,
+        created_at=world.now.at,
+    )
+    assert isinstance(dry_run(world.ledger, one, world.now, policy, further_jobs=6), OverQuota)
+    found = dry_run(world.ledger, one, world.now, policy, further_jobs=5)
+    assert isinstance(found, Explanation)
+    assert found.sentence.startswith("Fits now: the first of 6 jobs would get GPU 0")
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -53,6 +53,8 @@ def dry_run(
         gpus_left = users.gpus_left(lease)
         placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=gpus_left)
         if not isinstance(placed, Blocked):
+            if further_jobs and (full := _queue_is_full(ledger, lease, policy, further_jobs)) is not None:
+                return full
             first = f"the first of {further_jobs + 1} jobs would get " if further_jobs else ""
             named = describe_places(gpu.device for gpu in placed.gpus)
             connected = describe_connections(ledger, demand, (gpu.device for gpu in placed.gpus))
