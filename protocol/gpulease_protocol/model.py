@@ -340,7 +340,7 @@ class Job(Noun):
     attempts: int = 0
     """How many times it was started."""
     attempt_history: tuple[JobAttempt, ...] = ()
-    """Its attempts before the last one, oldest first; the last one is in the other fields. At most the last 20."""
+    """Its attempts before the last one, oldest first; the last one is in the other fields. At most 21."""
     after: tuple[JobDependency, ...] = ()
     """The jobs and arrays that had to end before it joined the queue."""
     array_id: str | None = None

@@ -460,8 +460,12 @@ def test_what_counts_as_no_retry_is_kept_longer_than_changes_of_nodes() -> None:
     history: tuple[JobAttempt, ...] = ()
     for number in range(MAX_HISTORY + 10):
         history = kept_history((*history, attempt(number, node_left=number < 3, regrouped=number > 4)))
-    assert len(history) == MAX_HISTORY
-    assert [one.number for one in history][:6] == [0, 1, 2, 3, 4, 15]
+    assert len(history) == MAX_HISTORY + 1
+    assert [one.number for one in history][:6] == [0, 1, 2, 3, 4, 14]
+    for number in range(MAX_HISTORY + 10):
+        history = kept_history((*history, attempt(100 + number, regrouped=number == 5)))
+    assert len(history) == MAX_HISTORY + 1
+    assert [one.number for one in history if one.regrouped] == [105], "what its lease had left is counted from it"
 
 
 def test_losses_of_nodes_use_up_no_retry() -> None:
