@@ -33,6 +33,7 @@ wall clock.
 | a lease is renewed, or its owner lives on | `max_lease_s` counts from the grant |
 | a request is sent again with its Idempotency-Key | it is the same lease |
 | the daemon is killed, or another takes over | the budget goes on; the time between counts for what is still held |
+| the wall clock is put forward in between | that counts, too: a lease may end at once (no grace as for `time_s`) |
 | the wall clock is put back, or forward within a day | nothing: the time that has passed counts |
 | it is put back over midnight | the day that began is still the day |
 | it is put forward over midnight | a new day begins |
