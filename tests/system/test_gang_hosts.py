@@ -16,6 +16,7 @@ import pytest
 
 from gpulease_worker.processes import lease_claims
 from tests.daemon import eventually
+from tests.digits import LIGHT_DIGITS
 from tests.host_fleet import Fleet, fleet
 from tests.hosts import Host
 
@@ -50,6 +51,7 @@ def submit(made: Fleet, *command: str, **fields: Any) -> str:
         "nodes": 2,
         "interpreter": sys.executable,
         "working_directory": str(EXAMPLES),
+        "environment": LIGHT_DIGITS,
     }
     return made.daemon.submit(*command, **asked | fields)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.daemon import DaemonProcess
+from tests.digits import LIGHT_DIGITS
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +20,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run_job(running: DaemonProcess, *command: str, **fields: Any) -> tuple[dict[str, Any], str]:
     """Run a job on two GPUs; it as it ended, and what its launcher printed."""
-    job = running.submit(*command, gpus=2, interpreter=sys.executable, working_directory=str(EXAMPLES), **fields)
+    place = {"interpreter": sys.executable, "working_directory": str(EXAMPLES), "environment": LIGHT_DIGITS}
+    job = running.submit(*command, gpus=2, **place, **fields)
     return running.wait_job(job, within_s=100), running.job_log(job)
 
 

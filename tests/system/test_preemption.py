@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
+from tests.digits import LIGHT_DIGITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
@@ -22,7 +23,7 @@ def submit(running: DaemonProcess, directory: Path, *options: str) -> str:
     """Submit the training of the examples with a directory for its checkpoints."""
     command = ["ddp_digits.py", "--epochs", str(EPOCHS), "--checkpoint-dir", str(directory), *options]
     fields = {"launcher": "torchrun", "interpreter": sys.executable, "working_directory": str(EXAMPLES)}
-    return running.submit(*command, gpus=2, **fields)
+    return running.submit(*command, gpus=2, environment=LIGHT_DIGITS, **fields)
 
 
 def view(running: DaemonProcess, job_id: str) -> dict[str, Any]:
