@@ -18,7 +18,7 @@ fish                                       fish           the same
 /usr/lib/python3*/ensurepip                python3-venv   installing as docs/install.md says
 kubectl                                    kubernetes-client  building the Kubernetes manifests
 buildah                                    buildah        building the container image
-debootstrap                                debootstrap    the base of that image
+mmdebstrap                                 mmdebstrap     the base of that image
 /usr/sbin/slurmctld                        slurm-wlm      pilots on a real cluster
 /usr/sbin/munged                           munge          the same
 /usr/lib/*/faketime/libfaketimeMT.so.1     faketime       jumps of the wall clock of a real daemon

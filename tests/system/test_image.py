@@ -1,6 +1,6 @@
 """The container image, built from the Dockerfile with buildah, serves.
 
-The base image is made by debootstrap from the Debian release of this machine and tagged as the Dockerfile's. Mirrors,
+The base image is made by mmdebstrap from the Debian release of this machine and tagged as the Dockerfile's. Mirrors,
 indexes, proxies and certificates are those that apt and pip of this machine are configured with.
 """
 
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = "python3,python3-venv,python-is-python3,ca-certificates"
+PACKAGES = "python3,python3-venv,python-is-python3,ca-certificates,passwd"
 POLICY = '{"default": [{"type": "insecureAcceptAnything"}]}'
 """Of images that are built here and never fetched."""
 IMAGE = "gpulease-under-test"
@@ -46,9 +46,17 @@ class Builder:
     def __init__(self, directory: Path) -> None:
         policy = directory / "policy.json"
         policy.write_text(POLICY)
-        storage = ["--root", str(directory / "storage"), "--runroot", str(directory / "run")]
-        self.command = ["buildah", *storage, "--storage-driver", "vfs"]
         self.policy = ["--signature-policy", str(policy)]
+        # vfs copies every layer; overlay mounts them, but not on top of another overlay, as in a container.
+        self.command = self.stored(directory, "overlay")
+        if subprocess.run([*self.command, "info"], capture_output=True, timeout=100, check=False).returncode != 0:
+            self.command = self.stored(directory, "vfs")
+
+    @staticmethod
+    def stored(directory: Path, driver: str) -> list[str]:
+        """buildah with a driver, and a storage of that driver."""
+        places = ["--root", str(directory / driver), "--runroot", str(directory / "run")]
+        return ["buildah", *places, "--storage-driver", driver]
 
     def run(self, subcommand: str, *arguments: str) -> str:
         """Run one of buildah's commands; what it prints."""
@@ -92,7 +100,7 @@ def make_root(directory: Path) -> Path:
     targets = ["indextargets", "--format", "$(REPO_URI)", "Created-By: Packages", f"Codename: {release}"]
     mirror = output(["apt-get", *targets]).split("\n")[0]
     root = directory / "base"
-    output(["debootstrap", "--variant=minbase", f"--include={PACKAGES}", release, str(root), mirror])
+    output(["mmdebstrap", "--quiet", "--variant=essential", f"--include={PACKAGES}", release, str(root), mirror])
     return root
 
 
