@@ -26,6 +26,7 @@ LOOK_FIRST = {
     "interactive_without_limit": 9,
     "wait_for_lost_nodes": 2,
     "end_what_a_silent_worker_watches": 10,
+    "any_reading_will_do": 4,
 }
 """The seed that has caught a fault; the others are tried if it does so no longer."""
 
