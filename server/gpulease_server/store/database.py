@@ -64,8 +64,11 @@ def database_file(url: str) -> Path | None:
 
 def connect(url: str) -> Engine:
     """An engine for this database. Connects to nothing yet. Raises `DatabaseUnusable`."""
+    made = parse_url(url)
     try:
-        return dialects.engine(parse_url(url))
+        if made.get_backend_name() == dialects.POSTGRESQL:
+            tables.complete_for_postgresql()
+        return dialects.engine(made)
     except ModuleNotFoundError as error:
         raise DatabaseUnusable(
             f"PostgreSQL needs the package {error.name}.", remedy="pip install 'gpulease[server]'"

@@ -181,7 +181,7 @@ event = Table(
     Column("reason", Text),
     Index("ix_event_lease_id", "lease_id"),
     Index("ix_event_at", "at", "seq"),
-    Index("ix_event_state", "seq", sqlite_where=STATE_EVENTS, postgresql_where=STATE_EVENTS),
+    Index("ix_event_state", "seq", sqlite_where=STATE_EVENTS),
 )
 
 pruned = Table(
@@ -287,3 +287,9 @@ writer = Table(
 )
 """One row, of id 1: the daemon that may write. `first_term` is its term at the takeover. See `store.fencing`.
 `job_token_key` is the key of `runtime.job_tokens`; null until a daemon needs one."""
+
+
+def complete_for_postgresql() -> None:
+    """Declare what only PostgreSQL is told. Above, it would import that dialect for SQLite too."""
+    index = next(one for one in event.indexes if one.name == "ix_event_state")
+    index.dialect_options["postgresql"]["where"] = STATE_EVENTS
