@@ -15,6 +15,7 @@ import click
 from gpulease_cli.global_options import GLOBAL_OPTIONS
 from gpulease_cli.program import PROGRAM
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host import garbage
 
 COMPLETION = "_GPULEASE_COMPLETE"
 """Set by the completion script of a shell; see `gpulease_cli.completion`."""
@@ -22,6 +23,8 @@ COMPLETION = "_GPULEASE_COMPLETE"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code. Prints errors in three lines, never a traceback."""
+    if arguments is None:
+        garbage.starting()
     words = _as_options(sys.argv[1:] if arguments is None else arguments)
     code = _run(words)
     if code and "--json" not in words and _command(words) == "acquire":

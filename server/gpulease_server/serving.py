@@ -17,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gpulease_protocol.errors import GpuleaseError
+from gpulease_protocol.host import garbage
 from gpulease_protocol.host.logging import fields
 from gpulease_protocol.joining import Authority, fingerprint
 from gpulease_server import dashboard, systemd_notify
@@ -288,6 +289,7 @@ class SocketsServer(uvicorn.Server):
         urls = listeners.urls("https" if self.config.ssl else "http")
         log.info("gpulease listens on %s", " and ".join(urls), extra=fields(event="daemon.listens"))
         self.taking = [asyncio.create_task(self._take(address)) for address in listeners.missing]
+        garbage.started()
         systemd_notify.notify("READY=1")
 
     def _protocol(self) -> asyncio.Protocol:

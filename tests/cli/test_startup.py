@@ -5,14 +5,18 @@
 
 from __future__ import annotations
 
+import signal
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench import startup
+from gpulease_protocol.host import garbage
 from tests.cli.programs import environ
+from tests.daemon import DaemonProcess, eventually
 
 HEAVY = {
     *("anyio", "asyncio", "httpcore2", "httpx2", "pydantic", "rich", "typer"),
@@ -52,6 +56,43 @@ def test_a_command_imports_no_other_and_nothing_heavy(url: str, words: tuple[str
 def test_run_needs_neither_httpx_nor_colors(url: str) -> None:
     heavy = {"anyio", "asyncio", "httpx2", "pydantic", "rich"}
     assert imported(url, "run", "--wait", "1m", "--", "true") & heavy == set()
+
+
+class WatchedDaemon(DaemonProcess):
+    """A daemon that prints, on SIGUSR1, whether it looks for garbage and how often at the least."""
+
+    @property
+    def command(self) -> list[str]:
+        program = (
+            "import gc, signal, sys; from gpulease_cli import main\n"
+            "def tell(*_):\n"
+            "    print('garbage', gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count() > 0, flush=True)\n"
+            "signal.signal(signal.SIGUSR1, tell); sys.argv[0] = 'gpulease'; sys.exit(main())"
+        )
+        return [sys.executable, "-c", program, *super().command[3:]]
+
+
+def test_a_daemon_that_serves_looks_for_garbage(tmp_path: Path) -> None:
+    """It does not while it starts, which would leave the memory of what it drops later to no one."""
+    running = WatchedDaemon(tmp_path / "d", "--no-worker")
+    try:
+        running.start(ready=False)
+        assert running.process is not None
+        running.process.send_signal(signal.SIGUSR1)
+        eventually(lambda: f"garbage True {garbage.USUAL[0]} True" in running.output.read_text(), 30, running.story)
+    finally:
+        running.stop()
+
+
+def test_the_garbage_of_a_long_command_is_found() -> None:
+    """A command looks for it later than usual, and not never."""
+    program = (
+        "import gc, weakref; from gpulease_protocol.host import garbage; garbage.starting()\n"
+        "class Node: pass\n"
+        "node = Node(); node.self = node; seen = weakref.ref(node); del node\n"
+        "kept = [[] for _ in range(garbage.STARTING + 1)]; assert seen() is None, 'never found'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.alone

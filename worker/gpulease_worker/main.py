@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from gpulease_protocol.host import process_tree
+from gpulease_protocol.host import garbage, process_tree
 from gpulease_protocol.host.addresses import make_traversable
 from gpulease_protocol.host.logging import logging_to_stderr
 from gpulease_worker.jobs import cgroup
@@ -58,6 +58,7 @@ def _run(settings: WorkerSettings) -> int:
 
 async def _run_until_signal(settings: WorkerSettings) -> None:
     worker = WorkerLoop(settings)
+    garbage.started()
     loop = asyncio.create_task(worker.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, loop.cancel)
     stop = worker.leave if settings.leaves_within_s > 0 else loop.cancel

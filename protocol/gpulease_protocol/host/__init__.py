@@ -1,1 +1,1 @@
-"""What each program needs to know about its host: processes, addresses, configuration files, logging."""
+"""What each program needs to know about its host: processes, addresses, configuration files, logging, garbage."""

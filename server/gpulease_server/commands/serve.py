@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import click
@@ -19,12 +20,16 @@ from gpulease_server.settings import ServeSettings
 @click.pass_context
 def serve(context: click.Context, settings: ServeSettings) -> int:
     """Run the daemon, and a worker for this host."""
-    with needs_extra("server"):
-        from gpulease_server.main import serve as run_daemon  # noqa: PLC0415 - an extra
-    options = program_settings.worker_options(context.find_root().command, config_file.load())
-    options += _switch("kill-leftovers", settings.kill_leftovers)
-    options += _switch("manage-compute-mode", settings.manage_compute_mode)
-    return run_daemon(replace(settings, worker_options=options))
+    gc.disable()  # until the daemon serves: what is imported stays
+    try:
+        with needs_extra("server"):
+            from gpulease_server.main import serve as run_daemon  # noqa: PLC0415 - an extra
+        options = program_settings.worker_options(context.find_root().command, config_file.load())
+        options += _switch("kill-leftovers", settings.kill_leftovers)
+        options += _switch("manage-compute-mode", settings.manage_compute_mode)
+        return run_daemon(replace(settings, worker_options=options))
+    finally:
+        gc.enable()
 
 
 def _switch(name: str, on: bool | None) -> tuple[str, ...]:
