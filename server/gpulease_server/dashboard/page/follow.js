@@ -9,8 +9,8 @@ const EVERYTHING_MS = 9000;
 const UNTOLD_MS = 60_000; // lists of whose changes events tell, while there is a stream
 const HISTORY_MS = 30_000; // a point of it is a minute
 const LEAST_MS = 1000; // between two rounds, on average
-const QUICK_ROUNDS = 3; // that may come sooner, so that a grant is seen at once although something else has just happened
-const IDLE_SHARE = 4; // slow rounds come less often: they take at most a fifth of the time
+const QUICK_ROUNDS = 6; // that may come sooner, so that a grant is seen at once although something else has just happened
+const IDLE_SHARE = 4; // slow rounds count as several: all take at most a fifth of the time
 const BACK_OFF_MS = [1000, 2000, 4000, 8000, 15_000];
 export const MAX_EVENTS = 100;
 const MAX_JOBS = 200; // as many as are drawn
@@ -155,7 +155,7 @@ export class Follow {
       const found = this.oneByOne ? await this.fetchInTurn(names, signal) : await this.fetchAtOnce(names, signal);
       if (signal.aborted) return;
       this.failures = 0;
-      this.nextMs = Date.now() + Math.max(this.pauseMs(), IDLE_SHARE * (Date.now() - begunMs));
+      this.nextMs = Date.now() + this.pauseMs(Date.now() - begunMs);
       if (found) this.callbacks.current(found.standby, found.asOfMs);
     } catch (error) {
       if (!signal.aborted) this.failed(asProblem(error), names);
@@ -166,14 +166,13 @@ export class Follow {
     }
   }
 
-  /** The least time until the next round. */
-  pauseMs() {
+  /** The least time until the next round, after one that took so long. */
+  pauseMs(tookMs) {
     const now = Date.now();
     this.quick = Math.min(QUICK_ROUNDS, this.quick + (now - this.quickMs) / LEAST_MS);
     this.quickMs = now;
-    if (this.quick < 1) return LEAST_MS;
-    this.quick -= 1;
-    return 0;
+    this.quick -= Math.max(1, (IDLE_SHARE * tookMs) / LEAST_MS);
+    return Math.max(0, -this.quick * LEAST_MS);
   }
 
   /** Fetch each of these; what has arrived is taken out of `names`. Returns the answer that says how current they are. */
