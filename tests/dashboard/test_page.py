@@ -163,6 +163,9 @@ def test_the_page_fits_a_phone(watched: Watched, running: DaemonProcess, hardwar
     ask(running, count=3, label="l" * 200)
     waits = ask(running, count=4, label="w" * 200)
     job = submit(running, "sh", "-c", "exit 1 # " + "x" * 300, name="j" * 200)
+    running.call(
+        "PUT", "/v1/limits/group/" + "g" * 100, {"max_gpus": 9, "gpu_hours": 5, "members": ["m" * 60, "n" * 60]}
+    )
     views = ("now", "timeline", "usage", "queue", "jobs", "events", "wall")
     page = watched.open()
     expect(card(page, 3)).to_be_visible()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from playwright.sync_api import expect
@@ -16,6 +19,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PERIOD = ("2026-11-20T00:00:00Z", "2026-11-27T00:00:00Z")
 
 
+def held(lease: dict[str, Any]) -> float:
+    """Seconds from the grant of a lease to its end."""
+    end, begin = (datetime.fromisoformat(lease[at]) for at in ("ended_at", "granted_at"))
+    return (end - begin).total_seconds()
+
+
 def share(
     key: str | None, held: float, used: float | None, idle: float | None, unknown: float = 0
 ) -> dict[str, object]:
@@ -25,7 +34,7 @@ def share(
 
 
 def test_the_numbers_are_those_of_the_daemon(watched: Watched, running: DaemonProcess) -> None:
-    """U1: held is the sum of the leases, as in `gpulease usage`; a link shows the same."""
+    """U1, U4: held is the sum of the leases, as in `gpulease usage`; and the same after a restart of the daemon."""
     leases = [ask(running, count=count, label=label, ttl_s=1) for count, label in ((1, "vae"), (2, "eval"))]
     for lease in leases:
         while running.call("GET", f"/v1/leases/{lease['id']}?wait_s=30").json["state"] != "ended":
@@ -38,10 +47,64 @@ def test_the_numbers_are_those_of_the_daemon(watched: Watched, running: DaemonPr
         cells = rows.filter(has_text=one["key"]).locator("td.number").all_inner_texts()
         assert cells[0] == f"{one['gpu_hours_held']:.2f}"
         assert cells[-1] == str(one["leases"])
+    held_s = sum(len(lease["gpus"]) * held(running.lease(lease["id"])) for lease in leases)
+    assert usage["gpu_hours_held"] == pytest.approx(held_s / 3600, rel=1e-3)
+    printed = json.loads(running.gpulease("usage", "--by", "label", "--json").stdout)
+    assert printed["shares"] == usage["shares"]
     assert rows.last.locator("td").first.inner_text() == "all"
+    before = rows.locator("td.number").all_inner_texts()
+    running.kill()
+    running.start()
+    page.reload()
+    expect(rows).to_have_count(3)
+    assert rows.locator("td.number").all_inner_texts() == before
+    watched.forget()  # that no daemon answered for a moment is in the console
     page.get_by_role("button", name="by day").click()
     expect(rows).to_have_count(1)
     expect(rows.first).to_contain_text(usage["to_at"][:10])
+    watched.was_good()
+
+
+def test_limits_are_shown_with_their_use_and_set(watched: Watched, running: DaemonProcess) -> None:
+    """An administrator sets limits, changes and removes them; what is over a limit waits, and the page says why."""
+    first = ask(running, count=2, label="one", ttl_s=6000)
+    page = watched.open("#/usage")
+    row = page.locator("#limits tbody tr").filter(has_text="root")
+    page.get_by_role("button", name="Set limits…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("root")
+    dialog.get_by_label("GPUs", exact=True).fill("2")
+    dialog.get_by_label("Longest time").fill("a day")
+    expect(dialog.get_by_role("alert")).to_contain_text("The longest time is like 30m, 24h or 7d.")
+    dialog.get_by_label("Longest time").fill("24h")
+    dialog.get_by_role("button", name="Set limits").click()
+    expect(row).to_contain_text("2 of 2")
+    expect(row).to_contain_text("1d 0h")
+    kept = running.call("GET", "/v1/limits/user/root").json
+    assert (kept["max_gpus"], kept["max_lease_s"], kept["max_leases"]) == (2, 86_400, None)
+    assert "max_queued" in kept["defaults"]  # what the form left out is still the configuration's
+
+    waits = ask(running, count=1, label="two", time_s=3600, priority="scavenge")
+    expect(row).to_contain_text("1 of")
+    page.goto(f"{running.url}/#/queue")
+    expect(page.locator("#queue tbody tr")).to_contain_text("1 GPU, scavenge for 1h 00m")
+    page.goto(f"{running.url}/#/leases/{waits['id']}")
+    expect(page.get_by_text("the limit is 2 at a time")).to_be_visible()
+    page.goto(f"{running.url}/#/usage")
+    page.get_by_role("button", name="Change the limits of user root").click()
+    expect(dialog.get_by_label("GPUs", exact=True)).to_have_value("2")
+    dialog.get_by_label("GPUs", exact=True).fill("4")
+    dialog.get_by_role("button", name="Set limits").click()
+    expect(row).to_contain_text("3 of 4")
+    page.goto(f"{running.url}/#/leases/{waits['id']}")
+    expect(page.locator("dl")).to_contain_text("1h 00m, until")
+    running.release(first)
+    page.goto(f"{running.url}/#/usage")
+    row.get_by_role("button", name="Remove…").click()
+    expect(dialog).to_contain_text("The defaults of the configuration hold for them then.")
+    dialog.get_by_role("button", name="Remove the limits of user root").click()
+    expect(row).to_have_count(0)
+    assert running.call("GET", "/v1/limits/user/root").json["max_gpus"] is None
     watched.was_good()
 
 

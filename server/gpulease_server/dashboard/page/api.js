@@ -95,9 +95,10 @@ export async function answer(path, { headers = {}, signal, method = "GET", body 
 }
 
 /** Ask the daemon to do something: its answer. `key` is the same when it is tried again. Throws Problem. */
-export async function post(path, body, key) {
+export async function send(method, path, body, key) {
   const headers = { "Content-Type": "application/json", "Idempotency-Key": key };
-  const response = await answer(path, { method: "POST", body: JSON.stringify(body), headers, signal: limited() });
+  const text = method === "DELETE" ? undefined : JSON.stringify(body);
+  const response = await answer(path, { method, body: text, headers, signal: limited() });
   return response.json();
 }
 

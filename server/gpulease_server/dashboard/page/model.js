@@ -21,7 +21,7 @@ import { duration, plain, places, short, who } from "./format.js";
  *   history: { gpus: { uuid: string, utilization_ratio: (number | null)[] | null }[] } | null }} Data
  */
 
-const IDLE_SHOWN_S = 60;
+export const IDLE_SHOWN_S = 60;
 export const IDLE_ALARM_S = 600;
 const HUES = 8;
 const ONE_CAUSE_MS = 10_000; // what a timer causes has the same cause an hour later
@@ -89,9 +89,13 @@ function gpuView(gpu, lease, job, nowMs) {
 /** When a lease ends, in words: a watched process renews it while it lives. @param {Lease | null} lease @param {number} nowMs */
 export function until(lease, nowMs) {
   if (lease?.state !== "active") return "";
-  if (lease.liveness === "process" && lease.holder.owner_pid) return `while pid ${lease.holder.owner_pid} runs`;
-  if (lease.expires_at === null) return "";
-  return `in ${duration((Date.parse(lease.expires_at) - nowMs) / 1000)}`;
+  const left = (at) => duration((Date.parse(at) - nowMs) / 1000);
+  const endsAt = lease.ends_at ?? "";
+  const most = endsAt && `at most ${left(endsAt)}`;
+  if (lease.liveness === "process" && lease.holder.owner_pid)
+    return [`while pid ${lease.holder.owner_pid} runs`, most].filter(Boolean).join(", ");
+  if (lease.expires_at === null || (most && Date.parse(endsAt) <= Date.parse(lease.expires_at))) return most;
+  return `in ${left(lease.expires_at)}`;
 }
 
 /** The jobs that wait or run, by lease. @param {Data} data */

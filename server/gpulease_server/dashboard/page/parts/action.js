@@ -1,7 +1,7 @@
 // What a user may do to a thing: a button, and a dialog that says what it ends. Each click is one request, even when it is made
 // twice; the daemon decides, and its words are shown as they are.
 
-import { asProblem, post } from "../api.js";
+import { asProblem, send } from "../api.js";
 import { html, useEffect, useRef, useState } from "../html.js";
 import { plain } from "../format.js";
 import { Dialog } from "./dialog.js";
@@ -20,7 +20,7 @@ export function may(me, operation, user = null) {
 
 /**
  * A button with its dialog. `verb` and `subject` name it ("Cancel", "llama8b"); `consequence` says what it ends; `body(reason)`
- * is what is sent to `path`; `asksWhy`: a reason can be given; `onDone` is called once the daemon has done it; `offered`: whether
+ * is what is sent to `path` by `method`; `asksWhy`: a reason can be given; `onDone` is called once the daemon has done it; `offered`: whether
  * there is a button. A dialog that is open stays as it is, whatever changes meanwhile: the daemon refuses what is no longer so.
  */
 export function Action({
@@ -28,6 +28,7 @@ export function Action({
   subject,
   consequence,
   path,
+  method = "POST",
   body = () => ({}),
   asksWhy = false,
   danger = true,
@@ -39,23 +40,23 @@ export function Action({
     setAsked(null);
     onDone?.();
   };
-  const ask = () => setAsked({ verb, subject, consequence, path, body, asksWhy, danger });
+  const ask = () => setAsked({ verb, subject, consequence, path, method, body, asksWhy, danger });
   return html`${offered && html`<button type="button" class="act" onClick=${ask}>${verb}…</button>`}
     ${asked && html`<${Confirm} ...${asked} onClose=${() => setAsked(null)} onDone=${done} />`}`;
 }
 
-function Confirm({ verb, subject, consequence, path, body, asksWhy, danger, onClose, onDone }) {
+function Confirm({ verb, subject, consequence, path, method, body, asksWhy, danger, onClose, onDone }) {
   const keep = useRef(/** @type {any} */ (null));
   const key = useRef(newKey()); // of one click, and the same for a second try
   const sending = useRef(false);
   const [reason, setReason] = useState("");
   const [problem, setProblem] = useState(/** @type {any} */ (null));
   useEffect(() => keep.current.focus(), []);
-  const send = async () => {
+  const act = async () => {
     if (sending.current) return;
     sending.current = true;
     try {
-      await post(path, body(reason.trim()), key.current);
+      await send(method, path, body(reason.trim()), key.current);
       onDone();
     } catch (error) {
       setProblem(asProblem(error));
@@ -69,7 +70,7 @@ function Confirm({ verb, subject, consequence, path, body, asksWhy, danger, onCl
     <div role="alert">${problem && html`<p class="problem">${said(problem)}</p>`}</div>
     <div class="dialog-buttons">
       <button type="button" ref=${keep} onClick=${onClose}>Keep it</button>
-      <button type="button" class=${danger ? "danger" : ""} onClick=${send}>${verb} ${plain(subject)}</button>
+      <button type="button" class=${danger ? "danger" : ""} onClick=${act}>${verb} ${plain(subject)}</button>
     </div>
   <//>`;
 }

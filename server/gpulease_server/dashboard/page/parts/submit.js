@@ -1,6 +1,6 @@
 // A small form for a job. It says beside it how a terminal does the same; whatever is not here, a terminal can.
 
-import { asProblem, post } from "../api.js";
+import { asProblem, send } from "../api.js";
 import { html, useRef, useState } from "../html.js";
 import { address } from "../route.js";
 import { newKey, said } from "./action.js";
@@ -8,10 +8,11 @@ import { Dialog } from "./dialog.js";
 import { quoted, seconds, shellWords } from "./shell_words.js";
 
 const LAUNCHERS = ["", "torchrun", "accelerate", "deepspeed", "lightning", "fabric", "plain"];
-const EMPTY = { command: "", gpus: "1", launcher: "", name: "", directory: "", timeout: "" };
+const PRIORITIES = ["interactive", "normal", "scavenge"];
+const EMPTY = { command: "", gpus: "1", launcher: "", priority: "normal", name: "", directory: "", timeout: "" };
 
 /** The request that a form asks for, and the same in a terminal; or what is wrong with it. @returns {{ body?: any, line?: string, wrong?: string }} */
-export function requestOf({ command, gpus, launcher, name, directory, timeout }) {
+export function requestOf({ command, gpus, launcher, priority, name, directory, timeout }) {
   const words = shellWords(command);
   if (words === null) return { wrong: "A quote in the command is not closed." };
   if (!words.length) return { wrong: "" };
@@ -23,6 +24,7 @@ export function requestOf({ command, gpus, launcher, name, directory, timeout })
     command: words,
     gpus: Number(gpus),
     ...(launcher && { launcher }),
+    ...(priority !== "normal" && { priority }),
     ...(name && { name }),
     ...(directory && { working_directory: directory }),
     ...(timeoutS && { timeout_s: timeoutS }),
@@ -30,6 +32,7 @@ export function requestOf({ command, gpus, launcher, name, directory, timeout })
   const options = [
     ...(Number(gpus) === 1 ? [] : ["-n", gpus]),
     ...(launcher ? ["--launcher", launcher] : []),
+    ...(priority === "normal" ? [] : ["--priority", priority]),
     ...(name ? ["--name", name] : []),
     ...(timeout ? ["--time", timeout.trim()] : []),
   ];
@@ -54,12 +57,12 @@ function Form({ onClose }) {
     key.current = newKey(); // it is another job now
     setFields({ ...fields, [name]: event.target.value });
   };
-  const send = async (event) => {
+  const submit = async (event) => {
     event.preventDefault();
     if (sending.current || !body) return;
     sending.current = true;
     try {
-      const job = await post("v1/jobs", body, key.current);
+      const job = await send("POST", "v1/jobs", body, key.current);
       onClose();
       location.hash = address("jobs", job.id);
     } catch (error) {
@@ -71,11 +74,12 @@ function Form({ onClose }) {
   const text = (name, title, more = {}) =>
     html`<label>${title} <input type="text" name=${name} value=${fields[name]} onInput=${change(name)} autocomplete="off" spellcheck=${false} ...${more} /></label>`;
   return html`<${Dialog} title="Submit a job" onClose=${onClose} closes=${false}>
-    <form class="submit" onSubmit=${send}>
+    <form class="submit" onSubmit=${submit}>
       ${text("command", "Command", { required: true, placeholder: "train.py --epochs 3", autofocus: true })}
       <div class="submit-row">
         ${text("gpus", "GPUs", { inputmode: "numeric", size: 4 })}
         <label>Launcher <select name="launcher" value=${fields.launcher} onChange=${change("launcher")}>${LAUNCHERS.map((name) => html`<option key=${name} value=${name}>${name || "automatic"}</option>`)}</select></label>
+        <label>Priority <select name="priority" value=${fields.priority} onChange=${change("priority")}>${PRIORITIES.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>
         ${text("name", "Name")}
         ${text("timeout", "Time limit", { placeholder: "2h", size: 6 })}
       </div>

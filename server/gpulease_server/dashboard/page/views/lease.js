@@ -3,7 +3,7 @@
 import { nowMs } from "../clock.js";
 import { askedFor, duration, plain } from "../format.js";
 import { html, useEffect, useState } from "../html.js";
-import { eventPlace, gpuNames, until, userOf } from "../model.js";
+import { eventPlace, gpuNames, IDLE_SHOWN_S, until, userOf } from "../model.js";
 import { Action, may } from "../parts/action.js";
 import { Trouble, useAnswer } from "../parts/answers.js";
 import { HistoryPlots } from "../parts/history_plots.js";
@@ -53,6 +53,8 @@ export function LeasePage({ data, id, query }) {
         <${Pair} name="Asked for"><${Moment} at=${lease.created_at} /><//>
         <${Pair} name="Granted">${lease.granted_at ? html`<${Moment} at=${lease.granted_at} /> <span class="quiet">after ${duration((Date.parse(lease.granted_at) - Date.parse(lease.created_at)) / 1000)}</span>` : "-"}<//>
         ${lease.state === "active" && html`<${Pair} name="Ends">${until(lease, nowMs()) || "when it is released"}<//>`}
+        ${lease.ends_at && lease.demand.time_s && html`<${Pair} name="Time">${duration(lease.demand.time_s)}, until <${Moment} at=${lease.ends_at} /><//>`}
+        ${lease.idle_s >= IDLE_SHOWN_S && html`<${Pair} name="Idle">no work for ${duration(lease.idle_s)}<//>`}
         ${lease.ended_at && html`<${Pair} name="Ended"><${Moment} at=${lease.ended_at} />, ${plain((lease.end_reason ?? "").replaceAll("_", " "))}, held for <${Since} at=${lease.granted_at ?? lease.created_at} to=${lease.ended_at} /><//>`}
       </dl>
       ${lease.problems.map((text) => html`<p class="problem" key=${text}>${plain(text, 400)}</p>`)}

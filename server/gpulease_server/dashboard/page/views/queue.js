@@ -76,7 +76,7 @@ function Row({ lease, nameOf, tellsWhen, mine, onWhy }) {
   return html`<tr class=${mine ? "mine" : ""}>
     <td data-label="#" class="number">${lease.position ?? "-"}</td>
     <td data-label="Who" class="whom"><${User} name=${userOf(lease.holder) || "?"} /> ${label && html`<${Link} view="leases" id=${lease.id}>${label}<//>`} ${lease.job && html`<${Link} view="jobs" id=${lease.job.id}>${jobName(lease.job)}<//>`}</td>
-    <td data-label="Wants">${askedFor(lease.demand, nameOf)}</td>
+    <td data-label="Wants">${askedFor(lease.demand, nameOf)}${lease.demand.time_s ? html` <span class="quiet nowrap">for ${duration(lease.demand.time_s)}</span>` : null}</td>
     <td data-label="Waiting" class="nowrap"><${Since} at=${lease.created_at} /></td>
     ${tellsWhen && html`<td data-label="Expected"><${Expected} lease=${lease} /></td>`}
     <td data-label="Lease" class="lease"><${Link} view="leases" id=${lease.id} class="id">${lease.id}<//></td>

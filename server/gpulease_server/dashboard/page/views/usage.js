@@ -7,6 +7,7 @@ import { matches } from "../model.js";
 import { Trouble, useAnswer } from "../parts/answers.js";
 import { SaveCsv } from "../parts/csv.js";
 import { zoomOf } from "../parts/history_plots.js";
+import { LimitsSection } from "../parts/limits.js";
 import { Link, More, User } from "../parts/marks.js";
 import { setQuery } from "../route.js";
 
@@ -25,7 +26,7 @@ const MEASURES = [
 ];
 
 /** The whole view. */
-export function UsageView({ q, query }) {
+export function UsageView({ data, q, query }) {
   const by = GROUPS.includes(query.group) ? query.group : "user";
   const range = query.range in RANGES ? query.range : "week";
   const zoom = zoomOf(query);
@@ -48,7 +49,8 @@ export function UsageView({ q, query }) {
     ${shares.length > 0 && html`<${Table} ...${{ shares, by, sort, query }} total=${q ? null : value} /><${Key} />`}
     <p class="all"><${Link} view="timeline" query=${{ from: query.from, to: query.to, range: { day: "24h", week: "7d", month: "30d" }[range], by: "user", q }}>The leases of this time<//>
       ${!zoom && html` <span class="quiet">In a terminal: <code>gpulease usage --since ${RANGES[range]}${by === "user" ? "" : ` --by ${by}`}</code></span>`}</p>
-  </section>`;
+  </section>
+  <${LimitsSection} me=${data.me} q=${q} />`;
 }
 
 function Table({ shares, by, sort, query, total }) {

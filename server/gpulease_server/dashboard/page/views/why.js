@@ -3,7 +3,7 @@
 import { duration, ordinal, plain } from "../format.js";
 import { html } from "../html.js";
 import { Trouble, useAnswer } from "../parts/answers.js";
-import { Link, More } from "../parts/marks.js";
+import { Link, More, User } from "../parts/marks.js";
 
 const MAX_OBSTACLES = 200;
 const EVERY_MS = 5000;
@@ -25,6 +25,7 @@ export function Why({ leaseId, nameOf }) {
   return html`<div class="why"><${Trouble} answer=${answer} />
     <p><strong>${verdictOf(value)}</strong> ${facts.join(" ")}</p>
     ${value.behind.length > 0 && html`<p>Behind ${value.behind.slice(0, MAX_OBSTACLES).map((id, at) => html`${at ? ", " : ""}<${Link} view="leases" id=${id} class="id">${id}<//>`)}.</p>`}
+    ${value.recent_usage?.length > 0 && html`<p>Recent usage, by which requests of one priority are ordered: ${value.recent_usage.map(({ user, gpu_hours: hours }, at) => html`${at ? ", " : ""}${user ? html`<${User} name=${user} />` : "?"} ${hours.toFixed(1)}`)} GPU-hours.</p>`}
     ${value.obstacles.length > 0 && html`<${Obstacles} obstacles=${value.obstacles} />`}
   </div>`;
 }
