@@ -131,7 +131,10 @@ def test_without_permission_the_title_says_it(browser: Browser, running: DaemonP
 
 
 def test_a_queue_entry_has_two_lines_on_a_phone(browser: Browser, running: DaemonProcess) -> None:
-    """P2."""
+    """P1, P2, P4, P5, G1: totals and four cards above the fold, a tab bar below, and plots as wide as the screen.
+
+    No job has ever had the GPU of the plots.
+    """
     ask(running, count=4)
     for label in ("eval-sweep", "l" * 80):
         ask(running, count=2, label=label)
@@ -140,4 +143,19 @@ def test_a_queue_entry_has_two_lines_on_a_phone(browser: Browser, running: Daemo
         heights = page.locator("#queue tbody tr").evaluate_all("all => all.map(one => one.offsetHeight)")
         assert len(heights) == 2
         assert max(heights) <= 80
+        page.get_by_role("link", name="Now").click()
+        expect(page.locator("[data-gpu]")).to_have_count(4)
+        bar = page.get_by_role("navigation").bounding_box()
+        assert bar is not None
+        assert (bar["x"], bar["width"], bar["y"] + bar["height"]) == (0, 390, 844)
+        bottoms = page.locator("#totals, [data-gpu]").evaluate_all(
+            "all => all.map(one => one.getBoundingClientRect().bottom)"
+        )
+        assert max(bottoms) <= bar["y"]
+        page.goto(f"{running.url}/#/gpus/{running.gpus()[0]['uuid']}")
+        expect(page.locator(".u-wrap")).to_have_count(4)
+        widths = page.locator(".u-wrap").evaluate_all("all => all.map(one => one.offsetWidth)")
+        assert min(widths) >= 340
+        page.get_by_role("button", name="Zoom in").click()
+        expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
         watched.was_good()
