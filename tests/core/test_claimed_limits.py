@@ -115,7 +115,7 @@ def with_h200(world: World, gpus: int = 1) -> Lease:
 
 @pytest.mark.parametrize("budget", [Budget(max_gpus=4), Budget(max_lease_s=1e5), Budget(gpu_hours_per_day=1e4)])
 def test_one_that_goes_first_leaves_the_rest_of_its_budget_to_the_sweep_of_its_token(budget: Budget) -> None:
-    world = world_of(max_overtakes=3)
+    world = world_of(max_overtakes=3, max_bypass=0)
     theirs = with_h200(world)
     older = ask(world, token="t", budget=budget, gpu_model="H200")
     overtake(world)
@@ -132,7 +132,7 @@ def test_one_that_goes_first_leaves_the_rest_of_its_budget_to_the_sweep_of_its_t
 
 
 def test_a_request_behind_such_a_claim_holds_up_no_newer_one_of_the_token() -> None:
-    world, budget = world_of(max_overtakes=3), Budget(max_gpus=4)
+    world, budget = world_of(max_overtakes=3, max_bypass=0), Budget(max_gpus=4)
     theirs = with_h200(world, 2)
     older = ask(world, 2, token="t", budget=budget, gpu_model="H200")
     overtake(world)
@@ -219,3 +219,41 @@ def test_nor_an_interactive_one_that_waits_for_a_silent_node_another_of_its_user
     world.pass_time(60.0, silent=("b",))
     world.answer_wanted()
     assert is_active(world, newer)
+
+
+def test_while_others_have_its_gpus_the_rest_of_its_group_goes_on() -> None:
+    world = world_of(max_overtakes=3)
+    theirs = with_h200(world, 4)
+    world.limit("vision", "group", members=("ada", "bob"), max_gpus=4)
+    first = ask(world, 4, gpu_model="H200", priority=Priority.SCAVENGE)
+    overtake(world)
+    assert list(world.ledger.go_first) == [first.id]
+    running = [ask(world, user="bob") for _ in range(4)]
+    assert is_active(world, *running), "its GPUs are held by someone else, for as long as they please"
+    give_back(world, theirs)
+    newer = ask(world, user="bob")
+    for lease in running:
+        assert not is_active(world, first)
+        give_back(world, lease)
+    assert is_active(world, first), "now the claim holds"
+    assert not is_active(world, newer)
+
+
+def test_it_is_granted_although_others_take_its_gpus_each_time_that_its_limit_keeps_it_out() -> None:
+    world = world_of(max_overtakes=3)
+    theirs = with_h200(world, 2)
+    world.limit("vision", "group", members=("ada", "bob"), max_gpus=2)
+    first = ask(world, 2, gpu_model="H200", priority=Priority.SCAVENGE)
+    overtake(world)
+    running = [ask(world, user="bob"), ask(world, user="bob")]
+    for _ in range(10):
+        following = ask(world, 2, "zoe", node="b")
+        give_back(world, theirs)
+        if is_active(world, first):
+            break
+        assert is_active(world, following)
+        theirs = following
+        running += [ask(world, user="bob"), ask(world, user="bob")]
+        for lease in [one for one in running if is_active(world, one)]:
+            give_back(world, lease)
+    assert is_active(world, first)

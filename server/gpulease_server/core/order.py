@@ -13,20 +13,24 @@ of arrival, and the first that waits for nothing but the end of leases *goes fir
 until it is granted or leaves the queue. Then the count begins again. Several go first in order of arrival.
 
 A request that goes first *claims* what it needs of each limit of its user, group and token, and of the GPUs of its
-token's budget, for as long as it waits: others under that limit get what is left. Everyone else is not delayed by that.
+token's budget: others under that limit get what is left. Everyone else is not delayed by that. While others have the
+GPUs that it could use it claims nothing, unless its limits have kept it from these as often as it may be bypassed; see
+`core.user_order`.
+
 So one that its limit keeps out goes first like any other; as it may wait for long, the search goes on behind it, to one
 that no limit keeps out. No one is chosen whom a limit keeps out that is claimed already, nor who waits for the same
 GPUs as one that goes first: each is considered again when that one is granted or leaves.
 
 A request with `n` older ones therefore goes first, or waits only for those that do, after at most
-`(n + 1) * (max_overtakes + 1)` grants. From then on no newer one takes anything of its limits that it needs; and
-`core.backfill` bounds how many get GPUs that it could use.
+`(n + 1) * (max_overtakes + 1)` grants. From then on others get GPUs that it could use `max_bypass` times because of its
+limits; then no newer one takes anything of these that it needs, and `core.backfill` bounds how many pass it.
 
 | what happens | what follows |
 |---|---|
 | all requests are of one priority and usage does not count | the order is that of arrival, and nothing is counted |
 | the request that goes first needs a node that goes silent | it claims nothing, and delays no one; others are chosen |
 | it waits for GPUs that leases hold | it is passed as often as `core.backfill` allows, then GPUs are held for it |
+| others hold them for long | who is under its limits goes on; its turn comes when they are given back |
 | its limit is set below what it asks for, or its GPU-hours are used | it is not chosen, and claims nothing |
 | the daemon restarts, or another takes over | the count begins again, as bypasses do |
 """

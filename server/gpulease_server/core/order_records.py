@@ -14,6 +14,8 @@ class Overtakes:
     times: int
     go_first: tuple[str, ...] = ()
     """Lease ids, beside those that go first already."""
+    missed: tuple[str, ...] = ()
+    """Ids of leases that go first, and whose limits kept them from GPUs that someone else was granted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,7 @@ class QueueWalk:
             for members in self._by_limiter.get(one.key, ()):
                 if (alike := self._skipped.get(members)) is not None:  # else another limit had it looked at again
                     self._list(alike, user)
-        self.order.count_bypass(turn, granted, is_before)
+        self.order.count_bypass(turn, granted, gpus, is_before)
         if self.reservations.policy.fair_share:
             # Where its user is on another step now, the walk has still come so far with what the user asks for.
             for members in self.ledger.demand_classes.of_user.get(user, ()):

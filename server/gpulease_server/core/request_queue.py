@@ -48,8 +48,9 @@ class RequestQueue:
     """The same for newer requests of the same user or group that used up its limit, see `core.user_order`."""
     overtakes: int = 0
     """How many requests were granted by priority or usage since one was last chosen to go first."""
-    go_first: dict[str, None] = field(default_factory=dict)
-    """Ids of the queued leases that go before all others, because they have waited longest; see `core.order`."""
+    go_first: dict[str, int] = field(default_factory=dict)
+    """By id, the queued leases that go before all others, because they have waited longest; and how many grants they
+    have missed because of their limits. See `core.order`."""
     usage: dict[str, UsageRecord] = field(default_factory=dict)
     """By user, what they have used lately, see `core.fair_share`."""
     usage_recounted: bool = False
@@ -75,7 +76,8 @@ class RequestQueue:
         match change:
             case Overtakes():
                 self.overtakes = change.times
-                self.go_first.update(dict.fromkeys(change.go_first))
+                self.go_first |= dict.fromkeys(change.go_first, 0)
+                self.go_first |= {lease_id: self.go_first[lease_id] + 1 for lease_id in change.missed}
             case UsageRecord():
                 self.usage[change.user] = change
             case UsageRemoved():

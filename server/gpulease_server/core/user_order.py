@@ -17,8 +17,11 @@ the place of the GPUs:
 - Nothing is claimed while no lease that ends would help the older request: it asks for a node that is silent, or for
   GPUs that are cordoned; one of its limits was set below what it asks for; or the GPU-hours of one of its limits, or of
   the budget of its token, are used.
-- One that *goes first* (`core.order`) claims what it needs of all of its limits at once, also where others have the
-  GPUs.
+- One that *goes first* (`core.order`) claims what it needs of all of its limits at once, while GPUs for it are free,
+  reserved for it, or held under its limits. While others have them the requests under its limits go on.
+  It *misses* a grant when its limits keep it from GPUs that someone not under them gets. After `max_bypass` of these it
+  claims what it needs until it is granted, whoever has the GPUs: else its limits would be used up each time that its
+  GPUs are free, and its GPUs be taken each time that its limits leave enough.
 
 | who | delayed by the older request that its limit keeps out |
 |---|---|
@@ -35,7 +38,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
@@ -44,8 +47,9 @@ from gpulease_protocol.model import Demand, Lease
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.demand_classes import ClassKey
 from gpulease_server.core.eligibility import min_gpus_of
-from gpulease_server.core.limit_records import LimitKey
-from gpulease_server.core.placement import can_have, lacks_memory
+from gpulease_server.core.limit_records import LimitKey, token_key
+from gpulease_server.core.order_records import Overtakes
+from gpulease_server.core.placement import can_have, find_candidates, lacks_memory
 from gpulease_server.core.records import BypassCounts, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import Applied, UserUsage, never_within_limits
@@ -69,6 +73,10 @@ class UserOrder:
     _can_be_served: dict[tuple[Demand, int | None], bool] = field(default_factory=dict)
     _waits: dict[tuple[Demand, str | None, str | None], bool] = field(default_factory=dict)
     """By demand, user and token: `waits_for_leases`."""
+    _within_reach: dict[tuple[Demand, str | None, str | None], bool] = field(default_factory=dict)
+    """By demand, user and token: `_has_in_reach`."""
+    _kept_first: list[LeaseRecord] = field(default_factory=list)
+    """Those that go first, and that a limit keeps out."""
     _only_limited: dict[tuple[LimitKey, Demand], bool] = field(default_factory=dict)
 
     @property
@@ -81,6 +89,8 @@ class UserOrder:
         may be."""
         if record.lease.id in self.reservations.ledger.go_first:
             self.claim(record)
+            if self.kept_out(record) is not None:
+                self._kept_first.append(record)
         if self._limits_of(record):
             self.extend([record])
             self.claim_if_due(record)
@@ -92,10 +102,16 @@ class UserOrder:
                 self._waiting.setdefault(one.key, []).append(record)
 
     def count_bypass(
-        self, turn: Turn, granted: LeaseRecord, is_before: Callable[[LeaseRecord], bool] | None = None
+        self,
+        turn: Turn,
+        granted: LeaseRecord,
+        gpus: Sequence[GpuRecord],
+        is_before: Callable[[LeaseRecord], bool] | None = None,
     ) -> None:
-        """Count a bypass for each older request under the same limit to which this grant leaves too little of it.
-        `is_before`: only for those that still come before it; None if all do."""
+        """Count a bypass for each older request under the same limit to which the grant of these GPUs leaves too little
+        of it; and a miss for those that go first. `is_before`: only for those that still come before it; None if all
+        do."""
+        self._count_missed(turn, granted, gpus)
         passed: dict[LimitKind, list[LeaseRecord]] = {}
         for one in self._limits_of(granted):
             for older in self._waiting.get(one.key, ()):
@@ -127,9 +143,27 @@ class UserOrder:
 
     def claim(self, record: LeaseRecord) -> None:
         """Claim what a waiting request needs of all of its limits, and the budget of its token, because it goes first;
-        see `core.order`."""
-        if self.waits_for_leases(record):
+        see `core.order`. Nothing while others have its GPUs, unless it has missed as many grants as it may."""
+        missed = self.reservations.ledger.go_first.get(record.lease.id, 0)
+        is_due = nodes_to_reserve(missed, 0.0, self.reservations.policy) > 0
+        if self.waits_for_leases(record) and (is_due or self._has_in_reach(record)):
             self.users.keep_all(record.lease, self._needs(record))
+
+    def _count_missed(self, turn: Turn, granted: LeaseRecord, gpus: Sequence[GpuRecord]) -> None:
+        """Count a miss for each request that goes first, but for its limits, and could use the GPUs of this grant."""
+        ledger = self.reservations.ledger
+        if not self._kept_first:
+            return
+        uuids, keys = {gpu.device.uuid for gpu in gpus}, ledger.limits.keys_of(granted.lease.holder)
+        missed = [
+            record.lease.id
+            for record in self._kept_first
+            if record.lease.id in ledger.go_first
+            and self._keys_of(record).isdisjoint(keys)
+            and not uuids.isdisjoint(find_candidates(ledger, record.lease.demand).uuids)
+        ]
+        if missed:
+            turn.put(Overtakes(ledger.overtakes, missed=tuple(missed)))
 
     def keeps_out(self, record: LeaseRecord) -> bool:
         """True while a limit of its user, group or token, or the budget of its token, keeps a request out of the queue:
@@ -217,15 +251,39 @@ class UserOrder:
                 demand,
                 self.reservations.now,
                 one.limits.max_gpus,
-                lambda gpus: [gpu for gpu in gpus if self._is_free_or_own(one, record, gpu)],
+                lambda gpus: [gpu for gpu in gpus if self._is_free_or_own({one.key}, record, gpu)],
             )
         return self._only_limited[one.key, demand]
 
-    def _is_free_or_own(self, one: Applied, record: LeaseRecord, gpu: GpuRecord) -> bool:
+    def _has_in_reach(self, record: LeaseRecord) -> bool:
+        """The same for all limits of a request, and the budget of its token. GPUs that someone has given back count."""
+        lease, keys, ledger = record.lease, self._keys_of(record), self.reservations.ledger
+        asked = lease.demand, lease.holder.user, lease.holder.token_id
+        if asked not in self._within_reach:
+            self._within_reach[asked] = can_have(
+                ledger,
+                lease.demand,
+                self.reservations.now,
+                self._most_gpus(lease),
+                lambda gpus: [gpu for gpu in gpus if self._is_free_or_own(keys, record, gpu, draining=True)],
+            )
+        return self._within_reach[asked]
+
+    def _keys_of(self, record: LeaseRecord) -> set[LimitKey]:
+        """What a request must be within: its limits, and the budget of its token."""
+        found = {one.key for one in self.users.applied(record.lease)}
+        token = token_key(record.lease.holder)
+        return found if token is None else found | {token}
+
+    def _is_free_or_own(
+        self, keys: set[LimitKey], record: LeaseRecord, gpu: GpuRecord, *, draining: bool = False
+    ) -> bool:
         reservations, demand = self.reservations, record.lease.demand
         if reservations.is_free(gpu):
             reserved_for = reservations.by_uuid.get(gpu.device.uuid, record.lease.id)
             return reserved_for == record.lease.id and not lacks_memory(reservations.ledger, demand, gpu)
         holding = reservations.ledger.leases.get(gpu.lease_id or "")
-        own = holding is not None and one.key in reservations.ledger.limits.keys_of(holding.lease.holder)
+        if draining and gpu.draining:
+            return reservations.will_be_free(demand, gpu)
+        own = holding is not None and not keys.isdisjoint(reservations.ledger.limits.keys_of(holding.lease.holder))
         return own and reservations.will_be_free(demand, gpu)
