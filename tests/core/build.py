@@ -61,6 +61,7 @@ from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.next_tick import next_tick_s
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import Change, GpuRecord, Instant, WatchedOwner
 from gpulease_server.core.turn import Answer, Turn
@@ -348,6 +349,10 @@ class World:
     def now_of(self, lease: Lease) -> Lease:
         """The lease as the ledger has it now."""
         return self.ledger.leases[lease.id].lease
+
+    def position(self, lease: Lease) -> int | None:
+        """The place in the queue that its holder is shown."""
+        return lease_view(self.ledger, self.ledger.leases[lease.id], self.now, self.policy).position
 
     def lose_reports(self) -> None:
         """Nothing of what the nodes have reported is known any more, as after a restart."""

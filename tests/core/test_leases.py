@@ -138,7 +138,7 @@ def test_the_explanation_names_holder_process_and_place_in_the_queue() -> None:
     world = World().node(gpus=[gpu(0), gpu(1, pids=(4242,))])
     first = world.lease(1)
     waiting = world.lease(2)
-    assert waiting.position == 1
+    assert world.position(waiting) == 1
     refused = world.answers[world.ask(1, queue=False)]
     assert isinstance(refused, NotNow)
     assert first.id in refused.detail
@@ -215,7 +215,7 @@ def test_first_come_first_served() -> None:
     world = World(policy=Policy(max_bypass=0)).node(gpus=4)
     held = world.lease(3)
     big, small = world.lease(2), world.lease(1)
-    assert (big.position, small.position) == (1, 2)
+    assert (world.position(big), world.position(small)) == (1, 2)
     assert small.state is LeaseState.QUEUED, "a newer request took the GPU that an older waits for"
     world.release(held)
     world.report()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
 from gpulease_protocol.errors import LeaseLost, OverQuota
 from gpulease_protocol.model import Demand, EndReason, Holder, JobSpec, Lease, LeaseState, Priority
+from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import JobSubmitted, SubmittedJob
 from gpulease_server.core.limit_records import UserLimits
-from gpulease_server.core.order import in_order
+from gpulease_server.core.order import Positions, in_order, position
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.records import NotBefore
 from gpulease_server.runtime.outage import reset_deadlines
 from tests.core.build import World
 
@@ -43,10 +45,6 @@ def is_active(world: World, lease: Lease) -> bool:
     return world.now_of(lease).state is LeaseState.ACTIVE
 
 
-def position(world: World, lease: Lease) -> int | None:
-    return lease_view(world.ledger, world.ledger.leases[lease.id], world.now, world.policy).position
-
-
 def granted_in_turn(world: World, held: Lease, waiting: list[Lease]) -> list[Lease]:
     """The requests in the order of their grants, where one GPU is given back after the other."""
     found: list[Lease] = []
@@ -64,7 +62,7 @@ def test_higher_priorities_go_first_and_each_in_order_of_arrival() -> None:
     middle = [ask(world, user=user) for user in ("ann", "bob")]
     high = [ask(world, priority=INTERACTIVE, user=user) for user in ("ann", "bob")]
     expected = [*high, *middle, *low]
-    assert [position(world, lease) for lease in expected] == [1, 2, 3, 4, 5, 6]
+    assert [world.position(lease) for lease in expected] == [1, 2, 3, 4, 5, 6]
     assert [record.lease.id for record in in_order(world.ledger)] == [lease.id for lease in expected]
     assert [one.id for one in granted_in_turn(world, held, expected)] == [one.id for one in expected]
 
@@ -266,7 +264,7 @@ def test_the_request_that_goes_first_says_so_and_is_number_one() -> None:
     give_back(world, waiting[0])
     assert is_active(world, newer[1])
     world.turn()
-    assert [position(world, lease) for lease in (waiting[1], newer[2])] == [2, 1]
+    assert [world.position(lease) for lease in (waiting[1], newer[2])] == [2, 1]
 
 
 def test_where_all_are_of_one_priority_nothing_is_counted() -> None:
@@ -278,3 +276,39 @@ def test_where_all_are_of_one_priority_nothing_is_counted() -> None:
         give_back(world, held.pop(0))
         held.append(newer)
     assert (world.ledger.overtakes, world.ledger.go_first) == (0, {})
+
+
+def waiting_in_every_way(seed: int) -> World:
+    """Requests of all priorities, some of which go first, and some of which pause."""
+    drawn = random.Random(seed)
+    world = world_of(gpus=2, max_overtakes=3, fair_share=bool(seed % 2))
+    ask(world, 2)
+    for number in range(40):
+        what = {"user": f"user {number % 5}", "priority": drawn.choice(list(Priority)), "time_s": 1000.0 + number % 7}
+        ask(world, drawn.choice([1, 1, 2]), **what)
+        if number % 4 == 0:
+            active = [one.lease for one in world.ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]
+            give_back(world, drawn.choice(active))
+    for lease_id in drawn.sample([lease_id for _, lease_id in world.ledger.queue], 3):
+        world.ledger.apply(NotBefore(lease_id, world.now.mono_s + 60.0))
+    return world
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_places_of_many_are_those_of_each(seed: int) -> None:
+    ledger = waiting_in_every_way(seed).ledger
+    assert ledger.go_first
+    positions = Positions(ledger)
+    found = [positions.of(record) for record in ledger.queued()]
+    assert found == [position(ledger, record) for record in ledger.queued()]
+    assert sorted(found) == list(range(1, len(found) + 1))
+
+
+def test_no_turn_looks_for_a_place_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs a look at each class of requests, and the writer has none of it: who shows the lease finds its place."""
+    monkeypatch.setattr(DemandClasses, "count_before", lambda *_: pytest.fail("within a turn"))
+    world = world_of()
+    held = ask(world)
+    waiting = [ask(world, priority=priority) for priority in (SCAVENGE, NORMAL)]
+    give_back(world, held)
+    assert is_active(world, waiting[1])

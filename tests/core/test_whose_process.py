@@ -39,7 +39,7 @@ def test_a_gpu_with_a_foreign_process_is_not_granted_and_frees_itself_when_the_p
     assert world.state() is GpuState.FOREIGN
     assert reason(world) == "In use without a lease by pid 7 of bob (python sd.py)"
     waiting = world.lease()
-    assert waiting.position == 1
+    assert world.position(waiting) == 1
     world.node(gpus=1)
     assert [gpu.uuid for gpu in world.now_of(waiting).gpus] == [uuid(0)]
 

@@ -27,7 +27,7 @@ from gpulease_server.core.happenings import (
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.liveness import extend_deadline, initial_liveness, is_spared, shorten_deadline
 from gpulease_server.core.pending import PendingRequest
-from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.presentation import lease_answer, lease_view
 from gpulease_server.core.records import Adoption, Change, KeyRecord, LeaseRecord, WatchedOwner
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import timed_demand, too_much_undecided
@@ -132,7 +132,7 @@ def answer_repeated(turn: Turn, cause: str, key: IdempotencyKey | None) -> bool:
     elif known.result_id in turn.ledger.jobs:
         turn.answer(cause, turn.ledger.jobs[known.result_id].job)
     elif known.result_id in turn.ledger.leases:
-        turn.answer(cause, lease_view(turn.ledger, turn.ledger.leases[known.result_id], turn.now, turn.policy))
+        turn.answer(cause, lease_answer(turn.ledger, turn.ledger.leases[known.result_id], turn.now, turn.policy))
     else:
         turn.answer(cause, MadeLongAgo(known.result_id))
     return True

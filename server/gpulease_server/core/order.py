@@ -37,6 +37,7 @@ limits; then no newer one takes anything of these that it needs, and `core.backf
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -53,7 +54,7 @@ from gpulease_server.core.user_order import Out, UserOrder
 
 def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     """Place in the queue, 1 is next; None for a request that is not in it. Costs one look at each class of requests
-    where the order is not that of arrival."""
+    where the order is not that of arrival; for those of many see `Positions`."""
     classes, by_arrival = ledger.demand_classes, ledger.position_by_arrival(record)
     if by_arrival is None or classes.is_one_group:
         return by_arrival
@@ -64,11 +65,29 @@ def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     paused = (ledger.leases.get(lease_id) for lease_id in ledger.not_before)
     in_queue = (one for one in paused if one is not None and ledger.place_of(one) is not None)
     before = classes.count_before(place) + sum(ledger.ordered_place(one) < place for one in in_queue)
-    for one in first:
+    for one in (one for one in first if one.lease.id not in ledger.not_before):
         # Where `count_before` has it: at the place that it would have without going first.
         group = classes.group_of(one.lease.demand, one.lease.holder.user)
         before += (*group, one.number, one.lease.id) > place
     return before + 1
+
+
+class Positions:
+    """The places in the queue of many requests, as of one moment: what `position` says of each. The first one costs a
+    look at the whole queue where the order is not that of arrival, and the others next to nothing."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._places: list[OrderedPlace] | None = None
+
+    def of(self, record: LeaseRecord) -> int | None:
+        """Place in the queue, 1 is next; None for a request that is not in it."""
+        by_arrival = self._ledger.position_by_arrival(record)
+        if by_arrival is None or self._ledger.demand_classes.is_one_group:
+            return by_arrival
+        if self._places is None:
+            self._places = sorted(map(self._ledger.ordered_place, self._ledger.queued()))
+        return bisect.bisect_left(self._places, self._ledger.ordered_place(record)) + 1
 
 
 def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:

@@ -21,7 +21,7 @@ from gpulease_server.core.gpu import (
 from gpulease_server.core.gpu_state import state_by_report
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.node_topology import nvlink_islands
-from gpulease_server.core.order import position
+from gpulease_server.core.order import Positions, position
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
@@ -51,8 +51,11 @@ PEER_WARNINGS = {
 """Warnings of a GPU that concern a holder of several, in words."""
 
 
-def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
-    """A lease with its place in the queue, the time it expires, and what is wrong with its GPUs."""
+def lease_view(
+    ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy, positions: Positions | None = None
+) -> Lease:
+    """A lease with its place in the queue, the time it expires, and what is wrong with its GPUs. `positions`: for one
+    of many leases."""
     lease, deadline = record.lease, ledger.deadlines.get(record.lease.id)
     if lease.state is LeaseState.ENDED:
         return lease
@@ -64,9 +67,15 @@ def lease_view(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy
         lease,
         expires_at=expires_at if expires_at is None or ends_at is None else min(expires_at, ends_at),
         ends_at=ends_at,
-        position=position(ledger, record),
+        position=position(ledger, record) if positions is None else positions.of(record),
         problems=lease_problems(ledger, lease, now, policy),
     )
+
+
+def lease_answer(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:
+    """What a turn answers to a request: without the place in the queue, which may cost more than the verdict. Who shows
+    the lease asks for its view after the turn."""
+    return record.lease if record.lease.state is LeaseState.QUEUED else lease_view(ledger, record, now, policy)
 
 
 def lease_problems(ledger: Ledger, lease: Lease, now: Instant, policy: Policy) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from gpulease_server.api.auth.authenticated_router import new_router
 from gpulease_server.api.auth.redaction import redact_gpu, redact_job
 from gpulease_server.api.daemon_state import DaemonDep
 from gpulease_server.api.routes.gpus import with_last_use
-from gpulease_server.core.order import in_order
+from gpulease_server.core.order import Positions, in_order
 from gpulease_server.core.presentation import gpu_views, lease_view, node_view
 
 router = new_router()
@@ -31,7 +31,8 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     held = [lease for gpu in ledger.gpus.values() if (lease := ledger.leases.get(gpu.lease_id or "")) is not None]
     waiting = list(itertools.islice(in_order(ledger), MAX_WAITING))
     records = {record.lease.id: record for record in (*held, *waiting)}.values()
-    leases = [lease_view(ledger, record, now, daemon.policy) for record in records]
+    positions = Positions(ledger)
+    leases = [lease_view(ledger, record, now, daemon.policy, positions) for record in records]
     live = [job for lease in leases if (job := ledger.live_jobs.get(lease.job_id or "")) is not None]
     jobs = [redact_job(caller, record, ledger, daemon.access) for record in live]
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]

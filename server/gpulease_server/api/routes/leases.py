@@ -49,6 +49,7 @@ from gpulease_server.core.happenings import (
     WaiterPolled,
 )
 from gpulease_server.core.lease import MadeLongAgo, answer_for_old_lease, ended_sentence
+from gpulease_server.core.order import Positions
 from gpulease_server.core.presentation import lease_view
 from gpulease_server.core.records import Adoption, LeaseRecord, WatchedOwner
 from gpulease_server.runtime import ids
@@ -223,7 +224,8 @@ async def list_leases(
         to_at=None if to_at is None else in_utc(to_at),
         known=daemon.ledger.leases,
     )
-    views = (_timed(daemon, daemon.ledger.leases.get(record.lease.id, record)) for record in records)
+    positions = Positions(daemon.ledger)
+    views = (_timed(daemon, daemon.ledger.leases.get(record.lease.id, record), positions) for record in records)
     items = tuple(redact_lease(caller, lease) for lease in views)
     page = Page(items=items, next=None if number is None else str(number))
     link_to_next(request, response, page.next)
@@ -436,9 +438,9 @@ async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
         await daemon.submit(renewal)
 
 
-def _timed(daemon: DaemonState, record: LeaseRecord) -> Lease:
-    return with_times(daemon, record, _view(daemon, record))
+def _timed(daemon: DaemonState, record: LeaseRecord, positions: Positions | None = None) -> Lease:
+    return with_times(daemon, record, _view(daemon, record, positions))
 
 
-def _view(daemon: DaemonState, record: LeaseRecord) -> Lease:
-    return lease_view(daemon.ledger, record, daemon.now(), daemon.policy)
+def _view(daemon: DaemonState, record: LeaseRecord, positions: Positions | None = None) -> Lease:
+    return lease_view(daemon.ledger, record, daemon.now(), daemon.policy, positions)
