@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.daemon import DaemonProcess, events, eventually
+from tests.digits import LIGHT_DIGITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
@@ -30,6 +31,7 @@ def run_page(page: str, place: Path, url: str) -> subprocess.CompletedProcess[st
     (place / "train.py").write_text(block(page, "python"))
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPULEASE_", "CUDA_"))}
     clean |= {"GPULEASE_URL": url, "PATH": f"{Path(sys.executable).parent}:{clean['PATH']}", "OMP_NUM_THREADS": "1"}
+    clean |= LIGHT_DIGITS
     return subprocess.run(
         ["bash", "-ec", block(page, "bash")],
         cwd=place, env=clean, capture_output=True, text=True, timeout=200, check=False,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.daemon import DaemonProcess, eventually
+from tests.digits import LIGHT_DIGITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
@@ -78,10 +79,9 @@ def test_two_ranks_take_one_lease_that_ends_with_their_launcher(
     script, command = COMMANDS[launched_by]
     (tmp_path / "train.py").write_text(script)
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPULEASE_", "CUDA_"))}
+    clean |= LIGHT_DIGITS | {"GPULEASE_URL": running.url}
     with (tmp_path / "errors").open("w") as errors:
-        launcher = subprocess.Popen(
-            [sys.executable, *command], cwd=tmp_path, stderr=errors, env=clean | {"GPULEASE_URL": running.url}
-        )
+        launcher = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stderr=errors, env=clean)
     views: list[dict[str, Any]] = []
     try:
         eventually(lambda: len(list(tmp_path.glob("rank-*"))) == 2, 180, (tmp_path / "errors").read_text)
