@@ -46,7 +46,7 @@ demo: $(STAMP) ## three DDP training runs share four GPUs: see them held, waited
 	@$(BIN)/python examples/demo.py
 
 test: $(COMPILED) packages promtool ## the fast lane: each promise, command and endpoint, in less than 10 minutes
-	$(call lane,fast,6,3)
+	$(call lane,fast,6,4)
 
 test-slow: $(COMPILED) packages promtool generators page-tools tools ## the slow lane: documents, browser, launchers, storms, outages, image; less than 20 minutes
 	$(call lane,slow,6,0)

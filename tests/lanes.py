@@ -6,8 +6,8 @@ Within a lane, `-n 6 --dist loadgroup` runs six tests at once on two cores, beca
 - `busy` tests load the CPU. They form one group and run one at a time, beside tests that wait. Those marked
   `busy("compute")`, which compute in one process and measure no time, form another; so do `busy("torch")`, real
   trainings.
-- `alone` tests measure time. They run in a second pass: in the fast lane with at most two of their kind beside them, in
-  the slow lane one by one.
+- `alone` tests measure time. They run in a second pass: in the fast lane with at most three of their kind beside them,
+  in the slow lane one by one.
 - The tests of a file or folder that share a daemon (any fixture of module or package scope) stay together, so that it
   starts once and ends with them.
 - The groups that take longest start first, as far as budgets tell.
