@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks the modules of the page: format, lint, and types, those of the API made of the OpenAPI document of this checkout.
+# Checks the modules of the page: format, lint, and types, those of the API made of the OpenAPI document of this checkout; and the
+# dashboard for Grafana by the types of Grafana's own schema.
 # `check.sh PLACE --fix` formats them. PLACE is where install.sh has put the tools.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -22,3 +23,9 @@ tool openapi-typescript/bin/cli.js openapi.json --output page/vendor/openapi.d.t
 tool prettier/bin/prettier.cjs --config prettier.json --check --log-level warn "page/**/*.js"
 tool eslint/bin/eslint.js --max-warnings 0 page
 tool typescript/bin/tsc --project tsconfig.json
+grafana=$place/grafana
+rm -rf "$grafana"
+mkdir -p "$grafana/types"
+cat "$OLDPWD/$here/grafana.ts" "$OLDPWD/deploy/grafana/gpulease.json" >"$grafana/dashboard.ts"
+tool typescript/bin/tsc --noEmit --strict --skipLibCheck --module esnext --moduleResolution bundler --target esnext \
+    --typeRoots "$grafana/types" "$grafana/dashboard.ts"
