@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
 
-from gpulease_protocol.durations import LONGEST_S
 from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.gpu import (
@@ -25,6 +23,7 @@ from gpulease_server.core.order import Positions, position
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
+from gpulease_server.core.timestamps import wall_clock
 from gpulease_server.core.token_budgets import last_moment_s
 from gpulease_server.core.wording import describe_processes
 
@@ -228,11 +227,3 @@ def _node_view(ledger: Ledger, node: NodeRecord, now: Instant, policy: Policy, g
         available_until=None if until_s is None else wall_clock(now, until_s).replace(microsecond=0),
         leaving=observation.leaving if observation else False,
     )
-
-
-def wall_clock(now: Instant, mono_s: float) -> datetime:
-    """The wall-clock time of a monotonic moment, as seen from now; at most a century from now.
-
-    The millisecond in which it lies: what is said to end then never ends before it."""
-    at = now.at + timedelta(seconds=min(mono_s - now.mono_s, LONGEST_S))
-    return at.replace(microsecond=at.microsecond // 1000 * 1000)

@@ -20,8 +20,8 @@ the place of the GPUs:
 - One that *goes first* (`core.order`) claims what it needs of all of its limits at once, while GPUs for it are free,
   reserved for it, or held under its limits. While others have them the requests under its limits go on.
   It *misses* a grant when its limits keep it from GPUs that someone not under them gets. After `max_bypass` of these it
-  claims what it needs until it is granted, whoever has the GPUs: else its limits would be used up each time that its
-  GPUs are free, and its GPUs be taken each time that its limits leave enough.
+  claims what it needs until it is granted, even while others have the GPUs: else its limits would be used up each time
+  that its GPUs are free, and its GPUs be taken each time that its limits leave enough.
 
 | who | delayed by the older request that its limit keeps out |
 |---|---|

@@ -20,8 +20,9 @@ from gpulease_server.api.daemon_state import DaemonDep, DaemonState
 from gpulease_server.api.long_lists import list_response
 from gpulease_server.api.problems import error_responses
 from gpulease_server.core.happenings import CordonRequested
-from gpulease_server.core.presentation import GpuList, gpu_view, wall_clock
+from gpulease_server.core.presentation import GpuList, gpu_view
 from gpulease_server.core.records import GpuRecord
+from gpulease_server.core.timestamps import wall_clock
 from gpulease_server.runtime import ids
 
 router = new_router("/v1/gpus", "gpus")

@@ -14,8 +14,8 @@ from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, grant_size, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
-from gpulease_server.core.presentation import wall_clock
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
+from gpulease_server.core.timestamps import wall_clock
 from gpulease_server.core.token_budgets import last_moment_s
 from gpulease_server.core.wording import count_gpus, duration
 
