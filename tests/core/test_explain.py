@@ -230,7 +230,7 @@ def test_memory_that_no_gpu_tells_is_not_none() -> None:
 
 
 @pytest.mark.parametrize("what", [{"time_s": 100.0}, {"token": "t", "budget": Budget(max_lease_s=100.0)}])
-def test_a_holder_is_said_to_end_when_its_time_is_over_and_no_renewal_helps(what: dict[str, Any]) -> None:
+def test_a_holder_is_said_to_end_when_its_time_has_ended_and_no_renewal_helps(what: dict[str, Any]) -> None:
     world = World().node(gpus=1)
     world.lease(ttl_s=86400.0, **what)
     item = only(explained(world, world.lease(user="bob").id))
@@ -239,7 +239,7 @@ def test_a_holder_is_said_to_end_when_its_time_is_over_and_no_renewal_helps(what
     assert f"until {ends_at:%Y-%m-%d %H:%M:%S} UTC at the latest." in item.sentence
 
 
-def test_a_job_that_an_older_release_let_last_for_ever_is_no_error() -> None:
+def test_a_job_that_an_older_release_let_last_forever_is_no_error() -> None:
     world = World().node(gpus=1)
     job_id = world.submit(1, timeout_s=1e12)
     world.jobs["a"] = [JobReport(job_id=job_id, attempt=1, state=RunState.RUNNING, started_at=world.now.at)]

@@ -110,7 +110,7 @@ class Drained:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_request_waits_for_ever_that_could_be_granted(seed: int) -> None:
+def test_no_request_waits_forever_that_could_be_granted(seed: int) -> None:
     for number in range(WORLDS):
         drained = Drained(seed * WORLDS + number)
         for _ in range(drained.random.choice([1, 2, 3])):
