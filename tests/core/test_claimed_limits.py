@@ -257,3 +257,18 @@ def test_it_is_granted_although_others_take_its_gpus_each_time_that_its_limit_ke
         for lease in [one for one in running if is_active(world, one)]:
             give_back(world, lease)
     assert is_active(world, first)
+
+
+def test_of_many_under_one_limit_whose_gpus_others_have_one_at_a_time_goes_first() -> None:
+    """Each costs every walk a look."""
+    world = world_of(max_overtakes=10)
+    theirs = with_h200(world)
+    world.limit("vision", "group", members=("ada", "bob"), max_gpus=1)
+    held = ask(world, user="bob", node="a")
+    waiting = [ask(world, gpu_model="H200", priority=Priority.SCAVENGE, time_s=1000.0 + number) for number in range(6)]
+    overtake(world, 15)
+    assert list(world.ledger.go_first) == [waiting[0].id]
+    overtake(world, 10)
+    assert list(world.ledger.go_first) == [waiting[0].id, waiting[1].id]
+    give_back(world, held, theirs)
+    assert is_active(world, waiting[0])

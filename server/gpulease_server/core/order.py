@@ -139,7 +139,7 @@ def choose_first(turn: Turn, reservations: Reservations) -> None:
         found.append(record.lease.id)
         if kept_out is None:
             break
-        order.claim(record)
+        order.claim(record, always=True)  # one of each limit at a time is enough
     turn.put(Overtakes(0, tuple(found)))
 
 

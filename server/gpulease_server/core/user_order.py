@@ -141,12 +141,13 @@ class UserOrder:
             if self._is_due(one, record) and self.waits_for_leases(record):
                 self.users.keep(one, record.lease.id, self._needs(record))
 
-    def claim(self, record: LeaseRecord) -> None:
+    def claim(self, record: LeaseRecord, *, always: bool = False) -> None:
         """Claim what a waiting request needs of all of its limits, and the budget of its token, because it goes first;
-        see `core.order`. Nothing while others have its GPUs, unless it has missed as many grants as it may."""
+        see `core.order`. Nothing while others have its GPUs, unless it has missed as many grants as it may, or
+        `always`."""
         missed = self.reservations.ledger.go_first.get(record.lease.id, 0)
         is_due = nodes_to_reserve(missed, 0.0, self.reservations.policy) > 0
-        if self.waits_for_leases(record) and (is_due or self._has_in_reach(record)):
+        if self.waits_for_leases(record) and (always or is_due or self._has_in_reach(record)):
             self.users.keep_all(record.lease, self._needs(record))
 
     def _count_missed(self, turn: Turn, granted: LeaseRecord, gpus: Sequence[GpuRecord]) -> None:
