@@ -55,7 +55,7 @@ class EveryRequest(QueueWalk):
     def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace) -> None:
         is_before = self.is_before(granted.lease.holder.user, place)
         self.blocked.count_bypass(turn, gpus, is_before)
-        self.order.count_bypass(turn, granted, is_before)
+        self.order.count_bypass(turn, granted, gpus, is_before)
 
 
 class Story:
