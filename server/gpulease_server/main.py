@@ -72,8 +72,10 @@ def _serve(settings: ServeSettings) -> int:
         worker = stack.enter_context(_worker(settings, listeners)) if settings.worker else None
         if worker is not None:
             worker.start()
-        from gpulease_server.serving import Serving  # noqa: PLC0415 - the worker starts meanwhile
+        from gpulease_server.deferred_models import deferred_models  # noqa: PLC0415 - imports pydantic
 
+        with deferred_models():
+            from gpulease_server.serving import Serving  # noqa: PLC0415 - the worker starts meanwhile
         return Serving(settings, url, store, lock, authority, worker).run(holder, listeners)
 
 

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+from tests.api.documents import whole_document
+
 PROGRAM = """
 import json
 from types import SimpleNamespace
@@ -32,3 +34,25 @@ def test_the_schemas_of_bodies_and_answers_are_made_when_they_are_used() -> None
     early, described = json.loads(found.stdout)
     assert early == []
     assert {"Lease", "Job", "Gpu", "Node", "JobRequest", "LeaseRequest"} <= set(described)
+
+
+AS_A_DAEMON = """
+import json
+from types import SimpleNamespace
+from gpulease_server.deferred_models import deferred_models
+with deferred_models():
+    import gpulease_server.serving
+from fastapi.openapi.models import Components, OpenAPI
+from pydantic import BaseModel
+own = type("Own", (BaseModel,), {"__annotations__": {"name": "str"}})
+early = [model.__name__ for model in (OpenAPI, Components, own) if model.__pydantic_complete__]
+from gpulease_server.api.app import create_app
+print(json.dumps([early, create_app(SimpleNamespace(leadership=None)).openapi()]))
+"""
+
+
+def test_a_daemon_describes_itself_as_fastapi_would_with_its_models_built_at_once() -> None:
+    ran = subprocess.run([sys.executable, "-c", AS_A_DAEMON], capture_output=True, text=True, timeout=100, check=True)
+    early, document = json.loads(ran.stdout)
+    assert early == ["Own"], "models of others are built as always"
+    assert document == json.loads(json.dumps(whole_document()))
