@@ -85,7 +85,7 @@ def test_limits_are_shown_with_their_use_and_set(watched: Watched, running: Daem
     assert "max_queued" in kept["defaults"]  # what the form left out is still the configuration's
 
     waits = ask(running, count=1, label="two", time_s=3600, priority="scavenge")
-    expect(row).to_contain_text("1 of")
+    expect(row.locator('[data-label="Queue"]')).to_have_text("1")
     page.goto(f"{running.url}/#/queue")
     expect(page.locator("#queue tbody tr")).to_contain_text("1 GPU, scavenge for 1h 00m")
     page.goto(f"{running.url}/#/leases/{waits['id']}")

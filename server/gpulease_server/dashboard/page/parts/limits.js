@@ -51,7 +51,7 @@ function Row({ limit, me, sets, onEdit, onDone }) {
       ${members.length > 0 && html` <span class="quiet">${plain(members.join(", "), 120)}</span>`}</td>
     <${Part} name="GPUs" used=${limit.gpus} most=${limit.max_gpus} />
     <${Part} name="Leases" used=${limit.leases} most=${limit.max_leases} />
-    <${Part} name="Queue" used=${limit.queued} most=${limit.max_queued} />
+    <${Part} name="Queue" used=${limit.queued} most=${limit.defaults?.includes("max_queued") ? null : limit.max_queued} />
     <${Part} name="GPU-hours" used=${limit.gpu_hours_used} most=${limit.gpu_hours} digits=${1} more=${` in ${spanText(limit.window_s)}`} />
     <td data-label="Longest">${limit.max_lease_s ? duration(limit.max_lease_s) : "-"}</td>
     ${

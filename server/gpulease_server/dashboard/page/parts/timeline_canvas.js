@@ -117,18 +117,22 @@ function drawLane(tools, { lane, top, height, rowHeight }) {
   lane.bars.forEach((bars, row) => {
     const inset = lane.user ? 0.25 : INSET; // the GPUs of a lease form a block
     const [barTop, barHeight] = [top + row * rowHeight + inset, rowHeight - 2 * inset];
-    for (const bar of drawnBars(bars, picture.window, picture.width)) drawBar(tools, bar, barTop, barHeight, idle);
+    let first = 0; // of the spans without work that may lie on a bar: both are in the order of time
+    for (const bar of drawnBars(bars, picture.window, picture.width)) {
+      while (first < idle.length && idle[first].to < bar.from) first += 1;
+      drawBar(tools, bar, barTop, barHeight, idle, first);
+    }
   });
 }
 
-function drawBar(tools, bar, top, height, idle) {
+function drawBar(tools, bar, top, height, idle, first) {
   const { pen, palette, picture, x } = tools;
   const [left, right] = [Math.max(-2, x(bar.from)), Math.min(picture.width + 2, x(endOf(bar, picture.nowS)))];
-  pen.fillStyle = palette.hues[hueOf(bar.span.user ?? "?")];
+  const hue = palette.hues[hueOf(bar.span.user ?? "?")];
+  pen.fillStyle = hue;
   pen.fillRect(left, top, Math.max(1, right - left - (right - left > 3 ? 0.5 : 0)), height);
-  for (const span of idle) {
-    if (span.from > bar.to || span.to < bar.from) continue;
-    const [begin, end] = [Math.max(left, x(span.from)), Math.min(right, x(span.to))];
+  for (let at = first; at < idle.length && idle[at].from <= bar.to; at += 1) {
+    const [begin, end] = [Math.max(left, x(idle[at].from)), Math.min(right, x(idle[at].to))];
     if (end - begin >= 1) hatch(tools, "idle", begin, top, end - begin, height);
   }
   if (height > 9)
@@ -139,7 +143,7 @@ function drawBar(tools, bar, top, height, idle) {
       right,
       top + height / 2,
       "--sheet",
-      palette.hues[hueOf(bar.span.user ?? "?")],
+      hue,
     );
 }
 
