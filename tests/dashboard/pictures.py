@@ -65,6 +65,7 @@ LAPTOP, PHONE, WALL = (1440, 900), (390, 844), (1920, 1080)
 def places(found: Scene) -> dict[str, tuple[str, str, tuple[int, int]]]:
     """The view, the scheme and the size of each picture."""
     gpu = found.hardware.uuid(3)
+    training = time.strftime("%H:%M", time.localtime(time.time() - 85 * 60))  # about when it began
     return {
         "now": ("now", "light", LAPTOP),
         "now-dark": ("now", "dark", LAPTOP),
@@ -75,7 +76,7 @@ def places(found: Scene) -> dict[str, tuple[str, str, tuple[int, int]]]:
         "gpu": (f"gpus/{gpu}?range=24h", "light", LAPTOP),
         "lease": (f"leases/{found.ids['mistral-ft']}", "light", (1440, 710)),
         "usage": ("usage", "light", (1440, 710)),
-        "events": ("events", "dark", LAPTOP),
+        "events": (f"events?at={training}", "dark", LAPTOP),
         "wall": ("wall", "dark", WALL),
         "phone": ("now", "light", PHONE),
         "phone-dark": ("now", "dark", PHONE),
