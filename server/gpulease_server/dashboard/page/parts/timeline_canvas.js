@@ -135,16 +135,7 @@ function drawBar(tools, bar, top, height, idle, first) {
     const [begin, end] = [Math.max(left, x(idle[at].from)), Math.min(right, x(idle[at].to))];
     if (end - begin >= 1) hatch(tools, "idle", begin, top, end - begin, height);
   }
-  if (height > 9)
-    label(
-      tools,
-      bar.text,
-      Math.max(0, left),
-      right,
-      top + height / 2,
-      "--sheet",
-      hue,
-    );
+  if (height > 9) label(tools, bar.text, Math.max(0, left), right, top + height / 2, "--sheet", hue);
 }
 
 function hatch({ pen, palette }, kind, left, top, width, height, tint = 0) {
