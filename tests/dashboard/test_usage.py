@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from tests.daemon import DaemonProcess
+from tests.daemon import DaemonProcess, eventually
 from tests.dashboard.conftest import Watched
 from tests.dashboard.test_page import ask
 
@@ -39,6 +39,12 @@ def test_the_numbers_are_those_of_the_daemon(watched: Watched, running: DaemonPr
     for lease in leases:
         while running.call("GET", f"/v1/leases/{lease['id']}?wait_s=30").json["state"] != "ended":
             pass
+
+    def shares() -> Any:
+        return running.call("GET", "/v1/usage?by=label").json["shares"]
+
+    # What was read while a lease lasted is added up soon after its end.
+    eventually(lambda: all(one["gpu_hours_idle"] is not None for one in shares()), 60, running.story)
     page = watched.open("#/usage?group=label")
     rows = page.locator("#usage tbody tr")
     expect(rows).to_have_count(3)
@@ -49,11 +55,11 @@ def test_the_numbers_are_those_of_the_daemon(watched: Watched, running: DaemonPr
         assert cells[-1] == str(one["leases"])
     held_s = sum(len(lease["gpus"]) * held(running.lease(lease["id"])) for lease in leases)
     assert usage["gpu_hours_held"] == pytest.approx(held_s / 3600, rel=1e-3)
-    printed = json.loads(running.gpulease("usage", "--by", "label", "--json").stdout)
-    assert printed["shares"] == usage["shares"]
+    printed = lambda: json.loads(running.gpulease("usage", "--by", "label", "--json").stdout)["shares"]  # noqa: E731
+    eventually(lambda: printed() == shares(), 60, running.story)
     assert rows.last.locator("td").first.inner_text() == "all"
     before = rows.locator("td.number").all_inner_texts()
-    running.kill()
+    running.stop()
     running.start()
     page.reload()
     expect(rows).to_have_count(3)
