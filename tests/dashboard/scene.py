@@ -122,7 +122,7 @@ def present(now_s: float) -> list[Work]:
     ]
 
 
-def readings(ratio: float, memory_gib: float) -> dict[str, float]:
+def readings(ratio: float, memory_gib: float) -> dict[str, Any]:
     """What a driver shows of a GPU that is so busy."""
     return {
         "utilization_ratio": round(ratio, 3),
@@ -247,7 +247,7 @@ class Scene:
         """Let what runs have begun earlier, and give it to its users."""
         ages = {}
         for table, begins, name in (
-            (tables.lease, "granted_at", lambda row: row.holder["label"]),
+            (tables.lease, "granted_at", lambda row: str(row.holder["label"])),
             (tables.job, "started_at", lambda row: row.name),
         ):
             for row in connection.execute(select(table)).all():
@@ -269,8 +269,15 @@ class Scene:
             )
         for number, (begin, end, gpu, from_h, to_h, reason) in enumerate(BANDS):
             for seq, kind, hours in ((1 + 2 * number, begin, from_h), (2 + 2 * number, end, to_h)):
-                at = now - timedelta(hours=hours)
-                event = {"seq": seq, "at": at, "kind": kind, "cause": f"past-{seq}", "node": "gpubox", "reason": reason}
+                moment = now - timedelta(hours=hours)
+                event = {
+                    "seq": seq,
+                    "at": moment,
+                    "kind": kind,
+                    "cause": f"past-{seq}",
+                    "node": "gpubox",
+                    "reason": reason,
+                }
                 connection.execute(insert(tables.event).values({**event, "gpus": [self.hardware.uuid(gpu)]}))
 
     def _past_leases(self, connection: Connection, works: list[Work]) -> dict[str, bytes]:
