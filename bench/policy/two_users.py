@@ -43,7 +43,14 @@ def main(words: Sequence[str] | None = None) -> int:
     if os.geteuid() != 0:
         print("Only root can send requests as two users.", file=sys.stderr)
         return 2
-    heads = ["rule", "training waits", "trials wait, mean", "trials wait, longest", "all done after", "trials started before it"]
+    heads = [
+        "rule",
+        "training waits",
+        "trials wait, mean",
+        "trials wait, longest",
+        "all done after",
+        "trials started before it",
+    ]
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads), flush=True)
     for rule, words_of_rule in RULES.items():
         print("| " + " | ".join([rule, *day(options.trials, *words_of_rule)]) + " |", flush=True)
