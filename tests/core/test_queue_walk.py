@@ -21,7 +21,7 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import Happening, JobSubmitted, LeaseRequested, SubmittedJob
 from gpulease_server.core.limit_records import LimitKey, UserLimits
 from gpulease_server.core.node_ranking import NodeRankings
-from gpulease_server.core.order_records import Overtakes
+from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.placement import RankedNode, Search
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import gpu_views
@@ -245,6 +245,7 @@ def test_the_stories_have_what_a_walk_could_get_wrong() -> None:
     changes = [change for seed in (*range(24), 47, 73) for change in tell(seed, 40, lambda _: None)[1]]
     bypasses = [change for change in changes if isinstance(change, BypassCounts)]
     assert any(change.go_first for change in changes if isinstance(change, Overtakes))
+    assert any(change.kept for change in changes if isinstance(change, PlacesKept))
     assert {change.within for change in bypasses} == {LimitKind.USER, LimitKind.GROUP, None}
     assert max(len(change.times) for change in bypasses) > 2
     assert {change.lease.state for change in changes if isinstance(change, LeaseRecord)} == set(LeaseState)

@@ -100,6 +100,8 @@ class Reservations:
     """The lease that each GPU is reserved for."""
     taken: list[str] = field(default_factory=list)
     """The node of each GPU that was reserved or granted in this turn, see `core.node_ranking`."""
+    held_at: dict[str, int] = field(default_factory=dict)
+    """By request that GPUs are held for: its user's step at that moment."""
     _left: str | None = ""
     """A free GPU that is not reserved; None when there is none, and at first no GPU."""
     _nodes: list[str] | None = None
@@ -156,7 +158,9 @@ class Reservations:
         held = self._gpus_to_reserve(record, demand, most)
         self._reserved_nodes[lease.id] = most
         self.reserve(record, held)
-        if not held:
+        if held:
+            self.held_at.setdefault(lease.id, self.ledger.ordered_place(record)[1])
+        else:
             # Its free GPUs are reserved already, or do not help. The same holds for newer requests with this demand.
             self._nothing_to_reserve.add(demand)
 

@@ -192,10 +192,15 @@ class DemandClasses:
         """The group of a request of this user."""
         return rank_of(demand), max(self.steps.get(user, self.lowest_step), self.lowest_step)
 
-    def set_steps(self, steps: Iterable[tuple[str | None, int]], lowest: int) -> None:
-        """Put users on other steps, and their requests where those belong."""
+    def set_steps(self, steps: Iterable[tuple[str | None, int]], lowest: int, kept: Iterable[int] = ()) -> None:
+        """Put users on other steps, and their requests where those belong. `kept`: the steps of the requests that keep
+        their places. No user falls from behind one of these to where it is, nor from where it is to before it."""
         changed: dict[str | None, None] = {}
-        for user, step in steps:
+        floors = sorted({*kept})
+        for user, wanted in steps:
+            before = max(self.steps.get(user, self.lowest_step), self.lowest_step)
+            at = bisect.bisect_right(floors, before)
+            step = max(wanted, floors[at - 1] + (floors[at - 1] < before)) if at else wanted
             if self.steps.get(user) != step:
                 self.steps[user] = step
                 changed[user] = None
@@ -209,7 +214,7 @@ class DemandClasses:
 
     @property
     def is_one_group(self) -> bool:
-        """True while the order is that of arrival."""
+        """True while priority and usage tell none apart."""
         return not self.heads or self.heads[0][0][:2] == self.heads[-1][0][:2]
 
     def count_before(self, place: OrderedPlace) -> int:

@@ -32,6 +32,7 @@ Usages are not divided by the capacity of the fleet: that would change no compar
 | the first start of a version that counts | what is held counts from then on |
 | the wall clock is put back over a restart | no time has passed |
 | a user's usage has decayed to nothing | the row is removed at the next start |
+| GPUs are held for a request | its step stays, and no user falls to where they would pass it, see `core.order` |
 | users are in one group of limits | nothing: users only. A group would be a part of the step, before the user's own |
 """
 

@@ -14,7 +14,7 @@ from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
-from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import Overtakes, PlacesKept, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -133,7 +133,7 @@ class Ledger(RequestQueue):
                 self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
-            case Overtakes() | UsageRecord() | UsageRemoved() | UsageSteps():
+            case Overtakes() | PlacesKept() | UsageRecord() | UsageRemoved() | UsageSteps():
                 self._put_order_change(change)
             case BudgetRecord():
                 self.budgets[change.token_id] = change

@@ -25,6 +25,16 @@ A request with `n` older ones therefore goes first, or waits only for those that
 `(n + 1) * (max_overtakes + 1)` grants. From then on others get GPUs that it could use `max_bypass` times because of its
 limits; then no newer one takes anything of these that it needs, and `core.backfill` bounds how many pass it.
 
+Once GPUs are held for a request it keeps its place
+---------------------------------------------------
+Usage falls when a lease ends, by its entry charge (`core.usage`): just then a GPU comes free. So whoever is behind for
+what they hold would be before the next moment, take a GPU that is held, and be behind again, and the others that are
+held would wait in vain. Therefore a request that GPUs are held for (`core.backfill`) stays on the step on which its
+user was at that moment, and no user who is behind it falls to a step before it. Others still go before it who had used
+less all along, as do higher priorities, and the one that goes first. It keeps the place until it is granted or leaves,
+or no end of a lease would help it. One request of each user and priority keeps a place: one who asks for many gets the
+others in order of what they have used by then.
+
 | what happens | what follows |
 |---|---|
 | all requests are of one priority and usage does not count | the order is that of arrival, and nothing is counted |
@@ -32,20 +42,23 @@ limits; then no newer one takes anything of these that it needs, and `core.backf
 | it waits for GPUs that leases hold | it is passed as often as `core.backfill` allows, then GPUs are held for it |
 | others hold them for long | who is under its limits goes on; its turn comes when they are given back |
 | its limit is set below what it asks for, or its GPU-hours are used | it is not chosen, and claims nothing |
-| the daemon restarts, or another takes over | the count begins again, as bypasses do |
+| the daemon restarts, or another takes over | the count begins again, as bypasses do, and places are kept anew |
+| one that keeps its place needs a node that goes silent | it lets the place go, and another of its user may keep one |
+| a limit keeps out one that keeps its place | the place stays; nothing is held for it, and others pass it |
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterator
 from dataclasses import replace
 
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.demand_classes import OrderedPlace
+from gpulease_server.core.demand_classes import OrderedPlace, rank_of
 from gpulease_server.core.eligibility import is_eligible
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.order_records import Overtakes
+from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import LimitedDemand, usage_by_user
@@ -56,19 +69,16 @@ def position(ledger: Ledger, record: LeaseRecord) -> int | None:
     """Place in the queue, 1 is next; None for a request that is not in it. Costs one look at each class of requests
     where the order is not that of arrival; for those of many see `Positions`."""
     classes, by_arrival = ledger.demand_classes, ledger.position_by_arrival(record)
-    if by_arrival is None or classes.is_one_group:
+    if by_arrival is None or ledger.is_by_arrival:
         return by_arrival
     place = ledger.ordered_place(record)
-    first = [ledger.leases[lease_id] for lease_id in ledger.go_first]
-    if record.lease.id in ledger.go_first:
-        return 1 + sum(ledger.ordered_place(one) < place for one in first)
     paused = (ledger.leases.get(lease_id) for lease_id in ledger.not_before)
     in_queue = (one for one in paused if one is not None and ledger.place_of(one) is not None)
     before = classes.count_before(place) + sum(ledger.ordered_place(one) < place for one in in_queue)
-    for one in (one for one in first if one.lease.id not in ledger.not_before):
-        # Where `count_before` has it: at the place that it would have without going first.
+    for one in (ledger.leases[lease_id] for lease_id in ledger.alone if lease_id not in ledger.not_before):
+        # `count_before` has it at the place that it would have in its class.
         group = classes.group_of(one.lease.demand, one.lease.holder.user)
-        before += (*group, one.number, one.lease.id) > place
+        before += (ledger.ordered_place(one) < place) - ((*group, one.number, one.lease.id) < place)
     return before + 1
 
 
@@ -83,7 +93,7 @@ class Positions:
     def of(self, record: LeaseRecord) -> int | None:
         """Place in the queue, 1 is next; None for a request that is not in it."""
         by_arrival = self._ledger.position_by_arrival(record)
-        if by_arrival is None or self._ledger.demand_classes.is_one_group:
+        if by_arrival is None or self._ledger.is_by_arrival:
             return by_arrival
         if self._places is None:
             self._places = sorted(map(self._ledger.ordered_place, self._ledger.queued()))
@@ -93,13 +103,13 @@ class Positions:
 def in_order(ledger: Ledger) -> Iterator[LeaseRecord]:
     """The requests in the queue, the next one first; those that pause before a retry last where the order is not that
     of arrival."""
-    if ledger.demand_classes.is_one_group:
+    if ledger.is_by_arrival:
         yield from ledger.queued()
         return
-    yield from sorted((ledger.leases[lease_id] for lease_id in ledger.go_first), key=ledger.ordered_place)
-    for lease_id in ledger.demand_classes.in_order():
-        if lease_id not in ledger.go_first:
-            yield ledger.leases[lease_id]
+    ids = ledger.alone
+    alone = sorted((ledger.leases[lease_id] for lease_id in ids), key=ledger.ordered_place)
+    others = (ledger.leases[lease_id] for lease_id in ledger.demand_classes.in_order() if lease_id not in ids)
+    yield from heapq.merge(alone, others, key=ledger.ordered_place)
     for lease_id in ledger.not_before:
         record = ledger.leases.get(lease_id)
         if record is not None and ledger.place_of(record) is not None:
@@ -114,11 +124,33 @@ def count_overtake(turn: Turn, place: OrderedPlace) -> None:
         turn.put(Overtakes(min(ledger.overtakes + 1, turn.policy.max_overtakes)))
 
 
+def keep_places(turn: Turn, order: UserOrder) -> None:
+    """After a walk: have the requests keep their places for which GPUs are held, one of each user and priority; and let
+    those go that no end of a lease would help."""
+    ledger, held_at = turn.ledger, order.reservations.held_at
+    if not turn.policy.fair_share or not (held_at or ledger.places_kept):
+        return
+    helped = {one: one in held_at or order.waits_for_leases(ledger.leases[one]) for one in ledger.places_kept}
+    kept, askers = dict[str, int](), {_asker(ledger.leases[one]) for one, is_helped in helped.items() if is_helped}
+    for lease_id, step in held_at.items():
+        asker = _asker(ledger.leases[lease_id])
+        if lease_id not in ledger.go_first and asker not in askers:
+            kept[lease_id] = step
+            askers.add(asker)
+    let_go = tuple(one for one, is_helped in helped.items() if not is_helped)
+    if kept or let_go:
+        turn.put(PlacesKept(tuple(kept.items()), let_go))
+
+
+def _asker(record: LeaseRecord) -> tuple[str | None, int]:
+    return record.lease.holder.user, rank_of(record.lease.demand)
+
+
 def choose_first(turn: Turn, reservations: Reservations) -> None:
     """Have the request go first that has waited longest, if enough others were granted before it; and those that have
     waited even longer, and that a limit keeps out which no one claims."""
     ledger, policy = turn.ledger, turn.policy
-    if ledger.overtakes < policy.max_overtakes or ledger.demand_classes.is_one_group:
+    if ledger.overtakes < policy.max_overtakes or ledger.is_by_arrival:
         return
     # By arrival, so with counts of its own of what older requests claim.
     order = UserOrder(replace(reservations, users=usage_by_user(ledger, policy.limits, turn.now)))

@@ -18,6 +18,17 @@ class Overtakes:
     """Ids of leases that go first, and whose limits kept them from GPUs that someone else was granted."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlacesKept:
+    """Which requests keep their places because GPUs are held for them, see `core.order`. In memory only: after a
+    restart each does again once GPUs are held for it."""
+
+    kept: tuple[tuple[str, int], ...]
+    """Lease ids, beside those that do already, and the steps of their users when GPUs were held."""
+    let_go: tuple[str, ...] = ()
+    """Ids of leases that no end of a lease would help any more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
     """What a user has used, as of one moment; see `core.fair_share`."""
@@ -52,3 +63,6 @@ class UsageSteps:
     """Who has a lower step counts as on this one."""
     counted_at_s: float | None = None
     """When all users who wait were put on their steps; None where only some were."""
+
+
+OrderChange = Overtakes | PlacesKept | UsageRecord | UsageRemoved | UsageSteps

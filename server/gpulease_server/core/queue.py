@@ -15,7 +15,7 @@ from gpulease_server.core.gang_readings import nodes_to_ask
 from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.node_ranking import NodeRankings
-from gpulease_server.core.order import choose_first, count_overtake
+from gpulease_server.core.order import choose_first, count_overtake, keep_places
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus
@@ -90,6 +90,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                     blocked.add(record, candidates)
                     order.add(record)
+    keep_places(turn, order)
 
 
 def _place(

@@ -89,10 +89,12 @@ class QueueWalk:
     max_demands: int | None = None
     """When so many different demands are blocked, others are left out."""
     _at: OrderedPlace = (-2, 0, 0, "")
+    _step: int = 0
+    """The step of the user of the request at hand, before anything is granted there."""
     _end: OrderedPlace | None = None
     """The place of `last`."""
     _first: frozenset[str] = frozenset()
-    """The requests that go before all others."""
+    """The requests that go before all others, or keep their places."""
     _only_new: bool = False
     _heap: list[tuple[OrderedPlace, int, DemandClass | None]] = field(default_factory=list)
     """The next request of each class, or one without a class; the numbers make all entries different."""
@@ -112,6 +114,7 @@ class QueueWalk:
 
     def __iter__(self) -> Iterator[LeaseRecord]:  # noqa: C901 - one case for each kind of entry
         self._begin()
+        classes = self.ledger.demand_classes
         while self._heap:
             if not self._only_new and self._is_over():
                 self._keep_new()
@@ -120,16 +123,18 @@ class QueueWalk:
             if members is not None and members.group != place[:2]:
                 self._push_next(members)  # its user was granted something meanwhile
                 continue
+            if members is not None and place[3] in self._first:
+                self._passed[members] = max(self._passed.get(members, (0, "")), place[2:])
+                self._push_next(members)
+                continue
             if place <= self._at:
                 continue
             if self._end is not None and place > self._end:
                 return
             self._at, record = place, self.ledger.leases[place[3]]
+            self._step = classes.group_of(record.lease.demand, record.lease.holder.user)[1]
             if members is not None:
                 self._passed[members] = place[2:]
-                if record.lease.id in self._first:
-                    self._push_next(members)
-                    continue
             before = self._limit_state(record) if self._by_limiter else None
             if self._must_look_at(record, members):
                 request = self.new.get(record.lease.id)
@@ -161,7 +166,7 @@ class QueueWalk:
         if self.reservations.policy.fair_share:
             # Where its user is on another step now, the walk has still come so far with what the user asks for.
             for members in self.ledger.demand_classes.of_user.get(user, ()):
-                if members.group[0] == place[0]:
+                if (members.group[0], self._step) == place[:2]:
                     self._passed[members] = max(self._passed.get(members, (0, "")), place[2:])
 
     def is_before(self, user: str | None, place: OrderedPlace) -> Callable[[LeaseRecord], bool] | None:
@@ -173,7 +178,7 @@ class QueueWalk:
 
         def is_before(record: LeaseRecord) -> bool:
             own = self.ledger.ordered_place(record)
-            if record.lease.holder.user == user:
+            if record.lease.holder.user == user and record.lease.id not in self._first:
                 return (own[0], *own[2:]) < (place[0], *place[2:])
             return own < place
 
@@ -189,8 +194,8 @@ class QueueWalk:
             return
         self._heap = [*classes.heads]
         alone = [one for one in classes.pauses_over(self.reservations.now.mono_s) if one not in classes.class_of]
-        self._first = frozenset(self.ledger.go_first)
-        for lease_id in dict.fromkeys([*alone, *self.ledger.go_first]):
+        self._first = frozenset(self.ledger.alone)
+        for lease_id in dict.fromkeys([*alone, *self.ledger.alone]):
             record = self.ledger.leases.get(lease_id)
             if record is not None and self.ledger.place_of(record) is not None:
                 heapq.heappush(self._heap, (self.ledger.ordered_place(record), next(self._entries), None))
@@ -359,7 +364,7 @@ class QueueWalk:
         """List the skipped members up to the request at hand with the others that wait."""
         members, group = skipped.members, skipped.members.group
         if members.key.user == granted_to:
-            group = (group[0], self._at[1])  # its user is on another step since the grant
+            group = (group[0], self._step)  # its user is on another step since the grant
         if group > self._at[:2] or not members.places:
             return
         at = self._at[2:] if group == self._at[:2] else members.places[-1]

@@ -23,7 +23,7 @@ from gpulease_protocol.model import (
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.node_topology import NodeTopology, TopologyCache
-from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import OrderChange
 
 END_FIELDS = ("state", "end_reason", "ended_at")
 UNENDED_VALUES = attrgetter(*(item.name for item in fields(Lease) if item.name not in END_FIELDS))
@@ -434,10 +434,7 @@ Change = (
     | GangTimes
     | DependencyMet
     | BypassCounts
-    | Overtakes
-    | UsageRecord
-    | UsageRemoved
-    | UsageSteps
+    | OrderChange
     | KeyRecord
     | KeyRemoved
     | BudgetRecord

@@ -12,7 +12,7 @@ from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.limit_records import ORDERED
-from gpulease_server.core.order_records import Overtakes, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import OrderChange, Overtakes, PlacesKept, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import BypassCounts, JobRecord, LeaseRecord, NotBefore
 
 BypassesWithin = dict[LimitKind, dict[str, tuple[int, float]]]
@@ -51,6 +51,9 @@ class RequestQueue:
     go_first: dict[str, int] = field(default_factory=dict)
     """By id, the queued leases that go before all others, because they have waited longest; and how many grants they
     have missed because of their limits. See `core.order`."""
+    places_kept: dict[str, int] = field(default_factory=dict)
+    """By id, the queued leases that keep their places because GPUs are held for them, each on this step; see
+    `core.order`."""
     usage: dict[str, UsageRecord] = field(default_factory=dict)
     """By user, what they have used lately, see `core.fair_share`."""
     usage_recounted: bool = False
@@ -72,19 +75,23 @@ class RequestQueue:
                 bypassed = members.bypassed if counts.within is None else members.bypassed_within[counts.within]
                 bypassed.put((self.leases[lease_id].number, lease_id), before + times, since_s)
 
-    def _put_order_change(self, change: Overtakes | UsageRecord | UsageRemoved | UsageSteps) -> None:
+    def _put_order_change(self, change: OrderChange) -> None:
         match change:
             case Overtakes():
                 self.overtakes = change.times
                 self.go_first |= dict.fromkeys(change.go_first, 0)
                 self.go_first |= {lease_id: self.go_first[lease_id] + 1 for lease_id in change.missed}
+            case PlacesKept():
+                self.places_kept |= dict(change.kept)
+                for lease_id in change.let_go:
+                    self.places_kept.pop(lease_id, None)
             case UsageRecord():
                 self.usage[change.user] = change
             case UsageRemoved():
                 self.usage.pop(change.user, None)
             case UsageSteps():
                 self.classes_by_user(None)
-                self.demand_classes.set_steps(change.steps, change.lowest)
+                self.demand_classes.set_steps(change.steps, change.lowest, self.places_kept.values())
                 if change.counted_at_s is not None:
                     self.steps_counted_at_s = change.counted_at_s
 
@@ -128,6 +135,7 @@ class RequestQueue:
 
     def _waits_no_more(self, lease: Lease) -> None:
         self.go_first.pop(lease.id, None)
+        self.places_kept.pop(lease.id, None)
         self.limits.count_queued(lease.holder, -1)
         self._count_bytes(lease.id, lease.holder.user, 0)
 
@@ -154,7 +162,19 @@ class RequestQueue:
         """Where a walk comes to a request, whether it is in the queue or not."""
         lease, classes = record.lease, self.demand_classes
         group = (-1, 0) if lease.id in self.go_first else classes.group_of(lease.demand, lease.holder.user)
+        if group[0] >= 0 and lease.id in self.places_kept:
+            group = (group[0], self.places_kept[lease.id])
         return (*group, record.number, lease.id)
+
+    @property
+    def alone(self) -> dict[str, None]:
+        """Ids of the requests that a walk comes to elsewhere than to others of their class."""
+        return dict.fromkeys([*self.go_first, *self.places_kept])
+
+    @property
+    def is_by_arrival(self) -> bool:
+        """True while the order is that of arrival."""
+        return not self.places_kept and self.demand_classes.is_one_group
 
     def position_by_arrival(self, record: LeaseRecord) -> int | None:
         """Place in the queue by arrival, 1 is the first; None for one that is not in it. See `core.order.position`."""

@@ -24,6 +24,11 @@ def describe_place(ledger: Ledger, record: LeaseRecord, usage: tuple[RecentUsage
         return "; it goes first, because it has waited longest"
     higher = ledger.demand_classes.count_before((rank_of(record.lease.demand), -1, 0, ""))
     said = f"; number {place} in the queue" + (f", behind {higher} of higher priority" if higher else "")
+    if record.lease.id in ledger.places_kept:
+        return f"{said}, and keeps this place, because GPUs were held for it"
+    own_place, rank = ledger.ordered_place(record), rank_of(record.lease.demand)
+    before = [one for one in map(ledger.ordered_place, _kept(ledger)) if one[0] == rank and one < own_place]
+    said += f", behind {len(before)} that GPUs were held for" if before else ""
     own, *less = usage
     if not less:
         return said
@@ -36,12 +41,17 @@ def recent_usage(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Poli
     usage does not order."""
     user = record.lease.holder.user
     own = RecentUsage(user=user or "", gpu_hours=ordering_s(usage_of(ledger, user, now, policy)) / 3600)
-    classes, rank = ledger.demand_classes, rank_of(record.lease.demand)
-    group = classes.group_of(record.lease.demand, user)
-    before = {members.key.user: None for _, _, members in classes.heads if (rank, -1) < members.group < group}
+    rank, group = rank_of(record.lease.demand), ledger.ordered_place(record)[:2]
+    heads = ledger.demand_classes.heads
+    before = {members.key.user: None for _, _, members in heads if (rank, -1) < members.group < group}
     found = (
         RecentUsage(user=name or "", gpu_hours=ordering_s(usage_of(ledger, name, now, policy)) / 3600)
         for name in before
         if name != user
     )
-    return (own, *sorted(found, key=lambda one: (one.gpu_hours, one.user))[:MAX_NAMED])
+    less = [one for one in found if one.gpu_hours < own.gpu_hours]  # others are before it for what they had used
+    return (own, *sorted(less, key=lambda one: (one.gpu_hours, one.user))[:MAX_NAMED])
+
+
+def _kept(ledger: Ledger) -> list[LeaseRecord]:
+    return [ledger.leases[lease_id] for lease_id in ledger.places_kept]

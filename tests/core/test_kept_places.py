@@ -1,0 +1,144 @@
+"""A request that GPUs are held for keeps its place, whatever the entry charges of others do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gpulease_protocol.model import Lease, Priority
+from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.order import in_order
+from tests.core.build import World
+from tests.core.test_fair_share import ask, give_back, is_active, use, world_of
+
+
+def releases_until(world: World, target: Lease, running: list[Lease], trials: list[Lease], most: int = 60) -> int:
+    """One trial ends after the other, each after some seconds. How many have when the target is granted."""
+    for number in range(1, most + 1):
+        world.at_s += 1.5
+        give_back(world, running.pop(0))
+        running += [one for one in trials if one not in running and is_active(world, one)]
+        if is_active(world, target):
+            return number
+        assert world.position(target) == 1
+    raise AssertionError("it is not granted")
+
+
+@pytest.mark.parametrize("most", [0, 3])
+@pytest.mark.parametrize(("sweeper_h", "other_h"), [(0.0, 0.0), (8.0, 9.0)])
+def test_a_training_that_gpus_are_held_for_waits_for_no_more_than_what_it_lacks(
+    most: int, sweeper_h: float, other_h: float
+) -> None:
+    """Each end of a trial takes an entry charge from Eve, who is first by arrival without them."""
+    world = world_of(4, max_bypass=most)
+    for user, hours in (("eve", sweeper_h), ("bob", other_h)):
+        if hours:
+            use(world, user, 1, hours)
+    running = [ask(world, 1, "eve") for _ in range(4)]
+    trials = [ask(world, 1, "eve") for _ in range(40)]
+    training = ask(world, 4, "bob")
+    assert releases_until(world, training, running, trials) == most + 4
+
+
+def held_for(world: World, *, user: str = "bob") -> tuple[list[Lease], Lease]:
+    """Eve holds three of four GPUs, and the fourth is held for a training."""
+    running = [ask(world, 1, "eve") for _ in range(4)]
+    training = ask(world, 4, user)
+    world.at_s += 1.5
+    give_back(world, running.pop())
+    assert list(world.ledger.places_kept) == [training.id]
+    return running, training
+
+
+def test_who_has_used_less_all_along_still_goes_first() -> None:
+    world = world_of(4, max_bypass=0)
+    use(world, "bob", 1, 5.0)
+    use(world, "eve", 1, 9.0)
+    _, training = held_for(world)
+    newcomer = ask(world, 1, "dan")
+    assert is_active(world, newcomer)
+    give_back(world, newcomer)
+    assert world.position(training) == 1
+
+
+def test_higher_priorities_still_go_first() -> None:
+    world = world_of(4, max_bypass=0)
+    held_for(world)
+    assert is_active(world, ask(world, 1, "eve", priority=Priority.INTERACTIVE))
+
+
+def test_one_request_of_a_user_keeps_its_place() -> None:
+    world = world_of(2, max_bypass=0).node("b", gpus=2)
+    world.report("b")
+    running = [ask(world, 1, "eve", node=node) for node in ("a", "a", "b", "b")]
+    first, second = (ask(world, 2, "bob", node=node) for node in ("a", "b"))
+    for number in (0, 2):
+        world.release(world.now_of(running[number]))
+        world.report("b")
+        world.report()
+    assert list(world.ledger.places_kept) == [first.id]
+    world.release(world.now_of(running[1]))
+    world.report("b")
+    world.report()
+    assert is_active(world, first)
+    assert list(world.ledger.places_kept) in ([], [second.id])
+
+
+def test_it_keeps_no_place_once_no_end_of_a_lease_would_help() -> None:
+    world = world_of(4, max_bypass=0)
+    held_for(world)
+    world.cordon(1)
+    world.report()
+    assert not world.ledger.places_kept
+    world.check()
+
+
+def test_one_that_leaves_keeps_no_place() -> None:
+    world = world_of(4, max_bypass=0)
+    _, training = held_for(world)
+    give_back(world, training)
+    assert not world.ledger.places_kept
+
+
+def test_explain_and_the_position_say_what_the_walk_does() -> None:
+    world = world_of(4, max_bypass=0)
+    trials: list[Lease] = []
+    running = [ask(world, 1, "eve") for _ in range(4)]
+    trials = [ask(world, 1, "eve") for _ in range(3)]
+    training = ask(world, 4, "bob")
+    for _ in range(3):
+        give_back(world, running.pop())
+    ledger = world.ledger
+    assert [one.lease.id for one in in_order(ledger)] == [training.id, *(one.id for one in trials)]
+    assert [world.position(one) for one in (training, *trials)] == [1, 2, 3, 4]
+    said = [explain(ledger, ledger.leases[one.id], world.now, world.policy).sentence for one in (training, trials[0])]
+    assert "number 1 in the queue, and keeps this place, because GPUs were held for it" in said[0]
+    assert "number 2 in the queue, behind 1 that GPUs were held for" in said[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_between_two_users_with_close_usages_few_releases_and_idle_gpus_are_enough(seed: int) -> None:
+    drawn = random.Random(seed)
+    gpus, most, hours = drawn.randint(2, 6), drawn.choice([0, 2, 5]), drawn.choice([0.0, 0.5, 8.0, 40.0])
+    world = world_of(gpus, max_bypass=most)
+    for user in ("eve", "bob"):
+        if hours:
+            use(world, user, 1, hours + drawn.random() * 2)
+    running = [ask(world, 1, drawn.choice(["eve", "eve", "bob"])) for _ in range(gpus)]
+    waiting = [ask(world, 1, drawn.choice(["eve", "eve", "bob"])) for _ in range(20)]
+    big = ask(world, gpus, drawn.choice(["eve", "bob"]))
+    kept_at: int | None = None
+    for number in range(200):
+        world.at_s += drawn.choice([0.5, 30.0])
+        give_back(world, running.pop(drawn.randrange(len(running))))
+        if drawn.random() < 0.5:
+            waiting.append(ask(world, 1, drawn.choice(["eve", "bob"])))
+        running += [one for one in waiting if is_active(world, one) and one not in running]
+        if is_active(world, big):
+            assert kept_at is None or number - kept_at <= 3 * gpus + 6, "idle GPUs were held in vain"
+            return
+        if kept_at is None and big.id in world.ledger.places_kept:
+            kept_at = number
+        waiting = [one for one in waiting if not is_active(world, one)]
+    raise AssertionError("it starves")
