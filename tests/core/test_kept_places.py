@@ -136,7 +136,7 @@ def test_between_two_users_with_close_usages_few_releases_and_idle_gpus_are_enou
             waiting.append(ask(world, 1, drawn.choice(["eve", "bob"])))
         running += [one for one in waiting if is_active(world, one) and one not in running]
         if is_active(world, big):
-            assert kept_at is None or number - kept_at <= 3 * gpus + 6, "idle GPUs were held in vain"
+            assert kept_at is None or number - kept_at <= 3 * gpus + 6, "GPUs were idle without effect"
             return
         if kept_at is None and big.id in world.ledger.places_kept:
             kept_at = number

@@ -27,13 +27,13 @@ limits; then no newer one takes anything of these that it needs, and `core.backf
 
 Once GPUs are held for a request it keeps its place
 ---------------------------------------------------
-Usage falls when a lease ends, by its entry charge (`core.usage`): just then a GPU comes free. So whoever is behind for
-what they hold would be before the next moment, take a GPU that is held, and be behind again, and the others that are
-held would wait in vain. Therefore a request that GPUs are held for (`core.backfill`) stays on the step on which its
-user was at that moment, and no user who is behind it falls to a step before it. Others still go before it who had used
-less all along, as do higher priorities, and the one that goes first. It keeps the place until it is granted or leaves,
-or no end of a lease would help it. One request of each user and priority keeps a place: one who asks for many gets the
-others in order of what they have used by then.
+Usage falls when a lease ends, by its entry charge (`core.usage`): just then a GPU comes free. So a user who is behind
+for what they hold would be before the next moment, take a GPU that is held, and be behind again, and the others that
+are held would wait without effect. Therefore a request that GPUs are held for (`core.backfill`) stays on the step on
+which its user was at that moment, and no user who is behind it falls to a step before it. Others still go before it who
+had used less all along, as do higher priorities, and the one that goes first. It keeps the place until it is granted or
+leaves, or no end of a lease would help it. One request of each user and priority keeps a place: one who asks for many
+gets the others in order of what they have used by then.
 
 | what happens | what follows |
 |---|---|
@@ -42,7 +42,7 @@ others in order of what they have used by then.
 | it waits for GPUs that leases hold | it is passed as often as `core.backfill` allows, then GPUs are held for it |
 | others hold them for long | who is under its limits goes on; its turn comes when they are given back |
 | its limit is set below what it asks for, or its GPU-hours are used | it is not chosen, and claims nothing |
-| the daemon restarts, or another takes over | the count begins again, as bypasses do, and places are kept anew |
+| the daemon restarts, or another takes over | the count begins again, as bypasses do, and places are kept again |
 | one that keeps its place needs a node that goes silent | it lets the place go, and another of its user may keep one |
 | a limit keeps out one that keeps its place | the place stays; nothing is held for it, and others pass it |
 """
