@@ -142,3 +142,74 @@ def test_between_two_users_with_close_usages_few_releases_and_idle_gpus_are_enou
             kept_at = number
         waiting = [one for one in waiting if not is_active(world, one)]
     raise AssertionError("it starves")
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_training_that_a_limit_of_its_group_is_claimed_for_waits_for_no_more_than_what_it_lacks(most: int) -> None:
+    world = world_of(8, max_bypass=most)
+    world.limit("lab", "group", members=("eve", "bob"), max_gpus=4)
+    running = [ask(world, 1, "eve") for _ in range(4)]
+    trials = [ask(world, 1, "eve") for _ in range(40)]
+    training = ask(world, 4, "bob")
+    assert releases_until(world, training, running, trials) == most + 4
+
+
+def test_who_waits_for_their_own_lease_keeps_a_node_only_from_those_who_have_used_more() -> None:
+    """What a user uses meanwhile counts, but for entry charges: else one long lease would keep a node idle."""
+    world = world_of(4, max_bypass=0)
+    use(world, "eve", 1, 30.0)
+    ask(world, 1, "bob")
+    world.at_s += 60.0
+    whole = ask(world, 4, "bob")
+    assert list(world.ledger.places_kept) == [whole.id]
+    world.at_s += 5 * 3600.0
+    newcomer = ask(world, 1, "dan")
+    assert is_active(world, newcomer)
+    give_back(world, newcomer)
+    trial = ask(world, 1, "eve")
+    assert not is_active(world, trial), "who has used more is behind"
+    world.at_s += 60 * 3600.0
+    for _ in range(2):  # the second one finds it behind
+        world.report()
+    assert is_active(world, trial), "until the other one has used as much"
+
+
+@pytest.mark.parametrize("numbers", [{"max_gpus": 4}, {"max_leases": 1}])
+def test_a_limit_of_its_own_user_lets_the_place_go(numbers: dict[str, int]) -> None:
+    """Else who is at their own limit could hold the steps of others for as long as they like."""
+    world = world_of(4, max_bypass=0)
+    running, training = held_for(world)
+    world.limit("bob", **numbers)
+    own = ask(world, 1, "bob", priority=Priority.INTERACTIVE)
+    assert is_active(world, own)
+    assert not world.ledger.places_kept
+    give_back(world, own)
+    for one in running:
+        give_back(world, one)
+    assert is_active(world, training)
+
+
+def test_to_ask_anew_or_in_parts_gives_no_better_place() -> None:
+    world = world_of(4, max_bypass=0)
+    use(world, "bob", 1, 2.0)
+    running, training = held_for(world, user="bob")
+    before = world.ledger.places_kept[training.id]
+    parts = [ask(world, count, "bob") for count in (2, 4)]
+    assert list(world.ledger.places_kept) == [training.id]
+    give_back(world, training)
+    assert min(world.ledger.places_kept.values()) >= before
+    assert len(world.ledger.places_kept) == 1
+    for one in running:
+        give_back(world, one)
+    assert is_active(world, parts[0])
+
+
+def test_after_a_restart_the_place_is_kept_again() -> None:
+    world = world_of(4, max_bypass=0)
+    running, training = held_for(world)
+    trials = [ask(world, 1, "eve") for _ in range(8)]
+    world.ledger.places_kept.clear()
+    world.ledger.overtakes, world.ledger.usage_recounted, world.ledger.steps_counted_at_s = 0, False, None
+    world.report()
+    assert list(world.ledger.places_kept) == [training.id]
+    assert releases_until(world, training, running, trials) == 3

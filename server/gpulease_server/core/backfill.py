@@ -101,7 +101,7 @@ class Reservations:
     taken: list[str] = field(default_factory=list)
     """The node of each GPU that was reserved or granted in this turn, see `core.node_ranking`."""
     held_at: dict[str, int] = field(default_factory=dict)
-    """By request that GPUs are held for: its user's step at that moment."""
+    """By request that GPUs are held for, or a limit of its group is claimed: its user's step at that moment."""
     _left: str | None = ""
     """A free GPU that is not reserved; None when there is none, and at first no GPU."""
     _nodes: list[str] | None = None
@@ -159,10 +159,14 @@ class Reservations:
         self._reserved_nodes[lease.id] = most
         self.reserve(record, held)
         if held:
-            self.held_at.setdefault(lease.id, self.ledger.ordered_place(record)[1])
+            self.keep_step(record)
         else:
             # Its free GPUs are reserved already, or do not help. The same holds for newer requests with this demand.
             self._nothing_to_reserve.add(demand)
+
+    def keep_step(self, record: LeaseRecord) -> None:
+        """Note on which step a request is for which something is held or claimed; see `core.order.keep_places`."""
+        self.held_at.setdefault(record.lease.id, self.ledger.ordered_place(record)[1])
 
     def may_reserve(self, demand: LimitedDemand) -> bool:
         """True until it has turned out that nothing more can be reserved for requests with this demand."""

@@ -32,8 +32,12 @@ for what they hold would be before the next moment, take a GPU that is held, and
 are held would wait without effect. Therefore a request that GPUs are held for (`core.backfill`) stays on the step on
 which its user was at that moment, and no user who is behind it falls to a step before it. Others still go before it who
 had used less all along, as do higher priorities, and the one that goes first. It keeps the place until it is granted or
-leaves, or no end of a lease would help it. One request of each user and priority keeps a place: one who asks for many
-gets the others in order of what they have used by then.
+leaves, or no end of a lease of others would help it. One request of each user and priority keeps a place: one who asks
+for many gets the others in order of what they have used by then. What its user uses meanwhile, without entry charges,
+moves its step: who holds a GPU for a week and waits for the rest of its node does not keep that from all others.
+
+The same holds for a request that a limit of its group is claimed for (`core.user_order`): the others of the group would
+take that back in turns.
 
 | what happens | what follows |
 |---|---|
@@ -44,7 +48,8 @@ gets the others in order of what they have used by then.
 | its limit is set below what it asks for, or its GPU-hours are used | it is not chosen, and claims nothing |
 | the daemon restarts, or another takes over | the count begins again, as bypasses do, and places are kept again |
 | one that keeps its place needs a node that goes silent | it lets the place go, and another of its user may keep one |
-| a limit keeps out one that keeps its place | the place stays; nothing is held for it, and others pass it |
+| the limit of its user or token, or its array, keeps out one that keeps its place | it lets the place go |
+| the limit of its group keeps out one that keeps its place | the place stays; no GPU is held for it |
 """
 
 from __future__ import annotations
@@ -61,6 +66,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order_records import Overtakes, PlacesKept
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
+from gpulease_server.core.usage import LOWEST_S, step_of, usage_of
 from gpulease_server.core.user_limits import LimitedDemand, usage_by_user
 from gpulease_server.core.user_order import Out, UserOrder
 
@@ -125,21 +131,41 @@ def count_overtake(turn: Turn, place: OrderedPlace) -> None:
 
 
 def keep_places(turn: Turn, order: UserOrder) -> None:
-    """After a walk: have the requests keep their places for which GPUs are held, one of each user and priority; and let
-    those go that no end of a lease would help."""
+    """After a walk: have the requests keep their places that GPUs are held for, or a limit of their group is claimed,
+    one of each user and priority, behind what their users have used meanwhile; and let those go that no end of a lease
+    would help."""
     ledger, held_at = turn.ledger, order.reservations.held_at
     if not turn.policy.fair_share or not (held_at or ledger.places_kept):
         return
-    helped = {one: one in held_at or order.waits_for_leases(ledger.leases[one]) for one in ledger.places_kept}
-    kept, askers = dict[str, int](), {_asker(ledger.leases[one]) for one, is_helped in helped.items() if is_helped}
+    kept, askers, let_go = dict[str, int](), set[tuple[str | None, int]](), list[str]()
+    for lease_id, step in ledger.places_kept.items():
+        record = ledger.leases[lease_id]
+        if lease_id not in held_at and not _waits_for_others(turn, order, record):
+            let_go.append(lease_id)
+            continue
+        askers.add(_asker(record))
+        if (used := _used_step(turn, record)) > step:
+            kept[lease_id] = used
     for lease_id, step in held_at.items():
         asker = _asker(ledger.leases[lease_id])
         if lease_id not in ledger.go_first and asker not in askers:
             kept[lease_id] = step
             askers.add(asker)
-    let_go = tuple(one for one, is_helped in helped.items() if not is_helped)
     if kept or let_go:
-        turn.put(PlacesKept(tuple(kept.items()), let_go))
+        turn.put(PlacesKept(tuple(kept.items()), tuple(let_go)))
+
+
+def _waits_for_others(turn: Turn, order: UserOrder, record: LeaseRecord) -> bool:
+    """True for a request that the ends of leases would help, and that nothing of its own user keeps out."""
+    if not is_eligible(turn.ledger, record, turn.now) or order.is_kept_out_alone(record):
+        return False
+    return order.waits_for_leases(record)
+
+
+def _used_step(turn: Turn, record: LeaseRecord) -> int:
+    """The step of what the user has used without entry charges; the very lowest for less than counts."""
+    used_s = usage_of(turn.ledger, record.lease.holder.user, turn.now, turn.policy).used_s
+    return step_of(used_s, turn.now.mono_s, turn.policy) if used_s > LOWEST_S else 0
 
 
 def _asker(record: LeaseRecord) -> tuple[str | None, int]:

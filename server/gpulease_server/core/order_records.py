@@ -24,7 +24,8 @@ class PlacesKept:
     restart each does again once GPUs are held for it."""
 
     kept: tuple[tuple[str, int], ...]
-    """Lease ids, beside those that do already, and the steps of their users when GPUs were held."""
+    """Lease ids, beside those that do already, and the steps of their users when GPUs were held; or a greater one that
+    the user has come to since."""
     let_go: tuple[str, ...] = ()
     """Ids of leases that no end of a lease would help any more."""
 

@@ -140,6 +140,8 @@ class UserOrder:
         for one in self._limits_of(record):
             if self._is_due(one, record) and self.waits_for_leases(record):
                 self.users.keep(one, record.lease.id, self._needs(record))
+                if one.key.kind is LimitKind.GROUP:
+                    self.reservations.keep_step(record)
 
     def claim(self, record: LeaseRecord, *, always: bool = False) -> None:
         """Claim what a waiting request needs of all of its limits, and the budget of its token, because it goes first;
@@ -185,6 +187,12 @@ class UserOrder:
         if not short.isdisjoint(self.users.kept) or (by_budget and tokens is not None and tokens.kept_for(lease)):
             return Out.BEHIND
         return Out.ALONE if short or by_budget else None
+
+    def is_kept_out_alone(self, record: LeaseRecord) -> bool:
+        """True while a limit of its user or token, and not of its group, leaves a request too little."""
+        lease, needed = record.lease, self._needs(record)
+        own = (one for one in self.users.applied(lease) if one.key.kind is not LimitKind.GROUP)
+        return any(self.users.is_short(one, lease.id, needed) for one in own)
 
     def waits_for_leases(self, record: LeaseRecord) -> bool:
         """True for a request that its limits, the budget of its token and the nodes can serve once leases end."""
