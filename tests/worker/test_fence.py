@@ -17,7 +17,7 @@ from gpulease_protocol.host.process_id import ProcessId, boot_id
 from gpulease_protocol.node_protocol import RunState
 from gpulease_worker.jobs.fence import FILE, ContactFile, Fence, since_boot_s
 from tests.worker.build import number_in, order, spec, until
-from tests.worker.play import Worker, play
+from tests.worker.play import Worker, play, soon
 
 FENCE_S = 2.0
 IGNORES_SIGTERM = "trap '' TERM; echo $$ > {pid}; while :; do sleep 0.1; done"
@@ -46,6 +46,12 @@ def alive(pid: int) -> bool:
     return ProcessId.of(pid) is not None
 
 
+async def noted_pid(pid_file: Path) -> int:
+    """The pid that a job's shell writes. The job is running a moment before it does."""
+    await soon(lambda: number_in(pid_file), "the shell is up")
+    return number_in(pid_file)
+
+
 def test_a_job_ends_at_its_fence_although_its_worker_is_gone(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     job = order("j", spec("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", fence_s=FENCE_S))
@@ -53,6 +59,7 @@ def test_a_job_ends_at_its_fence_although_its_worker_is_gone(tmp_path: Path) -> 
     async def start(worker: Worker) -> None:
         (report,) = await worker.until([job], RunState.RUNNING)
         assert report.fence_s == FENCE_S
+        await noted_pid(pid_file)
 
     with daemons_answer(tmp_path):
         play(tmp_path, start)  # and the worker is gone
@@ -79,6 +86,7 @@ def test_a_process_that_ignores_sigterm_is_killed_within_what_the_daemon_waits(
     async def story(worker: Worker) -> None:
         with daemons_answer(tmp_path):
             await worker.until([job], RunState.RUNNING)
+            await noted_pid(pid_file)  # and its trap is set
         report = await worker.end_of(job)
         assert report.exit_code == 137
         assert "which is the job's fence" in str(report.reason)
@@ -121,14 +129,17 @@ def test_a_contact_that_cannot_be_true_is_none(tmp_path: Path, line: str) -> Non
     assert Fence(tmp_path, 60.0).is_reached()
 
 
-def test_contact_is_when_the_report_was_sent_and_never_goes_back(tmp_path: Path) -> None:
-    contact, fence = ContactFile(tmp_path), Fence(tmp_path, 60.0)
-    contact.note(since_boot_s() - 50)
-    assert 9 < fence.left_s() <= 10.1
-    contact.note(since_boot_s() - 5)
-    assert 54 < fence.left_s() <= 55.1
+def test_contact_is_when_the_report_was_sent_and_never_goes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contact, fence, now_s = ContactFile(tmp_path), Fence(tmp_path, 60.0), since_boot_s()
+    monkeypatch.setattr("gpulease_worker.jobs.fence.since_boot_s", lambda: now_s)
+    contact.note(now_s - 50)
+    assert fence.left_s() == pytest.approx(10.0, abs=0.001)
+    contact.note(now_s - 5)
+    assert fence.left_s() == pytest.approx(55.0, abs=0.001)
     (tmp_path / FILE).unlink()
-    assert 54 < fence.left_s() <= 55.1
+    assert fence.left_s() == pytest.approx(55.0, abs=0.001)
     assert 0 < fence.next_look_s() <= 5.0
 
 
@@ -139,7 +150,7 @@ def test_a_supervisor_that_is_stopped_ends_the_job_once_it_goes_on(tmp_path: Pat
     async def story(worker: Worker) -> None:
         with daemons_answer(tmp_path):
             await worker.until([job], RunState.RUNNING)
-        supervisor = parent_of(number_in(pid_file))
+            supervisor = parent_of(await noted_pid(pid_file))
         os.kill(supervisor, signal.SIGSTOP)
         await asyncio.sleep(FENCE_S)
         os.kill(supervisor, signal.SIGCONT)
