@@ -72,8 +72,8 @@ def test_a_teardown_that_blocks_calls_makes_gpus_unknown_and_kills_no_probe(
     (probe,) = probes(machine)
     first = take(running, 1)
     training = machine.start("-n", env=first["env"])
-    machine.block(blocked_s, gpu=1)
     over_s = time.monotonic() + blocked_s
+    machine.block(blocked_s, gpu=1)
     training.kill()
     release(running, first)
     eventually(lambda: "unknown" in states(running), blocked_s, running.story)

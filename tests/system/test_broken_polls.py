@@ -11,8 +11,8 @@ import pytest
 from tests.daemon import DaemonProcess, eventually
 
 BODY = b'{"count": 1, "ttl_s": 7200, "label": "waits"}'
-NOTICED_S = 3.0
-"""Less than the time after which a long poll looks by itself."""
+NOTICED_S = 30.0
+"""Less than the time after which a long poll looks by itself, which is 60 s."""
 
 
 def ask_and_wait(running: DaemonProcess, over: str, behind: bytes = b"") -> socket.socket:

@@ -122,7 +122,7 @@ def test_a_gpu_drains_while_a_child_of_its_holder_lives(running: DaemonProcess) 
         waiting = running.call("POST", "/v1/leases", {"devices": [uuid]}).json
         shown = running.call("GET", f"/v1/gpus/{uuid}").json
         assert shown["state"] == "draining"
-        eventually(lambda: f"pid {child.pid}" in running.call("GET", f"/v1/gpus/{uuid}").json["reason"], 30)
+        eventually(lambda: f"pid {child.pid}" in (running.call("GET", f"/v1/gpus/{uuid}").json["reason"] or ""), 30)
         assert running.lease(waiting["id"])["state"] == "queued"
     finally:
         child.kill()

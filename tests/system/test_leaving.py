@@ -17,6 +17,7 @@ from gpulease_protocol.host.process_id import ProcessId
 from gpulease_worker.jobs import job_records
 from gpulease_worker.probe.simulation import idle_gpus
 from tests.daemon import DaemonProcess, daemon, eventually
+from tests.worker.build import number_in
 
 
 @contextmanager
@@ -39,12 +40,12 @@ def names(running: DaemonProcess) -> list[str]:
 @pytest.mark.budget(30)
 def test_a_node_leaves_on_sigterm_and_its_job_goes_on_elsewhere(tmp_path: Path) -> None:
     said = tmp_path / "said"
-    script = f"echo $$ >> {said}; trap 'echo got TERM >> {said}; exit 3' TERM; sleep 600 & wait"
+    script = f"trap 'echo got TERM >> {said}; exit 3' TERM; echo $$ >> {said}; sleep 600 & wait"
     with daemon(tmp_path, "--no-worker") as running, worker(running, "n1", "--leave-s", "20") as first:
         job = running.submit("sh", "-c", script, gpus=2, launcher="plain")
         running.wait_job(job, "running")
-        eventually(said.exists, 60, running.story)
-        training = ProcessId.of(int(said.read_text()))
+        eventually(lambda: number_in(said) > 0, 60, running.story)
+        training = ProcessId.of(number_in(said))
         held = running.request_lease(1)
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == 0

@@ -12,6 +12,7 @@ import pytest
 
 from gpulease_protocol.host.process_id import ProcessId
 from tests.daemon import DaemonProcess, daemon, eventually
+from tests.worker.build import number_in
 
 
 @contextmanager
@@ -39,8 +40,8 @@ def test_a_node_that_stays_away_loses_its_jobs_and_its_worker_ends_them_when_it_
         with worker(running, tmp_path / "n2"):
             job = running.submit("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", gpus=2, retries=3, timeout_s=1000)
             running.wait_job(job, "running")
-            eventually(lambda: pid_file.read_text().endswith("\n"), 60, running.story)
-        training = ProcessId.of(int(pid_file.read_text()))
+            eventually(lambda: number_in(pid_file) > 0, 60, running.story)
+        training = ProcessId.of(number_in(pid_file))
         assert training is not None
 
         lost = running.wait_job(job, "lost")

@@ -65,7 +65,8 @@ def test_a_process_outside_tree_and_marker_is_ended_with_the_cgroup(tmp_path: Pa
 
 
 def test_a_process_outside_tree_and_marker_is_a_member_of_the_cgroup() -> None:
-    group = cgroup.create("gpulease-test-group")
+    name = f"gpulease-test-group-{os.getpid()}"
+    group = cgroup.create(name)
     if group is None:
         own = cgroup_directory.own_directory()
         assert own is None or not (own / "cgroup.kill").exists()
@@ -73,7 +74,7 @@ def test_a_process_outside_tree_and_marker_is_a_member_of_the_cgroup() -> None:
     sleeper = subprocess.Popen(["sleep", "60"], preexec_fn=group.enter)  # noqa: PLW1509
     try:
         assert {member.pid for member in group.members()} == {sleeper.pid}
-        assert cgroup_directory.leases_of(sleeper.pid, ("gpulease-test-group",))
+        assert cgroup_directory.leases_of(sleeper.pid, (name,))
         group.kill()
         until(lambda: sleeper.poll() is not None, "it is dead")
     finally:

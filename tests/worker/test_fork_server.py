@@ -301,6 +301,16 @@ def server_alone(*lines: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.
             server.kill()
 
 
+IDLE_AFTER_THE_FIRST_REQUEST = (
+    "serve = fork_server.ForkServer._serve",
+    "def first(server, worker):",
+    "    fork_server.IDLE_S = 0.2",
+    "    return serve(server, worker)",
+    "fork_server.ForkServer._serve = first",
+)
+"""A server that has been used once ends soon after; but it waits for its first request however busy this machine is."""
+
+
 def forked_by(connection: socket.socket, directory: Path) -> StartedSupervisor:
     with (directory / "supervisor.log").open("ab") as log:
         socket.send_fds(connection, [os.fsencode(directory)], [log.fileno()])
@@ -309,7 +319,7 @@ def forked_by(connection: socket.socket, directory: Path) -> StartedSupervisor:
 
 
 def test_a_fork_server_ends_when_no_one_has_used_it_for_long(tmp_path: Path) -> None:
-    with server_alone("fork_server.IDLE_S = 0.2") as (server, connection):
+    with server_alone(*IDLE_AFTER_THE_FIRST_REQUEST) as (server, connection):
         started = forked_by(connection, sleeping(tmp_path, "j"))
         with ending(started), pytest.raises(subprocess.TimeoutExpired):
             server.wait(1.0)  # not while a supervisor of it is alive

@@ -91,11 +91,19 @@ class Daemon:
             return self.status, codec.to_json(self.desired)
 
     def report(self, condition: Callable[[NodeReport], bool], what: str, deadline_s: float = 60.0) -> NodeReport:
-        """The last report, once it fulfils a condition."""
+        """The last report if it fulfils a condition, else the first to come that does, however many have come since."""
         with self.turn:
-            met = self.turn.wait_for(lambda: bool(self.reports) and condition(self.reports[-1][1]), deadline_s)
-            assert met, f"not within {deadline_s} s: {what}; last: {self.reports[-1:]}"
-            return self.reports[-1][1]
+            seen = max(0, len(self.reports) - 1)
+
+            def found() -> NodeReport | None:
+                nonlocal seen
+                new = [report for _, report in self.reports[seen:]]
+                seen = len(self.reports)
+                return next(filter(condition, new), None)
+
+            report = self.turn.wait_for(found, deadline_s)
+            assert report is not None, f"not within {deadline_s} s: {what}; last: {self.reports[-1:]}"
+            return report
 
     def job(self, state: RunState) -> NodeReport:
         return self.report(lambda report: [job.state for job in report.jobs] == [state], f"the job is {state}")
@@ -401,7 +409,7 @@ def test_news_of_a_job_comes_with_the_last_reading_and_puts_no_reading_off(
 ) -> None:
     daemon.desired = replace(daemon.desired, takes_partial=True)
     host.worker(poll_s=40)
-    daemon.report(lambda report: True, "a first report")
+    daemon.report(lambda report: len(report.gpus) == 2, "a reading")
     go = tmp_path / "go"
     job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done; exit 4"))
     daemon.want([lease(job.lease_id, GPU)], [job])

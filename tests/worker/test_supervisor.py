@@ -307,11 +307,13 @@ def test_jobs_are_found_again_and_not_started_twice(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ended_without_a_worker_is_reported_by_the_next(tmp_path: Path) -> None:
-    job = order("j", spec("sh", "-c", "sleep 0.2; exit 6"))
+    go = tmp_path / "go"
+    job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done; exit 6"))
 
     async def story(worker: Worker) -> None:
         await worker.until([job], RunState.RUNNING)
         worker.jobs.close()
+        go.touch()
         until((tmp_path / "jobs" / "j" / job_records.EXIT).exists, "the supervisor has recorded the end")
         again = Worker(tmp_path)
         (report,) = again.jobs.reports()
