@@ -13,6 +13,8 @@ while :; do
     began=$(date +%s)
     "$@" &
     worker=$!
+    # Told to leave just before: that signal was for the one that had ended.
+    [ -n "$left" ] && kill -TERM "$worker" 2>/dev/null
     while kill -0 "$worker" 2>/dev/null; do wait "$worker"; code=$?; done
     # 0: it has left. Otherwise it was killed, and its jobs run on: the next one finds them again.
     [ "$code" = 0 ] && exit 0
