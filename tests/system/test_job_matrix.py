@@ -22,7 +22,8 @@ from gpulease_worker.processes import lease_claims, procfs
 from tests.daemon import FINAL, DaemonProcess, eventually
 
 OPTIONS = ("--simulate", "6")
-GRACE_S = 12.0
+GRACE_S = 20.0
+"""It must last until the job that stops has its turn, on a busy machine too."""
 WITHIN_S = 60.0
 TORCHRUN = """#!/bin/bash
 [ "$1" = -c ] && exit 0  # asked whether it has torch
@@ -174,7 +175,7 @@ def test_the_supervisors_die_and_the_worker_cleans_up(running: DaemonProcess, th
     assert all("supervisor died" in str(one.job["reason"]) for one in three[:2]), [one.job for one in three]
 
 
-@pytest.mark.budget(25)
+@pytest.mark.budget(35)
 def test_torchrun_dies_and_its_ranks_with_it(running: DaemonProcess, three: tuple[Training, ...]) -> None:
     behind = waiting(running)
     for training in three:
