@@ -101,7 +101,7 @@ def on_a_terminal(url: str, *arguments: str, environment: Mapping[str, str] | No
 
 @contextmanager
 def all_gpus_taken(client: Client) -> Iterator[None]:
-    with client.lease(4, label="in the way"):
+    with client.lease(4, wait_s=60, label="in the way"):
         yield
 
 
@@ -154,7 +154,8 @@ def test_submit_follow_prints_why_it_waits_once_then_the_log(client: Client, sta
             "submit", "-n", "2", "--launcher", "plain", "--follow", "--", "sh", "-c", "echo it runs; exit 7"
         )
         wait_until(lambda: "1st in the queue" in command.stderr, story=command.story)
-        assert "in the way" in command.stderr
+        wait_until(lambda: "in the way" in command.stderr, story=command.story)  # it is read letter by letter
+        wait_until(lambda: "\n" in command.stdout, story=command.story)
         job_id = command.stdout.strip()
         assert client.job(job_id).state is JobState.QUEUED
     assert command.end() == 7
