@@ -20,6 +20,14 @@ def hold(directory: str, name: str, seconds: float = 0.15) -> tuple[list[str], f
     return os.environ["CUDA_VISIBLE_DEVICES"].split(","), begun, time.monotonic()
 
 
+def begin_and_wait_for(begun: str, continues: str) -> str:
+    """Make the first file, and return once the second is there."""
+    Path(begun).touch()
+    while not Path(continues).exists():
+        time.sleep(0.01)
+    return "done"
+
+
 def environment() -> tuple[str | None, dict[str, str], int]:
     return AT_IMPORT, dict(os.environ), os.getpid()
 
@@ -57,7 +65,9 @@ def wait_until_ended(directory: str, name: str) -> None:
     child = os.fork()
     if child == 0:
         time.sleep(300)
-    Path(directory, name).write_text(f"{os.getpid()} {child}")
+    written = Path(directory, f"{name}.new")
+    written.write_text(f"{os.getpid()} {child}")
+    written.replace(Path(directory, name))  # who sees the file reads all of it
     time.sleep(300)
 
 

@@ -164,7 +164,7 @@ def test_a_process_that_dies_fails_only_its_own_future(client: Client, how: str,
 def test_the_gpus_of_a_killed_process_are_released(client: Client, tmp_path: Path) -> None:
     with GPUExecutor(client=client) as executor:
         future = executor.submit(executor_tasks.wait_until_ended, str(tmp_path), "pids")
-        eventually(lambda: (tmp_path / "pids").exists() and bool((tmp_path / "pids").read_text()), 60)
+        eventually((tmp_path / "pids").exists, 60)
         pid, grandchild = map(int, (tmp_path / "pids").read_text().split())
         os.kill(pid, signal.SIGKILL)
         assert isinstance(future.exception(60), ProcessDied)
@@ -207,11 +207,16 @@ def test_a_wait_that_times_out_or_is_useless_fails_the_future(client: Client) ->
 
 
 def test_shutdown_with_cancel_futures_lets_running_tasks_finish(client: Client, tmp_path: Path) -> None:
-    executor = GPUExecutor(1, client=client)
-    futures = [executor.submit(executor_tasks.hold, str(tmp_path), name, 2.0) for name in "ab"]
+    executor, continues = GPUExecutor(1, client=client), tmp_path / "continues"
+    futures = [
+        executor.submit(executor_tasks.begin_and_wait_for, str(tmp_path / name), str(continues)) for name in "ab"
+    ]
     eventually((tmp_path / "a").exists, 60)
-    executor.shutdown(cancel_futures=True)
-    assert futures[0].result(0)
+    executor.shutdown(wait=False, cancel_futures=True)
+    assert not futures[0].done()
+    continues.touch()
+    executor.shutdown()
+    assert futures[0].result(0) == "done"
     with pytest.raises(CancelledError):
         futures[1].result(0)
     with pytest.raises(RuntimeError, match="after shutdown"):
@@ -222,7 +227,7 @@ def test_a_lost_lease_ends_the_process(client: Client, tmp_path: Path, monkeypat
     monkeypatch.setattr("gpulease.executor.executor.TTL_S", 9.0)
     with GPUExecutor(client=client) as executor:
         future = executor.submit(executor_tasks.wait_until_ended, str(tmp_path), "pids")
-        eventually(lambda: (tmp_path / "pids").exists() and bool((tmp_path / "pids").read_text()), 60)
+        eventually((tmp_path / "pids").exists, 60)
         (lease,) = client.leases("active")
         client.release(lease.id, lease.fencing_token)
         assert "was lost" in str(future.exception(60))
