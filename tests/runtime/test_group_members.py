@@ -82,8 +82,8 @@ def test_a_directory_that_hangs_makes_no_administrators_and_delays_one_request(
         first = await members.include(1)
         directory.now_s += PATIENCE_S
         before_s = time.monotonic()
-        later = [await members.include(1) for _ in range(100)]
-        assert time.monotonic() - before_s < PATIENCE_S
+        later = [await members.include(1) for _ in range(1000)]
+        assert time.monotonic() - before_s < 20, "they waited, all together for 50 s"
         released.set()
         await members._answers[1].asked
         await asyncio.sleep(0)  # what notes the answer runs next
@@ -95,13 +95,13 @@ def test_a_directory_that_hangs_makes_no_administrators_and_delays_one_request(
 def test_a_member_of_long_ago_is_no_administrator_while_the_directory_hangs(
     directory: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_members, "PATIENCE_S", 0.05)
     released = threading.Event()
     directory.further = {"u1": ["sudo"]}
 
     async def told() -> list[bool]:
         members = GroupMembers({"sudo"})
         before = await members.include(1)
+        monkeypatch.setattr(group_members, "PATIENCE_S", 0.05)
         directory.now_s, directory.hangs = ANSWER_TTL_S + 1, lambda: released.wait(60)
         after = await members.include(1)
         released.set()

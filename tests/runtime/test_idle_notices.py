@@ -89,16 +89,23 @@ def test_it_runs_once_for_each_idle_time_and_only_while_no_gpu_of_the_lease_work
 
 
 def test_few_run_at_once_one_that_hangs_is_killed_and_all_have_their_turn(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(idle_notices, "TIMEOUT_S", 0.5)
     lab = Lab(monkeypatch)
     leases = [lab.lease() for _ in range(6)]
     lab.wait(AFTER_S)
-    script = 'echo $$ > "$0/$GPULEASE_IDLE_LEASE_ID"; sleep 1000'
+    start, pids = asyncio.create_subprocess_exec, {}
+
+    async def noted(*command: str, env: dict[str, str], **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*command, env=env, **options)
+        pids[env["GPULEASE_IDLE_LEASE_ID"]] = process.pid  # here, because a busy machine may kill it before it runs
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
 
     async def story() -> None:
-        notices = IdleNotices(lab.writer, ["sh", "-c", script, str(tmp_path)], AFTER_S)
+        notices = IdleNotices(lab.writer, ["sh", "-c", "sleep 1000; true"], AFTER_S)
         notices.check()
         notices.check()
         assert len(notices._running) == MAX_RUNNING
@@ -106,8 +113,8 @@ def test_few_run_at_once_one_that_hangs_is_killed_and_all_have_their_turn(
         await settled(notices)
 
     asyncio.run(story())
-    assert {path.name for path in tmp_path.iterdir()} == {lease.id for lease in leases}
-    assert not [path for path in tmp_path.iterdir() if Path(f"/proc/{path.read_text().strip()}").exists()]
+    assert pids.keys() == {lease.id for lease in leases}
+    assert not [pid for pid in pids.values() if Path(f"/proc/{pid}").exists()]
     assert caplog.text.count("is killed") == 6
 
 
