@@ -16,7 +16,8 @@ def test_usage_counts_the_leases_of_the_caller(api: DaemonProcess) -> None:
     (share,) = [share for share in used["shares"] if share["key"] == "usage test"]
     assert (used["by"], share["leases"]) == ("label", 1)
     assert share["gpu_hours_held"] > 0
-    assert share["gpu_hours_used"] is None
+    unknown = share["gpu_hours_unknown"] == share["gpu_hours_held"]
+    assert (share["gpu_hours_used"] is None) is unknown, "metrics are written each minute, perhaps just now"
     user = lease["holder"]["user"]
     assert [one["key"] for one in api.call("GET", f"/v1/usage?user={user}").json["shares"]] == [user]
     assert api.call("GET", "/v1/usage?user=no-such-user").json["shares"] == []
