@@ -172,8 +172,9 @@ def test_an_old_value_says_how_old_it_is(watched: Watched, running: DaemonProces
     page.route(f"**/v1/leases/{lease['id']}", refuse)
     expect(page.locator(".problem").first).to_have_text(re.compile(r"As of \d\d:\d\d:\d\d\. Too many requests\."))
     expect(page.locator(".head .state").first).to_have_text("active")
-    page.wait_for_event("response", lambda answer: answer.status == 429)
-    first, second = refused
+    while len(refused) < 2:
+        page.wait_for_timeout(100)
+    first, second, *_ = refused
     assert second - first >= 3.9  # it asks each three seconds where the daemon does not say when
     page.unroute(f"**/v1/leases/{lease['id']}")
     expect(page.locator("main .problem")).to_have_count(0)

@@ -91,10 +91,10 @@ def test_ranks_are_plotted_and_a_straggler_and_stalls_are_named(
         expect(page.locator(".findings .stall")).to_have_text(re.compile(r"all ranks at \d+ %: \d+ s of each minute"))
         expect(page.locator(".findings li")).to_have_count(2)
         page.wait_for_function(DRAWN)
-        shown = plots(page)
+        looked_s, shown = time.time(), plots(page)
     for plot in shown:
         assert plot["labels"] == [f"rank {rank}, GPU {rank}" for rank in range(4)]
-    assert shown[0]["data"][0][-1] > time.time() - 10  # J1: 5 s, and the time to look
+    assert shown[0]["data"][0][-1] > looked_s - 10  # J1: 5 s, and what a busy machine adds
     metrics = running.call("GET", f"/v1/jobs/{job['id']}/metrics?points=300").json["attempts"][0]["gpus"]
     known = min(len(shown[0]["data"][0]), len(metrics[0]["start_at"])) - 2  # the last ones were not complete
     if len(metrics[0]["start_at"]) - len(shown[0]["data"][0]) < 20 and metrics[0]["bucket_s"] == 1:
