@@ -82,6 +82,8 @@ class Books:
     _seen: set[str] = field(default_factory=set)
     _orphans: dict[int, float] = field(default_factory=dict)
     """By pid of a training whose lease has ended: since when."""
+    _left: set[int] = field(default_factory=set)
+    """Those that were told to be wrong."""
 
     def look(self) -> None:
         """Compare once."""
@@ -108,7 +110,8 @@ class Books:
         self._orphans = {pid: self._orphans.get(pid, now) for pid in orphans}
         for pid, since in self._orphans.items():
             self._note("a training outlived its lease for", now - since)
-            if LEFT_S < now - since < LEFT_S + 5 * LOOK_S:
+            if now - since > LEFT_S and pid not in self._left:
+                self._left.add(pid)
                 self.wrong.append(f"training {pid} is left of lease {orphans[pid]}")
 
     def _look_at_grant(self, lease_id: str, node: str) -> None:

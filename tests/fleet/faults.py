@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,8 +74,10 @@ def watched(fleet: Fleet) -> Iterator[Watch]:
     try:
         yield watch
     finally:
+        looked = thread.is_alive()
         watch.stopped.set()
         thread.join()
+    assert looked, "nothing was looked at any more"
     assert watch.wrong == [], watch.wrong[:5]
 
 
@@ -106,6 +108,12 @@ class Faults:
                     found.append(int(entry.name))
         return found
 
+    def _kill(self, pids: Collection[int]) -> None:
+        assert pids, "there is nothing to kill: it would be no fault"
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def scancel(self, node: str, handle: str) -> None:
         """As a user does it."""
         self.cluster.run("scancel", handle)
@@ -117,14 +125,12 @@ class Faults:
     def kill_worker(self, node: str, handle: str) -> None:
         """The batch script starts it again."""
         killed = set(self.processes(handle, "gpulease worker"))
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
+        self._kill(killed)
         eventually(lambda: bool(set(self.processes(handle, "gpulease worker")) - killed), WITHIN_S, self.fleet.story)
 
     def kill_stepd(self, node: str, handle: str) -> None:
         """And then scancel: Slurm ends the job, and none of its processes."""
-        for pid in self.stepds(handle):
-            os.kill(pid, signal.SIGKILL)
+        self._kill(self.stepds(handle))
         time.sleep(1.0)  # not in time for anything: so that Slurm notices, as it would
         self.cluster.run("scancel", handle)
 
@@ -147,9 +153,10 @@ class Faults:
 
     def controller_away(self, node: str, handle: str) -> None:
         """For some seconds no one can ask Slurm anything."""
-        self.cluster.kill("slurmctld")
+        self.cluster.kill_controller(handle)
         time.sleep(6.0)  # several rounds in which nothing is known
         self.cluster.start("slurmctld")
+        eventually(self.cluster.answers, WITHIN_S, self.cluster.story)
         eventually(lambda: handle in self.cluster.jobs(), WITHIN_S, self.cluster.story)
 
     @property

@@ -10,11 +10,12 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -39,7 +40,7 @@ ENDS = {"scancel": 0.31, "kill_stepd": 0.27, "down": 0.27, "kill_slurmd": 0.08, 
 SURVIVED = {"kill_worker": 0.06, "requeue": 0.04}
 """Of those after which it goes on, so many for each pilot that ends."""
 SLOW = ("time_limit", "kill_slurmd")
-AWAY_S, PARTS = 60.0, 3
+AWAY, AWAY_S, PARTS = "slurmctld away", 60.0, 3
 """How long slurmctld is away, which happens between two parts."""
 OTHERS_S = 12
 """How long a job of another user has the node of a pilot that has just ended."""
@@ -114,7 +115,7 @@ class Soak:
         """Note what goes wrong in the block, and go on."""
         try:
             yield
-        except (AssertionError, OSError, LookupError) as error:
+        except (AssertionError, OSError, LookupError, subprocess.SubprocessError) as error:
             self.wrong.append(f"{what}: {type(error).__name__} {str(error)[:3000]}")
             print(f"WRONG {self.wrong[-1]}", flush=True)
 
@@ -131,13 +132,22 @@ class Soak:
 
     def train(self, job_id: str) -> dict[str, Any]:
         """A job that has a node alone, once it runs; its process is `pid`, its pilot `handle`."""
-        job = self.fleet.running.wait_job(job_id, "running", within_s=WITHIN_S)
-        node = job["gpus"][0]["node"]
-        eventually(lambda: self.pilot(node) is not None, WITHIN_S, self.fleet.story)
-        eventually(lambda: self.pid(job["lease_id"]) is not None, WITHIN_S, self.fleet.story)
-        pilot = self.pilot(node)
-        assert pilot is not None, f"{node} has lost its pilot"
-        return job | {"node": node, "handle": pilot["handle"], "pid": self.pid(job["lease_id"])}
+        found: dict[str, Any] = {}
+
+        def runs() -> bool:
+            job = self.fleet.running.job(job_id)
+            assert job["attempts"] <= 1, f"it has moved, and nothing has struck it: {job['attempt_history']}"
+            if job["state"] != "running":
+                return False
+            node = job["gpus"][0]["node"]
+            pilot, pid = self.pilot(node), self.pid(job["lease_id"])
+            if pilot is None or pid is None:
+                return False
+            found.update(job | {"node": node, "handle": pilot["handle"], "pid": pid})
+            return True
+
+        eventually(runs, 2 * WITHIN_S, self.fleet.story)
+        return found
 
     def pilot(self, node: str) -> dict[str, Any] | None:
         """The pilot that carries a node, once its worker has reported."""
@@ -213,15 +223,15 @@ class Soak:
 
     def away(self) -> None:
         """For a minute no one can ask Slurm anything: what runs goes on, and the ledger grants."""
-        with self._noted("slurmctld away"), self._job() as first, self._job() as second:
+        with self._noted(AWAY), self._job() as first, self._job() as second:
             self._away([self.train(first), self.train(second)])
 
     def _away(self, jobs: Sequence[dict[str, Any]]) -> None:
         eventually(lambda: len(self.fleet.ready()) == NODES, WITHIN_S, self.fleet.story)
         before = self.submitted()
         tokens = len(self.fleet.running.call("GET", "/v1/tokens").json["items"])
+        self.cluster.kill_controller(jobs[0]["handle"])
         began = time.time()
-        self.cluster.kill("slurmctld")
         lease = self.fleet.running.request_lease(GPUS, wait_s=100)
         next_s = time.time() - began
         assert lease["state"] == "active", lease
@@ -231,6 +241,7 @@ class Soak:
             assert self.submitted() == before, "a pilot was submitted while Slurm was away"
             time.sleep(1.0)  # the minute itself
         self.cluster.start("slurmctld")
+        eventually(self.cluster.answers, WITHIN_S, self.cluster.story)
         eventually(lambda: all(job["handle"] in self.cluster.jobs() for job in jobs), WITHIN_S, self.cluster.story)
         eventually(lambda: len(self.fleet.ready()) == NODES, WITHIN_S, self.fleet.story)
         knew_s = time.time() - began - AWAY_S
@@ -240,8 +251,8 @@ class Soak:
             assert self.pid(job["lease_id"]) == job["pid"], "it runs on"
         assert self.submitted() == before, "a pilot was replaced that had not ended"
         assert len(self.fleet.running.call("GET", "/v1/tokens").json["items"]) == tokens
-        self.outcomes.append(Outcome(fault="slurmctld away", knew_s=knew_s, next_s=next_s))
-        print(f"slurmctld was away for {AWAY_S:g} s; all is well {knew_s:.1f} s later", flush=True)
+        self.outcomes.append(Outcome(fault=AWAY, knew_s=knew_s, next_s=next_s))
+        print(f"slurmctld was killed and away for {AWAY_S:g} s; all is well {knew_s:.1f} s later", flush=True)
 
     def settle(self) -> None:
         """Take the pool down, and look at what is left."""
@@ -312,6 +323,19 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
+def verdict(outcomes: Sequence[Outcome], planned: int, submitted: int, wrong: Sequence[str]) -> str:
+    """One line that tells the whole: how many pilots met with what, and whether all held.
+
+    `planned`: faults of pilots that were to come, of which a run that ends early has not seen all.
+    """
+    times = Counter(one.fault for one in outcomes if one.fault != AWAY)
+    away = sum(one.fault == AWAY for one in outcomes)
+    kinds = ", ".join(f"{fault} {count}" for fault, count in times.most_common())
+    seen = f"{times.total()} of {planned} faults of pilots ({kinds}), slurmctld away {away} times"
+    held = f"{len(wrong)} violations" if wrong else "no GPU granted twice, no process left, every job true"
+    return f"verdict: {submitted} pilots, {seen}: {held}"
+
+
 def _cell(values: Sequence[float | None]) -> str:
     known = [one for one in values if one is not None]
     return f"{median(known):.1f} s, at most {max(known):.1f} s" if known else "-"
@@ -329,10 +353,8 @@ def installation() -> Iterator[tuple[SlurmCluster, Fleet]]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def play(soak: Soak, pilots: int, seed: int) -> None:
+def play(soak: Soak, faults: Sequence[tuple[str, bool]]) -> None:
     """All faults, in some parts, several at once; between two parts slurmctld is away."""
-    drawn = random.Random(seed)
-    faults = deck(pilots, drawn)
     with soak.fleet.up("--nodes", str(NODES)):
         for part in range(PARTS):
             # What takes long comes first, so that the others need not wait for it at the end of a part.
@@ -363,22 +385,21 @@ def main(pilots: int, seed: int) -> int:
     """Run it, and print what came of it. 1 when something was wrong."""
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    began = time.monotonic()
+    faults, began = deck(pilots, random.Random(seed)), time.monotonic()
     with installation() as (cluster, fleet):
         grants = first_grants(fleet)
         print(f"from sbatch to the first grant: {', '.join(f'{took:.1f} s' for took in grants)}", flush=True)
         with watched_books(cluster, fleet, TRAINING) as books:
             soak = Soak(cluster, fleet, books, stopped=stopped)
-            play(soak, pilots, seed)
+            play(soak, faults)
             submitted = soak.submitted()
     wrong = [*books.wrong, *soak.wrong]
     print(f"{submitted} pilots in {time.monotonic() - began:.0f} s, seed {seed}; {len(soak.expected)} jobs")
     print("\n".join(table(soak.outcomes)))
     print(books.summary())
-    print("\n".join(f"WRONG: {one}" for one in wrong))
-    print(
-        f"verdict: {f'{len(wrong)} violations' if wrong else 'no GPU granted twice, no process left, every job true'}"
-    )
+    for one in wrong:
+        print(f"WRONG: {one}")
+    print(verdict(soak.outcomes, len(faults), submitted, wrong))
     return 1 if wrong else 0
 
 
