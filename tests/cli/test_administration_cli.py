@@ -33,7 +33,7 @@ def test_pause_returns_once_nvml_is_closed_and_resume_undoes_it(client: Client, 
 
 def test_pausing_a_node_in_use_is_refused_with_a_remedy(client: Client, gpulease: Program) -> None:
     (node,) = client.nodes()
-    with client.lease(count=1) as lease:
+    with client.lease(count=1, wait_s=60) as lease:
         refused = gpulease("node", "pause", node.name)
         assert refused.returncode == 1
         said = refused.stderr.strip().split("\n")

@@ -312,7 +312,7 @@ def test_names_that_the_daemon_knows_are_completed(client: Client, url: str, mon
     monkeypatch.setattr(id_completion, "ANSWER_S", 30.0)  # for a busy machine
     monkeypatch.setenv("GPULEASE_URL", url)
     gpus = [f"{gpu.node}:{gpu.index}" for gpu in client.gpus()]
-    with client.lease() as lease:
+    with client.lease(wait_s=60) as lease:
         assert completions("gpu", "cordon") == gpus
         assert completions("node", "drain", "--json", beginning=gpus[0][0]) == [client.nodes()[0].name]
         assert lease.id in completions("release", beginning="lease-")
@@ -348,7 +348,7 @@ def test_a_lease_and_a_job_have_a_priority_and_a_time(client: Client, gpulease: 
     refused = gpulease("run", "-n", "3", "--priority", "interactive", "--", "true")
     assert refused.returncode == 125
     assert "may have 2 at a time" in refused.stderr
-    with client.lease(count=4):
+    with client.lease(count=4, wait_s=60):
         job = gpulease("submit", "--priority", "scavenge", "--launcher", "plain", "--", "true").stdout.strip()
         queue = gpulease("queue").stdout
         assert "1 GPU, scavenge" in queue

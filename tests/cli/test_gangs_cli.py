@@ -82,7 +82,7 @@ def test_a_shell_is_bound_to_the_first_node_of_its_gang(client: Client, gpulease
 
 def test_python_holds_a_gang(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with client.lease(2, nodes=2) as lease:
+    with client.lease(2, nodes=2, wait_s=60) as lease:
         assert [member.node for member in lease.members] == ["n1", "n2"]
         environment = lease.environ()
         assert environment["CUDA_VISIBLE_DEVICES"] == ",".join(gpu.uuid for gpu in lease.members[0].gpus)

@@ -15,7 +15,7 @@ def idle_s(client: Client, lease_id: str, token: int) -> float:
 def test_idle_leases_are_listed_by_what_they_waste_and_their_holders_are_told(
     client: Client, gpulease: Program
 ) -> None:
-    with client.lease(count=1) as small, client.lease(count=2, label="notebook") as large:
+    with client.lease(count=1, wait_s=60) as small, client.lease(count=2, wait_s=60, label="notebook") as large:
         wait_until(lambda: min(idle_s(client, one.id, one.fencing_token) for one in (small, large)) >= 2.0)
         renewed = client.renew(large.id, large.fencing_token)
         assert renewed.held_for_s is not None

@@ -111,7 +111,7 @@ def test_the_guard_tries_again_unless_that_is_useless(tmp_path: Path, error: str
 
 
 def test_what_is_not_free_is_not_waited_for_and_leaves_nothing_in_the_queue(client: Client, gpulease: Program) -> None:
-    with client.lease(1):
+    with client.lease(1, wait_s=60):
         refused = gpulease("run", "--nodes", "2", "-n", "2", "--", "true")
     assert refused.returncode == 75, refused.stderr
     assert "--wait" in refused.stderr

@@ -412,7 +412,7 @@ def test_the_process_that_asked_and_its_children_are_the_holders_without_any_mar
 ) -> None:
     running, hardware = listing
     before = last_event(running)
-    with Client(running.url) as client, client.lease(ttl_s=60) as held, started("sleep", "600") as child:
+    with Client(running.url) as client, client.lease(ttl_s=60, wait_s=60) as held, started("sleep", "600") as child:
         hardware.show(processes(os.getpid(), child.pid))
         eventually(lambda: len(gpu(running)["processes"]) == 2, 30, running.story)
         eventually(lambda: all(one["lease_id"] == held.id for one in gpu(running)["processes"]), 30, running.story)

@@ -188,7 +188,7 @@ def test_a_lease_in_python_has_numbers_too(running: DaemonProcess, cuda: Cuda, m
     free(running)
     for name, value in shells(cuda, running).items():
         monkeypatch.setenv(name, value)
-    with running.client() as client, client.lease() as lease:
+    with running.client() as client, client.lease(wait_s=60) as lease:
         assert lease.environ()["CUDA_VISIBLE_DEVICES"] == THIRD.uuid
         assert lease.environ("indices")["CUDA_VISIBLE_DEVICES"] == "1"
         monkeypatch.setenv("STAND_IN_FAILS", "999")

@@ -46,7 +46,7 @@ def test_a_node_leaves_on_sigterm_and_its_job_goes_on_elsewhere(tmp_path: Path) 
         running.wait_job(job, "running")
         eventually(lambda: number_in(said) > 0, 60, running.story)
         training = ProcessId.of(number_in(said))
-        held = running.request_lease(1)
+        held = running.request_lease(1, wait_s=60)
         first.send_signal(signal.SIGTERM)
         assert first.wait(60) == 0
         assert training is not None

@@ -200,8 +200,8 @@ def test_a_shell_that_asks_by_curl_owns_its_lease_for_as_long_as_it_lives(
     running: DaemonProcess, tmp_path: Path
 ) -> None:
     body = '{\\"count\\": 1, \\"owner_pid\\": $$}'
-    url = "http://localhost/v1/leases"
-    commands = f'curl -s --unix-socket {running.socket} -d "{body}" {url} > {tmp_path}/asked; echo asked; read line'
+    url = "http://localhost/v1/leases?wait_s=60"
+    commands = f'curl -s --unix-socket {running.socket} -d "{body}" "{url}" > {tmp_path}/asked; echo asked; read line'
     with subprocess.Popen(["sh", "-c", commands], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as shell:
         assert shell.stdout is not None
         assert shell.stdout.readline() == "asked\n"

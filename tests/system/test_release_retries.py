@@ -118,7 +118,7 @@ def test_a_request_that_no_one_waits_for_ends_although_its_process_lives(running
 @pytest.mark.budget(20)
 def test_a_grant_is_not_told_to_a_client_that_has_gone(running: DaemonProcess) -> None:
     """As when Ctrl-C ends curl, which has asked with `wait_s`, in front of the shell that owns the lease."""
-    holder = running.request_lease(COUNT)
+    holder = running.request_lease(COUNT, wait_s=20)
     body = json.dumps({"count": COUNT, "ttl_s": 4, **ProcessId.this_process().owner_fields(local=True)})
     head = f"POST /v1/leases?wait_s=60 HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with socket.socket(socket.AF_UNIX) as curl:
@@ -135,7 +135,7 @@ def test_a_grant_is_not_told_to_a_client_that_has_gone(running: DaemonProcess) -
 
 def test_a_client_that_breaks_off_a_long_poll_keeps_its_place_for_a_minute(running: DaemonProcess) -> None:
     """As `gpulease acquire` that is killed: it leases for hours, and its shell lives on."""
-    holder = running.request_lease(COUNT)
+    holder = running.request_lease(COUNT, wait_s=20)
     body = {"count": COUNT, "ttl_s": 7200, **ProcessId.this_process().owner_fields(local=True)}
     waits = running.call("POST", "/v1/leases", body).json
 
@@ -183,7 +183,7 @@ def test_a_client_that_gives_up_before_its_grant_leaves_no_lease_to_its_shell(ru
 
 
 def test_a_request_that_is_repeated_under_its_key_learns_of_its_grant(running: DaemonProcess) -> None:
-    holder = running.request_lease(COUNT)
+    holder = running.request_lease(COUNT, wait_s=20)
     body = {"count": COUNT, "ttl_s": 4, **ProcessId.this_process().owner_fields(local=True)}
     key = {"Idempotency-Key": "asked twice"}
     assert running.call("POST", "/v1/leases", body, **key).status == 202

@@ -122,7 +122,7 @@ def test_a_client_without_a_past_follows_from_the_beginning(tmp_path: Path) -> N
     running = DaemonProcess(tmp_path / "d", "--simulate", "2")
     try:
         running.start()
-        with Client(running.url) as client, client.lease(1):
+        with Client(running.url) as client, client.lease(1, wait_s=60):
             pass
         page = running.call("GET", "/v1/events").json
         assert (page["items"][0]["seq"], page["pruned_seq"]) == (1, 0)
