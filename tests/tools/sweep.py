@@ -33,6 +33,9 @@ TOOLS = Path(sys.prefix) / "tools" / "bin"
 """The programs of the tools' environment (`tests/tools/install.sh`)."""
 RUN_S = 280.0
 SETTLED_S = 5.0
+FREED_WITHIN_S = 20.0
+"""How long the GPUs of what was killed may remain its: some seconds, and what a machine takes that does not let the
+daemon run. If no one watched their holder, they would remain for its TTL, which is a minute or more."""
 FOREIGN_PID = 3999999
 """More than Linux gives out by default: no process of this host."""
 OBSERVED_WITHIN_S = 1.0
@@ -140,6 +143,16 @@ class Sweep:
         """Wait until this many trials run at once; those."""
         eventually(lambda: len(running_now(self.trials())) >= count, within_s, self.output)
         return running_now(self.trials())
+
+    def wait_for_trial(self, number: int, within_s: float = 120) -> Trial:
+        """Wait until the trial of this number runs; that one."""
+
+        def found() -> list[Trial]:
+            return [trial for trial in running_now(self.trials()) if trial.number == number]
+
+        eventually(lambda: bool(found()), within_s, self.output)
+        (trial,) = found()
+        return trial
 
     def check(self, trials: int, *, gpus_each: int = 1, at_once: int | None = None) -> None:
         """All trials have ended, none shared a GPU by the log or by the events, and every lease was given back.

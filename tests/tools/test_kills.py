@@ -7,11 +7,10 @@ import signal
 
 import pytest
 
-from tests.tools.sweep import TOOLS, Sweep, freed, leases_of
+from tests.tools.sweep import FREED_WITHIN_S, TOOLS, Sweep, freed, leases_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.busy]
 
-FREED_WITHIN_S = 5.0
 HOLDERS = 3
 HEAD = """
 import os, sys, trial

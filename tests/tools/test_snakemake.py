@@ -11,7 +11,7 @@ import pytest
 from tests.daemon import DaemonProcess, eventually
 from tests.docs.pages import ROOT, blocks
 from tests.sweep_events import most_at_once
-from tests.tools.sweep import TOOLS, Sweep, freed, overlaps
+from tests.tools.sweep import FREED_WITHIN_S, TOOLS, Sweep, freed, overlaps
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,6 @@ rule wrong:
     shell: "touch {output}"
 """
 COMMAND = [str(TOOLS / "snakemake"), "--executor", "gpulease", "--jobs", "10", "--latency-wait", "0"]
-FREED_S = 5.0
 
 
 def paths(*more: str) -> str:
@@ -76,11 +75,11 @@ def test_the_page_runs(sweep: Sweep) -> None:
 def test_twelve_jobs_of_which_one_is_killed(sweep: Sweep, running: DaemonProcess) -> None:
     (sweep.place / "Snakefile").write_text(WORKFLOW)
     command = [*COMMAND, "--retries", "1"]
-    program = sweep.start_command(command, TRIAL_S="2", PYTHONPATH=paths())
-    killed = sweep.wait_for_trials(1)[0]
+    program = sweep.start_command(command, TRIAL_S="2", TRIAL_STAYS="2", PYTHONPATH=paths())
+    killed = sweep.wait_for_trial(2)
     (lease,) = [lease for lease in running.leases("active") if {str(g["index"]) for g in lease["gpus"]} & killed.gpus]
     after = freed(running, [lease["id"]], lambda: os.kill(killed.pid, signal.SIGKILL))
-    assert after.seconds < FREED_S
+    assert after.seconds < FREED_WITHIN_S
     sweep.wait(program)
     assert (sweep.place / "cpu").read_text() == "[]\n"
     trials = [trial for trial in sweep.trials() if trial.pid != killed.pid]

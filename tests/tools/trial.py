@@ -16,13 +16,24 @@ from collections.abc import Sequence
 def hold(number: int, devices: Sequence[int] | None = None, seconds: float | None = None) -> str:
     """Hold these CUDA ordinals of this process, or without any all that its mask names; what was held.
 
-    It lasts `TRIAL_S` seconds unless the call says how long.
+    It lasts `TRIAL_S` seconds unless the call says how long. The trial whose number `TRIAL_STAYS` is stays until it is
+    killed, however late the test comes to that; where it is tried again, it lasts as long as the others.
     """
     gpus = named(devices)
+    if str(number) == os.environ.get("TRIAL_STAYS") and not has_begun(number):
+        seconds = 600.0
     log(number, "begun", gpus)
     time.sleep(float(os.environ.get("TRIAL_S", "0.3")) if seconds is None else seconds)
     log(number, "ended", gpus)
     return ",".join(gpus)
+
+
+def has_begun(number: int) -> bool:
+    """True if the log says so."""
+    if not os.path.exists(os.environ["TRIAL_LOG"]):
+        return False
+    with open(os.environ["TRIAL_LOG"]) as lines:
+        return any(json.loads(line)["trial"] == int(number) for line in lines)
 
 
 def named(devices: Sequence[int] | None) -> list[str]:
