@@ -327,7 +327,7 @@ def test_completion_is_silent_and_soon_where_no_daemon_answers(monkeypatch: pyte
             monkeypatch.setenv("GPULEASE_URL", f"http://127.0.0.1:{port}")
             begun = time.monotonic()
             assert completions("gpu", "cordon") == []
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("words", [("run",), ("submit",), ("acquire",)])
