@@ -16,6 +16,7 @@ from gpulease.sansio.failover import Destination, Failover
 from gpulease.sansio.flows import Flows, lease_request
 from gpulease.sansio.release_retries import DEBTS, Debt, is_answer
 from gpulease_protocol import errors
+from gpulease_protocol.model import Liveness
 from tests.client.fake_daemon import FakeDaemon
 
 Until = Callable[..., None]
@@ -251,6 +252,7 @@ def test_a_wait_that_is_no_time_is_refused(daemon: FakeDaemon, client: Client, w
 def test_a_renewal_that_is_never_answered_leaves_time_for_another(
     daemon: FakeDaemon, client: Client, until: Until
 ) -> None:
+    daemon.liveness = Liveness.PROCESS  # so that a machine that keeps this process from running loses no lease
     over = threading.Event()
 
     def silent_once(line: str) -> None:
