@@ -1,4 +1,4 @@
-"""Trainings of the examples that start sooner: see `sklearn` and `scipy` beside this file."""
+"""Trainings of the examples that start sooner: see `sklearn`, `scipy` and `sitecustomize` beside this file."""
 
 from __future__ import annotations
 
