@@ -42,13 +42,19 @@ AVOIDED = {
 """A regular expression of whole words, and what to write instead."""
 
 
+WHOLE = r"""(?<![\w'’./"`-])(?:%s)(?![\w/])"""
+ANYTHING = re.compile(WHOLE % "|".join(AVOIDED), re.IGNORECASE)
+
+
 def found(text: str) -> list[tuple[int, str, str]]:
     """Line, match and better words of everything avoided in a text. Underscores separate words, so names count too."""
     plain = text.replace("_", " ")
+    if ANYTHING.search(plain) is None:  # one walk through a text, not one for each
+        return []
     return [
         (plain.count("\n", 0, match.start()) + 1, match.group(), better)
         for words, better in AVOIDED.items()
-        for match in re.finditer(rf"""(?<![\w'’./"`-])(?:{words})(?![\w/])""", plain, re.IGNORECASE)
+        for match in re.finditer(WHOLE % words, plain, re.IGNORECASE)
     ]
 
 
