@@ -44,12 +44,14 @@ def simulate(
     gangs: bool = False,
     priorities: bool = False,
     limits: bool = False,
+    fair_share: bool = False,
 ) -> Outcome:
-    """One run, on this empty database or on one of its own; with gangs, priorities or limits where that is said."""
+    """One run, on this empty database or on one of its own; with gangs, priorities, limits or fair share where that is
+    said."""
     with contextlib.nullcontext(url) if url else fresh_sqlite() as place:
-        clients = 24 if priorities else 12 if gangs else 6
-        played = World(seed, steps, place, clients=clients, gangs=gangs, priorities=priorities, limits=limits)
-        return played.run()
+        clients = 24 if priorities else 18 if fair_share else 12 if gangs else 6
+        how = {"gangs": gangs, "priorities": priorities, "limits": limits, "fair_share": fair_share}
+        return World(seed, steps, place, clients=clients, **how).run()
 
 
 def main() -> int:
@@ -61,11 +63,13 @@ def main() -> int:
     parser.add_argument("--gangs", action="store_true", help="more nodes, and requests for several of them")
     parser.add_argument("--priorities", action="store_true", help="more clients, and requests of each priority")
     parser.add_argument("--limits", action="store_true", help="an administrator sets and removes limits")
+    parser.add_argument("--fair-share", action="store_true", help="two users, ordered by what they have used")
     parser.add_argument("--trace", type=Path, help="write every step to this file")
     asked = parser.parse_args()
     begun_s = time.monotonic()
     with mutated(asked.mutation):
-        outcome = simulate(asked.seed, asked.steps, gangs=asked.gangs, priorities=asked.priorities, limits=asked.limits)
+        how = {name: getattr(asked, name) for name in ("gangs", "priorities", "limits", "fair_share")}
+        outcome = simulate(asked.seed, asked.steps, **how)
     if asked.trace:
         asked.trace.write_text("\n".join(outcome.trace) + "\n")
     print(f"seed {asked.seed}: {len(outcome.trace)} steps, {len(outcome.log)} events, {outcome.digest[:16]}", end="")

@@ -21,6 +21,7 @@ answer came. `what` says which kind of line it is:
     limit     user, queued                      how many requests of this user may wait at once
     order     max_overtakes, max_bypasses,      so many are granted by priority until the oldest goes first, and
               interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
+    held      gpus                              by free GPU, the lease that it is held for, where users share by usage
     over                                        the run has ended, and everyone had time to be served
 
 `RULES` names each rule with the promise of the design that it guards. A rule returns sentences; none means kept.
@@ -711,6 +712,96 @@ def limits_are_shared_in_turn(seen: Seen) -> Iterator[str]:
                     return
 
 
+@dataclass
+class HeldPlace:
+    """A request that has only a part of its GPUs, which are held for it."""
+
+    most: int
+    """GPUs that its user had at most when these were first seen to be held."""
+    behind: set[str | None] = field(default_factory=set)
+    """Users who have had so many more since that they were behind it, whatever they had used."""
+    taken: list[str] = field(default_factory=list)
+    """What speaks against it, if GPUs are held for it when that is looked at again."""
+
+
+@dataclass
+class HeldPlaces:
+    """The requests that GPUs are held for, as time goes on."""
+
+    seen: Seen
+    places: dict[str, HeldPlace] = field(default_factory=dict)
+    has: dict[str | None, int] = field(default_factory=lambda: defaultdict(int))
+    """By user, the GPUs of their leases."""
+    had: dict[str | None, int] = field(default_factory=dict)
+    """The most of these since the last look."""
+
+    def __post_init__(self) -> None:
+        self.users = {line["lease"]["id"]: line["lease"]["holder"].get("user") for line in self.seen.of["listed"]}
+        self.counts = {lease["id"]: lease["demand"]["count"] for _, lease in self.seen.answers()}
+
+    def look(self, held: dict[str, str]) -> Iterator[str]:
+        """What is held now. Gives what broke the rule since the last look."""
+        waiting = set(held.values())
+        by_user = [self.users.get(lease) for lease in waiting]
+        for lease in {*waiting, *self.places}:
+            is_part = 0 < list(held.values()).count(lease) < self.counts.get(lease, 0)
+            user = self.users.get(lease)
+            if lease not in waiting or not is_part or by_user.count(user) != 1:
+                self.places.pop(lease, None)
+            elif lease in self.places:
+                yield from self.places[lease].taken
+                self.places[lease].taken = []
+            else:
+                self.places[lease] = HeldPlace(max(self.has[user], self.had.get(user, 0)))
+        self.had = dict(self.has)
+        self._put_behind()
+
+    def granted(self, event: Line) -> None:
+        """Someone has got GPUs."""
+        lease, user = event["lease_id"], self.users.get(event["lease_id"])
+        self.places.pop(lease, None)
+        for owner, place in self.places.items():
+            if user in place.behind and user != self.users.get(owner):
+                place.taken.append(f"seq {event['seq']}: {lease} is granted {event['gpus']}, needed by {owner}")
+        self.has[user] += len(event["gpus"])
+        self.had[user] = max(self.had.get(user, 0), self.has[user])
+        self._put_behind()
+
+    def ended(self, event: Line) -> None:
+        """Someone has GPUs no more, or leaves the queue."""
+        self.places.pop(event["lease_id"], None)
+        self.has[self.users.get(event["lease_id"])] -= len(event["gpus"])
+
+    def _put_behind(self) -> None:
+        for place in self.places.values():
+            place.behind |= {user for user, gpus in self.has.items() if gpus >= place.most + 2}
+
+
+def held_places_are_kept(seen: Seen) -> Iterator[str]:
+    """While GPUs are held for a request, a user who was behind it since then gets none, however much less they have by
+    then: there is one node, of which all may have each GPU. Each lease counts for a GPU-hour while it is held, and all
+    that was used for less than one: so a user with two GPUs more is behind. Not over a restart or the silence of a
+    node, and not for a second request of a user."""
+    now, happened = HeldPlaces(seen), list[tuple[float, int, str, Line]]()
+    if not seen.of["held"]:
+        return
+    for number, event in enumerate(seen.events("lease.granted", "lease.revived", "lease.ended", "node.unknown")):
+        moments = seen.moments(event)
+        at_s = moments[0] if len(moments) == 1 else happened[-1][0] if happened else 0.0
+        happened.append((at_s, number, event["kind"] if len(moments) == 1 else f"{event['kind']}, some time", event))
+    lines = [*seen.of["held"], *seen.of["started"]]
+    happened += [(line["at_s"], -1, line["what"], line) for line in lines]
+    for _, _, what, line in sorted(happened, key=lambda one: one[:2]):
+        if what == "held":
+            yield from now.look(line["gpus"])
+        elif what.startswith("lease.ended"):
+            now.ended(line)
+        elif what.startswith("lease."):
+            now.granted(line)
+        if what not in ("held", "lease.granted", "lease.revived", "lease.ended"):
+            now.places.clear()
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -732,6 +823,7 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "higher priorities go first (8)": higher_priorities_go_first,
     "who has waited longest has a turn (8)": longest_waiting_goes_first,
     "limits are shared in turn (8)": limits_are_shared_in_turn,
+    "what GPUs are held for keeps its place (8)": held_places_are_kept,
     "all are served in the end (8)": all_are_served,
     "nothing drains forever (5)": clean_in_the_end,
     "a living owner keeps its lease (7, 12)": the_living_keep,

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.network import NoAnswer
+from tests.simulation.network import NoAnswer, request
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -47,6 +47,8 @@ class PlayedClient:
         if self.world.priorities:
             body |= {"priority": chance.choice(("interactive", "interactive", "interactive", "normal", "scavenge"))}
             body |= {"time_s": chance.choice((20.0, 3600.0))}
+        if self.world.fair_share:
+            body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
         begun_s = self.world.now_s
         lease = await self._ask(key, body)
         if lease is not None and lease["state"] == "queued":
@@ -297,3 +299,16 @@ async def follow_events(world: World) -> None:
         for event in page["items"] if status == 200 else ():
             world.see("event", event=event)
             last = event["seq"]
+
+
+async def watch_held_gpus(world: World) -> None:
+    """Look again and again which GPUs are held for whom, and write it down. No message of it is lost."""
+    headers = [(b"host", b"localhost")]
+    while not world.over:
+        await asyncio.sleep(world.chance.uniform(0.05, 0.15))
+        if world.daemon is None:
+            continue
+        status, page = await request(world.app, "GET", "/v1/gpus", headers, b"", asyncio.Event())
+        if status == 200:
+            held = {gpu["uuid"]: gpu["reserved_for"] for gpu in page["items"] if gpu.get("reserved_for")}
+            world.see("held", gpus=held)

@@ -405,6 +405,11 @@ def never_the_oldest() -> Patches:
     return [(f"{CORE}.queue.choose_first", lambda *_: None)]
 
 
+def no_place_is_kept() -> Patches:
+    """GPUs are held for a request, and its place follows from what everyone has used at each moment."""
+    return [(f"{CORE}.queue.keep_places", lambda *_: None)]
+
+
 def always_by_age() -> Patches:
     """Each grant by priority lets the oldest request go first, not only one of so many."""
     put = Turn.put
@@ -458,6 +463,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         any_order,
         never_the_oldest,
         always_by_age,
+        no_place_is_kept,
     )
 }
 
@@ -470,6 +476,8 @@ OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age", "interactive_
 """Faults that only show where there are requests of several priorities."""
 OF_LIMITS = ("grant_over_limits", "interactive_without_limit")
 """Those that only show where limits are set."""
+OF_FAIR_SHARE = ("no_place_is_kept",)
+"""Those that only show where usage orders."""
 
 
 @contextlib.contextmanager

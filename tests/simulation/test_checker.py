@@ -344,6 +344,22 @@ def limit_never_in_turn(run: Run) -> None:
     run.renumber()
 
 
+def held_gpu_goes_to_another(run: Run, *, had: int = 3) -> None:
+    """H, of ann, waits for four GPUs, of which w9 is held for it. Bob had some of the others then, and gets w9."""
+    names = [f"W{number}" for number in range(had)]
+    for name, user in (("H", "ann"), ("W9", "bob"), *((name, "bob") for name in names)):
+        holder = {"label": "", "user": user}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": {"id": name, "holder": holder, "state": "ended"}})
+    waits = lease("H", "queued", None, count=4)
+    run.lines.append({"what": "shown", "lease_id": "H", "sent_s": 0.1, "at_s": 0.2, "status": 200, "lease": waits})
+    run.lines.append({"what": "held", "at_s": 0.4, "gpus": {"w9": "H"}})
+    run.lines.append({"what": "held", "at_s": 0.7, "gpus": {name.lower(): "H" for name in names}})
+    held = [event("lease.granted", 0.1, lease_id=name, gpus=[name.lower()], token=9) for name in names]
+    ends = [event("lease.ended", 0.5, lease_id=one["lease_id"], gpus=one["gpus"], token=9) for one in held]
+    run.log[:0] = [*held, *ends, event("lease.granted", 0.6, lease_id="W9", gpus=["w9"], token=9)]
+    run.renumber()
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
@@ -387,6 +403,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("who has waited longest has a turn (8)", oldest_never_goes_first),
     ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
+    ("what GPUs are held for keeps its place (8)", held_gpu_goes_to_another),
 ]
 
 
@@ -409,6 +426,13 @@ def test_the_oldest_request_may_go_before_one_of_higher_priority_which_may_also_
     with_order(run, count)
 
     assert not {rule for rule in judge(run) if rule.endswith("(8)") and "served" not in rule}
+
+
+def test_who_was_not_behind_may_get_what_is_held() -> None:
+    run = Run()
+    held_gpu_goes_to_another(run, had=1)
+
+    assert "what GPUs are held for keeps its place (8)" not in judge(run)
 
 
 def test_the_wall_clock_may_be_set_without_harm() -> None:

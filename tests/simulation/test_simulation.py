@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.__main__ import simulate
-from tests.simulation.mutations import MUTATIONS, OF_GANGS, OF_LIMITS, OF_PRIORITIES, mutated
+from tests.simulation.mutations import MUTATIONS, OF_FAIR_SHARE, OF_GANGS, OF_LIMITS, OF_PRIORITIES, mutated
 
 pytestmark = pytest.mark.busy("compute")
 
@@ -73,6 +73,14 @@ def test_every_promise_is_kept_while_limits_are_set_and_removed(priorities: bool
     assert min(kinds.count("limits.set"), kinds.count("limits.removed")) > 3
 
 
+@pytest.mark.budget(30)
+def test_every_promise_is_kept_where_usage_orders() -> None:
+    outcome = simulate(2, steps=600, fair_share=True)
+
+    assert outcome.complaints == [], "2 --steps 600 --fair-share"
+    assert sum(bool(line["gpus"]) for line in outcome.lines if line["what"] == "held") > 20
+
+
 def test_every_promise_is_kept_on_postgresql(postgres_url: str) -> None:
     outcome = simulate(4, steps=1250, url=postgres_url, limits=True)
 
@@ -89,7 +97,12 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 def place_of(name: str) -> dict[str, bool]:
     """Where a fault can show."""
-    return {"gangs": name in OF_GANGS, "limits": name in OF_LIMITS, "priorities": name in OF_PRIORITIES}
+    return {
+        "gangs": name in OF_GANGS,
+        "limits": name in OF_LIMITS,
+        "priorities": name in OF_PRIORITIES,
+        "fair_share": name in OF_FAIR_SHARE,
+    }
 
 
 @pytest.mark.parametrize("name", ["skip_draining", "half_a_gang"])
@@ -131,6 +144,15 @@ def test_every_promise_is_kept_with_limits_for_long(seed: int) -> None:
     outcome = simulate(seed, limits=True, priorities=seed % 2 == 0)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --limits, and --priorities for even seeds"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2200, 2230))
+def test_every_promise_is_kept_where_usage_orders_for_long(seed: int) -> None:
+    outcome = simulate(seed, fair_share=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --fair-share"
 
 
 @pytest.mark.soak

@@ -36,7 +36,16 @@ from gpulease_server.runtime.writer import Writer
 from gpulease_server.store.database import upgrade
 from gpulease_server.store.ledger_store import Store, StoreFailed
 from tests.simulation.checker import check
-from tests.simulation.clients import EVE, ZOE, Administrator, Attacker, LimitSetter, PlayedClient, follow_events
+from tests.simulation.clients import (
+    EVE,
+    ZOE,
+    Administrator,
+    Attacker,
+    LimitSetter,
+    PlayedClient,
+    follow_events,
+    watch_held_gpus,
+)
 from tests.simulation.hardware import PlayedNode
 from tests.simulation.loop import START_S, PlayedLoop
 from tests.simulation.network import Network, request
@@ -155,7 +164,8 @@ class World:
     """All of it, on an empty database. `seed` decides everything that happens; the run ends after `steps` of it. With
     `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
-    are of another user, for whom none are set."""
+    are of another user, for whom none are set. With `fair_share` usage orders the requests of two users, of whom one
+    asks for single GPUs, on one node; only the daemon and the network fail."""
 
     def __init__(
         self,
@@ -167,6 +177,7 @@ class World:
         gangs: bool = False,
         priorities: bool = False,
         limits: bool = False,
+        fair_share: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
@@ -178,10 +189,12 @@ class World:
                 queued=100 if priorities else MAX_QUEUED,
                 interactive_gpus=MAX_INTERACTIVE if priorities and limits else 0,
             ),
-            max_overtakes=MAX_OVERTAKES,
-            max_bypass=1 if priorities else 10,
+            max_overtakes=1000 if fair_share else MAX_OVERTAKES,
+            max_bypass=0 if fair_share else 1 if priorities else 10,
+            fair_share=fair_share,
         )
         self.priorities = priorities
+        self.fair_share = fair_share
         self.trace: list[str] = []
         self.lines: list[dict[str, Any]] = []
         self.calm = False
@@ -194,13 +207,15 @@ class World:
         self.network = Network(self)
         self.gangs = gangs
         self.limits = limits
-        sizes = (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
+        sizes = (("a", 4),) if fair_share else (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
         self.owner_pids = itertools.count(5000)
         self.debts = PlayedDebts(self)
-        homes = [node for node in self.nodes.values() for _ in range(2)] if clients and not gangs else []
+        homes = (
+            [node for node in self.nodes.values() for _ in range(2)] if clients and not (gangs or fair_share) else []
+        )
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
-        others = clients // 2 if priorities and limits else 0
+        others = clients * 2 // 3 if fair_share else clients // 2 if priorities and limits else 0
         self.clients = [PlayedClient(self, f"c{number}", ZOE if number < others else None) for number in range(clients)]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
@@ -309,19 +324,22 @@ class World:
 
     async def _live(self) -> list[dict[str, Any]]:
         background = [node.run() for node in self.nodes.values()]
-        background += [node.suffer() for node in self.nodes.values()]
+        background += [watch_held_gpus(self)] if self.fair_share else [node.suffer() for node in self.nodes.values()]
         self.see("limit", user="eve", queued=self.policy.limits.queued)
         sets = 1 + math.ceil(math.log2(len(self.nodes)))
         self.see(
             "order",
-            max_overtakes=MAX_OVERTAKES,
+            max_overtakes=self.policy.max_overtakes,
             max_bypasses=self.policy.max_bypass * sets,
             interactive_gpus=self.policy.limits.interactive_gpus,
         )
-        for body in (*background, self._operate(), self._keep_up(), follow_events(self), Attacker(self).run()):
+        for body in (*background, self._operate(), self._keep_up(), follow_events(self)):
             self.spawn(body)
+        if not self.fair_share:
+            self.spawn(Attacker(self).run())
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
-        waiting.add(self.spawn(Administrator(self).run()))
+        if not self.fair_share:
+            waiting.add(self.spawn(Administrator(self).run()))
         if self.limits:
             waiting.add(self.spawn(LimitSetter(self).run()))
         await self._calmed.wait()
