@@ -189,7 +189,7 @@ def test_a_limit_of_its_own_user_lets_the_place_go(numbers: dict[str, int]) -> N
     assert is_active(world, training)
 
 
-def test_to_ask_anew_or_in_parts_gives_no_better_place() -> None:
+def test_to_ask_again_or_in_parts_gives_no_better_place() -> None:
     world = world_of(4, max_bypass=0)
     use(world, "bob", 1, 2.0)
     running, training = held_for(world, user="bob")
