@@ -171,10 +171,10 @@ def test_a_token_is_created_listed_used_and_revoked(client: Client, gpulease: Pr
 
 def test_everything_that_an_agent_asks_for_bears_its_name(client: Client, gpulease: Program, python: Program) -> None:
     agent = {"GPULEASE_AGENT": "coder", "GPULEASE_SESSION": "s-1"}
-    assert gpulease("run", "--", "true", **agent).returncode == 0
+    assert gpulease("run", "--wait", "60s", "--", "true", **agent).returncode == 0
     job = gpulease("submit", "--", "true", **agent).stdout.strip()
     assert python("import gpulease\nwith gpulease.usable_cuda_devices(1): pass", **agent).returncode == 0
-    held = json.loads(gpulease("acquire", "--detach", "--json", **agent).stdout)
+    held = json.loads(gpulease("acquire", "--wait", "60s", "--detach", "--json", **agent).stdout)
     client.wait_job(job, 60)
     asked = [lease for lease in client.leases("ended") if lease.holder.session == "s-1"]
     assert {lease.job_id for lease in asked} == {None, job}

@@ -354,6 +354,7 @@ def test_a_lease_and_a_job_have_a_priority_and_a_time(client: Client, gpulease: 
         assert "1 GPU, scavenge" in queue
         assert client.job(job).priority == "scavenge"
     assert client.wait_job(job).exit_code == 0
-    lease = json.loads(gpulease("acquire", "--detach", "--priority", "interactive", "--time", "20m", "--json").stdout)
+    asked = ("--wait", "60s", "--detach", "--priority", "interactive", "--time", "20m", "--json")
+    lease = json.loads(gpulease("acquire", *asked).stdout)
     assert (lease["demand"]["priority"], lease["demand"]["time_s"]) == ("interactive", 1200)
     client.release(lease["id"], lease["token"])

@@ -48,7 +48,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_a_gang_is_acquired_shown_explained_and_released(client: Client, gpulease: Program) -> None:
-    made = gpulease("acquire", "--nodes", "2", "-n", "2", "--detach", "--json")
+    made = gpulease("acquire", "--nodes", "2", "-n", "2", "--wait", "60s", "--detach", "--json")
     assert made.returncode == 0, made.stderr
     lease = json.loads(made.stdout)
     assert [(one["rank"], one["node"], len(one["gpus"])) for one in lease["members"]] == [(0, "n1", 2), (1, "n2", 2)]
@@ -69,7 +69,7 @@ def test_a_gang_is_acquired_shown_explained_and_released(client: Client, gpuleas
 
 
 def test_a_shell_is_bound_to_the_first_node_of_its_gang(client: Client, gpulease: Program) -> None:
-    made = gpulease("acquire", "--nodes", "2", "--detach", NCCL_SOCKET_IFNAME="ib0")
+    made = gpulease("acquire", "--nodes", "2", "--wait", "60s", "--detach", NCCL_SOCKET_IFNAME="ib0")
     assert made.returncode == 0, made.stderr
     exported = dict(line.removeprefix("export ").split("=", 1) for line in made.stdout.splitlines())
     assert (exported["NNODES"], exported["NODE_RANK"]) == ("2", "0")

@@ -23,7 +23,7 @@ def test_run_takes_every_form_of_devices(client: Client, gpulease: Program, devi
 
 
 def test_acquire_takes_devices_and_a_label(client: Client, gpulease: Program) -> None:
-    result = gpulease("acquire", "--devices", "1,3", "--label", "by index", "--detach", "--json")
+    result = gpulease("acquire", "--wait", "60s", "--devices", "1,3", "--label", "by index", "--detach", "--json")
     lease = json.loads(result.stdout)
     assert ([gpu["index"] for gpu in lease["gpus"]], lease["holder"]["label"]) == ([1, 3], "by index")
     client.release(lease["id"], lease["token"])
