@@ -37,6 +37,14 @@ def until() -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True)
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server here may have no time for a TLS handshake within a second. Tests that measure time have the usual."""
+    if request.node.get_closest_marker("alone") is None:
+        monkeypatch.setattr("gpulease.sansio.failover.CONNECT_TIMEOUT_S", 20.0)
+        monkeypatch.setattr("gpulease.sansio.failover.CONNECT_ALL_TIMEOUT_S", 30.0)
+
+
+@pytest.fixture(autouse=True)
 def _debts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test leaves owed is not told to the daemon of another test, which may have the same port."""
     monkeypatch.setattr("gpulease.sansio.release_retries.MAX_PAUSE_S", 0.2)
