@@ -81,7 +81,7 @@ def test_eve_as_root_of_a_user_namespace_is_eve_or_no_one(attacked: Attacked) ->
 
 def test_a_request_from_a_port_that_root_uses_again_is_not_roots(attacked: Attacked) -> None:
     """The daemon is late: eve has asked and gone, and the port has another user, when it looks whose the port is."""
-    port = "40123"
+    port = "20123"  # below those that the kernel gives to other connections
     assert attacked.daemon.process is not None
     os.kill(attacked.daemon.process.pid, signal.SIGSTOP)
     try:
