@@ -1,5 +1,6 @@
 """Promise 14: versions mix. Daemon and worker are upgraded one after the other, in both orders, while clients of both
-versions hold leases and wait, and jobs run. After each step everything goes on, and both versions can do everything."""
+versions hold leases and wait, and jobs run. After each step everything goes on. With each mix both versions can do
+everything."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,11 @@ def test_leases_and_jobs_go_on_while_daemon_and_worker_are_upgraded(
         everything_works(here, former, leases, jobs)
     for part in order:
         here.upgrade(part)
-        everything_works(here, former, leases, jobs)
+        if order[0] == "daemon" or part == order[0]:  # the other order ends as this one
+            everything_works(here, former, leases, jobs)
+        else:
+            with going_on(here, leases, jobs):
+                pass
 
     flag.touch()
     for job in jobs:
@@ -201,17 +206,24 @@ def test_leases_and_jobs_go_on_while_daemon_and_worker_are_upgraded(
 
 def everything_works(here: Installation, former: Path, leases: list[str], jobs: list[str]) -> None:
     """What was there goes on, and each version can do everything."""
+    with going_on(here, leases, jobs):
+        for python in (former, HERE):
+            here.program(python, "run", "-n", "1", "--wait", "60s", "--", "/bin/true")
+            submit = ("submit", "-n", "1", "--launcher", "plain", "--", "/bin/echo", "done")
+            job = here.program(python, *submit).split()[0]
+            here.program(python, "wait", job)
+            assert "done" in here.program(python, "logs", job)
+            here.program(python, "status")
+            listed: list[dict[str, Any]] = json.loads(here.program(python, "leases", "--json"))["items"]
+            assert set(leases) <= {lease["id"] for lease in listed}
+
+
+@contextmanager
+def going_on(here: Installation, leases: list[str], jobs: list[str]) -> Iterator[None]:
+    """What was there goes on, with what is done meanwhile."""
     before = {lease_id: expires_at(here.daemon.lease(lease_id)) for lease_id in leases}
     logs = {job: here.daemon.job_log(job) for job in jobs}
-    for python in (former, HERE):
-        here.program(python, "run", "-n", "1", "--wait", "60s", "--", "/bin/true")
-        submit = ("submit", "-n", "1", "--launcher", "plain", "--", "/bin/echo", "done")
-        job = here.program(python, *submit).split()[0]
-        here.program(python, "wait", job)
-        assert "done" in here.program(python, "logs", job)
-        here.program(python, "status")
-        listed: list[dict[str, Any]] = json.loads(here.program(python, "leases", "--json"))["items"]
-        assert set(leases) <= {lease["id"] for lease in listed}
+    yield
     for lease_id in leases:
         eventually(
             lambda lease_id=lease_id: expires_at(here.daemon.lease(lease_id)) > before[lease_id],  # type: ignore[misc]
