@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,49 +20,56 @@ SMALL = """least => [...document.querySelectorAll("button, input, select, nav a,
     .map((one) => [one.outerHTML.slice(0, 80), one.getBoundingClientRect()])
     .filter(([, box]) => box.height < least || box.width < Math.min(least, 24))
     .map(([text, box]) => `${text} ${box.width} x ${box.height}`)"""
-GRANTS = 20
-NOTES_CHANGES = """
-window.changedAt = {};
-new MutationObserver(() => {
-    const text = document.querySelector('[data-gpu="0"]')?.textContent ?? "";
-    for (const [, number] of text.matchAll(/round (\\d+)/g)) window.changedAt[number] ??= performance.now();
-}).observe(document.body, { subtree: true, childList: true, characterData: true });
-"""
+TABS, GRANTS_EACH = 4, 5
+GRANTS = TABS * GRANTS_EACH
+TAKES_LEASES = """grants => {
+    const page = () => document.querySelector('[data-gpu="0"]')?.textContent ?? "";
+    const until = (reached) => new Promise((resolve) => {
+        const look = () => reached() && (watcher.disconnect(), resolve(performance.now()));
+        const watcher = new MutationObserver(look);
+        watcher.observe(document.body, { subtree: true, childList: true, characterData: true });
+        look();
+    });
+    const post = async (path, body) => (await fetch(path, {
+        method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json" } })).json();
+    window.took = [];
+    (async () => {
+        for (let number = 0; number < grants; number++) {
+            await new Promise((resolve) => setTimeout(resolve, 1000));
+            const begun = performance.now();
+            const shown = until(() => page().includes(`round ${number}`));
+            const lease = await post("v1/leases", { devices: [0], label: `round ${number}` });
+            window.took.push((await shown) - begun);
+            await post(`v1/leases/${lease.id}/release`, { token: lease.token });
+            await until(() => document.querySelector("#totals").textContent.includes("4 free"));
+        }
+    })();
+}"""
 
 
 @pytest.mark.alone
-@pytest.mark.budget(120)
-def test_a_grant_is_on_its_card_at_once(watched: Watched, running: DaemonProcess) -> None:
+@pytest.mark.budget(60)
+def test_a_grant_is_on_its_card_at_once(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
     """N4: within half a second, 20 of 20. The page itself asks, so that both times are of one clock.
 
     They come a second apart: between rounds that follow each other more closely the page pauses, some time or other.
+    Most of that is waiting, so several pages do it side by side, each of a daemon of its own.
     """
-    page = watched.open()
-    page.evaluate(NOTES_CHANGES)
-    took = []
-    for number in range(GRANTS):
-        page.wait_for_function("atMs => performance.now() > atMs", arg=page.evaluate("performance.now() + 1000"))
-        begun = page.evaluate(
-            """async (number) => {
-                const begun = performance.now();
-                const body = JSON.stringify({ devices: [0], label: `round ${number}` });
-                const made = await fetch("v1/leases", {
-                    method: "POST", body, headers: { "Content-Type": "application/json" } });
-                window.lease = await made.json();
-                return begun;
-            }""",
-            number,
-        )
-        page.wait_for_function("number => window.changedAt[number]", arg=number)
-        took.append(page.evaluate("number => window.changedAt[number]", number) - begun)
-        lease = page.evaluate("window.lease")
-        running.call("POST", f"/v1/leases/{lease['id']}/release", {"token": lease["token"]})
-        expect(page.locator("#totals")).to_contain_text("4 free")
-    took.sort()
-    print(f"grant to card: median {took[GRANTS // 2]:.0f} ms, at most {took[-1]:.0f} ms")
-    assert took[GRANTS // 2] < 1000  # 300 ms, and what a busy machine adds
-    assert took[-1] < 2000  # 500 ms
-    watched.was_good()
+    with ExitStack() as stack:
+        tabs = []
+        for _ in range(TABS):
+            running = stack.enter_context(daemon(tmp_path_factory.mktemp("daemon")))
+            tabs.append(stack.enter_context(watching(browser, running)))
+        for tab in tabs:
+            tab.open().evaluate(TAKES_LEASES, GRANTS_EACH)
+        for tab in tabs:
+            tab.page.wait_for_function("grants => window.took.length === grants", arg=GRANTS_EACH)
+        took = sorted(taken for tab in tabs for taken in tab.page.evaluate("window.took"))
+        print(f"grant to card: median {took[GRANTS // 2]:.0f} ms, at most {took[-1]:.0f} ms")
+        assert took[GRANTS // 2] < 1000  # 300 ms, and what a busy machine adds
+        assert took[-1] < 2000  # 500 ms
+        for tab in tabs:
+            tab.was_good()
 
 
 @pytest.mark.alone
