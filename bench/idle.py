@@ -23,7 +23,7 @@ def idle(quick: bool) -> list[Row]:
     """The rows of the table."""
     with tempfile.TemporaryDirectory() as place, installed(Path(place), "--simulate", str(GPUS)) as running:
         time.sleep(SETTLE_S)
-        percent, mib = measure(running, QUICK_S if quick else MEASURED_S)
+        percent, mib = percent_of_a_core(running, QUICK_S if quick else MEASURED_S), mebibytes(running)
     what = f"idle, {GPUS} GPUs read at 1 Hz: daemon, worker and probe"
     return [
         Row(
@@ -45,15 +45,19 @@ def idle(quick: bool) -> list[Row]:
     ]
 
 
-def measure(running: InstalledDaemon, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Percent of a core and MiB of each process, over so many seconds."""
+def percent_of_a_core(running: InstalledDaemon, seconds: float) -> dict[str, float]:
+    """What each process takes over so many seconds."""
     pids = running.parts()
     before = {name: cpu_s(pid) for name, pid in pids.items()}
     begun_s = time.monotonic()
     time.sleep(seconds)
     took_s = time.monotonic() - begun_s
-    percent = {name: (cpu_s(pid) - before[name]) / took_s * 100 for name, pid in pids.items()}
-    return percent, {name: pss_bytes(pid) / 2**20 for name, pid in pids.items()}
+    return {name: (cpu_s(pid) - before[name]) / took_s * 100 for name, pid in pids.items()}
+
+
+def mebibytes(running: InstalledDaemon) -> dict[str, float]:
+    """Memory of each process (PSS)."""
+    return {name: pss_bytes(pid) / 2**20 for name, pid in running.parts().items()}
 
 
 def parts(figures: dict[str, float], unit: str) -> str:
