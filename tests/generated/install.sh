@@ -10,5 +10,5 @@ mkdir -p "$place"
 cp "$here"/package.json "$here"/package-lock.json "$place"
 npm ci --prefix "$place" --silent --no-audit --no-fund
 "$(dirname "$place")/bin/python" -m venv --clear "$place/python"
-"$place/python/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt"
+"$place/python/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r "$here/requirements.txt"
 echo "$pinned" >"$place/.installed"

@@ -13,7 +13,7 @@ ours=$("$main/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 theirs=$("$place/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 # addsitedir, and not a bare path: the checkout is found by .pth files of .venv.
 echo "import site; site.addsitedir('$ours')" >"$theirs/zz_main_environment.pth"
-"$place/bin/python" -m pip install --quiet --disable-pip-version-check -r "$here/requirements.txt"
+"$place/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r "$here/requirements.txt"
 
 # Tests of tools that no wheel brings: jupyter_client's are in its source, CPython's in a package of Debian's.
 started=$PWD jupyter=$(grep '^jupyter-client==' "$here/requirements.txt")
