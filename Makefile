@@ -18,7 +18,7 @@ lane = $(call LANE,$(1)) -n $(2) --dist loadgroup && $(call LANE,$(1)-alone) -n 
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all compile-tests check bench soak wheel clean packages promtool generators page-tools tools
+.PHONY: help setup demo test test-slow test-all compile-tests check check-python check-page bench soak wheel clean packages promtool generators page-tools tools
 
 help: ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -60,14 +60,18 @@ $(COMPILED): $(STAMP) | packages
 	@$(BIN)/python -m pytest -qq --collect-only -n 0 >$@.log || { cat $@.log; exit 1; }
 	@mv $@.log $@
 
-check: $(STAMP) page-tools ## lint, format, types, import rule, migration drift
+check: check-python check-page ## lint, format, types, import rule, migration drift
+
+check-python: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy examples integrations/*/*_*
 	$(BIN)/lint-imports
-	bash tests/dashboard/check.sh $(VENV)/page-tools
 	$(BIN)/python -m pytest -q -n 0 tests/store -k drift
+
+check-page: page-tools
+	bash tests/dashboard/check.sh $(VENV)/page-tools
 
 bench: $(STAMP) packages ## how fast it is, beside limits and peers; needs a quiet machine, see bench/README.md
 	$(BIN)/python -m bench $(BENCH_ARGS)
