@@ -38,8 +38,9 @@ $(STAMP): pyproject.toml constraints.txt $(PINS) $(LIBRARIES)
 		{ echo "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -c 'import pip' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "Installing torch and the tools into $(VENV): 1.5 GB, a few minutes, only this once."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH) -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one processor; some are not for this Python
 	@touch $@
 
 demo: $(STAMP) ## three DDP training runs share four GPUs: see them held, waited for and given back
