@@ -14,6 +14,9 @@ from gpulease_protocol.model import Event, Lease, LeaseState
 from gpulease_server.core.policy import Policy
 from tests.core.build import World
 
+pytestmark = pytest.mark.xdist_group("gang storms")
+"""In one process, so that a storm is run once for all tests."""
+
 LOST_AFTER_S = 2.0
 NODES = {"a": 4, "b": 2, "c": 2, "d": 2, "e": 2, "f": 1}
 ROUNDS = 400
