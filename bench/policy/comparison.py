@@ -63,10 +63,17 @@ def with_short_ones_interactive(requests: Sequence[RecordedRequest], most_s: flo
     ]
 
 
+def with_times(requests: Sequence[RecordedRequest], factor: float = 2.0) -> list[RecordedRequest]:
+    """As if everyone had declared so many times what they take (synthetic): EASY backfill plans with it."""
+    return [replace(one, demand=replace(one.demand, time_s=factor * one.duration_s)) for one in requests]
+
+
 Run = Callable[[list[RecordedRequest]], tuple[Policy, list[RecordedRequest]]]
 POLICIES: dict[str, Run] = {
     "strict order (max_bypass 0)": lambda some: (STRICT, some),
     "first come, bounded bypass (default)": lambda some: (OPEN, some),
+    "strict order, all declare twice their time (EASY backfill)": lambda some: (STRICT, with_times(some)),
+    "first come, all declare twice their time (EASY backfill)": lambda some: (OPEN, with_times(some)),
     "fit first (no bound)": lambda some: (FIT_FIRST, some),
     "first come, bypass 100 times or for 4 h": lambda some: (
         replace(OPEN, max_bypass=100, max_bypass_s=4 * HOUR_S),

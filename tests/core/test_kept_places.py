@@ -10,7 +10,10 @@ from gpulease_protocol.model import Lease, Priority
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.order import in_order
 from tests.core.build import World
+from tests.core.test_easy_backfill import listed, pass_time
 from tests.core.test_fair_share import ask, give_back, is_active, use, world_of
+
+HOUR_S = 3600.0
 
 
 def releases_until(world: World, target: Lease, running: list[Lease], trials: list[Lease], most: int = 60) -> int:
@@ -213,3 +216,52 @@ def test_after_a_restart_the_place_is_kept_again() -> None:
     world.report()
     assert list(world.ledger.places_kept) == [training.id]
     assert releases_until(world, training, running, trials) == 3
+
+
+def held_beside_a_declared_time(ahead: int = 0) -> tuple[World, Lease, list[Lease], list[Lease]]:
+    """Dan has one of four GPUs for an hour. Bob's training waits for all, and keeps its place. Eve has asked before it:
+    for so many short ones that declare their time, then for two that do not. She is behind it once all that she held
+    is given back, and those short ones run ahead of it."""
+    world = world_of(4, max_bypass=0)
+    listed(world, 3, time_s=HOUR_S, user="dan")
+    running = [ask(world, 1, "eve") for _ in range(3)]
+    shorter = [ask(world, 1, "eve", node="a", time_s=HOUR_S / 4) for _ in range(ahead)]
+    trials = [ask(world, 1, "eve", node="a") for _ in range(2)]
+    training = ask(world, 4, "bob", node="a")
+    for one in running:
+        give_back(world, one)
+    return world, training, shorter, trials
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_who_runs_ahead_of_one_that_keeps_its_place_delays_it_by_nothing(ahead: int) -> None:
+    """Their entry charges come and go, also while no GPU is left to hold: it starts when it would without them."""
+    world, training, shorter, trials = held_beside_a_declared_time(ahead)
+    assert all(is_active(world, one) for one in shorter)
+    assert list(world.ledger.places_kept) == [training.id]
+
+    for one in shorter[:1]:
+        give_back(world, one)
+    pass_time(world, HOUR_S / 2)
+    assert list(world.ledger.places_kept) == [training.id]
+    assert training.id not in world.ledger.bypasses
+    assert world.position(training) == 1
+    pass_time(world, HOUR_S / 2 + 1)
+
+    assert is_active(world, training)
+    assert not any(is_active(world, one) for one in trials)
+
+
+def test_an_older_one_that_is_behind_now_runs_ahead_only_for_as_long_as_any_other() -> None:
+    world = world_of(4, max_bypass=0)
+    listed(world, 3, time_s=HOUR_S, user="dan")
+    running = [ask(world, 1, "eve") for _ in range(3)]
+    shorter, longer = (ask(world, 1, "eve", time_s=time_s) for time_s in (HOUR_S / 4, 9 * HOUR_S))
+    training = ask(world, 4, "bob")
+
+    for one in running:
+        give_back(world, one)
+
+    assert [is_active(world, one) for one in (training, shorter, longer)] == [False, True, False]
+    pass_time(world, HOUR_S + 1)
+    assert is_active(world, training)

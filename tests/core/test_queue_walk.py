@@ -15,6 +15,7 @@ from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, Holder, JobSpec, LeaseState, Priority, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import queue, reservation_view
+from gpulease_server.core.backfill import Undelayed
 from gpulease_server.core.demand_classes import OrderedPlace
 from gpulease_server.core.eligibility import is_eligible
 from gpulease_server.core.explain.explain import explain
@@ -52,9 +53,16 @@ class EveryRequest(QueueWalk):
             if is_eligible(self.ledger, record, self.reservations.now):
                 yield record
 
-    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace) -> None:
+    def count_bypass(
+        self,
+        turn: Turn,
+        granted: LeaseRecord,
+        gpus: tuple[GpuRecord, ...],
+        place: OrderedPlace,
+        undelayed: Undelayed,
+    ) -> None:
         is_before = self.is_before(granted.lease.holder.user, place)
-        self.blocked.count_bypass(turn, gpus, is_before)
+        self.blocked.count_bypass(turn, gpus, is_before, undelayed)
         self.order.count_bypass(turn, granted, gpus, is_before)
 
 
@@ -83,7 +91,8 @@ class Story:
         self.demands = [self.demand() for _ in range(draw.randint(1, 6))]
         self.users = ["ann", "bob", "cleo"][: draw.randint(1, 3)]
         self.number = 0
-        self.limits = random.Random(seed + 1000)
+        self.limits, self.times = random.Random(seed + 1000), random.Random(seed + 2000)
+        self.timed = self.times.random() < 0.5
         self.set_limits(0.3)
 
     def set_limits(self, share: float) -> None:
@@ -123,7 +132,8 @@ class Story:
         )
 
     def chosen_demand(self) -> Demand:
-        return replace(self.drawn.choice(self.demands), priority=self.drawn.choice(self.priorities))
+        demand = replace(self.drawn.choice(self.demands), priority=self.drawn.choice(self.priorities))
+        return replace(demand, time_s=self.times.choice([None, 1.0, 40.0, 2000.0, 2000.0])) if self.timed else demand
 
     def holder(self) -> tuple[Holder, Budget | None]:
         user = self.drawn.choice(self.users)
@@ -154,7 +164,7 @@ class Story:
                 job_id=f"{name}-job-{index}",
                 lease_id=f"{name}-lease-{index}",
                 index=index,
-                spec=JobSpec(command=("train.py",), gpus=demand.count, retries=retries),
+                spec=JobSpec(command=("train.py",), gpus=demand.count, retries=retries, timeout_s=demand.time_s),
             )
             for index in range(count)
         )

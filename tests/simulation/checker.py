@@ -802,6 +802,49 @@ def held_places_are_kept(seen: Seen) -> Iterator[str]:
             now.places.clear()
 
 
+def no_one_is_delayed_by_who_runs_ahead(seen: Seen) -> Iterator[str]:  # noqa: C901 - one case for each event
+    """A grant that the log says runs ahead of others, and does not delay them, ends by its declared time before as many
+    GPUs of its node are free as they ask for. Only what is certain is judged: leases count that declared a time and
+    that no restart has given more."""
+    queue, held, nodes = Queued(seen), dict[str, tuple[str, float, float]](), defaultdict[str, set[str]](set)
+    shown = [lease for _, lease in seen.answers()] + [line["lease"] for line in seen.of["listed"]]
+    out_of_use = set[str]()
+    times = {lease["id"]: lease["demand"].get("time_s") for lease in shown if "demand" in lease}
+    for line in seen.of["reading"]:
+        nodes[line["node"]] |= set(line["free"])
+    for event in seen.log:
+        if event["kind"] == "lease.queued":
+            queue.waiting[event["lease_id"]] = event
+        elif event["kind"] in ("lease.granted", "lease.revived", "lease.ended"):
+            queue.waiting.pop(event["lease_id"], None)
+            held = {gpu: one for gpu, one in held.items() if one[0] != event["lease_id"]}
+        elif event["kind"] in ("gpu.unhealthy", "gpu.prohibited", "gpu.cordoned"):
+            out_of_use.update(event["gpus"])
+        if event["kind"] not in ("lease.granted", "lease.revived"):
+            continue
+        granted, taken = event["lease_id"], set(event["gpus"])
+        now_s, time_s = max(seen.moments(event), default=NEVER), times.get(granted)
+        nodes[event["node"]] |= taken
+        named = re.findall(r"(lease-\w+|[A-Z])\b", (event["reason"] or "").partition("runs ahead of ")[2])
+        starts = max((one["at_s"] for one in seen.of["started"] if one["at_s"] <= now_s), default=0.0)
+        ends = {
+            gpu: end_s if since_s > starts and gpu not in out_of_use else NEVER
+            for gpu, (_, since_s, end_s) in held.items()
+            if gpu in nodes[event["node"]]
+        }
+        for older in named:
+            count = queue.demands.get(older, {}).get("count")
+            if older not in queue.waiting or time_s is None:
+                yield f"seq {event['seq']}: {granted} is said to run ahead of {older}, with a time of {time_s}"
+            elif count is not None and len(event["gpus"]) <= len(taken & nodes[event["node"]]):
+                known = sorted([now_s for _ in taken] + [end_s for end_s in ends.values() if end_s < NEVER])
+                served_s = known[count - 1] if count <= len(known) else NEVER
+                if now_s + time_s > served_s + seen.tolerance_s:
+                    in_s = served_s - now_s
+                    yield f"seq {event['seq']}: {granted} of {time_s} s keeps GPUs that {older} has in {in_s} s"
+        held |= dict.fromkeys(taken, (granted, now_s, NEVER if time_s is None else now_s + time_s))
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -824,6 +867,7 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "who has waited longest has a turn (8)": longest_waiting_goes_first,
     "limits are shared in turn (8)": limits_are_shared_in_turn,
     "what GPUs are held for keeps its place (8)": held_places_are_kept,
+    "no one is delayed by who runs ahead (8)": no_one_is_delayed_by_who_runs_ahead,
     "all are served in the end (8)": all_are_served,
     "nothing drains forever (5)": clean_in_the_end,
     "a living owner keeps its lease (7, 12)": the_living_keep,

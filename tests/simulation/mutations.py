@@ -420,6 +420,11 @@ def always_by_age() -> Patches:
     return [(f"{CORE}.turn.Turn.put", at_once)]
 
 
+def run_ahead_of_all() -> Patches:
+    """Who declares a time is taken to delay no one, however long it is."""
+    return [(f"{CORE}.easy_backfill.serves_s", lambda *_: float("inf"))]
+
+
 def anyone_may_release() -> Patches:
     """Whose a lease is does not matter."""
     return [("gpulease_server.api.auth.callers.Caller.owns", lambda *_: True)]
@@ -464,6 +469,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         never_the_oldest,
         always_by_age,
         no_place_is_kept,
+        run_ahead_of_all,
     )
 }
 
@@ -472,7 +478,7 @@ OF_GANGS = ("one_node_fewer", "look_at_one_node", "token_for_each_node", "end_on
 """Faults that only show where there are gangs."""
 
 
-OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age", "interactive_without_limit")
+OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age", "interactive_without_limit", "run_ahead_of_all")
 """Faults that only show where there are requests of several priorities."""
 OF_LIMITS = ("grant_over_limits", "interactive_without_limit")
 """Those that only show where limits are set."""

@@ -360,6 +360,20 @@ def held_gpu_goes_to_another(run: Run, *, had: int = 3) -> None:
     run.renumber()
 
 
+def runs_ahead_for_too_long(run: Run) -> None:
+    """Z has one of two GPUs until far behind the end of the lease on the other, and B waits for both."""
+    for line in run.lines:
+        if "lease" in line:
+            line["lease"]["demand"] |= {"A": {"time_s": 3.0}, "B": {"count": 2}}[line["lease"]["id"]]
+    run.find(kind="lease.granted", lease_id="A")["gpus"] = ["g1"]
+    granted = event("lease.granted", 2.5, lease_id="Z", gpus=["g2"], token=7, reason="runs ahead of B, with no delay")
+    run.log.insert(3, granted)
+    longer = lease("Z", "active", 7, "g2")
+    longer["demand"]["time_s"] = 50.0
+    run.lines.append({"what": "asked", "key": "z", "sent_s": 2.4, "at_s": 2.6, "status": 201, "lease": longer})
+    run.renumber()
+
+
 BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("seq without gap or repeat", gap),
     ("what readers were shown stays (6)", event_undone),
@@ -404,6 +418,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
     ("what GPUs are held for keeps its place (8)", held_gpu_goes_to_another),
+    ("no one is delayed by who runs ahead (8)", runs_ahead_for_too_long),
 ]
 
 

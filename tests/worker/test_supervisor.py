@@ -17,7 +17,7 @@ from gpulease_protocol.model import Launcher
 from gpulease_protocol.node_protocol import JobOrder, JobReport, RunState
 from gpulease_worker.jobs import job_records, reconciler
 from tests.ports import free_port
-from tests.worker.build import kill, living, number_in, order, python, spec, until
+from tests.worker.build import furnished, kill, living, number_in, order, python, spec, supervising, until
 from tests.worker.play import DEADLINE_S, Worker, play
 
 RANK = """
@@ -180,6 +180,19 @@ def test_a_job_that_ignores_sigterm_is_killed_and_a_second_stop_shortens_the_gra
         assert not living(job.lease_id)
 
     play(tmp_path, story)
+
+
+def test_a_job_with_an_hour_to_stop_is_killed_when_its_time_is_over(tmp_path: Path) -> None:
+    """With what it leaves: who waits for its GPUs counts on its time limit."""
+    script = "trap '' TERM; (trap '' TERM; exec sleep 600) & echo up; while :; do sleep 0.1; done"
+    job = order("j", spec("sh", "-c", script, timeout_s=2.0))
+    directory = furnished(tmp_path / "jobs" / "j", job)
+    with supervising(directory, "supervisor.TIMEOUT_GRACE_S = 0.2") as running:
+        log = directory / job_records.LOGS / "launcher.log"
+        until(lambda: log.exists() and log.read_text(), "the trap is set")
+        job_records.write(directory, job_records.STOP, job_records.StopRecord(grace_s=3600.0))
+        assert running.wait(DEADLINE_S) == 0
+    assert not living(job.lease_id)
 
 
 def test_a_job_stopped_before_its_start_never_starts(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 A request that fits is granted although an older one waits that does not fit: this is backfill. Each such grant of a
 GPU that the older request could use *bypasses* it once. That may happen `max_bypass` times, or for `max_bypass_s`
 seconds from the first time on; after that, free GPUs are *held* (reserved) for the older request, and no newer
-request gets them. With 0 for either bound no request is ever bypassed.
+request gets them. With 0 for either bound no request is ever bypassed, but by one that does not delay it.
 
 What is held
 ------------
 All free GPUs of a node that the older request could use (its node, model, memory and list of GPUs), and only on a node
 where enough such GPUs are free or will be when leases end. It is not known when a GPU comes back that is foreign,
 cordoned, unhealthy, prohibited, on a silent node, or draining for longer than retained memory explains
-(`2 * retained_memory_s`). Where the older request would need one of those, nothing is held on that node and its other
-GPUs go to other requests. So nothing is held for a request that can never be served, or that waits for an absent node.
-Its bypass count is kept, and from the moment that the GPU is back the others are held.
+(`2 * retained_memory_s`), unless its lease ran ahead of others. Where the older request would need one of those,
+nothing is held on that node and its other GPUs go to other requests. So nothing is held for a request that can never be
+served, or that waits for an absent node. Its bypass count is kept, and from the moment that the GPU is back the others
+are held.
 
 With several nodes: first on the node that lacks the fewest GPUs; each time that the bound is reached again, on twice as
 many. So eight GPUs for one request leave at most seven idle at first, and yet long leases on one node cannot keep it
@@ -29,6 +30,8 @@ one for those and for the older. See `docs/design/0009-gangs.md`.
 Several older requests hold GPUs in order of arrival; a GPU that is held for one is not held for the next. A request
 that is not eligible (its array is at its limit, its retry pauses) is neither bypassed nor held for. GPUs are held for a
 holder that died while it waited until its request ends: at once where the process is watched, at `ttl_s` otherwise.
+A request that declares its time counts no bypass for those that it does not delay, and may then use what is held for
+them, see `core.easy_backfill`.
 Where a limit keeps a request of a whole node from some nodes, only GPUs of the others are held for it.
 
 What is kept
@@ -71,6 +74,19 @@ MAX_RECOUNTED_DEMANDS = 100
 ALL_NODES = 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class Undelayed:
+    """The older requests that a grant passes and does not delay, see `core.easy_backfill`."""
+
+    demands: frozenset[LimitedDemand] = frozenset()
+    """All that ask for this."""
+    told: tuple[str, ...] = ()
+    """Lease ids of the oldest of them, for people."""
+
+
+NONE_UNDELAYED = Undelayed()
+
+
 class _Serving(NamedTuple):
     """What a node has for a waiting request."""
 
@@ -109,7 +125,13 @@ class Reservations:
     _of_node: Iterator[str] | None = None
     """The GPUs of the last of these nodes that were not looked at yet; those before are taken for good."""
     _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
-    _reserved_nodes: dict[str, int] = field(default_factory=dict)
+    held_for: dict[str, int] = field(default_factory=dict)
+    """By lease id, the requests that were bypassed as often or as long as they may be: on how many nodes GPUs are held
+    for each."""
+    due: dict[LimitedDemand, LeaseRecord] = field(default_factory=dict)
+    """By what they ask for, the oldest of these."""
+    is_complete: bool = True
+    """False once the walk leaves out requests that wait, because nothing is left: then no one runs ahead of those."""
 
     @property
     def is_any_left(self) -> bool:
@@ -153,10 +175,11 @@ class Reservations:
             return
         times, since_s = self.ledger.bypasses.get(lease.id, (0, self.now.mono_s))
         most = nodes_to_reserve(times, self.now.mono_s - since_s, self.policy)
-        if most <= self._reserved_nodes.get(lease.id, 0):
+        if most <= self.held_for.get(lease.id, 0):
             return
-        held = self._gpus_to_reserve(record, demand, most)
-        self._reserved_nodes[lease.id] = most
+        held = self._gpus_to_reserve(record, demand, most) if self.is_any_left else []
+        self.due.setdefault(demand, record)
+        self.held_for[lease.id] = most
         self.reserve(record, held)
         if held:
             self.keep_step(record)
@@ -256,7 +279,8 @@ class Reservations:
             return False
         since_s = self.ledger.draining_since.get(gpu.device.uuid, self.now.mono_s)
         if state is GpuState.DRAINING and self.now.mono_s - since_s > self.policy.retained_memory_s * 2:
-            return False
+            # What one that ran ahead leaves behind must not void what is held for those that it passed.
+            return gpu.lease_id in self.ledger.ran_ahead
         left = (gpu.device.memory_total_bytes or 0) - (gpu.baseline_bytes or 0)
         return left >= (demand.min_free_memory_bytes or 0)
 
@@ -291,6 +315,10 @@ class BlockedRequests:
         self._waiting.setdefault(demand, []).append(record)
         self.reservations.reserve_if_due(record)
 
+    def oldest(self, demand: LimitedDemand) -> LeaseRecord:
+        """The oldest request with a demand that waits."""
+        return self._waiting[demand][0]
+
     def __len__(self) -> int:
         """How many different demands wait."""
         return len(self._waiting)
@@ -305,11 +333,16 @@ class BlockedRequests:
         return (demand for demand in self._waiting if not granted.isdisjoint(self._usable[demand]))
 
     def count_bypass(
-        self, turn: Turn, gpus: Iterable[GpuRecord], is_before: Callable[[LeaseRecord], bool] | None = None
+        self,
+        turn: Turn,
+        gpus: Iterable[GpuRecord],
+        is_before: Callable[[LeaseRecord], bool] | None = None,
+        undelayed: Undelayed = NONE_UNDELAYED,
     ) -> None:
         """Count a bypass for every older request that could use GPUs which a newer one was granted. `is_before`: of
-        those only the ones that still come before it; None if all do."""
-        passed = [record for demand in self.could_use(gpus) for record in self._waiting[demand]]
+        those only the ones that still come before it; None if all do. `undelayed`: those that it does not delay."""
+        demands = (demand for demand in self.could_use(gpus) if demand not in undelayed.demands)
+        passed = [record for demand in demands for record in self._waiting[demand]]
         if is_before is not None:
             passed = [record for record in passed if is_before(record)]
         if passed:

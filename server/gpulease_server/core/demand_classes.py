@@ -121,6 +121,8 @@ class DemandClasses:
     """The classes of each user who has some."""
     of_demand: dict[Demand, dict[DemandClass, None]] = field(default_factory=dict)
     """The classes that ask for the same, of whichever user."""
+    timed: dict[DemandClass, None] = field(default_factory=dict)
+    """The classes that declare their time, as they came."""
     steps: dict[str | None, int] = field(default_factory=dict)
     """By user, the step of their usage, see `core.fair_share`; empty while usage does not count."""
     lowest_step: int = 0
@@ -150,6 +152,8 @@ class DemandClasses:
             members = self.classes[key] = DemandClass(key, self.group_of(lease.demand, key.user))
             self.of_user.setdefault(key.user, {})[members] = None
             self.of_demand.setdefault(key.demand, {})[members] = None
+            if key.demand.time_s is not None:
+                self.timed[members] = None
         self.class_of[lease.id] = members
         bisect.insort(members.places, place)
         self._put_head(members)
@@ -172,6 +176,7 @@ class DemandClasses:
         if not members.places:
             key = members.key
             del self.classes[key], self.of_user[key.user][members], self.of_demand[key.demand][members]
+            self.timed.pop(members, None)
             if not self.of_user[key.user]:
                 del self.of_user[key.user]
             if not self.of_demand[key.demand]:
@@ -255,7 +260,7 @@ class DemandClasses:
     def divide(self, queued: Iterable[LeaseRecord], apart: UsersApart, put: Callable[[LeaseRecord], None]) -> None:
         """Group the requests again, with these users told apart; `put` adds one of them."""
         self.apart = apart
-        for part in (self.classes, self.class_of, self.of_user, self.of_demand, self.heads):
+        for part in (self.classes, self.class_of, self.of_user, self.of_demand, self.timed, self.heads):
             part.clear()
         for record in queued:
             put(record)
@@ -273,6 +278,8 @@ class DemandClasses:
             made.classes[key] = copied
             made.of_user.setdefault(key.user, {})[copied] = None
             made.of_demand.setdefault(key.demand, {})[copied] = None
+            if members in self.timed:
+                made.timed[copied] = None
             made.class_of.update(dict.fromkeys((lease_id for _, lease_id in copied.places), copied))
         made.heads = [(head, number, made.classes[members.key]) for head, number, members in self.heads]
         return made

@@ -14,7 +14,7 @@ from gpulease_server.core.footprint import job_bytes, lease_bytes
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
-from gpulease_server.core.order_records import Overtakes, PlacesKept, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -133,7 +133,7 @@ class Ledger(RequestQueue):
                 self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
-            case Overtakes() | PlacesKept() | UsageRecord() | UsageRemoved() | UsageSteps():
+            case Overtakes() | PlacesKept() | RanAhead() | UsageRecord() | UsageRemoved() | UsageSteps():
                 self._put_order_change(change)
             case BudgetRecord():
                 self.budgets[change.token_id] = change
@@ -180,6 +180,7 @@ class Ledger(RequestQueue):
             self._count_token(gone.fencing_token, -1)
             self.fleet.remove_gpu(gone)
             self._find_free(gone.device.node)
+            self._forget_run_ahead(gone.lease_id)
         self.draining_since.pop(uuid, None)
 
     def _put_gpu(self, record: GpuRecord) -> None:
@@ -198,6 +199,15 @@ class Ledger(RequestQueue):
                 self._count_token(before.fencing_token, -1)
         if not record.draining:
             self.draining_since.pop(record.device.uuid, None)
+        if before is not None and before.lease_id != record.lease_id:
+            self._forget_run_ahead(before.lease_id)
+
+    def _forget_run_ahead(self, lease_id: str | None) -> None:
+        """Forget that a lease ran ahead of others once it has ended and all of its GPUs are clean."""
+        if lease_id in self.ran_ahead:
+            record = self.leases.get(lease_id)
+            if record is None or (record.lease.state is LeaseState.ENDED and not self.held_by(record.lease)):
+                del self.ran_ahead[lease_id]
 
     def _count_token(self, token: int, gpus: int) -> None:
         """So many GPUs more, or fewer, were last granted with a token. Its lease may leave memory with the last one."""
@@ -249,6 +259,7 @@ class Ledger(RequestQueue):
         self.ended_bytes["leases"] -= self.ended_leases.pop(lease.id, 0)
         self.last_leases.pop(lease.fencing_token or 0, None)
         if lease.state is LeaseState.ENDED:
+            self._forget_run_ahead(lease.id)
             self._put_ended_lease(lease)
 
     def _note_end(self, record: LeaseRecord) -> None:

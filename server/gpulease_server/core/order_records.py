@@ -30,6 +30,15 @@ class PlacesKept:
     """Ids of leases that no end of a lease would help any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class RanAhead:
+    """A lease was granted before older requests that it does not delay, see `core.easy_backfill`. In memory only."""
+
+    lease_id: str
+    passed: tuple[str, ...]
+    """Lease ids of the oldest of these, for people."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecord:
     """What a user has used, as of one moment; see `core.fair_share`."""
@@ -66,4 +75,4 @@ class UsageSteps:
     """When all users who wait were put on their steps; None where only some were."""
 
 
-OrderChange = Overtakes | PlacesKept | UsageRecord | UsageRemoved | UsageSteps
+OrderChange = Overtakes | PlacesKept | RanAhead | UsageRecord | UsageRemoved | UsageSteps

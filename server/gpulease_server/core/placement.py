@@ -7,10 +7,10 @@ import heapq
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gpulease_protocol.model import Demand, Device, GpuState, Selection, TopologyMode
+from gpulease_protocol.model import Demand, Device, GpuState, Priority, Selection, TopologyMode
 from gpulease_server.core.fleet import Candidates
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, is_stale, node_problem, reading_of, state_of
 from gpulease_server.core.gpu_choice import can_connect, choose_after_reading, choose_gpus
@@ -77,7 +77,10 @@ def grant_size(demand: Demand, gpus: Collection[GpuRecord | str]) -> int:
 
 
 def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
-    """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand."""
+    """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand; its time and
+    priority make no difference."""
+    if demand.time_s is not None or demand.priority is not Priority.NORMAL:
+        demand = replace(demand, time_s=None, priority=Priority.NORMAL)
     known = ledger.fleet.candidates.get(demand)
     if known is not None:
         return known

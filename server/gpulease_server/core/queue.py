@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobMember, JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
+from gpulease_server.core.easy_backfill import EasyBackfill
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.fair_share import recount_usage
@@ -16,9 +18,10 @@ from gpulease_server.core.grant import grant
 from gpulease_server.core.liveness import extend_deadline
 from gpulease_server.core.node_ranking import NodeRankings
 from gpulease_server.core.order import choose_first, count_overtake, keep_places
+from gpulease_server.core.order_records import RanAhead
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.place import place
-from gpulease_server.core.placement import Blocked, NeedsReading, Placed, min_gpus
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates, min_gpus
 from gpulease_server.core.presentation import lease_answer
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
@@ -49,6 +52,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
     blocked, order = BlockedRequests(reservations), UserOrder(reservations)
+    ahead = EasyBackfill(reservations)
     choose_first(turn, reservations)
     rankings = NodeRankings(reservations.taken)
     walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)
@@ -68,16 +72,16 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
             continue
         # A verdict does not rest on an old reading, whether it is yes or no; what waits is looked at again in any case.
         allow_reread = pending is not None and pending.since_s >= latest_s
-        match _place(turn, record, reservations, rankings, allow_reread):
+        match _place_or_ahead(turn, record, ahead, rankings, allow_reread):
             case Placed(gpus):
                 pending = turn.pending.pop(record.lease.id, None)
                 if pending is not None and (full := _too_many_with(turn, record, pending)) is not None:
                     _refuse(turn, record, pending, full)
                     continue
                 reservations.taken += (gpu.device.node for gpu in gpus)
-                in_order = turn.ledger.ordered_place(record)
-                _grant(turn, record, gpus, pending)
-                walk.count_bypass(turn, record, gpus, in_order)
+                in_order, undelayed = turn.ledger.ordered_place(record), ahead.undelayed(record, gpus, blocked)
+                _grant(turn, record, gpus, pending, undelayed.told)
+                walk.count_bypass(turn, record, gpus, in_order, undelayed)
                 count_overtake(turn, in_order)
             case NeedsReading(nodes, gpus):
                 for node in nodes_to_ask(turn, nodes, gpus):
@@ -85,6 +89,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                 waited_enough = pending is not None and pending.since_s < latest_s
                 if not waited_enough or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
                     reservations.reserve(record, gpus)
+                    ahead.take(record, gpus)
                     users.keep_all(record.lease, len(gpus))
             case Blocked(candidates):
                 if pending is None or _answer_waiting(turn, record, turn.pending.pop(record.lease.id), reservations):
@@ -93,14 +98,36 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     keep_places(turn, order)
 
 
-def _place(
-    turn: Turn, record: LeaseRecord, reservations: Reservations, rankings: NodeRankings, allow_reread: bool
+def _place_or_ahead(
+    turn: Turn, record: LeaseRecord, ahead: EasyBackfill, rankings: NodeRankings, allow_reread: bool
 ) -> Placed | NeedsReading | Blocked:
-    """GPUs for a request, no more than its user may have."""
+    """GPUs for a request, no more than its user may have: of those that are not held for others, or that these do not
+    need before it has ended."""
+    reservations = ahead.reservations
+
+    def find(reserved: Collection[str], rankings: NodeRankings | None = None) -> Placed | NeedsReading | Blocked:
+        return _place(turn, record, reservations, reserved, allow_reread, rankings)
+
+    found: Placed | NeedsReading | Blocked
+    if reservations.is_any_left or allow_reread:
+        found = find(reservations.by_uuid.keys(), rankings)
+    else:
+        found = Blocked(find_candidates(turn.ledger, record.lease.demand).uuids)
+    return (ahead.place(record, find) or found) if isinstance(found, Blocked) else found
+
+
+def _place(
+    turn: Turn,
+    record: LeaseRecord,
+    reservations: Reservations,
+    reserved: Collection[str],
+    allow_reread: bool,
+    rankings: NodeRankings | None,
+) -> Placed | NeedsReading | Blocked:
     return place(
         turn.ledger,
         record.lease.demand,
-        reservations.by_uuid.keys(),
+        reserved,
         turn.now,
         turn.policy,
         reservations.late_nodes,
@@ -126,12 +153,22 @@ def _adopt(
             _refuse(turn, record, turn.pending.pop(record.lease.id), refused)
 
 
-def _grant(turn: Turn, record: LeaseRecord, gpus: tuple[GpuRecord, ...], pending: PendingRequest | None) -> None:
+def _grant(
+    turn: Turn,
+    record: LeaseRecord,
+    gpus: tuple[GpuRecord, ...],
+    pending: PendingRequest | None,
+    undelayed: tuple[str, ...] = (),
+) -> None:
+    """Grant a request. `undelayed`: older ones that it passes, and does not delay."""
     if pending is not None:
         turn.cause = record.cause
         _record_pending(turn, pending)
     adopted = pending is not None and pending.adoption is not None
     reason = f"adopted process {record.lease.holder.owner_pid}" if adopted else None
+    if undelayed:
+        reason = f"runs ahead of {', '.join(undelayed)}, with no delay for them"
+        turn.put(RanAhead(record.lease.id, undelayed))
     is_told = pending is not None or record.lease.id in turn.waiting_holders
     grant(turn, record, gpus, unclaimed=not is_told and record.lease.job_id is None, reason=reason)
     if is_told and pending is None:

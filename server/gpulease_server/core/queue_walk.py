@@ -8,6 +8,8 @@ It still comes to those that something sets apart:
 - New requests, each of which gets a verdict.
 - Those that were bypassed as often or as long as they may be: GPUs, or GPUs of their user's limit, are reserved for
   them. Once nothing is left to reserve for a class, they are skipped as well.
+- Where all that is free is reserved, some more, of which one may declare its time: it may have some of what is held
+  (`core.easy_backfill`), and those before it must be known.
 
 A grant may put its user on a higher step (`core.fair_share`). What the user still waits for then moves back, also
 within the walk.
@@ -32,8 +34,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
 from gpulease_protocol.model import Priority, Selection
-from gpulease_server.core.backfill import BlockedRequests, Reservations, nodes_to_reserve
+from gpulease_server.core.backfill import BlockedRequests, Reservations, Undelayed, nodes_to_reserve
 from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place
+from gpulease_server.core.easy_backfill import MAX_AHEAD
 from gpulease_server.core.eligibility import array_at_limit, is_eligible
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import NO_USERS, LimitKey, token_key
@@ -83,7 +86,7 @@ class QueueWalk:
     blocked: BlockedRequests
     order: UserOrder
     new: Mapping[str, object] = field(default_factory=dict)
-    """By lease id, the requests without a verdict. When no GPU is left the walk comes to these alone."""
+    """By lease id, the requests without a verdict. When no GPU is left the walk soon comes to these alone."""
     last: LeaseRecord | None = None
     """Where the walk ends, for a reader. It then goes on without a GPU where users have a limit of GPUs."""
     max_demands: int | None = None
@@ -96,6 +99,8 @@ class QueueWalk:
     _first: frozenset[str] = frozenset()
     """The requests that go before all others, or keep their places."""
     _only_new: bool = False
+    _looked: int = 0
+    """How many requests it has come to since no GPU is left."""
     _heap: list[tuple[OrderedPlace, int, DemandClass | None]] = field(default_factory=list)
     """The next request of each class, or one without a class; the numbers make all entries different."""
     _entries: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -133,6 +138,7 @@ class QueueWalk:
                 return
             self._at, record = place, self.ledger.leases[place[3]]
             self._step = classes.group_of(record.lease.demand, record.lease.holder.user)[1]
+            self._looked += not self.reservations.is_any_left
             if members is not None:
                 self._passed[members] = place[2:]
             before = self._limit_state(record) if self._by_limiter else None
@@ -145,11 +151,18 @@ class QueueWalk:
             if before is not None and before != self._limit_state(record):
                 self._look_again(record)
 
-    def count_bypass(self, turn: Turn, granted: LeaseRecord, gpus: tuple[GpuRecord, ...], place: OrderedPlace) -> None:
+    def count_bypass(
+        self,
+        turn: Turn,
+        granted: LeaseRecord,
+        gpus: tuple[GpuRecord, ...],
+        place: OrderedPlace,
+        undelayed: Undelayed,
+    ) -> None:
         """Count a bypass for the older requests that could use the GPUs of a grant, or what it takes of a limit.
-        `place`: where the walk came to the granted one."""
+        `place`: where the walk came to the granted one; `undelayed`: whom it does not delay."""
         user = granted.lease.holder.user
-        for demand in self.blocked.could_use(gpus):
+        for demand in [one for one in self.blocked.could_use(gpus) if one not in undelayed.demands]:
             for members in self._by_demand.get(demand, ()):
                 self._list(self._skipped[members], user)
             for members in self._dropped.pop(demand, ()):
@@ -157,7 +170,7 @@ class QueueWalk:
                 self._by_demand.setdefault(demand, {})[members] = None
                 self._list(skipped, user)
         is_before = self.is_before(user, place)
-        self.blocked.count_bypass(turn, gpus, is_before)
+        self.blocked.count_bypass(turn, gpus, is_before, undelayed)
         for one in self.reservations.users.ordered(user):
             for members in self._by_limiter.get(one.key, ()):
                 if (alike := self._skipped.get(members)) is not None:  # else another limit had it looked at again
@@ -202,8 +215,17 @@ class QueueWalk:
 
     def _is_over(self) -> bool:
         """True when only new requests have anything to expect."""
-        goes_on = self.last is not None and self.reservations.users.has_limits
-        return not self.reservations.is_any_left and not goes_on
+        reservations = self.reservations
+        if reservations.is_any_left:
+            return False
+        timed = self.last is not None or bool(self.ledger.demand_classes.timed)
+        is_any_held = bool(reservations.held_for and reservations.by_uuid)
+        if reservations.is_complete and timed and is_any_held and self.max_demands is None:
+            reservations.is_complete = self._looked < MAX_AHEAD
+        else:
+            reservations.is_complete = False
+        goes_on = self.last is not None and reservations.users.has_limits
+        return not reservations.is_complete and not goes_on
 
     def _keep_new(self) -> None:
         """Go on with the new requests alone."""
@@ -240,7 +262,7 @@ class QueueWalk:
         reservations = self.reservations
         if members.key.array_id is not None and array_at_limit(self.ledger, record) is not None:
             return Why.LEFT_OUT
-        if self.order.keeps_out(record) or not reservations.is_any_left:
+        if self.order.keeps_out(record) or not (reservations.is_any_left or reservations.is_complete):
             return Why.KEPT_OUT
         if record.lease.demand.selection is Selection.ALL and reservations.users.may_limit(record.lease):
             return None  # each may be limited to other nodes

@@ -12,7 +12,15 @@ from gpulease_protocol.model import Lease, LeaseState
 from gpulease_server.core.demand_classes import DemandClasses, OrderedPlace, UsersApart
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.limit_records import ORDERED
-from gpulease_server.core.order_records import OrderChange, Overtakes, PlacesKept, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.order_records import (
+    OrderChange,
+    Overtakes,
+    PlacesKept,
+    RanAhead,
+    UsageRecord,
+    UsageRemoved,
+    UsageSteps,
+)
 from gpulease_server.core.records import BypassCounts, JobRecord, LeaseRecord, NotBefore
 
 BypassesWithin = dict[LimitKind, dict[str, tuple[int, float]]]
@@ -54,6 +62,9 @@ class RequestQueue:
     places_kept: dict[str, int] = field(default_factory=dict)
     """By id, the queued leases that keep their places because GPUs are held for them, each on this step; see
     `core.order`."""
+    ran_ahead: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By id of a lease that was granted before older requests without delaying them, until its GPUs are clean: the
+    oldest of these."""
     usage: dict[str, UsageRecord] = field(default_factory=dict)
     """By user, what they have used lately, see `core.fair_share`."""
     usage_recounted: bool = False
@@ -77,6 +88,8 @@ class RequestQueue:
 
     def _put_order_change(self, change: OrderChange) -> None:
         match change:
+            case RanAhead():
+                self.ran_ahead[change.lease_id] = change.passed
             case Overtakes():
                 self.overtakes = change.times
                 self.go_first |= dict.fromkeys(change.go_first, 0)

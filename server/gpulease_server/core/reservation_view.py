@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpulease_server.core.backfill import BlockedRequests, Reservations
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.place import place
-from gpulease_server.core.placement import Blocked
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import BudgetRecord, Instant, LeaseRecord
@@ -45,15 +45,17 @@ def _reservations(
     max_demands = MAX_SHOWN_DEMANDS if last is None else None
     for record in QueueWalk(ledger, reservations, blocked, order, last=last, max_demands=max_demands):
         candidates = frozenset[str]()
-        if order.keeps_out(record) or not reservations.is_any_left:
+        if order.keeps_out(record) or not (reservations.is_any_left or reservations.is_complete):
             if record is not last:
                 order.add(record)
             continue
         if not blocked.has(record):
             if len(blocked) == max_demands:
                 continue
-            most_gpus = users.gpus_left(record.lease)
-            placed = place(ledger, record.lease.demand, reservations.by_uuid.keys(), now, policy, most_gpus=most_gpus)
+            demand, most_gpus = record.lease.demand, users.gpus_left(record.lease)
+            placed: Placed | NeedsReading | Blocked = Blocked(find_candidates(ledger, demand).uuids)
+            if reservations.is_any_left:
+                placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=most_gpus)
             if not isinstance(placed, Blocked):
                 if record is not last:
                     reservations.reserve(record, placed.gpus)

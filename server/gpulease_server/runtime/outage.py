@@ -136,15 +136,14 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
     for record in ledger.leases.values():
         if record.lease.ended_at is None and record.lease.liveness is not Liveness.JOB:
             ledger.apply(Deadline(record.lease.id, now.mono_s + record.lease.ttl_s))
-    for token_id, budget in list(ledger.budgets.items()):
+    for budget in list(ledger.budgets.values()):
         ledger.apply(token_budgets.counted(ledger, budget, now))
-        held = [lease_id for lease_id, gpus in ledger.leases_of_tokens.get(token_id, {}).items() if gpus]
-        for record in [ledger.leases[lease_id] for lease_id in held]:
-            ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
+    # From here on no step of the wall clock changes how long a lease has lasted.
+    for record in [one for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]:
+        ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
     for lease_id in list(ledger.ends_s):
         record = ledger.leases[lease_id]
         time_s, held_s = record.lease.demand.time_s or 0.0, token_budgets.held_s(record, now)
-        ledger.apply(replace(record, granted_at_s=now.mono_s - held_s))
         # The wall clock may have been set. A holder who renewed just before relies on `ttl_s`, or a part of it.
         left_s = max(time_s - held_s, min(record.lease.ttl_s, time_s, GRACE_S))
         ledger.put_end(lease_id, now.mono_s + left_s)

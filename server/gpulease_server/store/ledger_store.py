@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
-from gpulease_server.core.order_records import Overtakes, PlacesKept, UsageSteps
+from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageSteps
 from gpulease_server.core.records import (
     BypassCounts,
     Change,
@@ -56,15 +56,8 @@ READ_WHOLE: tuple[tuple[Table, Callable[[Row[Any]], Change]], ...] = (
 )
 """Tables of which all rows are in the ledger, in the order in which they are read; leases come after them."""
 IN_MEMORY = (
-    NodeObservation,
-    Deadline,
-    NotBefore,
-    GangTimes,
-    DependencyMet,
-    BypassCounts,
-    Overtakes,
-    PlacesKept,
-    UsageSteps,
+    *(NodeObservation, Deadline, NotBefore, GangTimes, DependencyMet, BypassCounts),
+    *(Overtakes, PlacesKept, RanAhead, UsageSteps),
 )
 """Changes that are not stored."""
 

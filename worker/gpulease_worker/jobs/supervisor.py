@@ -78,12 +78,12 @@ class Supervisor:
         self._forked: set[int] = set()
         self._launcher: spawn.SpawnedProcess | None = None
         self._kill_at_s: float | None = None
+        self._timeout_at_s = float("inf")
         self._killing_since_s: float | None = None
         self._unkillable: job_records.UnkillableRecord | None = None
         self._timed_out = False
         self._fence = Fence(directory.parent.parent, plan.fence_s)
-        self._stop_requested = False
-        self._stopped = self._stop_ordered = False
+        self._stop_requested = self._stopped = self._stop_ordered = False
         self._start_recorded = False
         self._last_error = ""
         self._rank_poll_s = RANK_POLL_S[0]
@@ -117,8 +117,8 @@ class Supervisor:
         rank_at = None if self._plan.starts_ranks else at
         self._start = replace(self._start, launcher=launcher, started_at=at, rank_at=rank_at)
         self._record_start()
-        timeout_s = self._plan.timeout_s
-        self._watch(None if timeout_s is None else time.monotonic() + timeout_s)
+        self._timeout_at_s = time.monotonic() + (float("inf") if self._plan.timeout_s is None else self._plan.timeout_s)
+        self._watch()
         if self._status != 0 and self._kill_at_s is None:  # it may have ended from a SIGTERM to all processes
             self._signals.wait(lambda: self._stop_requested, job_end.SIGTERM_TO_ALL_S)
         stopped = self._stopped or self._stop_requested
@@ -272,7 +272,7 @@ class Supervisor:
         except OSError as error:
             self._log_error(f"the start could not be recorded: {error}")
 
-    def _watch(self, timeout_at_s: float | None) -> None:
+    def _watch(self) -> None:
         """Wait until the launcher has ended; stop it on request, or when its time limit is exceeded."""
         while True:
             self._reap()
@@ -284,7 +284,7 @@ class Supervisor:
                 self._record_start()
             self._check_stop()
             now = time.monotonic()
-            if timeout_at_s is not None and now >= timeout_at_s and self._kill_at_s is None:
+            if now >= self._timeout_at_s and self._kill_at_s is None:
                 self._timed_out = True
                 self._terminate(TIMEOUT_GRACE_S)
             if self._kill_at_s is not None and now >= self._kill_at_s:
@@ -294,7 +294,7 @@ class Supervisor:
             with_peers_at_s = None if self._part is None else self._part.stop_at_s(now, ordered=self._stop_ordered)
             if self._part is not None and with_peers_at_s is not None and now >= with_peers_at_s:
                 self._terminate(self._part.stop())
-            ends_s = (timeout_at_s, self._kill_at_s, with_peers_at_s)
+            ends_s = (self._timeout_at_s, self._kill_at_s, with_peers_at_s)
             waits = [at - now for at in ends_s if at is not None and at > now]
             waits.append(self._logs.next_at_s - now)
             waits.append(self._fence.next_look_s())
@@ -332,13 +332,13 @@ class Supervisor:
             self._kill_at_s = min(self._kill_at_s, time.monotonic() + stop.grace_s)
 
     def _terminate(self, grace_s: float) -> None:
-        """SIGTERM to the launcher alone: it ends its ranks in its own order."""
+        """SIGTERM to the launcher alone: it ends its ranks in its own order. The time limit bounds the grace."""
         if self._status is None and self._launcher is not None:
             try:
                 os.kill(self._launcher.pid, signal.SIGTERM)  # not reaped yet, so its pid was not reused
             except (PermissionError, ProcessLookupError) as error:
                 self._log_error(f"the launcher {self._launcher.pid} cannot be sent SIGTERM: {error.strerror}")
-        at_s = time.monotonic() + grace_s
+        at_s = min(time.monotonic() + grace_s, self._timeout_at_s + TIMEOUT_GRACE_S)
         self._kill_at_s = at_s if self._kill_at_s is None else min(at_s, self._kill_at_s)
 
     def _sweep(self) -> None:

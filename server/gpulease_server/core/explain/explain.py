@@ -10,6 +10,7 @@ from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
 from gpulease_server.core.explain.compute_modes import mode_notes
 from gpulease_server.core.explain.connections import describe_connections, describe_unconnected
+from gpulease_server.core.explain.declared_times import describe_run_ahead, describe_times
 from gpulease_server.core.explain.gang_nodes import describe_readiness, node_readiness
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
@@ -48,7 +49,7 @@ def explain(
     if lease.state is LeaseState.ACTIVE:
         notes = mode_notes(ledger, ledger.held_by(lease))
         named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
-        connected = describe_connections(ledger, lease.demand, lease.gpus)
+        connected = describe_connections(ledger, lease.demand, lease.gpus) + describe_run_ahead(ledger, record)
         return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")
     unmet = dependencies.waits_for(ledger, record)
     if unmet:
@@ -83,12 +84,12 @@ def explain(
     details = " ".join(filter(None, said)) or (JUST_FREE if ledger.gpus else NONE_REPORTED)
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
-    bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy) if stays_queued else ""
+    bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy)
+    bypassed = bypassed + describe_times(reservations, record, position) if stays_queued else ""
     ready = describe_readiness(lease.demand, nodes)
-    sentence = f"Not now: asked for {asked}{queued}.{bypassed}{ready} {details}{notes}"
     return Explanation(
         verdict="not_now",
-        sentence=sentence,
+        sentence=f"Not now: asked for {asked}{queued}.{bypassed}{ready} {details}{notes}",
         position=position,
         passed=bypass_count if stays_queued else None,
         passed_s=now.mono_s - first_bypass_s if bypass_count and stays_queued else None,

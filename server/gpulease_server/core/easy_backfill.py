@@ -1,0 +1,230 @@
+"""EASY backfill: a request that declares its time starts before older ones that it does not delay.
+
+It runs beside the bounded backfill of `core.backfill`, and needs times that are declared and enforced: that of the
+request, and those of the leases whose GPUs the older ones wait for.
+
+The rule
+--------
+A node cannot *serve* a waiting request before some time: before the declared times of so many leases have ended that
+enough of its GPUs are free (`core.shadow_time`). A GPU without such an end counts as free now. A grant **does not
+delay** an older request if its own GPUs are free again before that time, on each node of the grant that could serve the
+older one. Until then none of these nodes can serve it, with the grant or without; a gang cannot start on them either.
+So it starts as soon, on whichever nodes, unless a holder gives GPUs back before its declared time ends. Then it waits
+for those who ran ahead, at the longest until that time, and no one else runs ahead of it there: leases that did count
+as free now.
+
+- A grant counts no bypass for those that it does not delay, and one for all others, as any grant.
+- It may take GPUs that are held, if it delays none of the requests that were bypassed as often or as long as they may
+  be. So the bound of `core.backfill` protects all others, as if no one declared a time.
+- Who shares a limit counts as delayed: the older one may need what is used of that on other nodes.
+- A request under a limit of GPU-hours, or of a token with a budget, is granted as any other: what it uses is not given
+  back.
+- Nothing ends the processes of a plain lease with its time. While what is left of one that ran ahead keeps a GPU from
+  being clean, what is held for those that it passed stays held, and its user runs ahead of no one.
+- Priorities and usage decide who waits first, and go on doing so.
+
+Bounds: with nothing left that is not held, a turn comes to `MAX_AHEAD` requests or kinds of these and no more; who is
+behind runs ahead of no one. `MAX_HELD` held GPUs are looked at.
+
+| what happens | what follows |
+|---|---|
+| a GPU that is needed is leased without a time, foreign, cordoned or unhealthy | bounded bypass, as without times |
+| a lease outlasts its time, as its node is silent | that end is not known any more |
+| a holder gives back before its time | the older one waits for those who ran ahead, and for no others |
+| a limit keeps the older one out | it waits for no GPU, and is passed as always |
+| a daemon restarts | the ends survive; what was granted in this way counts as bypasses, and its ends as any |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from gpulease_protocol.limits import LimitKind
+from gpulease_protocol.model import Demand, LeaseState
+from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
+from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
+from gpulease_server.core.records import GpuRecord, LeaseRecord
+from gpulease_server.core.shadow_time import serves_s, settling_s
+from gpulease_server.core.user_limits import LimitedDemand
+
+MAX_AHEAD = 64
+"""How many requests, or kinds of them, a turn comes to when all free GPUs are held; and for how many demands, oldest
+first, it is looked at whether a grant delays them."""
+MAX_HELD = 256
+"""How many GPUs that are held for others are looked at."""
+MAX_TOLD = 8
+"""How many requests that a grant passes are named."""
+MAX_TIMES = 8
+"""How many durations are looked at for one who asks why."""
+Find = Callable[[Collection[str]], Placed | NeedsReading | Blocked]
+"""GPUs for a request, where these are reserved."""
+
+
+@dataclass(slots=True)
+class EasyBackfill:
+    """What requests that declare their time may have in a turn, beside what is left for everyone."""
+
+    reservations: Reservations
+    _serves_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By lease id and node."""
+    _usable: dict[str, frozenset[str]] = field(default_factory=dict)
+    """By lease id, the GPUs that could serve an older request."""
+    _until_s: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By held GPU, until when it may be had, and of how many requests that is known."""
+    _held: list[str] = field(default_factory=list)
+    _seen: int = 0
+    """How many GPUs were reserved when these were found."""
+    _late_users: frozenset[str | None] | None = None
+    _limited_with: dict[str | None, frozenset[Demand]] = field(default_factory=dict)
+
+    def end_s(self, record: LeaseRecord) -> float | None:
+        """By when the GPUs of a request are free again if it is granted now, on the monotonic clock; None where that
+        is not known, or where it is granted as any other."""
+        time_s, reservations = record.lease.demand.time_s, self.reservations
+        if time_s is None or not self._may_run_ahead(record):
+            return None
+        return reservations.now.mono_s + time_s + settling_s(record, reservations.policy)
+
+    def place(self, record: LeaseRecord, find: Find) -> Placed | NeedsReading | None:
+        """GPUs for a request that is blocked, also of those that are held for others whom it does not delay; None if
+        there are none."""
+        end_s, demand = self.end_s(record), record.lease.demand
+        if end_s is None or not self._may_have_held(record):
+            return None
+        held = self._find_held()
+        if not self._may_fit(demand, held):
+            return None
+        opened = {uuid for uuid in held if end_s <= self._free_until_s(uuid)}
+        if not self._may_fit(demand, opened):
+            return None
+        found = find(self.reservations.by_uuid.keys() - opened)
+        return None if isinstance(found, Blocked) else found
+
+    def longest_s(self, record: LeaseRecord, find: Find) -> float | None:
+        """How long a blocked request could declare to take, at most, so that it starts now; None where that would not
+        help. For readers."""
+        reservations, times, opened = self.reservations, dict[float, set[str]](), set[str]()
+        if not self._may_run_ahead(record) or not self._may_have_held(record):
+            return None
+        for uuid in self._find_held():
+            if reservations.by_uuid[uuid] != record.lease.id:
+                times.setdefault(self._free_until_s(uuid), set()).add(uuid)
+        for until_s in sorted(times, reverse=True)[:MAX_TIMES]:
+            opened |= times[until_s]
+            left_s = until_s - reservations.now.mono_s - settling_s(record, reservations.policy)
+            if left_s <= 0:
+                return None
+            fits = self._may_fit(record.lease.demand, opened)
+            if fits and not isinstance(find(reservations.by_uuid.keys() - opened), Blocked):
+                return None if left_s == math.inf else left_s
+        return None
+
+    def take(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:
+        """Keep GPUs, held or not, for the rest of the turn for a request that has them after a reading."""
+        self.reservations.by_uuid.update((gpu.device.uuid, record.lease.id) for gpu in gpus)
+
+    def undelayed(self, record: LeaseRecord, gpus: Iterable[GpuRecord], blocked: BlockedRequests) -> Undelayed:
+        """The older requests that a grant of these GPUs passes, and does not delay. To be asked before it is made."""
+        end_s, gpus = self.end_s(record), tuple(gpus)
+        if end_s is None:
+            return NONE_UNDELAYED
+        found, told, limited = set[LimitedDemand](), list[str](), self._demands_limited_with(record)
+        for demand in itertools.islice(blocked.could_use(gpus), MAX_AHEAD):
+            oldest = blocked.oldest(demand)
+            nodes = {gpu.device.node for gpu in gpus if gpu.device.uuid in self._usable_for(oldest)}
+            if demand.demand in limited or any(end_s > self._node_serves_s(oldest, node) for node in nodes):
+                continue
+            found.add(demand)
+            if len(told) < MAX_TOLD:
+                told.append(oldest.lease.id)
+        return Undelayed(frozenset(found), tuple(told))
+
+    def _may_run_ahead(self, record: LeaseRecord) -> bool:
+        """False where what a request uses may be missing for an older one later, or its user is late."""
+        lease, users = record.lease, self.reservations.users
+        if users.tokens is not None and users.tokens.of(lease) is not None:
+            return False
+        if any(one.limits.gpu_hours is not None for one in users.applied(lease)):
+            return False
+        if self._late_users is None:
+            self._late_users = frozenset(self._find_late_users())
+        return lease.holder.user not in self._late_users
+
+    def _find_late_users(self) -> Iterable[str | None]:
+        """The users of leases that ran ahead and have ended, and have left something behind."""
+        ledger, reservations = self.reservations.ledger, self.reservations
+        since_s = reservations.now.mono_s - reservations.policy.leftover_after_s
+        for record in filter(None, map(ledger.leases.get, ledger.ran_ahead)):
+            drains = ledger.held_by(record.lease) if record.lease.state is LeaseState.ENDED else ()
+            if any(ledger.draining_since.get(gpu.device.uuid, math.inf) <= since_s for gpu in drains):
+                yield record.lease.holder.user
+
+    def _may_have_held(self, record: LeaseRecord) -> bool:
+        """True where GPUs are held, and this request may have some without delaying one that shares a limit with it."""
+        reservations = self.reservations
+        if not reservations.held_for or not reservations.is_complete:
+            return False
+        limited = self._demands_limited_with(record)
+        return not limited or limited.isdisjoint(due.demand for due in reservations.due)
+
+    def _demands_limited_with(self, record: LeaseRecord) -> frozenset[Demand]:
+        """What those ask for who wait and have a limit in common with this request."""
+        applied, user = self.reservations.users.applied(record.lease), record.lease.holder.user
+        if not applied:
+            return frozenset()
+        if user not in self._limited_with:
+            ledger, users = self.reservations.ledger, {user}
+            for key in [one.key for one in applied if one.key.kind is LimitKind.GROUP]:
+                users.update(ledger.limits.records[key].members)
+            of_user = ledger.demand_classes.of_user
+            demands = (members.key.demand for one in users for members in of_user.get(one, ()))
+            self._limited_with[user] = frozenset(demands)
+        return self._limited_with[user]
+
+    def _find_held(self) -> set[str]:
+        """The GPUs that are held for others. Within a turn more are held, and none is let go."""
+        reserved, held_for = self.reservations.by_uuid, self.reservations.held_for
+        if len(reserved) != self._seen:
+            self._seen = len(reserved)
+            held = (uuid for uuid, lease_id in reserved.items() if lease_id in held_for)
+            self._held = list(itertools.islice(held, MAX_HELD))
+        return {uuid for uuid in self._held if reserved[uuid] in held_for}  # others were taken after a reading
+
+    def _free_until_s(self, uuid: str) -> float:
+        """Until when a held GPU may be had without delay for those that were bypassed as often as they may be."""
+        reservations = self.reservations
+        looked_at, until_s = self._until_s.get(uuid, (0, math.inf))
+        if looked_at < len(reservations.due):
+            node = reservations.ledger.gpus[uuid].device.node
+            for older in itertools.islice(reservations.due.values(), looked_at, None):
+                if until_s <= reservations.now.mono_s:
+                    break
+                if uuid in self._usable_for(older):
+                    until_s = min(until_s, self._node_serves_s(older, node))
+            self._until_s[uuid] = len(reservations.due), until_s
+        return until_s
+
+    def _node_serves_s(self, older: LeaseRecord, node: str) -> float:
+        """Before this time a node cannot serve an older request. Grants of the turn only make it later."""
+        key = older.lease.id, node
+        if key not in self._serves_s:
+            self._serves_s[key] = serves_s(self.reservations, older, node)
+        return self._serves_s[key]
+
+    def _usable_for(self, older: LeaseRecord) -> frozenset[str]:
+        if older.lease.id not in self._usable:
+            self._usable[older.lease.id] = find_candidates(self.reservations.ledger, older.lease.demand).uuids
+        return self._usable[older.lease.id]
+
+    def _may_fit(self, demand: Demand, opened: set[str]) -> bool:
+        """False where no node with these GPUs has enough of them, and of those that are not reserved."""
+        ledger, reserved = self.reservations.ledger, self.reservations.by_uuid
+        usable = find_candidates(ledger, demand).uuids
+        for node in {ledger.gpus[uuid].device.node for uuid in opened if uuid in usable}:
+            free = ledger.fleet.free.get(node, ())
+            if sum(uuid in usable and (uuid in opened or uuid not in reserved) for uuid in free) >= demand.count:
+                return True
+        return False
