@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.table.rows import Row, Target
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
+from gpulease_server.core.forecast.expected_start import StartForecast
 from gpulease_server.core.happenings import LeaseRequested, RenewalRequested, Ticked
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
@@ -191,6 +192,14 @@ def in_one_turn(nodes: int, waiting: int, kinds: list[dict[str, Any]]) -> list[f
     return timed(functools.partial(world.turn, *asked), 1)
 
 
+def begin_of_forecast(nodes: int) -> list[float]:
+    """To begin a forecast of starts where each GPU runs a job and one more waits: for that the event loop waits."""
+    world = Fleet(nodes).world
+    for _ in range(nodes * 8 + 1):
+        world.submit(timeout_s=3600.0)
+    return timed(lambda: StartForecast(world.ledger, world.now, world.policy), 8)
+
+
 def main() -> None:
     """Print the table of bench/README.md."""
     rows = [measure(nodes, waiting) for nodes, waiting in SIZES]
@@ -227,6 +236,14 @@ def decisions(quick: bool) -> list[Row]:
             figure=most[MANY_USERS] / 1e3,
             unit="ms",
             beside=f"{least[MANY_USERS] / 1e3:.2f} ms with {sizes[0][1]} users",
+        )
+    )
+    rows.append(
+        Row(
+            question=f"begin of a forecast of starts, {sizes[1][0] * 8:,} jobs run",
+            target=Target(bound=5.0),
+            figure=statistics.median(begin_of_forecast(sizes[1][0])) / 1e3,
+            unit="ms",
         )
     )
     renewals_ms = most["500 renewals in one turn"] / 1e3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from gpulease_protocol.model import Holder, Noun
+from gpulease_protocol.model import ExpectedBasis, Holder, Noun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,10 @@ class Explanation(Noun):
     """The answer for people."""
     position: int | None = None
     """Place in the queue; null unless queued."""
+    expected_at: datetime | None = None
+    """When it is expected to be granted, as `expected_at` of the lease."""
+    expected_basis: ExpectedBasis | None = None
+    """On what that rests, as of the lease."""
     passed: int | None = None
     """How many times a newer request was granted a GPU that this one could use, or, while its user's limit keeps this
     one out, one of the same user was granted what this one needs of the limit; null unless queued."""

@@ -21,6 +21,7 @@ from gpulease_protocol.states import (
     Activity,
     ComputeMode,
     EndReason,
+    ExpectedBasis,
     GpuState,
     JobState,
     Launcher,
@@ -44,6 +45,7 @@ __all__ = [
     "EndReason",
     "Event",
     "EventPage",
+    "ExpectedBasis",
     "Gpu",
     "GpuLink",
     "GpuReading",
@@ -259,6 +261,13 @@ class Lease(Noun):
     is spent. Null without either, and while it waits."""
     position: int | None = None
     """Place in the queue, 1 is next; null unless queued."""
+    expected_at: datetime | None = None
+    """About when it is expected to be granted, in `GET /v1/leases` and `GET /v1/leases/{id}` without a wait: if every
+    lease lasts as long as was declared, and no newer request passes. Null where an end that it needs is not declared or
+    on a silent node, for all but the next 100 requests, where a second does not suffice to find it, as on 10,000 GPUs,
+    and from a standby. No promise."""
+    expected_basis: ExpectedBasis | None = None
+    """On what that rests; null where it is not known."""
     held_for_s: float | None = None
     """Seconds from grant to now or its end, in `GET /v1/leases`, `GET /v1/leases/{id}` and the answer to a renewal;
     null before the grant."""

@@ -94,6 +94,13 @@ class JobState(StrEnum):
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT, JobState.LOST)
 
 
+class ExpectedBasis(StrEnum):
+    """On what it rests when a waiting request is expected to start. `declared`: every lease lasts as long as was
+    declared."""
+
+    DECLARED = "declared"
+
+
 class PartState(StrEnum):
     """How far the part of a job on one of its nodes is. `starting`: it is being prepared, or was launched just now;
     `prepared`: it waits for the others; `lost`: how it ended is not known."""

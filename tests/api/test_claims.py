@@ -133,6 +133,22 @@ def test_no_holder_is_told_of_a_grant_that_the_database_does_not_know_as_told(sq
     told(sqlite_url, tell)
 
 
+def test_a_request_that_is_granted_while_its_start_is_found_is_shown_as_granted(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tell(one: Story) -> None:
+        async def expected_starts(_: DaemonState) -> dict[str, Any]:
+            await report(one.writer)
+            return {}
+
+        monkeypatch.setattr(DaemonState, "expected_starts", expected_starts)
+        shown = await leases.show_lease(one.waits.id, one.daemon, ROOT, Client().request)
+        assert shown.state is LeaseState.ACTIVE
+        assert one.is_recorded_as_told
+
+    told(sqlite_url, tell)
+
+
 def test_a_holder_who_waits_is_told_after_the_one_commit_of_the_grant(sqlite_url: str) -> None:
     async def tell(one: Story) -> None:
         polling, before = await one.poll(Client()), one.store.writes

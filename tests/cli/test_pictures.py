@@ -13,7 +13,18 @@ from gpulease_cli.expected_start import expected_starts
 from gpulease_cli.snapshot import Snapshot
 from gpulease_cli.top_picture import SORT_KEYS, bar, heading, lines
 from gpulease_protocol.errors import Unavailable
-from gpulease_protocol.model import Demand, GpuState, Job, LeaseState, Liveness, Node, NodeState, Process, Selection
+from gpulease_protocol.model import (
+    Demand,
+    ExpectedBasis,
+    GpuState,
+    Job,
+    LeaseState,
+    Liveness,
+    Node,
+    NodeState,
+    Process,
+    Selection,
+)
 from gpulease_protocol.status_table import display_width
 from tests.client.test_client_table import GIB, NOW, eight_gpus, gpu, lease
 
@@ -106,12 +117,11 @@ def waits(name: str, count: int = 1, **more: Any) -> Any:
     return lease(name, LeaseState.QUEUED, position=1, demand=Demand(count=count, **more))
 
 
-def test_a_start_follows_from_the_time_limits_of_what_runs() -> None:
-    first, second = waits("Q-1"), waits("Q-2", 2)
-    assert starts(first, second, limits=(7200, 4 * 3600, 3 * 3600)) == {
-        "Q-1": "in 1h or less",
-        "Q-2": "in 3h or less",  # all three, because the first of them is for Q-1
-    }
+def test_a_start_is_the_one_that_the_daemon_expects() -> None:
+    declared = {"expected_at": NOW + timedelta(hours=1), "expected_basis": ExpectedBasis.DECLARED}
+    newer = {"expected_at": NOW + timedelta(minutes=5), "expected_basis": "a word of a newer daemon"}
+    queue = [replace(waits(f"Q-{at}"), **what) for at, what in enumerate((declared, newer, {}))]
+    assert starts(*queue, limits=(7200,)) == {"Q-0": "in about 1h", "Q-1": "in about 5m"}
 
 
 def test_without_a_limit_it_is_said_who_is_in_the_way_longest() -> None:
@@ -122,23 +132,19 @@ def test_without_a_limit_it_is_said_who_is_in_the_way_longest() -> None:
 
 def test_nothing_is_said_of_requests_for_certain_gpus() -> None:
     for more in ({"gpu_model": "H100"}, {"selection": Selection.LISTED, "indices": (0,)}, {"min_free_memory_bytes": 1}):
-        assert starts(waits("Q-1", **more), limits=(7200,)) == {}
+        assert starts(waits("Q-1", **more), limits=(None,)) == {}
     several = [gpu(0, GpuState.LEASED, lease_id="L-0"), gpu(0, GpuState.LEASED, node="b", lease_id="L-1")]
-    assert starts(waits("Q-1"), limits=(7200, 7200), gpus=several) == {}
+    assert starts(waits("Q-1"), limits=(None, None), gpus=several) == {}
 
 
-def test_a_job_at_the_limit_of_its_array_waits_for_that_and_is_not_counted() -> None:
+def test_a_job_at_the_limit_of_its_array_waits_for_that() -> None:
     array = {"array_id": "array-1", "array_at_most": 1}
     running, queued = job("first", "L-9", None, **array), job("second", "Q-1", None, state="queued", **array)
-    said = starts(waits("Q-1"), waits("Q-2"), limits=(7200,), jobs=(running, queued))
-    assert said == {"Q-1": "its array runs 1 at once", "Q-2": "in 1h or less"}
+    assert starts(waits("Q-1"), limits=(7200,), jobs=(running, queued)) == {"Q-1": "its array runs 1 at once"}
 
 
-def test_a_job_that_waits_for_other_jobs_is_not_counted() -> None:
-    assert starts(replace(waits("Q-1"), position=None), waits("Q-2"), limits=(7200,)) == {
-        "Q-1": "after other jobs",
-        "Q-2": "in 1h or less",
-    }
+def test_a_job_that_waits_for_other_jobs_is_after_them() -> None:
+    assert starts(replace(waits("Q-1"), position=None), limits=(7200,)) == {"Q-1": "after other jobs"}
 
 
 class FullDisk:

@@ -11,6 +11,7 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.order import in_order
 from tests.core.build import World
 from tests.core.test_easy_backfill import listed, pass_time
+from tests.core.test_expected_start import expected
 from tests.core.test_fair_share import ask, give_back, is_active, use, world_of
 
 HOUR_S = 3600.0
@@ -265,3 +266,18 @@ def test_an_older_one_that_is_behind_now_runs_ahead_only_for_as_long_as_any_othe
     assert [is_active(world, one) for one in (training, shorter, longer)] == [False, True, False]
     pass_time(world, HOUR_S + 1)
     assert is_active(world, training)
+
+
+def test_a_forecast_has_the_places_that_requests_keep() -> None:
+    """Bob has more by now, and would be behind Eve with what he asks for from here on."""
+    world, training, _, trials = held_beside_a_declared_time()
+    world.node("b", gpus=8)
+    world.report("b")
+    assert is_active(world, ask(world, 8, "bob", node="b"))
+    last = ask(world, 1, "bob", node="a")
+    assert [world.position(one) for one in (training, *trials, last)] == [1, 2, 3, 4]
+
+    starts = expected(world.ledger, world.now, world.policy)
+
+    assert round((starts[training.id].at - world.now.at).total_seconds()) <= HOUR_S
+    assert not starts.keys() & {one.id for one in trials}

@@ -54,27 +54,32 @@ def test_a_long_queue_is_filtered_by_size(watched: Watched, running: DaemonProce
 
 
 def test_an_expected_time_is_only_what_the_daemon_says(watched: Watched, running: DaemonProcess) -> None:
-    """Q2: with its basis; or that it is unknown, and why; and nothing where a daemon does not say."""
+    """Q2: with its basis; or that it is unknown; and no column where nothing is known."""
     ask(running, count=4)
-    first, second = (ask(running, count=1, label=label) for label in ("one", "two"))
+    first, second, third = (ask(running, count=1, label=label) for label in ("one", "two", "three"))
     page = watched.open("#/queue")
     expect(row(page, "queue", first["id"])).to_be_visible()
     expect(page.get_by_role("columnheader", name="Expected")).to_have_count(0)
+    known = {
+        first["id"]: ("2036-01-01T12:00:00Z", "declared"),
+        second["id"]: ("2036-01-02T12:00:00Z", "a word of a newer daemon"),
+    }
 
     def answer(route: Route) -> None:
         found = route.fetch()
         leases = found.json()
         for lease in leases["items"]:
-            known = lease["id"] == first["id"]
-            lease["expected_at"] = "2036-01-01T12:00:00Z" if known else None
-            lease["expected_basis"] = "job timeout" if known else "2 leases have no end"
+            at, basis = known.get(lease["id"], (None, None))
+            lease |= {"expected_at": at, "expected_basis": basis}
         route.fulfill(response=found, body=json.dumps(leases))
 
     page.route("**/v1/leases?state=queued*", answer)
     page.reload()
-    expect(row(page, "queue", first["id"])).to_contain_text("job timeout")
+    expect(row(page, "queue", first["id"])).to_contain_text("by declared times")
     expect(row(page, "queue", first["id"])).to_contain_text("2036-01-01")
-    expect(row(page, "queue", second["id"])).to_contain_text("unknown: 2 leases have no end")
+    expect(row(page, "queue", second["id"])).to_contain_text("a word of a newer daemon")
+    expect(row(page, "queue", second["id"])).to_contain_text("2036-01-02")
+    expect(row(page, "queue", third["id"])).to_contain_text("unknown")
     watched.was_good()
 
 

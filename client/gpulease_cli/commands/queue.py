@@ -18,8 +18,9 @@ from gpulease_protocol.status_table import describe_totals
 def queue(json: bool) -> None:
     """Show who waits, for what, since when, and when they are likely to start, where that is known.
 
-    A start is known where the jobs in the way have a time limit (`submit --time`); else who is in the way longest.
-    It is an estimate: limits per user, and newer requests that pass because they fit, are not counted.
+    `in about 40m`: if all before it last as long as they declared (`--time`) and no newer request passes. It is no
+    promise.
+    Where that is not known, START names who is in the way longest.
     `gpulease explain LEASE` names everything that is in the way.
     """
     with Client() as client:

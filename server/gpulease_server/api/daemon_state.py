@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -13,6 +13,8 @@ from gpulease_protocol.host.process_id import realm
 from gpulease_protocol.joining import Authority
 from gpulease_server.api import fair_share
 from gpulease_server.api.access_settings import AccessSettings
+from gpulease_server.api.start_forecasts import StartForecasts
+from gpulease_server.core.forecast.expected_start import ExpectedStart
 from gpulease_server.core.gpu import is_silent, node_problem
 from gpulease_server.core.happenings import Happening
 from gpulease_server.core.ledger import Ledger
@@ -59,6 +61,7 @@ class DaemonState:
     """Set when the daemon begins to shut down; every long poll ends then."""
     log_relay: LogRelay = field(init=False)
     """The logs that other nodes are asked for."""
+    forecasts: StartForecasts = field(default_factory=StartForecasts)
 
     def __post_init__(self) -> None:
         self.log_relay = LogRelay(lambda node: self.writer.wakeups.wake([f"node:{node}"]))
@@ -108,6 +111,16 @@ class DaemonState:
             return
         async with fair_share.waiting():
             await self.writer.wakeups.wait(topic, timeout_s, interrupts)
+
+    async def expected_starts(self) -> Mapping[str, ExpectedStart]:
+        """By lease id, when the first requests of the queue are expected to start; the caller's other requests go on
+        meanwhile. A standby, which knows of no reading, knows of none."""
+        if not self.ledger.queue or self.leadership.standby_copy is not None:
+            return {}
+        if fair_share.TURN.get() is None:
+            return await self.forecasts.expected_starts(self.ledger, self.now(), self.policy)
+        async with fair_share.waiting():
+            return await self.forecasts.expected_starts(self.ledger, self.now(), self.policy)
 
     def not_ready(self) -> str | None:
         """Why the daemon cannot grant now; None if it can."""

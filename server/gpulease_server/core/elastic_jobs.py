@@ -118,8 +118,7 @@ def give_back(turn: Turn, record: LeaseRecord, node: str, reason: str) -> None:
     )
     turn.put(replace(record, lease=left))
     for gpu in gone:
-        turn.put(replace(gpu, draining=True))
-        turn.ledger.draining_since[gpu.device.uuid] = turn.now.mono_s
+        turn.put(replace(gpu, draining=True, drains_since_s=turn.now.mono_s))
         turn.request_reading(node)
     uuids = tuple(gpu.device.uuid for gpu in gone)
     turn.emit("lease.shrunk", lease_id=lease.id, job_id=lease.job_id, node=node, gpus=uuids, reason=reason)

@@ -27,8 +27,7 @@ def end_lease(turn: Turn, record: LeaseRecord, why: EndReason) -> None:
     turn.put(Deadline(lease.id, None))
     count_gpu_time(turn, lease)
     for gpu in held:
-        turn.put(replace(gpu, draining=True))
-        turn.ledger.draining_since[gpu.device.uuid] = turn.now.mono_s
+        turn.put(replace(gpu, draining=True, drains_since_s=turn.now.mono_s))
         turn.request_reading(gpu.device.node)
     turn.put(replace(record, lease=replace(lease, state=LeaseState.ENDED, end_reason=why, ended_at=turn.now.at)))
     turn.emit(

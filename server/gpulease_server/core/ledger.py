@@ -199,6 +199,8 @@ class Ledger(RequestQueue):
                 self._count_token(before.fencing_token, -1)
         if not record.draining:
             self.draining_since.pop(record.device.uuid, None)
+        elif record.drains_since_s is not None:
+            self.draining_since[record.device.uuid] = record.drains_since_s
         if before is not None and before.lease_id != record.lease_id:
             self._forget_run_ahead(before.lease_id)
 

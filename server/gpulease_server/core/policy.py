@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpulease_server.core.limit_records import UserLimits
 
@@ -109,3 +109,16 @@ class Policy:
     """How long an Idempotency-Key is remembered."""
     max_keys: int = 100_000
     """Idempotency-Keys remembered at once; beyond that the oldest are forgotten sooner."""
+
+
+def undisturbed(policy: Policy) -> Policy:
+    """The policy, with nodes that are always heard, and holders that always live: for a virtual clock."""
+    forever = float("inf")
+    return replace(
+        policy,
+        max_observation_age_s=forever,
+        silence_s=forever,
+        node_lost_after_s=0.0,
+        node_lifetime_s=forever,
+        stall_s=forever,
+    )

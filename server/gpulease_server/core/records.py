@@ -147,6 +147,8 @@ class GpuRecord:
     """Memory in use while it was free, before the last grant; None where the driver did not tell."""
     cordoned: bool = False
     """True while an administrator keeps it from being granted."""
+    drains_since_s: float | None = field(default=None, compare=False)
+    """While it drains: since when, on the monotonic clock; None after a restart, see `Ledger.draining_since`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,11 +276,8 @@ class NodeObservation:
 
 def connects_as(before: NodeObservation, after: NodeObservation) -> bool:
     """True when two observations of a node show the same connections between the same GPUs that work."""
-    return (
-        (before.problem is None) is (after.problem is None)
-        and before.links == after.links
-        and _working(before) == _working(after)
-    )
+    same = before.links == after.links and _working(before) == _working(after)
+    return same and (before.problem is None) is (after.problem is None)
 
 
 def _working(observation: NodeObservation) -> list[str]:

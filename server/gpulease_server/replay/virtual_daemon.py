@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from gpulease_server.core.happenings import (
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import LimitRecord
 from gpulease_server.core.pending import PendingRequests
-from gpulease_server.core.policy import Policy
+from gpulease_server.core.policy import Policy, undisturbed
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import Instant, LeaseRecord
 from gpulease_server.core.turn import Turn
@@ -81,19 +81,6 @@ class _Array:
     withheld: deque[Outcome] = field(default_factory=deque)
 
 
-def replayed(policy: Policy) -> Policy:
-    """The policy, with nodes that are always heard, and holders that always live."""
-    forever = float("inf")
-    return replace(
-        policy,
-        max_observation_age_s=forever,
-        silence_s=forever,
-        node_lost_after_s=0.0,
-        node_lifetime_s=forever,
-        stall_s=forever,
-    )
-
-
 def replay(
     nodes: Sequence[ReplayedNode],
     requests: Iterable[RecordedRequest],
@@ -123,7 +110,7 @@ class VirtualDaemon:
         drain_s: float = DRAIN_S,
         limits: Sequence[LimitRecord] = (),
     ) -> None:
-        self.policy = replayed(policy)
+        self.policy = undisturbed(policy)
         self.ledger = Ledger()
         self._pending = PendingRequests()
         self._readings_asked_for: dict[str, float] = {}

@@ -90,6 +90,7 @@ JOB_RECORD_COLUMNS = (
 COMPUTED: dict[type, Collection[str]] = {
     Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
+    GpuRecord: ("drains_since_s",),
     BudgetRecord: ("counted_at_s",),
     LimitRecord: ("kind", "name"),
     GpuTimeRecord: ("kind", "name", "counted_at_s"),

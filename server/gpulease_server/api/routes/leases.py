@@ -22,7 +22,7 @@ from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.peer_credentials import OwnerClaim, PeerCredentials
 from gpulease_server.api.auth.redaction import redact_lease, without_env
 from gpulease_server.api.daemon_state import DaemonDep, DaemonState
-from gpulease_server.api.lease_times import with_times
+from gpulease_server.api.lease_times import expected_starts, timed_view, with_times
 from gpulease_server.api.problems import LOCATION, MAYBE_PRUNED, error_responses
 from gpulease_server.api.query_parameters import UUID_PATTERN
 from gpulease_server.api.request_body import IDEMPOTENCY_KEY_PARAMETER, JsonBody, idempotency_key
@@ -40,6 +40,7 @@ from gpulease_server.api.streams.long_poll import (
 )
 from gpulease_server.api.time_parameters import Moment, in_utc
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.forecast.expected_start import explain_expected_start, with_expected_start
 from gpulease_server.core.happenings import (
     AnswerLost,
     IdempotencyKey,
@@ -157,7 +158,7 @@ async def make_lease(
     if lease.state is LeaseState.QUEUED and wait_s > 0:
         await _wait_while(daemon, request, caller, lease.id, lease.state, wait_s)
     await _note_told(daemon, request, caller, lease.id, is_repeated=lease.id != requested.lease_id)
-    lease = _view(daemon, await _find_lease(daemon, lease.id))
+    lease = lease_view(daemon.ledger, await _find_lease(daemon, lease.id), daemon.now(), daemon.policy)
     if lease.state is LeaseState.ENDED:
         raise _ended(lease)
     return lease
@@ -224,9 +225,10 @@ async def list_leases(
         to_at=None if to_at is None else in_utc(to_at),
         known=daemon.ledger.leases,
     )
+    starts = await expected_starts(daemon, records)
     positions = Positions(daemon.ledger)
-    views = (_timed(daemon, daemon.ledger.leases.get(record.lease.id, record), positions) for record in records)
-    items = tuple(redact_lease(caller, lease) for lease in views)
+    views = (timed_view(daemon, daemon.ledger.leases.get(record.lease.id, record), positions) for record in records)
+    items = tuple(with_expected_start(redact_lease(caller, lease), starts) for lease in views)
     page = Page(items=items, next=None if number is None else str(number))
     link_to_next(request, response, page.next)
     return page
@@ -247,10 +249,12 @@ async def show_lease(
     the holder keeps a queued lease, each for its `ttl_s`; a long poll that is broken off, for a minute. `token` and
     `env` are shown only to the holder and to administrators."""
     record = await _find_lease(daemon, lease_id)
+    starts = await expected_starts(daemon, [record] if wait_s == 0 else [])
     if wait_s > 0:
         await _wait_while(daemon, request, caller, lease_id, wait_while or record.lease.state, wait_s)
     await _claim(daemon, request, caller, lease_id)
-    return redact_lease(caller, _timed(daemon, await _find_lease(daemon, lease_id)))
+    lease = redact_lease(caller, timed_view(daemon, await _find_lease(daemon, lease_id)))
+    return with_expected_start(lease, starts)
 
 
 @router.post(
@@ -305,7 +309,10 @@ async def delete_lease(
 async def explain_lease(lease_id: str, daemon: DaemonDep) -> Explanation:
     """Explain why the lease waits, GPU by GPU, or why it ended."""
     record = await _find_lease(daemon, lease_id)
-    return explain(daemon.ledger, record, daemon.now(), daemon.policy)
+    start = (await expected_starts(daemon, [record])).get(lease_id)
+    record = daemon.ledger.leases.get(lease_id, record)
+    explained = explain(daemon.ledger, record, daemon.now(), daemon.policy, start_known=start is not None)
+    return explain_expected_start(explained, start)
 
 
 def _owner_watch(daemon: DaemonState, owner: OwnerClaim) -> WatchedOwner | None:
@@ -436,11 +443,3 @@ async def _renew(daemon: DaemonState, record: LeaseRecord) -> None:
     )
     with contextlib.suppress(LeaseLost, StaleToken, NotFound):  # it ends at this moment, and is shown as it is
         await daemon.submit(renewal)
-
-
-def _timed(daemon: DaemonState, record: LeaseRecord, positions: Positions | None = None) -> Lease:
-    return with_times(daemon, record, _view(daemon, record, positions))
-
-
-def _view(daemon: DaemonState, record: LeaseRecord, positions: Positions | None = None) -> Lease:
-    return lease_view(daemon.ledger, record, daemon.now(), daemon.policy, positions)

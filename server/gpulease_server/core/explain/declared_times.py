@@ -16,11 +16,12 @@ from gpulease_server.core.shadow_time import shadow_time
 from gpulease_server.core.wording import count_gpus, duration, some_of
 
 
-def describe_times(reservations: Reservations, record: LeaseRecord, position: int | None) -> str:
-    """The sentences for a request that waits, each after a space; empty where no declared time matters to it."""
+def describe_times(reservations: Reservations, record: LeaseRecord, position: int | None, start_known: bool) -> str:
+    """The sentences for a request that waits, each after a space; empty where no declared time matters to it.
+    `start_known`: it is told when the request is expected to start."""
     name = "timeout_s" if record.lease.job_id is not None else "time_s"
     return (
-        _latest_start(reservations, record, position)
+        _latest_start(reservations, record, position, start_known)
         + _running_ahead(reservations.ledger, record)
         + _time_to_declare(reservations, record, name)
     )
@@ -34,7 +35,7 @@ def describe_run_ahead(ledger: Ledger, record: LeaseRecord) -> str:
     return f" It was granted before {some_of(passed)}, which it does not delay by what was declared."
 
 
-def _latest_start(reservations: Reservations, record: LeaseRecord, position: int | None) -> str:
+def _latest_start(reservations: Reservations, record: LeaseRecord, position: int | None, start_known: bool) -> str:
     """By when the first in the queue starts: surely where GPUs are held for it on each node that could serve it, and
     no limit may keep it from them."""
     if position != 1:
@@ -42,7 +43,7 @@ def _latest_start(reservations: Reservations, record: LeaseRecord, position: int
     lease, nodes = record.lease, find_candidates(reservations.ledger, record.lease.demand).by_node
     is_sure = reservations.held_for.get(lease.id, 0) >= len(nodes) and not reservations.users.may_limit(lease)
     held_s = shadow_time(reservations, record, of_held=True) if is_sure else None
-    at_s = shadow_time(reservations, record) if held_s is None else held_s
+    at_s = shadow_time(reservations, record) if held_s is None and not start_known else held_s
     if at_s is None:
         return ""
     left_s = max(0.0, at_s - reservations.now.mono_s)

@@ -37,11 +37,12 @@ def explain(
     *,
     reservations: Reservations | None = None,
     stays_queued: bool = True,
+    start_known: bool = False,
 ) -> Explanation:
     """The answer to "why does this wait", or to "why did it end".
 
     `reservations`: what is kept for older requests, where that is known already; `stays_queued` is false for a request
-    that is refused.
+    that is refused; `start_known`: it is told when the request is expected to start.
     """
     lease = record.lease
     if lease.state is LeaseState.ENDED:
@@ -56,8 +57,7 @@ def explain(
         sentence = f"Not now: {dependencies.describe(unmet)}; then it joins the queue."
         return Explanation(verdict="not_now", sentence=sentence, after=tuple(one.job for one in unmet))
     reservations = reservations_before(ledger, record, now, policy) if reservations is None else reservations
-    limit = _limit_met(ledger, record, reservations, stays_queued=stays_queued)
-    if limit is not None:
+    if (limit := _limit_met(ledger, record, reservations, stays_queued=stays_queued)) is not None:
         return limit
     held = reservations.reserved_for(record)
     reserved_for_older = {uuid: lease_id for uuid, lease_id in reservations.by_uuid.items() if lease_id != lease.id}
@@ -85,7 +85,7 @@ def explain(
     notes = mode_notes(ledger, (gpu for gpu in ledger.gpus.values() if mismatch(lease.demand, gpu) is None))
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy)
-    bypassed = bypassed + describe_times(reservations, record, position) if stays_queued else ""
+    bypassed = bypassed + describe_times(reservations, record, position, start_known) if stays_queued else ""
     ready = describe_readiness(lease.demand, nodes)
     return Explanation(
         verdict="not_now",

@@ -1,0 +1,30 @@
+"""When a waiting request will start, as far as that can be known.
+
+The queue is played forward (`virtual_queue`) by the functions that decide: `settle` on a copy of the ledger, with a
+virtual clock. So order, limits, fair share, backfill, gangs and connections are those of the daemon, and no second set
+of rules has to agree with the first. What is not known is when leases end. How that is taken is the basis of what is
+said (`expected_start`):
+
+- `declared`: a lease ends when its `time_s`, its job's `timeout_s` or the budget of its token ends it; without one,
+  never. What is said is one time: so late a request starts if all keep their GPUs as long as they may.
+
+Of a request that does not start in that way nothing is said: an end that it needs is unknown. What is said is no
+promise: later requests may go first, people cancel, GPUs break. Nothing here is ever used to decide.
+
+What must always hold: the ledger is read, never changed; no turn waits for a forecast; the work is bounded
+(`MAX_REQUESTS`, `MAX_OTHERS`, `MAX_TURNS`) and divided into steps. A step may be a whole turn: most of a second, where
+each request of a long queue asks for something else on 10,000 GPUs.
+
+| what happens | what is said |
+|---|---|
+| a node is silent, a GPU foreign, cordoned or broken | it does not come back: what needs it has no known start |
+| a GPU has drained for over `MAX_DRAIN_S` | the same |
+| a lease has outlasted its time for over `MAX_LATE_S`, or its job is stuck | the same |
+| a node goes | what is there then does not come back, and nothing starts there any more |
+| a request is behind `MAX_REQUESTS` others | nothing; the oldest of each kind is played, for it may pass them |
+| a job pauses before a retry, in an order that is not that of arrival | it counts as behind all others |
+| a job waits for other jobs | nothing |
+| a request has no room in a window of GPU-hours | it starts at the first end after there is room |
+| the fleet and the queue are so large that all the time goes before the first start | nothing |
+| the daemon restarts | the same as before, once its nodes have reported: all of it follows from the ledger |
+"""

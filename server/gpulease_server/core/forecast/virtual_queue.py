@@ -1,0 +1,265 @@
+"""The queue played forward: when its first requests start if leases end as they are taken to end."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+
+from gpulease_protocol.model import EndReason, GpuReading, JobState, LeaseState
+from gpulease_server.core.gpu import node_problem
+from gpulease_server.core.lease_end import end_lease
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.order import in_order
+from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageSteps
+from gpulease_server.core.policy import Policy, undisturbed
+from gpulease_server.core.queue import settle
+from gpulease_server.core.records import (
+    BypassCounts,
+    Change,
+    GpuRecord,
+    Instant,
+    LeaseRecord,
+    NodeObservation,
+    NotBefore,
+)
+from gpulease_server.core.token_budgets import held_s, lasts_s
+from gpulease_server.core.turn import Turn
+
+MAX_REQUESTS = 100
+"""Of how many requests the starts are looked for: the next ones."""
+MAX_OTHERS = 100
+"""Of those behind them so many are played, too: the oldest of each kind, since it may pass them."""
+MAX_TURNS = 1000
+"""After so many turns no more is played: what has not started by then has no known start."""
+STEP_CHANGES = 32
+"""Of the copy, so many records are made in a step."""
+MAX_DRAIN_S = 60.0
+"""A GPU that has drained for longer is not expected back."""
+MAX_LATE_S = 120.0
+"""A lease that has outlasted its time for longer is not expected to end. A job begins later than its lease, by the
+preparation of its nodes, and has a grace at its end."""
+
+BUDGET_STEP_S = 1.0
+"""An end by a budget that moves by less is taken not to move."""
+
+
+class VirtualQueue:
+    """A copy of the ledger as of now, with the first requests of its queue, that goes forward by itself.
+
+    Making it takes the records of each GPU, node and active lease, and calls nothing for any of them: the event loop
+    waits for that. All else is done in `starts`, while the ledger may change.
+    """
+
+    def __init__(self, ledger: Ledger, now: Instant, policy: Policy) -> None:
+        self._begun, self._policy, self._undisturbed = now, policy, undisturbed(policy)
+        first = {record.lease.id: record for record in itertools.islice(in_order(ledger), MAX_REQUESTS)}
+        heads = itertools.islice(ledger.demand_classes.heads, MAX_REQUESTS + MAX_OTHERS)
+        others = [place[3] for place, _, _ in heads if place[3] not in first]
+        self._waiting = set(first)
+        """Ids of the requests whose starts are looked for."""
+        self._requests = [*first.values(), *(ledger.leases[one] for one in others[:MAX_OTHERS])]
+        holders = dict.fromkeys(itertools.chain.from_iterable(ledger.fleet.holders_of_node.values()))
+        self._leases = [ledger.leases[one] for one in holders]
+        self._gpus = list(ledger.gpus.values())
+        self._nodes, self._observations = ledger.nodes.copy(), ledger.node_observations.copy()
+        self._leaves_at_s: dict[str, float] = {}
+        """By node that goes: when, on the monotonic clock."""
+        self._silent: set[str] = set()
+        """Nodes of which nothing is known."""
+        self._draining_since = ledger.draining_since.copy()
+        self._ends_s = ledger.ends_s.copy()
+        self._jobs = [
+            job
+            for record in (*self._leases, *self._requests)
+            if (job := ledger.live_jobs.get(record.lease.job_id or "")) is not None
+        ]
+        self._before = [*self._nodes.values(), *_rules(ledger)]
+        self._after = list(_waiting_state(ledger, {record.lease.id for record in self._requests}, policy.max_bypass))
+        self._steps_counted_at_s = ledger.steps_counted_at_s
+
+    def starts(self) -> Iterator[tuple[str | None, float]]:
+        """Play it: the ids of the requests that start, and when, on the monotonic clock, in this order; between them
+        steps in which none does, with None."""
+        begun_s, ledger = self._begun.mono_s, Ledger(usage_recounted=True, bypasses_recounted=True)
+        for _ in self._fill(ledger):
+            yield None, begun_s
+        ends = [(at_s, "") for at_s in ledger.not_before.values()]
+        heapq.heapify(ends)
+        for number, record in enumerate(self._leases):
+            self._push_end(ends, ledger, record, self._begun)
+            if number % STEP_CHANGES == 0:
+                yield None, begun_s
+        at_s, ending = begun_s, list[str]()
+        for _ in range(MAX_TURNS):
+            for turn in self._turns(ledger, at_s, ending):
+                for change in turn.changes:
+                    if isinstance(change, LeaseRecord) and change.lease.state is LeaseState.ACTIVE:
+                        self._push_end(ends, ledger, change, turn.now)
+                        if change.lease.id in self._waiting:
+                            self._waiting.remove(change.lease.id)
+                            yield change.lease.id, at_s
+                yield None, at_s
+            if not ends or not self._waiting:
+                return
+            at_s = max(at_s, ends[0][0])
+            ending = [one for one in _pop_until(ends, at_s) if not self._lasts_longer(ends, ledger, one, at_s)]
+
+    def _fill(self, ledger: Ledger) -> Iterator[None]:
+        """Make the copy, a step at a time."""
+        moment = Ledger(nodes=self._nodes, node_observations=self._observations)
+        problems = ((name, node_problem(moment, name, self._begun, self._policy)) for name in self._nodes)
+        self._silent = {name for name, problem in problems if problem is not None}
+        goes = ((name, one.available_until_s) for name, one in self._observations.items())
+        self._leaves_at_s = {name: at_s for name, at_s in goes if at_s is not None}
+        for number, change in enumerate(self._changes()):
+            ledger.apply(change)
+            if number % STEP_CHANGES == 0:
+                yield
+        ledger.steps_counted_at_s = self._steps_counted_at_s
+        ledger.ends_s |= self._ends_s
+
+    def _changes(self) -> Iterator[Change]:
+        """What makes the copy, in an order in which all that a change refers to is there before it."""
+        held = {gpu.device.uuid: gpu for gpu in self._gpus if gpu.lease_id is not None}
+        yield from self._before
+        for observation in self._observations.values():
+            yield self._observed(observation, held)
+        for gpu in self._gpus:
+            yield self._clean_soon(gpu) if gpu.draining else gpu
+        yield from self._leases
+        yield from self._requests
+        yield from self._jobs
+        yield from self._after
+
+    def _observed(self, observation: NodeObservation, held: Mapping[str, GpuRecord]) -> NodeObservation:
+        """What its node will report once the GPUs that leases hold now are given back."""
+        if observation.node in self._silent:
+            return replace(observation, problem=observation.problem or "silent", readings={})
+        given_back = {uuid: held[uuid] for uuid in observation.readings if uuid in held}
+        clean = {uuid: _clean(observation, gpu) for uuid, gpu in given_back.items()}
+        return replace(observation, readings=observation.readings | clean) if clean else observation
+
+    def _clean_soon(self, gpu: GpuRecord) -> GpuRecord:
+        since_s = self._draining_since.get(gpu.device.uuid, self._begun.mono_s)
+        lasts = self._begun.mono_s - since_s > MAX_DRAIN_S or gpu.device.node in self._silent
+        return gpu if lasts else replace(gpu, lease_id=None, draining=False)
+
+    def _turns(self, ledger: Ledger, at_s: float, ending: Iterable[str]) -> Iterator[Turn]:
+        """The turn in which these leases end, then the one in which their GPUs are clean; nodes that have gone by then
+        are out of use."""
+        now = self._instant(at_s)
+        turn, clean = Turn(ledger, now, self._undisturbed), list[GpuRecord]()
+        for name in [name for name, leaves_at_s in self._leaves_at_s.items() if leaves_at_s <= at_s]:
+            del self._leaves_at_s[name]
+            turn.put(replace(ledger.node_observations[name], leaving=True))
+        for lease_id in filter(None, ending):
+            record = ledger.leases[lease_id]
+            clean += ledger.held_by(record.lease)
+            end_lease(turn, record, EndReason.TIME_OVER)
+            job = ledger.live_jobs.get(record.lease.job_id or "")
+            if job is not None:
+                turn.put(replace(job, job=replace(job.job, state=JobState.SUCCEEDED)))
+        settle(turn)
+        yield turn
+        if clean:
+            turn = Turn(ledger, now, self._undisturbed)
+            for gpu in clean:
+                turn.put(replace(gpu, lease_id=None, draining=False))
+            settle(turn)
+            yield turn
+
+    def _instant(self, at_s: float) -> Instant:
+        return Instant(self._begun.at + timedelta(seconds=at_s - self._begun.mono_s), at_s)
+
+    def _lasts_longer(self, ends: list[tuple[float, str]], ledger: Ledger, lease_id: str, at_s: float) -> bool:
+        """True for a lease whose end has moved since it was noted: its token has spent less of its budget, since other
+        leases of it have ended. The later end is noted."""
+        record = ledger.leases.get(lease_id)
+        if record is None or record.lease.holder.token_id not in ledger.budgets:
+            return False
+        end_s = _end_s(ledger, record, self._instant(at_s))
+        if end_s is not None and end_s <= at_s + BUDGET_STEP_S:
+            return False
+        if end_s is not None:
+            heapq.heappush(ends, (end_s, lease_id))
+        return True
+
+    def _push_end(self, ends: list[tuple[float, str]], ledger: Ledger, record: LeaseRecord, now: Instant) -> None:
+        """Note when an active lease ends. On a node of which nothing is known it does not: its GPUs do not come
+        back."""
+        lease = record.lease
+        if lease.state is not LeaseState.ACTIVE or any(gpu.node in self._silent for gpu in lease.gpus):
+            return
+        end_s = _end_s(ledger, record, now)
+        if end_s is not None:
+            heapq.heappush(ends, (end_s, lease.id))
+
+
+def _pop_until(ends: list[tuple[float, str]], at_s: float) -> list[str]:
+    """What ends until then, taken out."""
+    found = list[str]()
+    while ends and ends[0][0] <= at_s:
+        found.append(heapq.heappop(ends)[1])
+    return found
+
+
+def _end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
+    """When an active lease ends, on the monotonic clock, if it keeps its GPUs for as long as it declared, or as the
+    budget of its token allows; None where nothing ends it, or should have done so long ago. Not by what workers say:
+    their clocks are their own."""
+    lease, found = record.lease, list[float]()
+    job = ledger.live_jobs.get(lease.job_id or "")
+    if job is not None and job.stuck_on:
+        return None
+    if (of_budget_s := lasts_s(ledger, record, now)) is not None:
+        found.append(now.mono_s + of_budget_s)
+    if lease.id in ledger.ends_s:
+        found.append(ledger.ends_s[lease.id])
+    elif lease.job_id is not None and lease.demand.time_s is not None:
+        found.append(now.mono_s - held_s(record, now) + lease.demand.time_s)
+    end_s = min(found, default=None)
+    return None if end_s is None or end_s + MAX_LATE_S < now.mono_s else max(end_s, now.mono_s)
+
+
+def _clean(observation: NodeObservation, gpu: GpuRecord) -> GpuReading:
+    """What will be read of a GPU once nothing of its lease is left: what is not of that stays."""
+    reading, watch = observation.readings[gpu.device.uuid], observation.gpus.get(gpu.device.uuid)
+    strangers = () if watch is None or gpu.draining else watch.strangers
+    return replace(
+        reading,
+        processes=tuple([one for one in reading.processes if one.pid in strangers]),
+        opened_by=(),
+        hidden_use=False,
+        memory_used_bytes=gpu.baseline_bytes or 0,
+    )
+
+
+def _rules(ledger: Ledger) -> Iterator[Change]:
+    """Limits, budgets and usage: what the order and the limits rest on."""
+    yield from ledger.limits.records.values()
+    yield from ledger.limits.gpu_time.values()
+    yield from ledger.budgets.values()
+    yield from ledger.usage.values()
+
+
+def _waiting_state(ledger: Ledger, requests: set[str], most_missed: int) -> Iterator[Change]:
+    """What is known of the requests beside themselves. `most_missed`: more missed grants make no difference."""
+    classes = ledger.demand_classes
+    if classes.steps or classes.lowest_step:
+        yield UsageSteps(tuple(classes.steps.items()), classes.lowest_step)
+    for within, counts in ((None, ledger.bypasses), *ledger.limit_bypasses.items()):
+        for lease_id in counts.keys() & requests:
+            times, since_s = counts[lease_id]
+            yield BypassCounts(((lease_id, times),), since_s, within)
+    for lease_id in ledger.not_before.keys() & requests:
+        yield NotBefore(lease_id, ledger.not_before[lease_id])
+    for lease_id, passed in ledger.ran_ahead.items():
+        yield RanAhead(lease_id, passed)
+    yield PlacesKept(tuple((one, step) for one, step in ledger.places_kept.items() if one in requests))
+    first = {lease_id: missed for lease_id, missed in ledger.go_first.items() if lease_id in requests}
+    yield Overtakes(ledger.overtakes, tuple(first))
+    for times in range(min(most_missed, max(first.values(), default=0))):
+        yield Overtakes(ledger.overtakes, missed=tuple(one for one, missed in first.items() if missed > times))
