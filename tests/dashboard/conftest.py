@@ -13,7 +13,7 @@ from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess, daemon
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, ConsoleMessage, Page, Request
+    from playwright.sync_api import APIResponse, Browser, ConsoleMessage, Page, Request, Route
 
 CHROMIUM = Path("/usr/bin/chromium")
 OPTIONS = (
@@ -76,6 +76,12 @@ class Watched:
     def _asked(self, request: Request) -> None:
         if not request.url.startswith((self.running.url + "/", "data:")):
             self.elsewhere.append(request.url)
+
+
+def whole_answer(route: Route) -> APIResponse:
+    """What the daemon answers: never that the page has it already, as it does where nothing has changed meanwhile."""
+    headers = {name: value for name, value in route.request.headers.items() if name != "if-none-match"}
+    return route.fetch(headers=headers)
 
 
 @pytest.fixture(scope="module")

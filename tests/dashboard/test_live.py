@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Route, expect
 
 from tests.daemon import DaemonProcess, daemon
-from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.conftest import Watched, watching, whole_answer
 from tests.dashboard.test_page import ask, card
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -92,7 +92,7 @@ def test_a_cold_page_shows_64_gpus_soon(browser: Browser, tmp_path: Path) -> Non
         with watching(browser, running, width=390, height=844) as watched:
 
             def eight_nodes(route: Route) -> None:
-                answer = route.fetch()
+                answer = whole_answer(route)
                 body = answer.json()
                 for item in body["items"]:
                     item["node"], item["index"] = f"node{item['index'] // 8}", item["index"] % 8

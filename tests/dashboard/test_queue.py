@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
 
 from tests.daemon import DaemonProcess
-from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.conftest import Watched, watching, whole_answer
 from tests.dashboard.test_page import ask, row
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -66,7 +66,7 @@ def test_an_expected_time_is_only_what_the_daemon_says(watched: Watched, running
     }
 
     def answer(route: Route) -> None:
-        found = route.fetch()
+        found = whole_answer(route)
         leases = found.json()
         for lease in leases["items"]:
             at, basis = known.get(lease["id"], (None, None))

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.api.conftest import Hardware
 from tests.daemon import DaemonProcess, daemon
-from tests.dashboard.conftest import Watched, watching
+from tests.dashboard.conftest import Watched, watching, whole_answer
 from tests.dashboard.test_modules import in_node, modules
 from tests.dashboard.test_page import GIB, ask, card, submit
 from tests.http_as_user import call
@@ -122,7 +122,7 @@ def changed(page: Page, path: str, **fields: Any) -> None:
     """Let the daemon answer with other fields in the first two items of a list."""
 
     def answer(route: Route) -> None:
-        found = route.fetch()
+        found = whole_answer(route)
         page_of_items = found.json()
         for item in page_of_items["items"][:2]:
             item.update(fields)
@@ -296,7 +296,7 @@ def test_a_gpu_without_work_says_for_how_long(browser: Browser, running: DaemonP
         expect(card(page, 0)).to_contain_text("unused")
 
         def later(route: Route) -> None:
-            answer = route.fetch()
+            answer = whole_answer(route)
             items = answer.json()
             items["items"][0]["last_busy_at"] = "2026-01-01T00:00:00Z"
             route.fulfill(response=answer, body=json.dumps(items), headers={"Date": "Thu, 01 Jan 2026 00:11:00 GMT"})
