@@ -91,8 +91,9 @@ def check_events(log: list[dict[str, Any]]) -> None:
     assert not holding
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [1, 3])
 def test_all_of_two_hundred_processes_are_served_and_none_twice(tmp_path: Path, count: int) -> None:
     with (
         daemon(tmp_path, "--simulate", "8") as running,
