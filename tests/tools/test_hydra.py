@@ -33,14 +33,22 @@ def main(cfg):
 main()
 """
 TRIALS = 20
+ABOUT_LAUNCHERS = (
+    "not (strict or 2_optimizers or mandatory or different_filename or sweep_dir"
+    " or subdir:override_dirname or orig_dir)"
+)
+"""The other ones are about what Hydra composes before it launches, or a second time about names and directories."""
 LAUNCH = ("--multirun", "hydra/launcher=gpulease", "hydra.launcher.n_jobs=6")
 
 
 @pytest.mark.budget(60)
-def test_it_passes_the_suites_of_hydra(sweep: Sweep) -> None:
-    suite = [str(TOOLS / "python"), "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={PLUGIN}", "-p"]
+@pytest.mark.parametrize(
+    ("chosen", "passed"), [(ABOUT_LAUNCHERS, 9), pytest.param("test", 21, id="all", marks=pytest.mark.soak)]
+)
+def test_it_passes_the_suites_of_hydra(sweep: Sweep, chosen: str, passed: int) -> None:
+    suite = [str(TOOLS / "python"), "-m", "pytest", "-q", "-c", os.devnull, f"--rootdir={PLUGIN}", "-k", chosen, "-p"]
     printed = sweep.run_command([*suite, "no:cacheprovider", str(PLUGIN / "tests")], PYTHONPATH=str(PLUGIN))
-    assert re.search(r"^21 passed", printed, re.MULTILINE), printed
+    assert re.search(rf"^{passed} passed", printed, re.MULTILINE), printed
     assert most_at_once(sweep.events()) <= 4
 
 
