@@ -19,6 +19,7 @@ still where other programs load the machine.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import resource
@@ -102,6 +103,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if "fast" in chosen and re.search(r"^pytestmark = .*mark\.(slow|soak)", text, re.MULTILINE):
         return True
     return True if any(f"mark.{word}" not in text for word in chosen if word not in ("", "fast")) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, and keep it from all that is there then, which lives until the end: of the
+    CPU time in which a process collects it took a third, and later it would look at each item again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
