@@ -88,7 +88,7 @@ JOB_RECORD_COLUMNS = (
     *("fenced", "go_at", "parts_stopped_at", "regroups", "grows_at", "stuck_on"),
 )
 COMPUTED: dict[type, Collection[str]] = {
-    Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems"),
+    Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "expected_at", "expected_basis"),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     GpuRecord: ("drains_since_s",),
     BudgetRecord: ("counted_at_s",),
