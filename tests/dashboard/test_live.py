@@ -20,7 +20,7 @@ SMALL = """least => [...document.querySelectorAll("button, input, select, nav a,
     .map((one) => [one.outerHTML.slice(0, 80), one.getBoundingClientRect()])
     .filter(([, box]) => box.height < least || box.width < Math.min(least, 24))
     .map(([text, box]) => `${text} ${box.width} x ${box.height}`)"""
-TABS, GRANTS_EACH = 4, 5
+TABS, GRANTS_EACH = 2, 10
 GRANTS = TABS * GRANTS_EACH
 TAKES_LEASES = """grants => {
     const page = () => document.querySelector('[data-gpu="0"]')?.textContent ?? "";
@@ -53,7 +53,7 @@ def test_a_grant_is_on_its_card_at_once(browser: Browser, tmp_path_factory: pyte
     """N4: within half a second, 20 of 20. The page itself asks, so that both times are of one clock.
 
     They come a second apart: between rounds that follow each other more closely the page pauses, some time or other.
-    Most of that is waiting, so several pages do it side by side, each of a daemon of its own.
+    Most of that is waiting, so two pages do it side by side, each of a daemon of its own.
     """
     with ExitStack() as stack:
         tabs = []
