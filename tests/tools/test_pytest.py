@@ -16,7 +16,7 @@ from tests.tools.sweep import FREED_WITHIN_S, Sweep, freed, leases_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
 PAGE = blocks(ROOT / "docs" / "tools" / "pytest.md")
 TRIALS = """
 import os, signal, time
