@@ -15,7 +15,7 @@ from tests.digits import LIGHT_DIGITS
 pytestmark = [pytest.mark.slow, pytest.mark.busy("torch")]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-EPOCHS = 25
+EPOCHS = 18
 """Enough that a cancellation during the third finds it training."""
 
 

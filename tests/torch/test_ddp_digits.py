@@ -44,7 +44,7 @@ def test_a_killed_and_resumed_training_ends_like_an_uninterrupted_one(tmp_path: 
     import torch  # noqa: PLC0415 - it takes seconds, and each process of tests imports this file
 
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    alone = [sys.executable, str(EXAMPLE), "--epochs", "25", "--seed", "3", "--checkpoint-dir"]
+    alone = [sys.executable, str(EXAMPLE), "--epochs", "16", "--seed", "3", "--checkpoint-dir"]
     uninterrupted = view(finish([*alone, str(whole)]))
     assert uninterrupted["test_accuracy"] >= 0.95
     assert (uninterrupted["rank"], uninterrupted["world_size"], uninterrupted["test_images"]) == (0, 1, 359)
