@@ -25,6 +25,8 @@ LOOK_FIRST = {
     "ignore_strangers": 5,
     "forget_debts": 5,
     "strangers_keep": 4,
+    "queue_without_limit": 2,
+    "grant_over_limits": 3,
     "always_by_age": 2,
     "interactive_without_limit": 9,
     "wait_for_lost_nodes": 2,
