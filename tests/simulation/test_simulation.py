@@ -69,7 +69,7 @@ def test_every_promise_is_kept_with_priorities() -> None:
 @pytest.mark.budget(30)
 @pytest.mark.parametrize("priorities", [False, True])
 def test_every_promise_is_kept_while_limits_are_set_and_removed(priorities: bool) -> None:
-    seed, steps = (13, 2500) if priorities else (6, 1500)
+    seed, steps = 3, 2000
     outcome = simulate(seed, steps=steps, limits=True, priorities=priorities)
 
     assert outcome.complaints == [], f"{seed} --steps {steps} --limits, with priorities: {priorities}"
