@@ -409,7 +409,10 @@ def test_news_of_a_job_comes_with_the_last_reading_and_puts_no_reading_off(
 ) -> None:
     daemon.desired = replace(daemon.desired, takes_partial=True)
     host.worker(poll_s=40)
-    daemon.report(lambda report: len(report.gpus) == 2, "a reading")
+    while len(daemon.report(lambda _: bool(daemon.reports), "a report").gpus) < 2:  # the probe is starting
+        seen = len(daemon.reports)
+        daemon.want()
+        daemon.report(lambda _, seen=seen: len(daemon.reports) > seen, "an answer is followed by a report")
     go = tmp_path / "go"
     job = order("j", spec("sh", "-c", f"until test -e {go}; do sleep 0.01; done; exit 4"))
     daemon.want([lease(job.lease_id, GPU)], [job])
