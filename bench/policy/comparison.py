@@ -72,8 +72,14 @@ Run = Callable[[list[RecordedRequest]], tuple[Policy, list[RecordedRequest]]]
 POLICIES: dict[str, Run] = {
     "strict order (max_bypass 0)": lambda some: (STRICT, some),
     "first come, bounded bypass (default)": lambda some: (OPEN, some),
-    "strict order, all declare twice their time (EASY backfill)": lambda some: (STRICT, with_times(some)),
-    "first come, all declare twice their time (EASY backfill)": lambda some: (OPEN, with_times(some)),
+    "strict order, all declare twice their time (EASY backfill)": lambda some: (
+        replace(STRICT, easy_backfill=True),
+        with_times(some),
+    ),
+    "first come, all declare twice their time (EASY backfill)": lambda some: (
+        replace(OPEN, easy_backfill=True),
+        with_times(some),
+    ),
     "fit first (no bound)": lambda some: (FIT_FIRST, some),
     "first come, bypass 100 times or for 4 h": lambda some: (
         replace(OPEN, max_bypass=100, max_bypass_s=4 * HOUR_S),

@@ -16,6 +16,7 @@ def policy_of(settings: ServeSettings) -> Policy:
         max_bypass=settings.max_bypass,
         max_bypass_s=settings.max_bypass_s,
         max_overtakes=settings.max_overtakes,
+        easy_backfill=settings.easy_backfill,
         fair_share=settings.fair_share,
         usage_half_life_s=settings.usage_half_life_days * 24 * 3600.0,
         gpu_weights=tuple(map(gpu_weight, settings.gpu_weights)),

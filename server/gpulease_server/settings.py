@@ -303,6 +303,13 @@ class ServeSettings:
         maximum=366 * 24 * 3600,
         group=QUEUE,
     )
+    easy_backfill: bool = setting(
+        False,
+        "Start requests with a time ahead of older ones that they do not delay (EASY backfill); on trial.",
+        variable="GPULEASE_EASY_BACKFILL",
+        flag="--easy-backfill/--no-easy-backfill",
+        group=QUEUE,
+    )
     fair_share: bool = setting(
         False,
         "Order the requests of one priority by what their users have used lately, the least first; else by arrival.",

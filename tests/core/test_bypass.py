@@ -23,8 +23,8 @@ from tests.core.test_arrays import submit
 LONG_S = 100_000.0
 
 
-def world_of(max_bypass: int = 3, max_bypass_s: float = LONG_S, **nodes: Any) -> World:
-    world = World(policy=Policy(max_bypass=max_bypass, max_bypass_s=max_bypass_s))
+def world_of(max_bypass: int = 3, max_bypass_s: float = LONG_S, *, easy_backfill: bool = False, **nodes: Any) -> World:
+    world = World(policy=Policy(max_bypass=max_bypass, max_bypass_s=max_bypass_s, easy_backfill=easy_backfill))
     for name, gpus in (nodes or {"a": 4}).items():
         world.node(name, gpus=gpus)
     return world

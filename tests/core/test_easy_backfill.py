@@ -60,7 +60,7 @@ def passed(world: World, lease: Lease) -> int:
 
 
 def test_one_that_ends_before_the_first_can_start_counts_no_bypass() -> None:
-    world = world_of(max_bypass=3)
+    world = world_of(easy_backfill=True, max_bypass=3)
     first = waits_for_all(world)
 
     pass_by(world, 5, time_s=HOUR_S / 2)
@@ -69,7 +69,7 @@ def test_one_that_ends_before_the_first_can_start_counts_no_bypass() -> None:
 
 
 def test_it_may_have_gpus_that_are_held_for_the_first() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     first = waits_for_all(world)
     longer = ask(world)
     assert longer.state is LeaseState.QUEUED
@@ -87,7 +87,7 @@ def test_it_may_have_gpus_that_are_held_for_the_first() -> None:
 def test_its_gpus_must_be_free_again_by_the_end_of_the_lease_that_the_first_waits_for(
     time_s: float | None, *, starts: bool
 ) -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     waits_for_all(world)
 
     assert (ask(world, time_s=time_s).state is LeaseState.ACTIVE) is starts
@@ -95,7 +95,7 @@ def test_its_gpus_must_be_free_again_by_the_end_of_the_lease_that_the_first_wait
 
 def test_what_already_waits_starts_when_it_can_end_in_time() -> None:
     """It is granted out of the queue, with all others of its kind for which there is room."""
-    world = world_of(max_bypass=0, a=4)
+    world = world_of(easy_backfill=True, max_bypass=0, a=4)
     own = listed(world, 0, 1, time_s=60.0)
     listed(world, 3, time_s=HOUR_S)
     first = ask(world, 4)
@@ -108,7 +108,7 @@ def test_what_already_waits_starts_when_it_can_end_in_time() -> None:
 
 
 def test_where_an_end_is_unknown_the_bounds_hold_as_they_are() -> None:
-    world = world_of(max_bypass=3)
+    world = world_of(easy_backfill=True, max_bypass=3)
     first = waits_for_all(world, held_s=None)
     pass_by(world, 3, time_s=1.0)
     assert passed(world, first) == 3
@@ -118,7 +118,7 @@ def test_where_an_end_is_unknown_the_bounds_hold_as_they_are() -> None:
 @pytest.mark.parametrize("what", ["leased", "foreign", "cordoned", "drains for long"])
 def test_a_gpu_whose_end_is_unknown_may_be_free_at_any_moment(what: str) -> None:
     """All others that the first needs are held for it. Who ran ahead on these would delay it by hours."""
-    world = world_of(max_bypass=0, a=8)
+    world = world_of(easy_backfill=True, max_bypass=0, a=8)
     listed(world, 4, 5, 6, 7, time_s=10 * HOUR_S)
     on_three = listed(world, 3) if what in ("leased", "drains for long") else None
     if what == "foreign":
@@ -144,7 +144,7 @@ def test_a_gpu_whose_end_is_unknown_may_be_free_at_any_moment(what: str) -> None
 
 
 def test_such_a_grant_counts_where_the_first_may_be_passed() -> None:
-    world = world_of(max_bypass=3, a=8)
+    world = world_of(easy_backfill=True, max_bypass=3, a=8)
     listed(world, 4, 5, 6, 7, time_s=10 * HOUR_S)
     listed(world, 3)
     first = ask(world, 4)
@@ -156,7 +156,7 @@ def test_such_a_grant_counts_where_the_first_may_be_passed() -> None:
 @pytest.mark.parametrize("time_s", [9 * HOUR_S, HOUR_S / 2])
 def test_who_waits_behind_the_first_is_delayed_by_no_one_either(time_s: float) -> None:
     """The first holds GPUs on both nodes, and starts on a; then those of b are for the second."""
-    world = world_of(max_bypass=0, a=4, b=4)
+    world = world_of(easy_backfill=True, max_bypass=0, a=4, b=4)
     listed(world, 3, node="a", time_s=HOUR_S)
     listed(world, 3, node="b", time_s=10 * HOUR_S)
     first, second = ask(world, 4), ask(world, 3, node="b")
@@ -168,7 +168,7 @@ def test_who_waits_behind_the_first_is_delayed_by_no_one_either(time_s: float) -
 
 
 def test_who_waits_behind_the_first_is_passed_as_often_as_without_times() -> None:
-    world = world_of(max_bypass=2)
+    world = world_of(easy_backfill=True, max_bypass=2)
     first = waits_for_all(world)
     pass_by(world, 2)
     second = ask(world, 2)
@@ -182,7 +182,7 @@ def test_who_waits_behind_the_first_is_passed_as_often_as_without_times() -> Non
 
 @pytest.mark.parametrize("time_s", [100 * HOUR_S, None])
 def test_a_gpu_that_the_first_can_do_without_is_for_who_waits_next(time_s: float | None) -> None:
-    world = world_of(max_bypass=0, a=8)
+    world = world_of(easy_backfill=True, max_bypass=0, a=8)
     listed(world, 4, 5, 6, 7, time_s=HOUR_S)
     listed(world, 3, time_s=1000 * HOUR_S)
     first, second = ask(world, 4), ask(world, 3)
@@ -194,7 +194,7 @@ def test_a_gpu_that_the_first_can_do_without_is_for_who_waits_next(time_s: float
 
 
 def test_a_lease_ends_by_the_budget_of_its_token_too() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     budget = Budget(max_lease_s=HOUR_S)
     listed(world, 3, time_s=10 * HOUR_S, token="t", budget=budget)
     first = ask(world, 4, user="ann")
@@ -210,7 +210,7 @@ def test_a_lease_ends_by_the_budget_of_its_token_too() -> None:
 
 def test_gpu_hours_of_a_day_may_end_a_lease_at_any_moment() -> None:
     """The token may be used for more GPUs, and its hours are spent sooner."""
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     listed(world, 3, time_s=10 * HOUR_S, token="t", budget=Budget(gpu_hours_per_day=5.0))
     ask(world, 4, user="ann")
 
@@ -228,7 +228,7 @@ def leaves_a_process(world: World, lease: Lease) -> int:
 
 
 def test_what_is_left_of_one_that_ran_ahead_lets_no_one_else_in() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     first = waits_for_all(world, held_s=10 * HOUR_S)
     left = leaves_a_process(world, ask(world, user="eve", time_s=60.0))
 
@@ -243,7 +243,7 @@ def test_what_is_left_of_one_that_ran_ahead_lets_no_one_else_in() -> None:
 
 
 def test_who_leaves_something_behind_runs_ahead_of_no_one() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     waits_for_all(world, held_s=10 * HOUR_S)
     left = leaves_a_process(world, ask(world, user="eve", time_s=60.0))
     pass_time(world, world.policy.leftover_after_s)
@@ -259,7 +259,7 @@ def test_who_leaves_something_behind_runs_ahead_of_no_one() -> None:
 
 
 def test_a_step_of_the_clock_after_a_restart_moves_no_end_of_a_job() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     world.submit(1, timeout_s=2 * HOUR_S)
     pass_time(world, HOUR_S)
     restart(world)
@@ -272,7 +272,7 @@ def test_a_step_of_the_clock_after_a_restart_moves_no_end_of_a_job() -> None:
 
 def test_no_one_follows_those_who_ran_ahead_once_all_else_is_given_back() -> None:
     """Else requests that declare a day and take minutes could keep the first out for a day."""
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     long = listed(world, 3, time_s=DAY_S)
     first = ask(world, 4)
     ahead = [ask(world, time_s=20 * HOUR_S) for _ in range(3)]
@@ -288,7 +288,7 @@ def test_no_one_follows_those_who_ran_ahead_once_all_else_is_given_back() -> Non
 
 
 def test_a_lease_that_ran_ahead_of_others_has_an_end_for_those_who_come_later() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     first = waits_for_all(world)
     assert ask(world, time_s=HOUR_S / 2).state is LeaseState.ACTIVE
     pass_time(world, 1)
@@ -299,7 +299,7 @@ def test_a_lease_that_ran_ahead_of_others_has_an_end_for_those_who_come_later() 
 
 
 def test_many_that_never_fit_keep_no_one_from_running_ahead() -> None:
-    world = world_of(max_bypass=0, a=8)
+    world = world_of(easy_backfill=True, max_bypass=0, a=8)
     listed(world, 7, time_s=10 * HOUR_S)
     ask(world, 8, user="ann")
     for number in range(32):
@@ -312,7 +312,7 @@ def test_many_that_never_fit_keep_no_one_from_running_ahead() -> None:
 
 
 def test_behind_too_many_kinds_of_requests_no_one_runs_ahead_and_no_one_is_told_so() -> None:
-    world = world_of(max_bypass=0, a=8)
+    world = world_of(easy_backfill=True, max_bypass=0, a=8)
     listed(world, 7, time_s=10 * HOUR_S)
     for number in range(queue_walk.MAX_AHEAD + 1):
         ask(world, 8, min_free_memory_bytes=1 + number)
@@ -326,7 +326,7 @@ def test_behind_too_many_kinds_of_requests_no_one_runs_ahead_and_no_one_is_told_
 @pytest.mark.parametrize("seed", range(8))
 def test_the_first_starts_when_it_could_have_started_whatever_runs_ahead(seed: int) -> None:
     chance = random.Random(seed)
-    world = world_of(max_bypass=0, a=4, b=4)
+    world = world_of(easy_backfill=True, max_bypass=0, a=4, b=4)
     ends: dict[str, float] = {"a": 0.0, "b": 0.0}
     for node, index in [(node, index) for node in "ab" for index in range(chance.choice([1, 2]))]:
         time_s = chance.choice([200.0, 300.0, 400.0])
@@ -347,7 +347,7 @@ def test_the_first_starts_when_it_could_have_started_whatever_runs_ahead(seed: i
 
 
 def test_a_gang_is_delayed_on_none_of_its_nodes() -> None:
-    world = world_of(max_bypass=0, a=2, b=2)
+    world = world_of(easy_backfill=True, max_bypass=0, a=2, b=2)
     listed(world, 0, node="a", time_s=HOUR_S)
     listed(world, 0, node="b", time_s=2 * HOUR_S)
     gang = ask(world, 2, nodes=2)
@@ -364,7 +364,7 @@ def test_a_gang_is_delayed_on_none_of_its_nodes() -> None:
 @pytest.mark.parametrize(("early_s", "state"), [(-1.0, "queued"), (1.0, "starting")])
 def test_a_job_must_end_with_its_grace_and_its_start(early_s: float, state: str) -> None:
     """One that is new, as one that waited."""
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     waits_for_all(world)
 
     job = world.submit(1, timeout_s=HOUR_S - SETTLES_S - JOB_START_S - JOB_GRACE_S - early_s)
@@ -375,7 +375,7 @@ def test_a_job_must_end_with_its_grace_and_its_start(early_s: float, state: str)
 
 
 def test_a_job_that_ran_ahead_has_no_more_time_when_it_is_cancelled() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     first = waits_for_all(world)
     job = world.submit(1, timeout_s=HOUR_S - 300.0)
     before = re.search(r"starts by [^,]*", sentence(world, first))
@@ -387,7 +387,7 @@ def test_a_job_that_ran_ahead_has_no_more_time_when_it_is_cancelled() -> None:
 
 
 def test_the_end_of_a_job_counts_as_that_of_a_lease() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     world.submit(1, timeout_s=HOUR_S)
     ask(world, 4)
 
@@ -396,7 +396,7 @@ def test_the_end_of_a_job_counts_as_that_of_a_lease() -> None:
 
 
 def test_on_a_node_that_can_not_serve_the_first_anyway_it_is_not_delayed() -> None:
-    world = world_of(max_bypass=3)
+    world = world_of(easy_backfill=True, max_bypass=3)
     first = waits_for_all(world)
     world.cordon(2)
     pass_by(world, 1, time_s=60.0)
@@ -409,7 +409,7 @@ def test_on_a_node_that_can_not_serve_the_first_anyway_it_is_not_delayed() -> No
 @pytest.mark.parametrize("kind", ["user", "group"])
 def test_one_with_a_limit_in_common_delays_the_first(kind: str) -> None:
     """It would keep that from GPUs of b, of which nothing else keeps it once they are given back."""
-    world = world_of(max_bypass=3, a=4, b=4)
+    world = world_of(easy_backfill=True, max_bypass=3, a=4, b=4)
     name, members = ("ann", ()) if kind == "user" else ("lab", ("ann", "cat"))
     world.limit(name, kind, members=members, max_gpus=4)
     listed(world, 3, node="a", time_s=10 * HOUR_S, user="bob")
@@ -423,7 +423,7 @@ def test_one_with_a_limit_in_common_delays_the_first(kind: str) -> None:
 
 
 def test_under_a_limit_of_gpu_hours_no_one_runs_ahead() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     world.limit("ann", gpu_hours=100.0)
     waits_for_all(world)
 
@@ -438,7 +438,7 @@ def test_under_a_limit_of_gpu_hours_no_one_runs_ahead() -> None:
 def test_a_turn_looks_for_gpus_only_for_those_who_may_have_some(
     max_bypass: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = world_of(max_bypass=max_bypass, a=16)
+    world = world_of(easy_backfill=True, max_bypass=max_bypass, a=16)
     listed(world, 15, time_s=HOUR_S)
     ask(world, 16)
     pass_by(world, max_bypass)
@@ -459,7 +459,7 @@ def test_a_turn_looks_for_gpus_only_for_those_who_may_have_some(
 
 
 def test_requests_that_differ_in_time_alone_are_looked_for_once() -> None:
-    world = world_of()
+    world = world_of(easy_backfill=True)
     waits_for_all(world)
     for number in range(20):
         ask(world, 4, time_s=100.0 + number)
@@ -469,7 +469,7 @@ def test_requests_that_differ_in_time_alone_are_looked_for_once() -> None:
 
 def test_a_gpu_that_lacks_the_memory_may_have_it_at_any_moment() -> None:
     full = gpu(1, memory_used_bytes=70 * GIB)
-    world = world_of(max_bypass=3, a=[gpu(0), full, gpu(2), gpu(3)])
+    world = world_of(easy_backfill=True, max_bypass=3, a=[gpu(0), full, gpu(2), gpu(3)])
     listed(world, 3, time_s=HOUR_S)
     first = ask(world, 3, min_free_memory_bytes=40 * GIB)
 
@@ -483,7 +483,7 @@ def sentence(world: World, lease: Lease) -> str:
 
 
 def test_the_first_is_told_by_when_it_starts_and_who_runs_ahead() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     first = waits_for_all(world)
     by = world.now.at + timedelta(seconds=HOUR_S + SETTLES_S)
     assert f"it starts by {by:%Y-%m-%d %H:%M}" in sentence(world, first)
@@ -497,7 +497,7 @@ def test_the_first_is_told_by_when_it_starts_and_who_runs_ahead() -> None:
 
 
 def test_before_the_bound_is_reached_it_is_not_promised() -> None:
-    world = world_of(max_bypass=3)
+    world = world_of(easy_backfill=True, max_bypass=3)
     first = waits_for_all(world)
 
     assert "could start by" in sentence(world, first)
@@ -505,7 +505,7 @@ def test_before_the_bound_is_reached_it_is_not_promised() -> None:
 
 
 def test_nothing_is_told_where_an_end_is_unknown() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
 
     first = waits_for_all(world, held_s=None)
 
@@ -513,7 +513,7 @@ def test_nothing_is_told_where_an_end_is_unknown() -> None:
 
 
 def test_one_that_waits_is_told_what_to_declare_so_that_it_starts_now() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     waits_for_all(world)
     later = ask(world, 2)
     said = re.search(r"With a `time_s` of at most (\d+) s it could start now", sentence(world, later))
@@ -533,7 +533,7 @@ def test_one_that_waits_is_told_what_to_declare_so_that_it_starts_now() -> None:
 
 @pytest.mark.parametrize("max_bypass", [0, 1])
 def test_by_when_the_first_starts_is_promised_only_where_gpus_are_held_for_it(max_bypass: int) -> None:
-    world = world_of(max_bypass=max_bypass, a=4, b=4)
+    world = world_of(easy_backfill=True, max_bypass=max_bypass, a=4, b=4)
     listed(world, 2, 3, node="a", time_s=HOUR_S)
     held = listed(world, 3, node="b", time_s=None if max_bypass else 9 * HOUR_S)
     first = ask(world, 4)
@@ -546,10 +546,19 @@ def test_by_when_the_first_starts_is_promised_only_where_gpus_are_held_for_it(ma
 
 
 def test_the_event_of_the_grant_names_whom_it_passed() -> None:
-    world = world_of(max_bypass=0)
+    world = world_of(easy_backfill=True, max_bypass=0)
     first = waits_for_all(world)
 
     shorter = ask(world, time_s=60.0)
 
     reasons = [one.reason for one in world.changes if isinstance(one, Event) and one.lease_id == shorter.id]
     assert f"runs ahead of {first.id}, with no delay for them" in reasons
+
+
+def test_it_is_off_by_default() -> None:
+    """What is held for the first is for no one else, whatever they declare."""
+    world = world_of(max_bypass=0)
+    first = waits_for_all(world)
+    assert is_active(world, ask(world, 1, time_s=60.0)) == [False]
+    assert "could start now" not in explained(world, ask(world, 1, time_s=60.0)).sentence
+    assert passed(world, first) == 0

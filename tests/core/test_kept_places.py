@@ -223,7 +223,7 @@ def held_beside_a_declared_time(ahead: int = 0, dan_s: float = HOUR_S) -> tuple[
     """Dan has one of four GPUs for so long. Bob's training waits for all, and keeps its place. Eve has asked before it:
     for so many short ones that declare their time, then for two trials that do not. All are behind it once the GPUs of
     Eve are given back, and the short ones run ahead of it."""
-    world = world_of(4, max_bypass=0)
+    world = world_of(4, max_bypass=0, easy_backfill=True)
     listed(world, 3, time_s=dan_s, user="dan")
     running = [ask(world, 1, "eve") for _ in range(3)]
     shorter = [ask(world, 1, "eve", node="a", time_s=HOUR_S / 4) for _ in range(ahead)]
@@ -254,7 +254,7 @@ def test_who_runs_ahead_of_one_that_keeps_its_place_delays_it_by_nothing(ahead: 
 
 
 def test_an_older_one_that_is_behind_now_runs_ahead_only_for_as_long_as_any_other() -> None:
-    world = world_of(4, max_bypass=0)
+    world = world_of(4, max_bypass=0, easy_backfill=True)
     listed(world, 3, time_s=HOUR_S, user="dan")
     running = [ask(world, 1, "eve") for _ in range(3)]
     shorter, longer = (ask(world, 1, "eve", time_s=time_s) for time_s in (HOUR_S / 4, 9 * HOUR_S))

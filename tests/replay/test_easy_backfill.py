@@ -82,7 +82,7 @@ def test_requests_that_declare_their_time_start_as_in_a_small_model(seed: int) -
     requests = declared(seed, 8)
     starts, by_s = easy(requests, 8)
 
-    found = granted(run(requests, gpus=8, **STRICT))
+    found = granted(run(requests, gpus=8, easy_backfill=True, **STRICT))
 
     assert found == {name: pytest.approx(at_s, abs=0.02) for name, at_s in starts.items()}
     assert any(starts[name] > min(starts[later] for later in list(starts)) for name in by_s), "no one ran ahead"
@@ -93,7 +93,7 @@ def test_the_first_starts_no_later_than_it_could_have_been_told(seed: int) -> No
     requests = declared(seed, 8)
     by_s = easy(requests, 8)[1]
 
-    found = granted(run(requests, gpus=8, **STRICT))
+    found = granted(run(requests, gpus=8, easy_backfill=True, **STRICT))
 
     late = {name: (at_s, found[name]) for name, at_s in by_s.items() if (found[name] or 0.0) > at_s + 0.02}
     assert len(by_s) > 20
@@ -104,7 +104,10 @@ def test_a_time_that_is_declared_shortens_waits_and_none_changes_nothing() -> No
     requests = declared(3, 8)
     silent = [replace(one, demand=replace(one.demand, time_s=None)) for one in requests]
 
-    with_times, without = granted(run(requests, gpus=8, **STRICT)), granted(run(silent, gpus=8, **STRICT))
+    with_times, without = (
+        granted(run(requests, gpus=8, easy_backfill=True, **STRICT)),
+        granted(run(silent, gpus=8, easy_backfill=True, **STRICT)),
+    )
 
     waits = [sum(at_s or 0.0 for at_s in found.values()) for found in (with_times, without)]
     assert waits[0] < waits[1]

@@ -13,6 +13,7 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 LOOK_FIRST = {
+    "anyone_may_release": 2,
     "refuse_unknown_words": 2,
     "token_from_the_living": 3,
     "look_at_one_node": 2,

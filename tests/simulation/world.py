@@ -191,6 +191,7 @@ class World:
             ),
             max_overtakes=1000 if fair_share else MAX_OVERTAKES,
             max_bypass=0 if fair_share else 1 if priorities else 10,
+            easy_backfill=priorities or fair_share,
             fair_share=fair_share,
         )
         self.priorities = priorities

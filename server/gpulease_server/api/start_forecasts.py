@@ -24,6 +24,9 @@ log = logging.getLogger("gpulease.forecast")
 
 BUDGET_S = 1.0
 """How long it computes at most."""
+MAX_WAIT_S = 2.0
+"""How long who asks waits for it. One step may take longer than the budget, with thousands of GPUs and many kinds of
+requests: then they get the last one."""
 PAUSE_FACTOR = 9
 """It rests for so many times as long as it took."""
 MAX_PAUSE_S = 60.0
@@ -57,10 +60,10 @@ class StartForecasts:
         making, age_s = self._making, now.mono_s - self._made_at_s
         is_of_this, is_news = self._ledger is ledger, ledger.next_seq != self._seq or age_s >= MAX_AGE_S
         if making is None and now.mono_s >= self._rests_until_s and (is_news or not is_of_this):
-            self._making = asyncio.create_task(self._make(ledger, now, policy))
-            await asyncio.shield(self._making)
+            making = self._making = asyncio.create_task(self._make(ledger, now, policy))
+            await asyncio.wait([making], timeout=MAX_WAIT_S)
         elif making is not None and (age_s > MAX_STALE_S or not is_of_this):
-            await asyncio.shield(making)
+            await asyncio.wait([making], timeout=MAX_WAIT_S)
         return self._starts if self._ledger is ledger else {}
 
     async def _make(self, ledger: Ledger, now: Instant, policy: Policy) -> None:

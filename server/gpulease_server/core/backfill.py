@@ -223,10 +223,17 @@ class Reservations:
             return self._gpus_of_gang(record, limited, most_nodes)
         found, serving = list[_Serving](), find_candidates(self.ledger, limited.demand)
         for node in serving.nodes_in(self.ledger.fleet.free):
+            if self._is_all_for_others(record, node):
+                continue
             one = self._serving(record, limited, node, serving.by_node[node])
             if one is not None and one.own:
                 found.append(one)
         return [gpu for one in sorted(found, key=_Serving.order)[:most_nodes] for gpu in one.own]
+
+    def _is_all_for_others(self, record: LeaseRecord, node: str) -> bool:
+        """True where each free GPU of a node is reserved for another request."""
+        lease_id, reserved = record.lease.id, self.by_uuid
+        return all(reserved.get(uuid, lease_id) != lease_id for uuid in self.ledger.fleet.free[node])
 
     def _gpus_of_gang(self, record: LeaseRecord, limited: LimitedDemand, most_sets: int) -> list[GpuRecord]:
         """The same for a gang: on so many times as many nodes as it asks for, of those that lack the fewest. A node

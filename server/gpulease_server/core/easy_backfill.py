@@ -84,7 +84,7 @@ class EasyBackfill:
         """By when the GPUs of a request are free again if it is granted now, on the monotonic clock; None where that
         is not known, or where it is granted as any other."""
         time_s, reservations = record.lease.demand.time_s, self.reservations
-        if time_s is None or not self._may_run_ahead(record):
+        if time_s is None or not reservations.policy.easy_backfill or not self._may_run_ahead(record):
             return None
         return reservations.now.mono_s + time_s + settling_s(record, reservations.policy)
 
@@ -107,7 +107,7 @@ class EasyBackfill:
         """How long a blocked request could declare to take, at most, so that it starts now; None where that would not
         help. For readers."""
         reservations, times, opened = self.reservations, dict[float, set[str]](), set[str]()
-        if not self._may_run_ahead(record) or not self._may_have_held(record):
+        if not reservations.policy.easy_backfill or not self._may_run_ahead(record) or not self._may_have_held(record):
             return None
         for uuid in self._find_held():
             if reservations.by_uuid[uuid] != record.lease.id:

@@ -85,6 +85,8 @@ class Policy:
     max_overtakes: int = 50
     """How many requests may be granted by priority or usage until the one that has waited longest goes first; over 0,
     see `core.order`."""
+    easy_backfill: bool = False
+    """Whether requests that declare their time run ahead of older ones, see `core.easy_backfill`."""
     fair_share: bool = False
     """Whether usage orders the requests of one priority, see `core.fair_share`; it is counted in any case."""
     usage_half_life_s: float = 7 * 24 * 3600.0

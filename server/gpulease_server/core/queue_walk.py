@@ -220,7 +220,8 @@ class QueueWalk:
             return False
         timed = self.last is not None or bool(self.ledger.demand_classes.timed)
         is_any_held = bool(reservations.held_for and reservations.by_uuid)
-        if reservations.is_complete and timed and is_any_held and self.max_demands is None:
+        may_run_ahead = reservations.policy.easy_backfill and timed and is_any_held
+        if reservations.is_complete and may_run_ahead and self.max_demands is None:
             reservations.is_complete = self._looked < MAX_AHEAD
         else:
             reservations.is_complete = False
