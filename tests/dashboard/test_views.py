@@ -195,6 +195,7 @@ def test_the_theme_is_chosen_and_kept(browser: Browser, running: DaemonProcess) 
         page.get_by_role("button", name="Theme: light").click()
         page.emulate_media(color_scheme="light")
         page.reload()
+        page.wait_for_selector("body[data-drawn]")
         assert page.evaluate(background) == dark
 
 
