@@ -193,6 +193,7 @@ def test_the_theme_is_chosen_and_kept(browser: Browser, running: DaemonProcess) 
         assert page.evaluate(background) == light
         page.reload()
         page.get_by_role("button", name="Theme: light").click()
+        page.get_by_role("button", name="Theme: dark").wait_for()
         page.emulate_media(color_scheme="light")
         page.reload()
         page.wait_for_selector("body[data-drawn]")
