@@ -65,8 +65,13 @@ def typed(sweep: Sweep, *options: str, code: int = 0, **environment: str) -> str
 
 
 def test_a_suite_of_twenty_tests_goes_through_four_gpus_though_a_worker_crashes(sweep: Sweep) -> None:
+    """Each process starts slowly, as on a busy machine: also the one that replaces the worker."""
     (sweep.place / "test_trials.py").write_text(TRIALS)
-    process = sweep.start_command([*PYTEST, "--gpulease", "-n", "6"])
+    slow = sweep.place / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text("import time; time.sleep(1.5)")
+    path = os.pathsep.join(filter(None, [str(slow), sweep.environment().get("PYTHONPATH")]))
+    process = sweep.start_command([*PYTEST, "--gpulease", "-n", "6"], PYTHONPATH=path)
 
     assert process.wait(120) == 1, sweep.output()
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MASK = "CUDA_VISIBLE_DEVICES"
 WITHOUT_VARIABLE = "PYTEST_GPULEASE_WITHOUT"
 """Set in workers that run without GPUs: why."""
-REPLACED_WITHIN_S = 1.0
+REPLACED_WITHIN_S = 120.0
 """How long the GPUs of a worker that died are kept for the one that replaces it."""
 LOOKS = ("help", "version", "markers", "showfixtures", "show_fixtures_per_test")
 """Options with which pytest imports no test."""
@@ -98,8 +98,13 @@ class Leased:
             share.release()
 
 
+@dataclass(eq=False)
 class Controller(Leased):
     """The controller of pytest-xdist: binds each worker to its share."""
+
+    max_crashes: int | None = None
+    """How many workers that crash are replaced; None for all."""
+    crashes: int = 0
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -113,12 +118,14 @@ class Controller(Leased):
         channel.waitclose(60)
 
     @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        """Release the share of a worker that has ended, unless another one takes it at once."""
-        for share in self.shares:
+    def pytest_testnodedown(self, node: Any, error: object | None) -> None:
+        """Release the share of a worker that has ended, unless it crashed and another one is on its way."""
+        self.crashes += error is not None
+        is_replaced = error is not None and (self.max_crashes is None or self.crashes <= self.max_crashes)
+        for share in [*self.shares]:
             if share.worker == node.gateway.id:
                 share.worker = None
-                timer = threading.Timer(REPLACED_WITHIN_S, self._release_unused, [share])
+                timer = threading.Timer(REPLACED_WITHIN_S * is_replaced, self._release_unused, [share])
                 timer.daemon = True
                 timer.start()
 
@@ -219,12 +226,20 @@ def _lease_for_workers(config: pytest.Config, gpus: int, wait_s: float | None) -
     if not shares:
         has = _count(len(surrounding or []))
         raise pytest.UsageError(f"--gpulease={gpus}: the surrounding lease has {has}. Ask for fewer.")
+    max_crashes = _max_crashes(config.option)
     config.option.tx = specs[: len(shares)]
     config.option.numprocesses = len(shares)
     shown = f"{len(shares)} workers on {'; '.join(share.gpus for share in shares)}"
     if len(shares) < len(specs):
         shown += f" ({len(specs)} were asked for: the others would have waited for GPUs)"
-    return Controller(gpus, shown=shown, shares=shares)
+    return Controller(gpus, shown=shown, shares=shares, max_crashes=max_crashes)
+
+
+def _max_crashes(options: Any) -> int | None:
+    """How many workers that crash pytest-xdist replaces; None for all."""
+    if options.maxworkerrestart is not None:
+        return int(options.maxworkerrestart)
+    return 4 * options.numprocesses if options.numprocesses else None
 
 
 def _new_shares(workers: int, gpus: int, wait_s: float | None) -> list[Share]:
