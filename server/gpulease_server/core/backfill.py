@@ -3,7 +3,8 @@
 A request that fits is granted although an older one waits that does not fit: this is backfill. Each such grant of a
 GPU that the older request could use *bypasses* it once. That may happen `max_bypass` times, or for `max_bypass_s`
 seconds from the first time on; after that, free GPUs are *held* (reserved) for the older request, and no newer
-request gets them. With 0 for either bound no request is ever bypassed, but by one that does not delay it.
+request gets them. With 0 for either bound no request is ever bypassed, but by one that does not delay it where
+`Policy.easy_backfill` is on.
 
 What is held
 ------------

@@ -1,5 +1,7 @@
 """EASY backfill: a request that declares its time starts before older ones that it does not delay.
 
+It is on trial, and off unless `Policy.easy_backfill` says otherwise: docs/design/0014 says what is not good yet.
+
 It runs beside the bounded backfill of `core.backfill`, and needs times that are declared and enforced: that of the
 request, and those of the leases whose GPUs the older ones wait for.
 
