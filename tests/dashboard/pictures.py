@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import shutil
 import struct
 import tempfile
 import time
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=PICTURES, help="where they are written")
     parser.add_argument("--live-s", type=float, default=LIVE_S, help="how long the daemon runs first")
     options = parser.parse_args()
-    if not CHROMIUM.exists():
+    if shutil.which("chromium") is None:
         parser.exit(1, "This needs Chromium: bash tests/packages.sh\n")
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - most tests of this folder need no browser
 
