@@ -32,7 +32,8 @@ Several older requests hold GPUs in order of arrival; a GPU that is held for one
 that is not eligible (its array is at its limit, its retry pauses) is neither bypassed nor held for. GPUs are held for a
 holder that died while it waited until its request ends: at once where the process is watched, at `ttl_s` otherwise.
 A request that declares its time counts no bypass for those that it does not delay, and may then use what is held for
-them, see `core.easy_backfill`.
+them, see `core.easy_backfill`. What it has is *lent*: it counts as free where GPUs are held, so what is held does not
+move to another node because of it.
 Where a limit keeps a request of a whole node from some nodes, only GPUs of the others are held for it.
 
 What is kept
@@ -95,7 +96,7 @@ class _Serving(NamedTuple):
     """How many GPUs it lacks."""
     node: str
     own: list[GpuRecord]
-    """Those that are free for it."""
+    """Those that are free for it, or lent to those who ran ahead of it."""
 
     def order(self) -> tuple[int, str]:
         """Where GPUs are held first."""
@@ -115,6 +116,8 @@ class Reservations:
     """Nodes that were asked for a reading too long ago; nothing is granted there."""
     by_uuid: dict[str, str] = field(default_factory=dict)
     """The lease that each GPU is reserved for."""
+    lent: dict[str, str] = field(default_factory=dict)
+    """The same for GPUs of leases that ran ahead of it."""
     taken: list[str] = field(default_factory=list)
     """The node of each GPU that was reserved or granted in this turn, see `core.node_ranking`."""
     held_at: dict[str, int] = field(default_factory=dict)
@@ -126,6 +129,10 @@ class Reservations:
     _of_node: Iterator[str] | None = None
     """The GPUs of the last of these nodes that were not looked at yet; those before are taken for good."""
     _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
+    _lent_on: dict[str, list[GpuRecord]] = field(default_factory=dict)
+    """By node, the GPUs of leases that ran ahead."""
+    _lent_to: int = 0
+    """How many leases had run ahead when these were found."""
     held_for: dict[str, int] = field(default_factory=dict)
     """By lease id, the requests that were bypassed as often or as long as they may be: on how many nodes GPUs are held
     for each."""
@@ -165,6 +172,9 @@ class Reservations:
     def reserve(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:
         """Reserve GPUs for a request."""
         for gpu in gpus:
+            if gpu.lease_id in self.ledger.ran_ahead:
+                self.lent.setdefault(gpu.device.uuid, record.lease.id)
+                continue
             self.by_uuid.setdefault(gpu.device.uuid, record.lease.id)
             self.taken.append(gpu.device.node)
 
@@ -219,11 +229,11 @@ class Reservations:
         return [gpu for gpu in gpus if self.will_be_free(demand, gpu)]
 
     def _gpus_to_reserve(self, record: LeaseRecord, limited: LimitedDemand, most_nodes: int) -> list[GpuRecord]:
-        """The free GPUs on the nodes that lack the fewest. Looks only at nodes that have a free GPU."""
+        """The free GPUs on the nodes that lack the fewest. Looks only at nodes that have a free GPU, or a lent one."""
         if limited.demand.nodes > 1:
             return self._gpus_of_gang(record, limited, most_nodes)
         found, serving = list[_Serving](), find_candidates(self.ledger, limited.demand)
-        for node in serving.nodes_in(self.ledger.fleet.free):
+        for node in serving.nodes_in(self._open_nodes()):
             if self._is_all_for_others(record, node):
                 continue
             one = self._serving(record, limited, node, serving.by_node[node])
@@ -232,19 +242,44 @@ class Reservations:
         return [gpu for one in sorted(found, key=_Serving.order)[:most_nodes] for gpu in one.own]
 
     def _is_all_for_others(self, record: LeaseRecord, node: str) -> bool:
-        """True where each free GPU of a node is reserved for another request."""
+        """True where each free GPU of a node is reserved for another request, and each one that is lent."""
+        if any(self._is_lent_by(record, gpu) for gpu in self._find_lent().get(node, ())):
+            return False
         lease_id, reserved = record.lease.id, self.by_uuid
-        return all(reserved.get(uuid, lease_id) != lease_id for uuid in self.ledger.fleet.free[node])
+        return all(reserved.get(uuid, lease_id) != lease_id for uuid in self.ledger.fleet.free.get(node, ()))
+
+    def _find_lent(self) -> dict[str, list[GpuRecord]]:
+        """By node, the GPUs of leases that ran ahead of others."""
+        ledger = self.ledger
+        if len(ledger.ran_ahead) != self._lent_to:
+            self._lent_on, self._lent_to = {}, len(ledger.ran_ahead)
+            for record in filter(None, map(ledger.leases.get, ledger.ran_ahead)):
+                for gpu in ledger.held_by(record.lease):
+                    self._lent_on.setdefault(gpu.device.node, []).append(gpu)
+        return self._lent_on
+
+    def _is_lent_by(self, record: LeaseRecord, gpu: GpuRecord) -> bool:
+        """True for a GPU that a lease has which ran ahead while this request waited, if no older one waits for it."""
+        lease_id = gpu.lease_id or ""
+        if lease_id not in self.ledger.ran_ahead or (ahead := self.ledger.leases.get(lease_id)) is None:
+            return False
+        is_newer, uuid = (ahead.granted_at_s or self.now.mono_s) >= record.requested_at_s, gpu.device.uuid
+        return is_newer and self.lent.get(uuid, self.by_uuid.get(uuid, record.lease.id)) == record.lease.id
+
+    def _open_nodes(self) -> Collection[str]:
+        """Nodes that have a free GPU, or one that is lent."""
+        free, lent = self.ledger.fleet.free, self._find_lent()
+        return dict.fromkeys([*free, *lent]) if lent else free
 
     def _gpus_of_gang(self, record: LeaseRecord, limited: LimitedDemand, most_sets: int) -> list[GpuRecord]:
         """The same for a gang: on so many times as many nodes as it asks for, of those that lack the fewest. A node
         keeps no more for it than it needs there. Looks at nodes without a free GPU until there are enough."""
-        demand, sets = limited.demand, list[tuple[int, str, str, list[_Serving]]]()
+        demand, sets, open_nodes = limited.demand, list[tuple[int, str, str, list[_Serving]]](), self._open_nodes()
         for model, by_node in find_candidates(self.ledger, demand).by_model.items():
             found: dict[str, list[_Serving]] = {}
-            for node in sorted(by_node, key=lambda one: one not in self.ledger.fleet.free):
+            for node in sorted(by_node, key=lambda one: one not in open_nodes):
                 reach = reach_of(self.ledger, demand, node)
-                if reach is None or (node not in self.ledger.fleet.free and len(found.get(reach, ())) >= demand.nodes):
+                if reach is None or (node not in open_nodes and len(found.get(reach, ())) >= demand.nodes):
                     continue
                 one = self._serving(record, limited, node, by_node[node])
                 if one is not None:
@@ -274,6 +309,9 @@ class Reservations:
         wanted = set_to_wait_for(self.ledger, demand, node, able, needed)
         not_others = (gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id)
         own = [gpu for gpu in not_others if gpu.device.uuid in wanted]
+        if node in self._find_lent():
+            lent = [gpu for gpu in able if gpu.device.uuid in wanted and self._is_lent_by(record, gpu)]
+            own = sorted([*own, *lent], key=lambda gpu: gpu.device.index)
         return _Serving(needed - len(own), node, own)
 
     def is_free(self, gpu: GpuRecord) -> bool:
