@@ -412,8 +412,8 @@ def test_one_with_a_limit_in_common_delays_the_first(kind: str) -> None:
     world = world_of(easy_backfill=True, max_bypass=3, a=4, b=4)
     name, members = ("ann", ()) if kind == "user" else ("lab", ("ann", "cat"))
     world.limit(name, kind, members=members, max_gpus=4)
-    listed(world, 3, node="a", time_s=10 * HOUR_S, user="bob")
-    listed(world, 3, node="b", time_s=HOUR_S, user="bob")
+    listed(world, 3, node="a", time_s=10 * HOUR_S, user="dan")
+    listed(world, 3, node="b", time_s=HOUR_S, user="dan")
     first = ask(world, 4, user="ann")
 
     pass_by(world, 1, node="a", time_s=5 * HOUR_S, user="bob")

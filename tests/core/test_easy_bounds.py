@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gpulease_protocol.model import LeaseState
 from tests.core.test_bypass import ask, explained, give_back, is_active, pass_by, world_of
-from tests.core.test_easy_backfill import HOUR_S, listed, pass_time, withdraw
+from tests.core.test_easy_backfill import DAY_S, HOUR_S, SETTLES_S, listed, pass_time, passed, sentence, withdraw
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -50,3 +52,45 @@ def test_what_has_run_ahead_is_kept_for_the_one_that_waits_longest() -> None:
     give_back(world, ahead)
     assert (len(explained(world, first).held), len(explained(world, second).held)) == (3, 2)
     withdraw(world, first, second)
+
+
+@pytest.mark.parametrize("max_bypass", [0, 3])
+def test_who_has_a_lease_in_the_way_does_not_run_ahead_because_of_its_end(max_bypass: int) -> None:
+    """They could give it back at once, and the first would wait for what ran ahead."""
+    world = world_of(easy_backfill=True, max_bypass=max_bypass)
+    listed(world, 3, time_s=30 * DAY_S, user="eve")
+    first = ask(world, 4, user="ann")
+
+    of_another = ask(world, time_s=HOUR_S, user="fay")
+    same_user = ask(world, time_s=HOUR_S, user="eve")
+
+    assert is_active(world, of_another, same_user) == [True, max_bypass > 0]
+    assert passed(world, first) == (max_bypass > 0), "by the grant to eve, where that is allowed"
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_where_one_user_waits_their_own_ends_count(others_wait: bool) -> None:
+    """Another one may ask for the same behind them."""
+    world = world_of(easy_backfill=True, max_bypass=0)
+    listed(world, 3, time_s=10 * HOUR_S, user="eve")
+    ask(world, 4, user="eve")
+    if others_wait:
+        ask(world, 4, user="ann")
+
+    assert (ask(world, time_s=HOUR_S, user="eve").state is LeaseState.ACTIVE) is not others_wait
+
+
+@pytest.mark.parametrize(("over_s", "starts"), [(-1.0, True), (1.0, False)])
+def test_no_one_runs_ahead_for_more_than_a_day(over_s: float, *, starts: bool) -> None:
+    world = world_of(easy_backfill=True, max_bypass=0)
+    listed(world, 3, time_s=30 * DAY_S, user="bob")
+    first = ask(world, 4)
+    asked = ask(world, user="eve")
+    said = re.search(r"With a `time_s` of at most (\d+) s it could start now", sentence(world, asked))
+    withdraw(world, asked)
+
+    longer = ask(world, time_s=DAY_S - SETTLES_S + over_s, user="eve")
+
+    assert said is not None
+    assert float(said.group(1)) == DAY_S - SETTLES_S
+    assert is_active(world, first, longer) == [False, starts]

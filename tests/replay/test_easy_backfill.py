@@ -39,14 +39,18 @@ class Running(NamedTuple):
     granted_s: float
     is_ahead: bool
     """It ran ahead of others."""
+    user: str | None
 
 
-def served_s(count: int, idle: int, running: Sequence[Running], now_s: float, asked_s: float = math.inf) -> float:
+def served_s(
+    count: int, idle: int, running: Sequence[Running], now_s: float, asked_s: float = math.inf, by: str | None = None
+) -> float:
     """From when on so many GPUs are free, with so many that are free or drain now. Who ran ahead of one that asked at
-    this time is not waited for."""
+    this time is not waited for, nor is the user who wants to."""
     times = [now_s] * idle
     for one in running:
-        times += [now_s if one.is_ahead and one.granted_s >= asked_s else one.declared_s] * one.gpus
+        is_now = (one.is_ahead and one.granted_s >= asked_s) or (by is not None and one.user == by)
+        times += [now_s if is_now else one.declared_s] * one.gpus
     return sorted(times)[count - 1]
 
 
@@ -65,9 +69,10 @@ def easy(requests: Sequence[RecordedRequest], gpus: int) -> tuple[dict[str, floa
             for one in waiting:
                 count, time_s = one.demand.count, one.demand.time_s or 0.0
                 idle = gpus - sum(some.gpus for some in running)
-                until_s = [served_s(some.demand.count, idle, running, now_s, some.asked_at_s) for some in left]
+                by = one.user if any(some.user != one.user for some in waiting if some.id not in starts) else None
+                until_s = [served_s(some.demand.count, idle, running, now_s, some.asked_at_s, by) for some in left]
                 if count <= idle - draining and all(now_s + time_s + SETTLES_S <= at_s for at_s in until_s):
-                    running.append(Running(now_s + one.duration_s, now_s + time_s, count, now_s, bool(left)))
+                    running.append(Running(now_s + one.duration_s, now_s + time_s, count, now_s, bool(left), one.user))
                     starts[one.id] = now_s
                     continue
                 if not left:

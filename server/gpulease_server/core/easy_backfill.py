@@ -18,6 +18,8 @@ as free now.
 - A grant counts no bypass for those that it does not delay, and one for all others, as any grant.
 - It may take GPUs that are held, if it delays none of the requests that were bypassed as often or as long as they may
   be. So the bound of `core.backfill` protects all others, as if no one declared a time.
+- Leases of the user who is to run ahead count as free now, unless no one else waits: they could be given back at once.
+- Who takes longer than `MAX_AHEAD_S` runs ahead of no one.
 - Who shares a limit counts as delayed: the older one may need what is used of that on other nodes.
 - A request under a limit of GPU-hours, or of a token with a budget, is granted as any other: what it uses is not given
   back.
@@ -47,6 +49,7 @@ from dataclasses import dataclass, field
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, LeaseState
 from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
+from gpulease_server.core.limit_records import user_key
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.shadow_time import serves_s, settling_s
@@ -55,6 +58,9 @@ from gpulease_server.core.user_limits import LimitedDemand
 MAX_AHEAD = 64
 """How many requests, or kinds of them, a turn comes to when all free GPUs are held; and for how many demands, oldest
 first, it is looked at whether a grant delays them."""
+MAX_AHEAD_S = 24 * 3600.0
+"""For how long a lease that runs ahead may have its GPUs, with all that passes until they are free: so long it may be
+in the way of those that it passed, if others give back before their time."""
 MAX_HELD = 256
 """How many GPUs that are held for others are looked at."""
 MAX_TOLD = 8
@@ -70,12 +76,15 @@ class EasyBackfill:
     """What requests that declare their time may have in a turn, beside what is left for everyone."""
 
     reservations: Reservations
-    _serves_s: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By lease id and node."""
+    _serves_s: dict[tuple[str, str, tuple[str | None, ...]], float] = field(default_factory=dict)
+    """By lease id, node, and users whose leases count as free now."""
+    _users_on: dict[str, frozenset[str | None]] = field(default_factory=dict)
+    """By node, the users who have leases there."""
     _usable: dict[str, frozenset[str]] = field(default_factory=dict)
     """By lease id, the GPUs that could serve an older request."""
-    _until_s: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """By held GPU, until when it may be had, and of how many requests that is known."""
+    _until_s: dict[tuple[str, tuple[str | None, ...]], tuple[int, float]] = field(default_factory=dict)
+    """By held GPU and user who has leases on its node: until when it may be had, and of how many requests that is
+    known."""
     _held: list[str] = field(default_factory=list)
     _seen: int = 0
     """How many GPUs were reserved when these were found."""
@@ -88,7 +97,8 @@ class EasyBackfill:
         time_s, reservations = record.lease.demand.time_s, self.reservations
         if time_s is None or not reservations.policy.easy_backfill or not self._may_run_ahead(record):
             return None
-        return reservations.now.mono_s + time_s + settling_s(record, reservations.policy)
+        taken_s = time_s + settling_s(record, reservations.policy)
+        return reservations.now.mono_s + taken_s if taken_s <= MAX_AHEAD_S else None
 
     def place(self, record: LeaseRecord, find: Find) -> Placed | NeedsReading | None:
         """GPUs for a request that is blocked, also of those that are held for others whom it does not delay; None if
@@ -99,7 +109,7 @@ class EasyBackfill:
         held = self._find_held()
         if not self._may_fit(demand, held):
             return None
-        opened = {uuid for uuid in held if end_s <= self._free_until_s(uuid)}
+        opened = {uuid for uuid in held if end_s <= self._free_until_s(uuid, record.lease.holder.user)}
         if not self._may_fit(demand, opened):
             return None
         found = find(self.reservations.by_uuid.keys() - opened)
@@ -113,15 +123,15 @@ class EasyBackfill:
             return None
         for uuid in self._find_held():
             if reservations.by_uuid[uuid] != record.lease.id:
-                times.setdefault(self._free_until_s(uuid), set()).add(uuid)
+                times.setdefault(self._free_until_s(uuid, record.lease.holder.user), set()).add(uuid)
         for until_s in sorted(times, reverse=True)[:MAX_TIMES]:
             opened |= times[until_s]
-            left_s = until_s - reservations.now.mono_s - settling_s(record, reservations.policy)
+            left_s = min(until_s - reservations.now.mono_s, MAX_AHEAD_S) - settling_s(record, reservations.policy)
             if left_s <= 0:
                 return None
             fits = self._may_fit(record.lease.demand, opened)
             if fits and not isinstance(find(reservations.by_uuid.keys() - opened), Blocked):
-                return None if left_s == math.inf else left_s
+                return None if until_s == math.inf else left_s
         return None
 
     def take(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:
@@ -130,14 +140,14 @@ class EasyBackfill:
 
     def undelayed(self, record: LeaseRecord, gpus: Iterable[GpuRecord], blocked: BlockedRequests) -> Undelayed:
         """The older requests that a grant of these GPUs passes, and does not delay. To be asked before it is made."""
-        end_s, gpus = self.end_s(record), tuple(gpus)
+        end_s, gpus, user = self.end_s(record), tuple(gpus), record.lease.holder.user
         if end_s is None:
             return NONE_UNDELAYED
         found, told, limited = set[LimitedDemand](), list[str](), self._demands_limited_with(record)
         for demand in itertools.islice(blocked.could_use(gpus), MAX_AHEAD):
             oldest = blocked.oldest(demand)
             nodes = {gpu.device.node for gpu in gpus if gpu.device.uuid in self._usable_for(oldest)}
-            if demand.demand in limited or any(end_s > self._node_serves_s(oldest, node) for node in nodes):
+            if demand.demand in limited or any(end_s > self._node_serves_s(oldest, node, user) for node in nodes):
                 continue
             found.add(demand)
             if len(told) < MAX_TOLD:
@@ -195,26 +205,39 @@ class EasyBackfill:
             self._held = list(itertools.islice(held, MAX_HELD))
         return {uuid for uuid in self._held if reserved[uuid] in held_for}  # others were taken after a reading
 
-    def _free_until_s(self, uuid: str) -> float:
-        """Until when a held GPU may be had without delay for those that were bypassed as often as they may be."""
+    def _free_until_s(self, uuid: str, user: str | None) -> float:
+        """Until when a user may have a held GPU without delay for those that were bypassed as often as they may be."""
         reservations = self.reservations
-        looked_at, until_s = self._until_s.get(uuid, (0, math.inf))
+        node = reservations.ledger.gpus[uuid].device.node
+        key = uuid, self._at_once(node, user)
+        looked_at, until_s = self._until_s.get(key, (0, math.inf))
         if looked_at < len(reservations.due):
-            node = reservations.ledger.gpus[uuid].device.node
             for older in itertools.islice(reservations.due.values(), looked_at, None):
                 if until_s <= reservations.now.mono_s:
                     break
                 if uuid in self._usable_for(older):
-                    until_s = min(until_s, self._node_serves_s(older, node))
-            self._until_s[uuid] = len(reservations.due), until_s
+                    until_s = min(until_s, self._node_serves_s(older, node, user))
+            self._until_s[key] = len(reservations.due), until_s
         return until_s
 
-    def _node_serves_s(self, older: LeaseRecord, node: str) -> float:
-        """Before this time a node cannot serve an older request. Grants of the turn only make it later."""
-        key = older.lease.id, node
+    def _node_serves_s(self, older: LeaseRecord, node: str, user: str | None) -> float:
+        """Before this time a node cannot serve an older request if this user runs ahead. Grants of the turn only make
+        it later."""
+        at_once = self._at_once(node, user)
+        key = older.lease.id, node, at_once
         if key not in self._serves_s:
-            self._serves_s[key] = serves_s(self.reservations, older, node)
+            self._serves_s[key] = serves_s(self.reservations, older, node, at_once)
         return self._serves_s[key]
+
+    def _at_once(self, node: str, user: str | None) -> tuple[str | None, ...]:
+        """The user, if they have leases on a node, which they could give back at once, and others wait."""
+        ledger = self.reservations.ledger
+        if ledger.limits.queued[user_key(user)] == ledger.waiting_count:
+            return ()
+        if node not in self._users_on:
+            found = (ledger.leases.get(gpu.lease_id or "") for gpu in ledger.fleet.gpus_of_node.get(node, {}).values())
+            self._users_on[node] = frozenset(one.lease.holder.user for one in found if one is not None)
+        return (user,) if user in self._users_on[node] else ()
 
     def _usable_for(self, older: LeaseRecord) -> frozenset[str]:
         if older.lease.id not in self._usable:

@@ -11,6 +11,7 @@ meantime (`core.easy_backfill`) on the early one. What is not known is early *no
 | leased for a declared time, or for that of a token's budget | that is over | `settling_s` after that |
 | the same, by a token with GPU-hours a day | now: they may be used sooner | `settling_s` after that |
 | the same, and it ran ahead of the request | now: it is not to be waited for in turn | `settling_s` after that |
+| the same, of the user who is to run ahead | now: they may give it back at once | `settling_s` after that |
 | draining | now | `2 * retained_memory_s` after the end of its lease; beyond that not known |
 | leased without a time, or for longer than it could be | now | not known |
 | foreign, cordoned, unhealthy, on a silent or paused node | now | not known |
@@ -20,7 +21,7 @@ A daemon that restarts gives a lease up to 5 minutes more, see `runtime.outage`;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gpulease_protocol.model import Demand, LeaseState, TopologyMode
 from gpulease_server.core.backfill import Reservations
@@ -63,14 +64,18 @@ def declared_end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float |
     return min(found, default=None)
 
 
-def earliest_s(reservations: Reservations, waiting: LeaseRecord, gpu: GpuRecord) -> float:
+def earliest_s(
+    reservations: Reservations, waiting: LeaseRecord, gpu: GpuRecord, at_once: Collection[str | None] = ()
+) -> float:
     """Before this time a GPU is not free for a waiting request, unless a holder gives it back; now where that is not
-    known."""
+    known. `at_once`: users whose leases count as free now."""
     ledger, now = reservations.ledger, reservations.now
     record = ledger.leases.get(gpu.lease_id or "")
     if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
         return now.mono_s
     if record.lease.id in ledger.ran_ahead and (record.granted_at_s or now.mono_s) >= waiting.requested_at_s:
+        return now.mono_s
+    if record.lease.holder.user in at_once:
         return now.mono_s
     budget = ledger.budgets.get(record.lease.holder.token_id or "")
     if budget is not None and budget.budget.gpu_hours_per_day is not None:
@@ -111,14 +116,18 @@ def enough_at_s(
     return None
 
 
-def serves_s(reservations: Reservations, waiting: LeaseRecord, node: str) -> float:
+def serves_s(
+    reservations: Reservations, waiting: LeaseRecord, node: str, at_once: Collection[str | None] = ()
+) -> float:
     """Before this time a node cannot serve a waiting request, unless a holder gives GPUs back; infinity if it never
-    can. Now where that is not known. Costs a look at the GPUs of the node."""
+    can. Now where that is not known. `at_once`: users whose leases count as free now. Costs a look at the GPUs of the
+    node."""
     ledger, demand = reservations.ledger, waiting.lease.demand
     found = [float("inf")]
     for by_node in find_candidates(ledger, demand).by_model.values():
         if uuids := by_node.get(node):
-            times = [(earliest_s(reservations, waiting, gpu), gpu) for gpu in (ledger.gpus[uuid] for uuid in uuids)]
+            gpus = (ledger.gpus[uuid] for uuid in uuids)
+            times = [(earliest_s(reservations, waiting, gpu, at_once), gpu) for gpu in gpus]
             at_s = enough_at_s(ledger, demand, node, times, gpus_needed(demand, uuids))
             found.append(reservations.now.mono_s if at_s is None else at_s)
     return min(found)
