@@ -452,6 +452,7 @@ class World:
             apart = ledger.demand_classes.apart
             told_apart = apart is None or lease.holder.user in apart or token_id is not None
             told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
+            told_apart = told_apart or (ledger.demand_classes.timed_apart and lease.demand.time_s is not None)
             user = lease.holder.user if told_apart else None
             found.setdefault(ClassKey(lease.demand, user, token_id, array_id), []).append(place)
         classes = ledger.demand_classes.classes

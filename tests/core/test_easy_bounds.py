@@ -6,9 +6,20 @@ import re
 
 import pytest
 
+from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import LeaseState
 from tests.core.test_bypass import ask, explained, give_back, is_active, pass_by, world_of
-from tests.core.test_easy_backfill import DAY_S, HOUR_S, SETTLES_S, listed, pass_time, passed, sentence, withdraw
+from tests.core.test_easy_backfill import (
+    DAY_S,
+    HOUR_S,
+    SETTLES_S,
+    leaves_a_process,
+    listed,
+    pass_time,
+    passed,
+    sentence,
+    withdraw,
+)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -94,3 +105,25 @@ def test_no_one_runs_ahead_for_more_than_a_day(over_s: float, *, starts: bool) -
     assert said is not None
     assert float(said.group(1)) == DAY_S - SETTLES_S
     assert is_active(world, first, longer) == [False, starts]
+
+
+@pytest.mark.parametrize("why", ["its token has a budget", "its user has a lease in the way", "its user is late"])
+def test_one_that_may_not_run_ahead_keeps_no_one_from_it_who_asks_for_the_same(why: str) -> None:
+    """Not even while it is passed less often than it may be."""
+    world = world_of(easy_backfill=True, max_bypass=2)
+    listed(world, 3, time_s=10 * HOUR_S, user="eve" if why == "its user has a lease in the way" else "bob")
+    if why != "its user is late":
+        listed(world, 2, user="cat")
+    first = ask(world, 4, user="ann")
+    if why == "its user is late":
+        leaves_a_process(world, ask(world, user="eve", time_s=60.0))
+        pass_time(world, world.policy.leftover_after_s)
+    what = {"token": "t", "budget": Budget(gpu_hours_per_day=5.0)} if why == "its token has a budget" else {}
+    own = [ask(world, user="cat"), ask(world, user="cat")]
+    same = [ask(world, user=user, time_s=60.0, **what) for user, what in (("eve", what), ("fay", {}), ("gus", {}))]
+    assert is_active(world, *own, *same) == [True, True, False, False, False]
+
+    for one in own:
+        give_back(world, one)
+
+    assert is_active(world, first, *same) == [False, False, True, True]

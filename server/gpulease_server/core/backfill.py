@@ -47,7 +47,7 @@ seconds start again.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -345,12 +345,19 @@ class BlockedRequests:
     """The requests that cannot be granted in this turn, by demand and by what their user's limit leaves for it."""
 
     reservations: Reservations
+    chance: Callable[[LeaseRecord], Hashable | None] = lambda _: None
+    """What tells requests apart that may run ahead and ask for the same; None for one that may not."""
+    _tried: set[tuple[LimitedDemand, Hashable]] = field(default_factory=set)
+    """The chances of those that were blocked."""
     _usable: dict[LimitedDemand, frozenset[str]] = field(default_factory=dict)
     _waiting: dict[LimitedDemand, list[LeaseRecord]] = field(default_factory=dict)
 
     def has(self, record: LeaseRecord) -> bool:
         """True when an older request with the same demand waits, so that this one cannot be granted either."""
-        return self.reservations.users.demand_within(record.lease) in self._waiting
+        demand = self.reservations.users.demand_within(record.lease)
+        if demand not in self._waiting:
+            return False
+        return (chance := self.chance(record)) is None or (demand, chance) in self._tried
 
     def add(self, record: LeaseRecord, usable: frozenset[str] = frozenset()) -> None:
         """Add a request that waits; `usable` are the UUIDs of the GPUs that could serve it later, if its
@@ -358,6 +365,8 @@ class BlockedRequests:
         demand = self.reservations.users.demand_within(record.lease)
         if demand not in self._waiting:
             self._usable[demand] = usable
+        if (chance := self.chance(record)) is not None:
+            self._tried.add((demand, chance))
         self._waiting.setdefault(demand, []).append(record)
         self.reservations.reserve_if_due(record)
 

@@ -112,6 +112,8 @@ class DemandClasses:
 
     apart: UsersApart = NO_USERS
     """The users who have classes of their own, because there are limits for them; all where their usage counts."""
+    timed_apart: bool = False
+    """Whether all users have classes of their own for what they ask with a time: some may run ahead, others not."""
     classes: dict[ClassKey, DemandClass] = field(default_factory=dict)
     class_of: dict[str, DemandClass] = field(default_factory=dict)
     """By lease id."""
@@ -142,6 +144,7 @@ class DemandClasses:
         lease, place = record.lease, (record.number, record.lease.id)
         told_apart = self.apart is None or lease.holder.token_id is not None or lease.holder.user in self.apart
         told_apart = told_apart or lease.demand.priority is Priority.INTERACTIVE
+        told_apart = told_apart or (self.timed_apart and lease.demand.time_s is not None)
         key = ClassKey(lease.demand, lease.holder.user if told_apart else None, lease.holder.token_id, array_id)
         if lease.id in self.class_of:
             if self.class_of[lease.id].key == key:
@@ -257,9 +260,11 @@ class DemandClasses:
         while self.pauses and self.pauses[0][1] not in paused:
             heapq.heappop(self.pauses)
 
-    def divide(self, queued: Iterable[LeaseRecord], apart: UsersApart, put: Callable[[LeaseRecord], None]) -> None:
+    def divide(
+        self, queued: Iterable[LeaseRecord], apart: UsersApart, timed_apart: bool, put: Callable[[LeaseRecord], None]
+    ) -> None:
         """Group the requests again, with these users told apart; `put` adds one of them."""
-        self.apart = apart
+        self.apart, self.timed_apart = apart, timed_apart
         for part in (self.classes, self.class_of, self.of_user, self.of_demand, self.timed, self.heads):
             part.clear()
         for record in queued:
@@ -268,7 +273,11 @@ class DemandClasses:
     def copy(self) -> DemandClasses:
         """An independent copy."""
         made = DemandClasses(
-            self.apart, steps=self.steps.copy(), lowest_step=self.lowest_step, pauses=self.pauses.copy()
+            self.apart,
+            self.timed_apart,
+            steps=self.steps.copy(),
+            lowest_step=self.lowest_step,
+            pauses=self.pauses.copy(),
         )
         for key, members in self.classes.items():
             within = {kind: one.copy() for kind, one in members.bypassed_within.items()}

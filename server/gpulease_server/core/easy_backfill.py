@@ -100,6 +100,15 @@ class EasyBackfill:
         taken_s = time_s + settling_s(record, reservations.policy)
         return reservations.now.mono_s + taken_s if taken_s <= MAX_AHEAD_S else None
 
+    def chance(self, record: LeaseRecord) -> tuple[str | None, ...] | None:
+        """What a request that may run ahead shares with those for which the same GPUs open: nothing with a user who
+        has leases or limits. None for one that may not run ahead."""
+        if self.end_s(record) is None:
+            return None
+        ledger, user = self.reservations.ledger, record.lease.holder.user
+        has_some = ledger.limits.leases[user_key(user)] or self.reservations.users.applied(record.lease)
+        return (user,) if has_some else ()
+
     def place(self, record: LeaseRecord, find: Find) -> Placed | NeedsReading | None:
         """GPUs for a request that is blocked, also of those that are held for others whom it does not delay; None if
         there are none."""

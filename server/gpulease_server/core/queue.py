@@ -51,8 +51,8 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     late_nodes = {node for node, since_s in turn.requested_readings.items() if since_s < latest_s}
     users = usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     reservations = Reservations(turn.ledger, turn.now, turn.policy, users, late_nodes)
-    blocked, order = BlockedRequests(reservations), UserOrder(reservations)
     ahead = EasyBackfill(reservations)
+    blocked, order = BlockedRequests(reservations, ahead.chance), UserOrder(reservations)
     choose_first(turn, reservations)
     rankings = NodeRankings(reservations.taken)
     walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)

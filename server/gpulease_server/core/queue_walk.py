@@ -17,8 +17,9 @@ within the walk.
 A class is looked at again behind the request at which that changed which its members share: what their user, group
 and token have, and how many jobs of their array run.
 
-Where usage counts, each user has classes of their own, of which many ask for the same. When one of these is blocked the
-others are too: those with nothing set apart are *dropped* from the walk at once.
+Where usage counts, and for requests with a time where these may run ahead, each user has classes of their own, of which
+many ask for the same. When one of these is blocked the others are too where usage alone tells them apart: those with
+nothing set apart are *dropped* from the walk at once.
 
 Skipped and dropped requests count for a grant behind them, which bypasses them. They are *listed* only then, and only
 where they could use what is granted. A request whose pause has just ended is in no class, and looked at by itself.
@@ -50,6 +51,8 @@ Limiter = LimitKey | tuple[str, str | None]
 """What limits a class, beside others, by what changes within a walk: user, group, token, or `array` and its id."""
 
 
+SKIPPED_AT_ONCE = 16
+"""So many requests that are skipped cost as much as one that is looked at."""
 MOST_KEPT = 16
 """A walk drops classes that ask for the same if there are no more than so many times as many others."""
 
@@ -99,8 +102,8 @@ class QueueWalk:
     _first: frozenset[str] = frozenset()
     """The requests that go before all others, or keep their places."""
     _only_new: bool = False
-    _looked: int = 0
-    """How many requests it has come to since no GPU is left."""
+    _looked: float = 0
+    """How many requests it has come to since no GPU is left; those that are skipped count less."""
     _heap: list[tuple[OrderedPlace, int, DemandClass | None]] = field(default_factory=list)
     """The next request of each class, or one without a class; the numbers make all entries different."""
     _entries: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -138,11 +141,14 @@ class QueueWalk:
                 return
             self._at, record = place, self.ledger.leases[place[3]]
             self._step = classes.group_of(record.lease.demand, record.lease.holder.user)[1]
-            self._looked += not self.reservations.is_any_left
+            was_any_left = self.reservations.is_any_left
             if members is not None:
                 self._passed[members] = place[2:]
             before = self._limit_state(record) if self._by_limiter else None
-            if self._must_look_at(record, members):
+            must_look = self._must_look_at(record, members)
+            if not was_any_left:
+                self._looked += 1 if must_look else 1 / SKIPPED_AT_ONCE
+            if must_look:
                 request = self.new.get(record.lease.id)
                 yield record
                 self._push_added(request)
@@ -199,7 +205,7 @@ class QueueWalk:
 
     def _begin(self) -> None:
         apart = None if self.reservations.policy.fair_share else self.reservations.users.limited_users
-        classes = self.ledger.classes_by_user(apart)
+        classes = self.ledger.classes_by_user(apart, timed_apart=self.reservations.policy.easy_backfill)
         if self.last is not None:
             self._end = self.ledger.ordered_place(self.last)
         if self._is_over():
@@ -285,6 +291,8 @@ class QueueWalk:
     def _depends_on_user_alone(self, members: DemandClass) -> bool:
         """True for a class of which nothing but the usage of its user sets others apart that ask for the same."""
         policy, users, key = self.reservations.policy, self.reservations.users, members.key
+        if policy.easy_backfill and key.demand.time_s is not None:
+            return False  # some may run ahead, others not
         if not policy.fair_share or nodes_to_reserve(0, 0.0, policy) or key.demand.priority is Priority.INTERACTIVE:
             return False
         return (key.token_id, key.array_id) == (None, None) and not users.has_limit(key.user)

@@ -140,11 +140,15 @@ class RequestQueue:
         within = {kind: found[lease.id] for kind, found in self.limit_bypasses.items() if lease.id in found}
         self.demand_classes.put(record, array_id, self.bypasses.get(lease.id), within)
 
-    def classes_by_user(self, apart: UsersApart) -> DemandClasses:
-        """The queue by what is asked for; and by user for these users, or all."""
-        if self.demand_classes.apart is not apart:
-            self.demand_classes.divide(self.queued(), apart, self._classify)
-        return self.demand_classes
+    def classes_by_user(self, apart: UsersApart, *, timed_apart: bool | None = None) -> DemandClasses:
+        """The queue by what is asked for; and by user for these users, or all. `timed_apart`: and for all requests with
+        a time; None for as before."""
+        classes = self.demand_classes
+        if classes.apart is not apart or timed_apart not in (None, classes.timed_apart):
+            classes.divide(
+                self.queued(), apart, classes.timed_apart if timed_apart is None else timed_apart, self._classify
+            )
+        return classes
 
     def _waits_no_more(self, lease: Lease) -> None:
         self.go_first.pop(lease.id, None)
