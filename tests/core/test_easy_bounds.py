@@ -8,6 +8,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import LeaseState
+from tests.core.build import gpu, uuid
 from tests.core.test_bypass import ask, explained, give_back, is_active, pass_by, world_of
 from tests.core.test_easy_backfill import (
     DAY_S,
@@ -18,6 +19,7 @@ from tests.core.test_easy_backfill import (
     pass_time,
     passed,
     sentence,
+    waits_for_all,
     withdraw,
 )
 
@@ -127,3 +129,19 @@ def test_one_that_may_not_run_ahead_keeps_no_one_from_it_who_asks_for_the_same(w
         give_back(world, one)
 
     assert is_active(world, first, *same) == [False, False, True, True]
+
+
+def test_beside_what_is_left_of_one_that_ran_ahead_gpus_are_held_for_an_hour() -> None:
+    world = world_of(easy_backfill=True, max_bypass=0)
+    first = waits_for_all(world, held_s=10 * HOUR_S)
+    left = leaves_a_process(world, ask(world, user="eve", time_s=60.0))
+    pass_time(world, HOUR_S - 10)
+    assert len(explained(world, first).held) == 2
+
+    pass_time(world, 10)
+
+    assert explained(world, first).held == ()
+    assert ask(world, 2, user="fay").state is LeaseState.ACTIVE
+    world.nodes["a"][left] = gpu(left)
+    pass_time(world, 1)
+    assert set(explained(world, first).held) == {uuid(left)}

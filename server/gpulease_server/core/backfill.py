@@ -11,10 +11,9 @@ What is held
 All free GPUs of a node that the older request could use (its node, model, memory and list of GPUs), and only on a node
 where enough such GPUs are free or will be when leases end. It is not known when a GPU comes back that is foreign,
 cordoned, unhealthy, prohibited, on a silent node, or draining for longer than retained memory explains
-(`2 * retained_memory_s`), unless its lease ran ahead of others. Where the older request would need one of those,
-nothing is held on that node and its other GPUs go to other requests. So nothing is held for a request that can never be
-served, or that waits for an absent node. Its bypass count is kept, and from the moment that the GPU is back the others
-are held.
+(`2 * retained_memory_s`; `MAX_LEFTOVER_S` if its lease ran ahead of others). Where the older request would need one of
+those, nothing is held on that node and its other GPUs go to other requests. So nothing is held for a request that can
+never be served, or that waits for an absent node. Its bypass count is kept, and once the GPU is back others are held.
 
 With several nodes: first on the node that lacks the fewest GPUs; each time that the bound is reached again, on twice as
 many. So eight GPUs for one request leave at most seven idle at first, and yet long leases on one node cannot keep it
@@ -73,6 +72,8 @@ from gpulease_server.core.user_limits import LimitedDemand, UserUsage
 
 MAX_RECOUNTED_DEMANDS = 100
 """For how many different demands bypasses are counted again after a restart, oldest first."""
+MAX_LEFTOVER_S = 3600.0
+"""So long GPUs are held beside one on which something is left of a lease that ran ahead, from the end of that."""
 ALL_NODES = 2**30
 
 
@@ -130,9 +131,8 @@ class Reservations:
     """The GPUs of the last of these nodes that were not looked at yet; those before are taken for good."""
     _nothing_to_reserve: set[LimitedDemand] = field(default_factory=set)
     _lent_on: dict[str, list[GpuRecord]] = field(default_factory=dict)
-    """By node, the GPUs of leases that ran ahead."""
     _lent_to: int = 0
-    """How many leases had run ahead when these were found."""
+    """By node, the GPUs of leases that ran ahead; and how many these are."""
     held_for: dict[str, int] = field(default_factory=dict)
     """By lease id, the requests that were bypassed as often or as long as they may be: on how many nodes GPUs are held
     for each."""
@@ -310,8 +310,8 @@ class Reservations:
         not_others = (gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id)
         own = [gpu for gpu in not_others if gpu.device.uuid in wanted]
         if node in self._find_lent():
-            lent = [gpu for gpu in able if gpu.device.uuid in wanted and self._is_lent_by(record, gpu)]
-            own = sorted([*own, *lent], key=lambda gpu: gpu.device.index)
+            own += [gpu for gpu in able if gpu.device.uuid in wanted and self._is_lent_by(record, gpu)]
+            own.sort(key=lambda gpu: gpu.device.index)
         return _Serving(needed - len(own), node, own)
 
     def is_free(self, gpu: GpuRecord) -> bool:
@@ -326,7 +326,7 @@ class Reservations:
         since_s = self.ledger.draining_since.get(gpu.device.uuid, self.now.mono_s)
         if state is GpuState.DRAINING and self.now.mono_s - since_s > self.policy.retained_memory_s * 2:
             # What one that ran ahead leaves behind must not void what is held for those that it passed.
-            return gpu.lease_id in self.ledger.ran_ahead
+            return gpu.lease_id in self.ledger.ran_ahead and self.now.mono_s - since_s <= MAX_LEFTOVER_S
         left = (gpu.device.memory_total_bytes or 0) - (gpu.baseline_bytes or 0)
         return left >= (demand.min_free_memory_bytes or 0)
 

@@ -24,7 +24,7 @@ as free now.
 - A request under a limit of GPU-hours, or of a token with a budget, is granted as any other: what it uses is not given
   back.
 - Nothing ends the processes of a plain lease with its time. While what is left of one that ran ahead keeps a GPU from
-  being clean, what is held for those that it passed stays held, and its user runs ahead of no one.
+  being clean, what is held for those that it passed stays held for `MAX_LEFTOVER_S`, and its user runs ahead of no one.
 - Priorities and usage decide who waits first, and go on doing so.
 
 Bounds: with nothing left that is not held, a turn comes to `MAX_AHEAD` requests or kinds of these and no more; who is
