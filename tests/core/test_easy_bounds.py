@@ -8,6 +8,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import LeaseState
+from gpulease_server.core import easy_backfill
 from tests.core.build import gpu, uuid
 from tests.core.test_bypass import ask, explained, give_back, is_active, pass_by, world_of
 from tests.core.test_easy_backfill import (
@@ -145,3 +146,35 @@ def test_beside_what_is_left_of_one_that_ran_ahead_gpus_are_held_for_an_hour() -
     world.nodes["a"][left] = gpu(left)
     pass_time(world, 1)
     assert set(explained(world, first).held) == {uuid(left)}
+
+
+def test_a_turn_looks_once_at_each_node_for_those_who_ask_for_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever times they declare."""
+    world = world_of(easy_backfill=True, max_bypass=0, a=4, b=4, c=4)
+    for name in world.nodes:
+        listed(world, 3, node=name, time_s=10 * HOUR_S, user="bob")
+    for number in range(20):
+        ask(world, 4, user="ann", time_s=HOUR_S + number)
+    for user in ("eve", "fay", "gus"):
+        ask(world, user=user, time_s=20 * HOUR_S)
+    looks, look = [], easy_backfill.serves_s
+    monkeypatch.setattr(easy_backfill, "serves_s", lambda *args: looks.append(args[2]) or look(*args))
+
+    pass_time(world, 0.0)
+    turns = 1 + 2 * len(world.nodes)
+
+    assert len(looks) <= 2 * len(world.nodes) * turns, "once for those who want all GPUs, and once for who wants one"
+    assert {*looks} == {*world.nodes}
+
+
+def test_with_too_much_to_look_at_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(easy_backfill, "MAX_LOOKS", 20)
+    world = world_of(easy_backfill=True, max_bypass=0, a=8)
+    listed(world, 7, time_s=10 * HOUR_S, user="bob")
+    ask(world, 8, user="ann")
+    waiting = [ask(world, 8, user="ann", min_free_memory_bytes=1 + number) for number in range(10)]
+    asked = ask(world, user="eve", time_s=60.0)
+    assert asked.state is LeaseState.QUEUED
+    withdraw(world, *waiting)
+
+    assert is_active(world, asked) == [True]

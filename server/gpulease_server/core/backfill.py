@@ -243,12 +243,12 @@ class Reservations:
 
     def _is_all_for_others(self, record: LeaseRecord, node: str) -> bool:
         """True where each free GPU of a node is reserved for another request, and each one that is lent."""
-        if any(self._is_lent_by(record, gpu) for gpu in self._find_lent().get(node, ())):
+        if any(self._is_lent_by(record, gpu) for gpu in self.lent_on().get(node, ())):
             return False
         lease_id, reserved = record.lease.id, self.by_uuid
         return all(reserved.get(uuid, lease_id) != lease_id for uuid in self.ledger.fleet.free.get(node, ()))
 
-    def _find_lent(self) -> dict[str, list[GpuRecord]]:
+    def lent_on(self) -> dict[str, list[GpuRecord]]:
         """By node, the GPUs of leases that ran ahead of others."""
         ledger = self.ledger
         if len(ledger.ran_ahead) != self._lent_to:
@@ -268,7 +268,7 @@ class Reservations:
 
     def _open_nodes(self) -> Collection[str]:
         """Nodes that have a free GPU, or one that is lent."""
-        free, lent = self.ledger.fleet.free, self._find_lent()
+        free, lent = self.ledger.fleet.free, self.lent_on()
         return dict.fromkeys([*free, *lent]) if lent else free
 
     def _gpus_of_gang(self, record: LeaseRecord, limited: LimitedDemand, most_sets: int) -> list[GpuRecord]:
@@ -309,7 +309,7 @@ class Reservations:
         wanted = set_to_wait_for(self.ledger, demand, node, able, needed)
         not_others = (gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id)
         own = [gpu for gpu in not_others if gpu.device.uuid in wanted]
-        if node in self._find_lent():
+        if node in self.lent_on():
             own += [gpu for gpu in able if gpu.device.uuid in wanted and self._is_lent_by(record, gpu)]
             own.sort(key=lambda gpu: gpu.device.index)
         return _Serving(needed - len(own), node, own)

@@ -44,10 +44,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import Demand, LeaseState
+from gpulease_protocol.model import Demand, LeaseState, Priority
 from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
 from gpulease_server.core.limit_records import user_key
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
@@ -63,6 +63,9 @@ MAX_AHEAD_S = 24 * 3600.0
 in the way of those that it passed, if others give back before their time."""
 MAX_HELD = 256
 """How many GPUs that are held for others are looked at."""
+MAX_LOOKS = 8192
+"""How many GPUs are looked at for when nodes serve those who were bypassed as often as they may be, and how often what
+is known of a node is looked up; beyond that, what is held opens for no one."""
 MAX_TOLD = 8
 """How many requests that a grant passes are named."""
 MAX_TIMES = 8
@@ -76,15 +79,27 @@ class EasyBackfill:
     """What requests that declare their time may have in a turn, beside what is left for everyone."""
 
     reservations: Reservations
-    _serves_s: dict[tuple[str, str, tuple[str | None, ...]], float] = field(default_factory=dict)
-    """By lease id, node, and users whose leases count as free now."""
+    _serves_s: dict[tuple[Demand, str, tuple[str | None, ...], float], float] = field(default_factory=dict)
+    """By kind, node, users whose leases count as free now, and where some ran ahead on the node, when the older one was
+    made."""
     _users_on: dict[str, frozenset[str | None]] = field(default_factory=dict)
     """By node, the users who have leases there."""
     _usable: dict[str, frozenset[str]] = field(default_factory=dict)
     """By lease id, the GPUs that could serve an older request."""
-    _until_s: dict[tuple[str, tuple[str | None, ...]], tuple[int, float]] = field(default_factory=dict)
-    """By held GPU and user who has leases on its node: until when it may be had, and of how many requests that is
-    known."""
+    _kinds: dict[str, Demand] = field(default_factory=dict)
+    """By lease id, what an older request asks for, without its time and priority."""
+    _due: list[LeaseRecord] = field(default_factory=list)
+    """Of those that were bypassed as often as they may be, the one of each kind that was made first, and others that
+    were looked at before it."""
+    _due_seen: int = 0
+    _asked_at_s: dict[Demand, float] = field(default_factory=dict)
+    """By kind, when the first of these was made."""
+    _until_s: dict[tuple[str | None, ...], dict[str, tuple[int, float]]] = field(default_factory=dict)
+    """By user who has leases, and by held GPU: until when it may be had, and of how many of them that is known."""
+    _looks: int = 0
+    """See `MAX_LOOKS`."""
+    _no_room: set[Demand] = field(default_factory=set)
+    """Kinds for which no node has enough GPUs, with all that is held."""
     _held: list[str] = field(default_factory=list)
     _seen: int = 0
     """How many GPUs were reserved when these were found."""
@@ -100,14 +115,14 @@ class EasyBackfill:
         taken_s = time_s + settling_s(record, reservations.policy)
         return reservations.now.mono_s + taken_s if taken_s <= MAX_AHEAD_S else None
 
-    def chance(self, record: LeaseRecord) -> tuple[str | None, ...] | None:
-        """What a request that may run ahead shares with those for which the same GPUs open: nothing with a user who
-        has leases or limits. None for one that may not run ahead."""
+    def chance(self, record: LeaseRecord) -> tuple[bool | str | None, ...] | None:
+        """What a request that may run ahead shares with those for which the same GPUs open: whether it is a lease or a
+        job, which ends later, and who asks, if they have leases or limits. None for one that may not run ahead."""
         if self.end_s(record) is None:
             return None
         ledger, user = self.reservations.ledger, record.lease.holder.user
         has_some = ledger.limits.leases[user_key(user)] or self.reservations.users.applied(record.lease)
-        return (user,) if has_some else ()
+        return (record.lease.job_id is None, user) if has_some else (record.lease.job_id is None,)
 
     def place(self, record: LeaseRecord, find: Find) -> Placed | NeedsReading | None:
         """GPUs for a request that is blocked, also of those that are held for others whom it does not delay; None if
@@ -115,10 +130,12 @@ class EasyBackfill:
         end_s, demand = self.end_s(record), record.lease.demand
         if end_s is None or not self._may_have_held(record):
             return None
-        held = self._find_held()
-        if not self._may_fit(demand, held):
+        kind, held = self._kind(record), self._find_held()
+        if kind in self._no_room or not self._may_fit(demand, held):
+            self._no_room.add(kind)
             return None
-        opened = {uuid for uuid in held if end_s <= self._free_until_s(uuid, record.lease.holder.user)}
+        until_s = self._until_by_gpu(held, record.lease.holder.user)
+        opened = {uuid for uuid in held if end_s <= until_s[uuid][1]}
         if not self._may_fit(demand, opened):
             return None
         found = find(self.reservations.by_uuid.keys() - opened)
@@ -130,9 +147,10 @@ class EasyBackfill:
         reservations, times, opened = self.reservations, dict[float, set[str]](), set[str]()
         if not reservations.policy.easy_backfill or not self._may_run_ahead(record) or not self._may_have_held(record):
             return None
-        for uuid in self._find_held():
-            if reservations.by_uuid[uuid] != record.lease.id:
-                times.setdefault(self._free_until_s(uuid, record.lease.holder.user), set()).add(uuid)
+        held = [uuid for uuid in self._find_held() if reservations.by_uuid[uuid] != record.lease.id]
+        until_by_gpu = self._until_by_gpu(held, record.lease.holder.user)
+        for uuid in held:
+            times.setdefault(until_by_gpu[uuid][1], set()).add(uuid)
         for until_s in sorted(times, reverse=True)[:MAX_TIMES]:
             opened |= times[until_s]
             left_s = min(until_s - reservations.now.mono_s, MAX_AHEAD_S) - settling_s(record, reservations.policy)
@@ -214,29 +232,49 @@ class EasyBackfill:
             self._held = list(itertools.islice(held, MAX_HELD))
         return {uuid for uuid in self._held if reserved[uuid] in held_for}  # others were taken after a reading
 
-    def _free_until_s(self, uuid: str, user: str | None) -> float:
-        """Until when a user may have a held GPU without delay for those that were bypassed as often as they may be."""
-        reservations = self.reservations
-        node = reservations.ledger.gpus[uuid].device.node
-        key = uuid, self._at_once(node, user)
-        looked_at, until_s = self._until_s.get(key, (0, math.inf))
-        if looked_at < len(reservations.due):
-            for older in itertools.islice(reservations.due.values(), looked_at, None):
-                if until_s <= reservations.now.mono_s:
-                    break
-                if uuid in self._usable_for(older):
-                    until_s = min(until_s, self._node_serves_s(older, node, user))
-            self._until_s[key] = len(reservations.due), until_s
+    def _until_by_gpu(self, held: Iterable[str], user: str | None) -> dict[str, tuple[int, float]]:
+        """Until when a user may have held GPUs without delay for those that were bypassed as often as they may be."""
+        ledger, due = self.reservations.ledger, self.reservations.due
+        for older in itertools.islice(due.values(), self._due_seen, None):
+            kind = self._kind(older)
+            if older.requested_at_s < self._asked_at_s.get(kind, math.inf):
+                self._asked_at_s[kind] = older.requested_at_s
+                self._due.append(older)  # leases that ran ahead of another of this kind ran ahead of it too
+        self._due_seen = len(due)
+        known = self._until_s.setdefault((user,) if ledger.limits.leases[user_key(user)] else (), {})
+        for uuid in held:
+            looked_at, until_s = known.get(uuid, (0, math.inf))
+            if looked_at < len(self._due):
+                known[uuid] = len(self._due), self._free_until_s(uuid, user, looked_at, until_s)
+        return known
+
+    def _free_until_s(self, uuid: str, user: str | None, looked_at: int, until_s: float) -> float:
+        """The same of one GPU. `until_s`: what is known with the first `looked_at` of them."""
+        now_s, node = self.reservations.now.mono_s, self.reservations.ledger.gpus[uuid].device.node
+        for older in itertools.islice(self._due, looked_at, None):
+            self._looks += 1
+            if until_s <= now_s or self._looks > MAX_LOOKS:
+                return now_s
+            if uuid in self._usable_for(older):
+                until_s = min(until_s, self._node_serves_s(older, node, user))
         return until_s
 
     def _node_serves_s(self, older: LeaseRecord, node: str, user: str | None) -> float:
         """Before this time a node cannot serve an older request if this user runs ahead. Grants of the turn only make
         it later."""
-        at_once = self._at_once(node, user)
-        key = older.lease.id, node, at_once
+        reservations, at_once = self.reservations, self._at_once(node, user)
+        key = self._kind(older), node, at_once, older.requested_at_s if node in reservations.lent_on() else math.inf
         if key not in self._serves_s:
-            self._serves_s[key] = serves_s(self.reservations, older, node, at_once)
+            self._looks += len(reservations.ledger.fleet.gpus_of_node.get(node, ()))
+            self._serves_s[key] = serves_s(reservations, older, node, at_once)
         return self._serves_s[key]
+
+    def _kind(self, record: LeaseRecord) -> Demand:
+        """What a request asks for, without its time and priority: which nodes can serve it, and when."""
+        lease = record.lease
+        if lease.id not in self._kinds:
+            self._kinds[lease.id] = replace(lease.demand, time_s=None, priority=Priority.NORMAL)
+        return self._kinds[lease.id]
 
     def _at_once(self, node: str, user: str | None) -> tuple[str | None, ...]:
         """The user, if they have leases on a node, which they could give back at once, and others wait."""
