@@ -172,9 +172,6 @@ class Reservations:
     def reserve(self, record: LeaseRecord, gpus: Iterable[GpuRecord]) -> None:
         """Reserve GPUs for a request."""
         for gpu in gpus:
-            if gpu.lease_id in self.ledger.ran_ahead:
-                self.lent.setdefault(gpu.device.uuid, record.lease.id)
-                continue
             self.by_uuid.setdefault(gpu.device.uuid, record.lease.id)
             self.taken.append(gpu.device.node)
 
@@ -191,7 +188,9 @@ class Reservations:
         held = self._gpus_to_reserve(record, demand, most) if self.is_any_left else []
         self.due.setdefault(demand, record)
         self.held_for[lease.id] = most
-        self.reserve(record, held)
+        lent = {gpu.device.uuid: record.lease.id for gpu in held if gpu.lease_id in self.ledger.ran_ahead}
+        self.lent |= lent
+        self.reserve(record, (gpu for gpu in held if gpu.device.uuid not in lent))
         if held:
             self.keep_step(record)
         else:
