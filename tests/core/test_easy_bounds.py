@@ -7,7 +7,7 @@ import re
 import pytest
 
 from gpulease_protocol.budgets import Budget
-from gpulease_protocol.model import LeaseState
+from gpulease_protocol.model import JobState, LeaseState
 from gpulease_server.core import easy_backfill
 from tests.core.build import gpu, uuid
 from tests.core.test_bypass import ask, explained, give_back, is_active, pass_by, world_of
@@ -130,6 +130,22 @@ def test_one_that_may_not_run_ahead_keeps_no_one_from_it_who_asks_for_the_same(w
         give_back(world, one)
 
     assert is_active(world, first, *same) == [False, False, True, True]
+
+
+def test_a_job_keeps_no_lease_with_the_same_time_from_running_ahead() -> None:
+    """A lease has its GPUs for less time beside what is declared."""
+    world = world_of(easy_backfill=True, max_bypass=2)
+    listed(world, 3, time_s=HOUR_S, user="bob")
+    listed(world, 2, user="cat")
+    first, own = ask(world, 4, user="ann"), [ask(world, user="cat"), ask(world, user="cat")]
+    time_s = HOUR_S - SETTLES_S - 60.0
+    job, lease = world.submit(1, user="dan", timeout_s=time_s), ask(world, user="eve", time_s=time_s)
+    assert is_active(world, *own, lease) == [True, True, False]
+
+    give_back(world, own[0])
+
+    assert is_active(world, first, lease) == [False, True]
+    assert world.ledger.jobs[job].job.state is JobState.QUEUED
 
 
 def test_beside_what_is_left_of_one_that_ran_ahead_gpus_are_held_for_an_hour() -> None:
