@@ -14,7 +14,7 @@ from gpulease.async_lease import AsyncLease, OnLost, PendingLease
 from gpulease.brief_errors import brief_errors_of
 from gpulease.client import Client
 from gpulease.cuda import ranks
-from gpulease.limit_methods import AsyncLimitMethods
+from gpulease.reservation_methods import AsyncReservationMethods
 from gpulease.sansio.async_transport import AsyncTransport
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.flows import Flows, as_tuple, lease_request
@@ -36,7 +36,7 @@ Answer = TypeVar("Answer")
 
 
 @brief_errors_of
-class AsyncClient(AsyncLimitMethods):
+class AsyncClient(AsyncReservationMethods):
     """`Client` for event loops: the same methods with the same arguments. For one event loop at a time.
 
         async with gpulease.AsyncClient() as client:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack
 from gpulease.agent_fields import agent_fields
 from gpulease.brief_errors import brief_errors, brief_errors_of
 from gpulease.cuda import ranks
-from gpulease.limit_methods import LimitMethods
+from gpulease.reservation_methods import ReservationMethods
 from gpulease.sansio.failover import Destination
 from gpulease.sansio.flows import Flows, as_tuple, lease_request
 from gpulease.sansio.sync_transport import Transport
@@ -39,7 +39,7 @@ Answer = TypeVar("Answer")
 
 
 @brief_errors_of
-class Client(LimitMethods):
+class Client(ReservationMethods):
     """A client of a daemon. Safe to use from several threads, and in a forked child.
 
         with gpulease.Client() as client:

@@ -8,6 +8,7 @@ METHODS = {
     "GET /v1/leases": "client.leases()",
     "GET /v1/jobs": "client.jobs()",
     "GET /v1/limits": "client.limits()",
+    "GET /v1/reservations": "client.reservations()",
     "GET /v1/tokens": "client.tokens()",
     "POST /v1/tokens": "gpulease token create",
     "POST /v1/jobs/{}/cancel": 'client.cancel_job("{}")',

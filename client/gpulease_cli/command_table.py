@@ -145,6 +145,14 @@ SUBJECTS: dict[str, dict[str, Row]] = {
                 "remove": Row("Remove the limits that were set for a user, a group or a token", "limits:remove"),
             },
         ),
+        "reservations": Row(
+            "GPUs that are kept for someone in a window of time",
+            below={
+                "add": Row("Keep GPUs for a user or a group in a window of time", "reservations:add"),
+                "list": Row("List the reservations that have not ended", "reservations:list_reservations"),
+                "cancel": Row("Take a reservation back; it ends no lease", "reservations:cancel"),
+            },
+        ),
         "mcp": Row("Serve GPUs to a coding agent over the Model Context Protocol, on stdin and stdout", "mcp:mcp"),
         "token": Row(
             "Bearer tokens for callers on other hosts",

@@ -40,10 +40,14 @@ class Duration(ParamType):
 class Moment(ParamType):
     """A point in time: `03:00` (the last time that it was so late), `2026-11-23T18:00`, or how long ago as a duration.
 
-    In this computer's time zone, unless an offset is given.
+    In this computer's time zone, unless an offset is given. With `ahead`, the next time that it is so late, or in how
+    long.
     """
 
     name = "time"
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        self.ahead = ahead
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
         """The point in time in UTC."""
@@ -53,14 +57,16 @@ class Moment(ParamType):
         try:
             if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", value):
                 at = datetime.combine(now.astimezone(), time.fromisoformat(value.zfill(5))).astimezone(UTC)
+                if self.ahead:
+                    return at if at >= now else at + timedelta(days=1)
                 return at if at <= now else at - timedelta(days=1)
             if re.fullmatch(r"[0-9.]+[smhd]?", value):
-                return max(now - timedelta(seconds=parse_duration(value)), OLDEST)
+                length = timedelta(seconds=parse_duration(value))
+                return now + length if self.ahead else max(now - length, OLDEST)
             return datetime.fromisoformat(value).astimezone(UTC)
         except (ValueError, OverflowError, OSError):
-            self.fail(
-                f"{value!r} is no time; write it like 03:00, 2026-11-23T18:00, or 2h for two hours ago", param, ctx
-            )
+            hours = "2h for in two hours" if self.ahead else "2h for two hours ago"
+            self.fail(f"{value!r} is no time; write it like 03:00, 2026-11-23T18:00, or {hours}", param, ctx)
 
 
 class Number(ParamType):
@@ -191,4 +197,5 @@ class Field(ParamType):
 
 DURATION = Duration()
 MOMENT = Moment()
+MOMENT_AHEAD = Moment(ahead=True)
 DEVICE_FORM = Devices()

@@ -8,6 +8,7 @@ COMMANDS = {
     "GET /v1/leases": "gpulease leases",
     "GET /v1/jobs": "gpulease jobs",
     "GET /v1/limits": "gpulease limits list",
+    "GET /v1/reservations": "gpulease reservations list",
     "GET /v1/tokens": "gpulease token list",
     "POST /v1/tokens": "gpulease token create",
     "POST /v1/jobs/{}/cancel": "gpulease cancel {}",

@@ -19,9 +19,9 @@ class Obstacle(Noun):
     index: int
     """Its index on the node."""
     code: str
-    """The GPU's state, or `claimed` (held for an older request), `unread` (looked free, but no recent reading
-    came), `over_limit` (a grant on its node takes more than the user's limit leaves), `too_little_memory`,
-    `other_model`, `other_node`, `not_listed`."""
+    """The GPU's state, or `claimed` (held for an older request), `reserved` (in the calendar, for someone else),
+    `unread` (looked free, but no recent reading came), `over_limit` (a grant on its node takes more than the user's
+    limit leaves), `too_little_memory`, `other_model`, `other_node`, `not_listed`."""
     sentence: str
     """The same for people, naming pid, user and lease where there are any."""
     lease_id: str | None = None
@@ -31,10 +31,10 @@ class Obstacle(Noun):
     pids: tuple[int, ...] = ()
     """Processes in the way."""
     since: datetime | None = None
-    """Since when that lease has held the GPU."""
+    """Since when that lease has held the GPU; with `reserved` when the reservation begins."""
     until: datetime | None = None
     """When the lease in the way ends: unless it is renewed or, if it is a job's, at the latest; null where no time
-    limit runs, or no lease is in the way."""
+    limit runs, or no lease is in the way. With `reserved` when the reservation ends."""
     job_id: str | None = None
     """The job that runs under that lease."""
 

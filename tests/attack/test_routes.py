@@ -48,6 +48,8 @@ MUTATIONS: dict[str, Any] = {
     "POST /v1/jobs/{job_id}/cancel": {"grace_s": 0},
     "PUT /v1/limits/{kind}/{name}": {"max_gpus": 1},
     "DELETE /v1/limits/{kind}/{name}": None,
+    "POST /v1/reservations": {"node": "n1", "count": 1, "from_at": "2020-01-01T00:00Z", "to_at": "2020-01-02T00:00Z"},
+    "DELETE /v1/reservations/{reservation_id}": None,
     "POST /v1/tokens": {"user": "ada", "role": "user"},
     "DELETE /v1/tokens/{token_id}": None,
 }

@@ -28,8 +28,8 @@ REPLACEMENTS = {
     r"\n\n\n@brief_errors\ndef find_usable_cuda_devices.*\Z": "\n",
     r"    def find_usable_cuda_devices.*?(?=    # )": "",
     # Class
-    r"class Client\(LimitMethods\):": "class AsyncClient(AsyncLimitMethods):",
-    r"import LimitMethods\n": "import AsyncLimitMethods\n",
+    r"class Client\(ReservationMethods\):": "class AsyncClient(AsyncReservationMethods):",
+    r"import ReservationMethods\n": "import AsyncReservationMethods\n",
     r"A client of a daemon\. Safe to use from several threads, and in a forked child\.": (
         "`Client` for event loops: the same methods with the same arguments. For one event loop at a time."
     ),

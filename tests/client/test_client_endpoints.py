@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from gpulease import AsyncClient, Client, GpuleaseError, JobRequest, LeaseRequest
 from gpulease_protocol.limits import LimitKind, LimitsRequest
+from gpulease_protocol.reservations import ReservationRequest
 from gpulease_protocol.tokens import TokenRequest
 from tests.api.documents import endpoints
 from tests.client.fake_daemon import FakeDaemon
@@ -21,6 +23,7 @@ NOT_FOR_CLIENTS = {
 }
 """Endpoints of workers and hosts, of Prometheus, and of people with curl: clients release by POST."""
 NOT_ENDPOINTS = {"send", "close", "for_destination", "find_usable_cuda_devices"}
+DAWN = datetime(2026, 1, 1, tzinfo=UTC)
 GIVEN: dict[str, Any] = {
     "uuid": "x",
     "name": "x",
@@ -28,6 +31,7 @@ GIVEN: dict[str, Any] = {
     "job_id": "x",
     "fencing_token": 1,
     "token_id": "x",
+    "reservation_id": "x",
     "kind": LimitKind.USER,
     "count": 1,
     "cordoned": True,
@@ -52,6 +56,7 @@ def arguments(name: str, method: Any) -> dict[str, Any]:
         "explain_request": LeaseRequest(count=1),
         "create_token": TokenRequest(user="x"),
         "set_limits": LimitsRequest(max_gpus=1),
+        "create_reservation": ReservationRequest(gpus=["x"], user="x", from_at=DAWN, to_at=DAWN + timedelta(days=1)),
     }
     wanted = [
         parameter.name

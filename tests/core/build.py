@@ -53,6 +53,8 @@ from gpulease_server.core.happenings import (
     NodeReported,
     ReleaseRequested,
     RenewalRequested,
+    ReservationCancelled,
+    ReservationRequested,
     SubmittedJob,
     Ticked,
 )
@@ -293,6 +295,28 @@ class World:
         limits = Limits(**numbers) if numbers or members else None
         key, cause = LimitKey(LimitKind(kind), name), f"limit-{next(self.ids)}"
         return self.turn(LimitsChanged(cause=cause, key=key, limits=limits, members=members, by="root"))[0]
+
+    def reserve(
+        self, *gpus: str, after_s: float = 3600.0, for_s: float = 3600.0, user: str | None = None, **what: Any
+    ) -> Answer:
+        """An administrator reserves these GPUs, or a `count` of a `node`; the id is `reservation-` and its number."""
+        number, from_at = next(self.ids), self.now.at + timedelta(seconds=after_s)
+        return self.turn(
+            ReservationRequested(
+                cause=f"reserve-{number}",
+                reservation_id=f"reservation-{number}",
+                uuids=gpus,
+                from_at=from_at,
+                to_at=from_at + timedelta(seconds=for_s),
+                user=user,
+                by="root",
+                **what,
+            )
+        )[0]
+
+    def unreserve(self, reservation_id: str) -> Answer:
+        cancelled = ReservationCancelled(cause=f"unreserve-{next(self.ids)}", reservation_id=reservation_id, by="root")
+        return self.turn(cancelled)[0]
 
     def renew(self, lease: Lease, token: int | None = None) -> Answer:
         cause = f"renew-{next(self.ids)}"

@@ -297,3 +297,13 @@ def test_what_waits_in_the_queue_keeps_its_place_and_gets_its_gpu_afterwards() -
     world.report()
     world.report()
     assert world.now_of(waiting).state is LeaseState.ACTIVE
+
+
+def test_a_process_on_a_gpu_that_is_reserved_for_others_is_not_adopted() -> None:
+    world = used_by(PID)
+    assert world.reserve(world.nodes["a"][0].uuid, user="bob") is None
+    refused = adopt(world)
+    assert isinstance(refused, NotNow)
+    assert "GPU 0 of a is reserved for others" in str(refused)
+    world.unreserve(next(iter(world.ledger.calendar.entries)))
+    assert isinstance(adopt(world), Lease)

@@ -212,3 +212,11 @@ def test_while_no_node_is_free_no_one_who_waits_is_looked_at(monkeypatch: pytest
     world.report("c")
     world.pass_time(5)
     assert job_of(world, job_id).state is JobState.STOPPING
+
+
+@pytest.mark.parametrize(("reserved_for", "state"), [("bob", JobState.RUNNING), ("ann", JobState.STOPPING)])
+def test_a_node_that_is_reserved_for_others_is_not_taken(reserved_for: str, state: JobState) -> None:
+    world, job_id = with_room(user="ann")
+    assert world.reserve(node="c", count=1, user=reserved_for) is None
+    world.pass_time(GROW_AFTER_S + 5)
+    assert job_of(world, job_id).state is state

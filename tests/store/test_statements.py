@@ -36,6 +36,8 @@ from gpulease_protocol.model import (
     Selection,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_protocol.reservations import Reservation
+from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord
@@ -173,6 +175,16 @@ LIMITS = LimitRecord(
     set_by="root",
 )
 GPU_TIME = GpuTimeRecord(kind=LimitKind.TOKEN, name="t", width_s=300.0, parts=(0.0, 1e9), counted_at=AT)
+RESERVATION = Reservation(
+    id="reservation-1",
+    gpus=(DEVICE,),
+    from_at=AT,
+    to_at=AT,
+    user="Zoë \U0001f600",
+    reason="course",
+    made_at=AT,
+    made_by="root",
+)
 EVENT = Event(seq=9, at=AT, kind="lease.granted", cause="c", lease_id="l", gpus=("GPU-0", "GPU-1"), fencing_token=3)
 
 
@@ -290,6 +302,21 @@ EXPECTED: list[tuple[Table, Change, dict[str, Any]]] = [
         {"id": "token t", "width_s": 300.0, "parts": [0.0, 1e9], "counted_at": AT},
     ),
     (
+        tables.reservation,
+        RESERVATION,
+        {
+            "id": "reservation-1",
+            "gpus": [to_json(DEVICE)],
+            "from_at": AT,
+            "to_at": AT,
+            "user_name": RESERVATION.user,
+            "group_name": None,
+            "reason": "course",
+            "made_at": AT,
+            "made_by": "root",
+        },
+    ),
+    (
         tables.event,
         EVENT,
         {
@@ -365,6 +392,7 @@ def test_a_record_of_each_kind_is_read_back(store: Store) -> None:
     assert ledger.usage[USAGE.user] == USAGE
     assert ledger.limits.records == {LIMITS.key: LIMITS}
     assert ledger.limits.gpu_time == {GPU_TIME.key: GPU_TIME}
+    assert ledger.calendar.closed_to("bob", None, None) == {DEVICE.uuid}
     assert store.history(0, 10)[0] == [EVENT]
 
 
@@ -380,14 +408,14 @@ def test_the_text_of_a_json_column_is_ascii(store: Store) -> None:
 
 @pytest.mark.parametrize("gone", [True, False], ids=["removed last", "written last"])
 def test_what_a_turn_does_last_to_a_record_is_what_is_stored(store: Store, gone: bool) -> None:
-    written: list[Change] = [GPU, NODE, KEY, BUDGET, LIMITS, GPU_TIME]
+    written: list[Change] = [GPU, NODE, KEY, BUDGET, LIMITS, GPU_TIME, RESERVATION]
     removed: list[Change] = [GpuRemoved("GPU-0"), NodeRemoved("a"), KeyRemoved(KEY.key), BudgetRemoved("t")]
-    removed += [LimitRemoved(LIMITS.key), GpuTimeRemoved(GPU_TIME.key)]
+    removed += [LimitRemoved(LIMITS.key), GpuTimeRemoved(GPU_TIME.key), ReservationRemoved(RESERVATION.id)]
     older = [replace(GPU, cordoned=False), replace(NODE, host="b"), replace(KEY, fingerprint="g"), BUDGET]
-    older += [replace(LIMITS, set_by="eve"), replace(GPU_TIME, parts=())]
+    older += [replace(LIMITS, set_by="eve"), replace(GPU_TIME, parts=()), replace(RESERVATION, reason=None)]
     store.write(written, Ledger())
     store.write([*older, *written, *removed] if gone else [*older, *removed, *written], Ledger())
     ledger = store.load()
     found = [*ledger.gpus.values(), *ledger.nodes.values(), *ledger.keys.values(), *ledger.budgets.values()]
-    found += [*ledger.limits.records.values(), *ledger.limits.gpu_time.values()]
+    found += [*ledger.limits.records.values(), *ledger.limits.gpu_time.values(), *ledger.calendar.entries.values()]
     assert found == ([] if gone else written)

@@ -46,6 +46,7 @@ from gpulease_server.api.routes import (
     limits,
     me,
     nodes,
+    reservations,
     timeline,
     tokens,
     usage,
@@ -63,6 +64,7 @@ ROUTE_MODULES = (
     job_metrics,
     me,
     limits,
+    reservations,
     tokens,
     events,
     timeline,
@@ -82,6 +84,7 @@ REQUEST_BODIES = (
     nodes.DRAIN_BODY,
     nodes.PAUSE_BODY,
     limits.SET_BODY,
+    reservations.CREATE_BODY,
     tokens.CREATE_BODY,
 )
 

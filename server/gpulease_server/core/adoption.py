@@ -84,6 +84,10 @@ def place_adopted(
         return refused
     if (never := never_within_limits(users, record.lease, len(used))) is not None:
         return never
+    closed = users.closed_to(record.lease)
+    if reserved := [gpu for gpu in used if gpu.device.uuid in closed]:
+        detail = f"Not now: GPU {reserved[0].device.index} of {reserved[0].device.node} is reserved for others."
+        return NotNow(detail, remedy="`GET /v1/reservations` says when; declare a time that ends before that.")
     if (limit := users.limit_reached(record.lease, len(used))) is not None:
         return OverQuota(f"Not now: {limit}.", remedy="Give something back first.")
     return Placed(tuple(used))

@@ -209,23 +209,26 @@ class Reservations:
         """The GPUs that are reserved for a request."""
         return tuple(uuid for uuid, lease_id in self.by_uuid.items() if lease_id == record.lease.id)
 
-    def can_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
+    def can_be_served(self, limited: LimitedDemand) -> bool:
         """True where enough nodes have enough GPUs for the demand that are free, or will be when leases end."""
+        demand = limited.demand
         return can_have(
             self.ledger,
             demand,
             self.now,
-            most_gpus,
-            lambda gpus: [*self._usable(demand, gpus), *self._coming(demand, gpus)],
+            limited.most_gpus,
+            lambda gpus: [*self._usable(limited, gpus), *self._coming(limited, gpus)],
         )
 
-    def _usable(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
+    def _usable(self, limited: LimitedDemand, gpus: list[GpuRecord]) -> list[GpuRecord]:
         """Those that are free for the demand, whether they are reserved or not."""
-        return [gpu for gpu in gpus if self.is_free(gpu) and not lacks_memory(self.ledger, demand, gpu)]
+        free = [gpu for gpu in gpus if self.is_free(gpu) and not lacks_memory(self.ledger, limited.demand, gpu)]
+        return [gpu for gpu in free if gpu.device.uuid not in limited.closed] if limited.closed else free
 
-    def _coming(self, demand: Demand, gpus: list[GpuRecord]) -> list[GpuRecord]:
+    def _coming(self, limited: LimitedDemand, gpus: list[GpuRecord]) -> list[GpuRecord]:
         """Those that will be free for the demand when leases end."""
-        return [gpu for gpu in gpus if self.will_be_free(demand, gpu)]
+        coming = [gpu for gpu in gpus if self.will_be_free(limited.demand, gpu)]
+        return [gpu for gpu in coming if gpu.device.uuid not in limited.closed] if limited.closed else coming
 
     def _gpus_to_reserve(self, record: LeaseRecord, limited: LimitedDemand, most_nodes: int) -> list[GpuRecord]:
         """The free GPUs on the nodes that lack the fewest. Looks only at nodes that have a free GPU, or a lent one."""
@@ -301,8 +304,8 @@ class Reservations:
             return None
         if ends_too_soon(self.ledger, demand, node, self.now):
             return None
-        usable = self._usable(demand, gpus)
-        able = [*usable, *self._coming(demand, gpus)]
+        usable = self._usable(limited, gpus)
+        able = [*usable, *self._coming(limited, gpus)]
         if not has_enough(self.ledger, demand, node, able, needed):
             return None
         wanted = set_to_wait_for(self.ledger, demand, node, able, needed)
@@ -363,7 +366,7 @@ class BlockedRequests:
         demand is new."""
         demand = self.reservations.users.demand_within(record.lease)
         if demand not in self._waiting:
-            self._usable[demand] = usable
+            self._usable[demand] = usable - demand.closed if demand.closed else usable
         if (chance := self.chance(record)) is not None:
             self._tried.add((demand, chance))
         self._waiting.setdefault(demand, []).append(record)

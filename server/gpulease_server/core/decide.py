@@ -6,6 +6,11 @@ import itertools
 from dataclasses import replace
 
 from gpulease_protocol.model import EndReason, LeaseState
+from gpulease_server.core.calendar_changes import (
+    end_reservations,
+    on_reservation_cancelled,
+    on_reservation_requested,
+)
 from gpulease_server.core.elastic_growth import watch_elastic
 from gpulease_server.core.gang_run import watch_gangs
 from gpulease_server.core.gpu import node_problem, unheard_nodes
@@ -23,6 +28,8 @@ from gpulease_server.core.happenings import (
     NodeReported,
     ReleaseRequested,
     RenewalRequested,
+    ReservationCancelled,
+    ReservationRequested,
     Ticked,
     WaiterPolled,
 )
@@ -77,6 +84,10 @@ def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901, PLR0912 - o
             turn.answer(happening.cause, None)
         case LimitsChanged():
             on_limits_changed(turn, happening)
+        case ReservationRequested():
+            on_reservation_requested(turn, happening)
+        case ReservationCancelled():
+            on_reservation_cancelled(turn, happening)
         case Ticked():
             on_ticked(turn, happening)
 
@@ -94,6 +105,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     watch_gangs(turn, ticked.stalled_s)
     watch_elastic(turn)
     forget_nodes(turn)
+    end_reservations(turn)
     _forget_keys(turn)
 
 

@@ -74,13 +74,14 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     """Add the GPUs of a free node to a lease. Returns its name; nothing where there is none, or where it is to be read
     first. `regroups`: how often the nodes of its job have changed; by two where one has joined and was given back."""
     ledger, lease = turn.ledger, record.lease
-    left = usage_by_user(ledger, turn.policy.limits, turn.now).gpus_left(lease)
+    users = usage_by_user(ledger, turn.policy.limits, turn.now)
+    left, closed = users.gpus_left(lease), users.closed_to(lease)
     if turn.pending or (left is not None and left < lease.demand.count):
         return []
     found, model = find_candidates(ledger, lease.demand), lease.gpus[0].name or ""
     here = {one.node for one in lease.members}
     reach = reach_of(ledger, lease.demand, lease.members[0].node)
-    search = Search(ledger, lease.demand, (), turn.now, turn.policy, (), None, float("-inf"), False)
+    search = Search(ledger, lease.demand, closed, turn.now, turn.policy, (), None, float("-inf"), False)
     nodes = [node for node in found.by_model.get(model, ()) if node in ledger.fleet.free and node not in here]
     nodes = [node for node in nodes if all(gpu.lease_id != lease.id for gpu in ledger.gpus_on(node))]
     reached = (node for node in nodes if reach is not None and reach_of(ledger, lease.demand, node) == reach)

@@ -119,6 +119,7 @@ def can_revive(turn: Turn, lease: Lease) -> bool:
     | its node is silent, its probe hangs | revives | does not: unknown is never free |
     | is unhealthy, or prohibited | does not | does not |
     | its node is paused, whether its worker has closed NVML yet or not | does not | does not |
+    | is reserved for others before the lease would have ended | does not | does not |
     | was granted again since, or is in another daemon's ledger | does not | does not |
     """
     ledger = turn.ledger
@@ -132,7 +133,11 @@ def can_revive(turn: Turn, lease: Lease) -> bool:
             return False
         if state_of(ledger, gpu, turn.now, turn.policy) not in REVIVABLE[gpu.lease_id is not None]:
             return False
-    within = usage_by_user(ledger, turn.policy.limits, turn.now).limit_reached(lease, len(lease.gpus)) is None
+    users = usage_by_user(ledger, turn.policy.limits, turn.now)
+    closed = users.closed_to(lease, held_s(ledger.leases[lease.id], turn.now))
+    if closed and not closed.isdisjoint(device.uuid for device in lease.gpus):
+        return False
+    within = users.limit_reached(lease, len(lease.gpus)) is None
     return within and _port_is_free(turn, lease)
 
 

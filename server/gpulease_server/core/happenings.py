@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import GpuleaseError
@@ -206,6 +207,37 @@ class LimitsChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationRequested:
+    """An administrator reserves GPUs in a window of time. Answered with None, or with why not."""
+
+    cause: str
+    reservation_id: str
+    from_at: datetime
+    to_at: datetime
+    node: str | None = None
+    count: int | None = None
+    """So many GPUs of the node."""
+    uuids: tuple[str, ...] = ()
+    """Or these."""
+    user: str | None = None
+    """For whom."""
+    group: str | None = None
+    """Or for the users of which group."""
+    reason: str | None = None
+    by: str | None = None
+    """Login name of who asked, where the connection shows it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationCancelled:
+    """An administrator takes a reservation back. Answered with None, or with why not."""
+
+    cause: str
+    reservation_id: str
+    by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ticked:
     """Time has passed. Not answered."""
 
@@ -231,5 +263,7 @@ Happening = (
     | CordonRequested
     | BearerTokenChanged
     | LimitsChanged
+    | ReservationRequested
+    | ReservationCancelled
     | Ticked
 )

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from gpulease_protocol.model import Event, JobState, Lease, LeaseState, NodeMode
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_protocol.reservations import Reservation
+from gpulease_server.core.calendar import Calendar, ReservationRemoved
 from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
@@ -90,6 +92,8 @@ class Ledger(RequestQueue):
     that is not known."""
     ends_due: DueLeases = field(default_factory=DueLeases, compare=False)
     """For which of them that has come."""
+    calendar: Calendar = field(default_factory=Calendar)
+    """What is reserved."""
     job_index: JobIndex = field(default_factory=JobIndex)
     """Jobs by node and by array."""
     due: DueLeases = field(default_factory=DueLeases, compare=False)
@@ -141,6 +145,8 @@ class Ledger(RequestQueue):
                 self.budgets.pop(change.token_id, None)
             case LimitRecord() | LimitRemoved() | GpuTimeRecord() | GpuTimeRemoved():
                 self.limits.put(change)
+            case Reservation() | ReservationRemoved():
+                self.calendar.put(change)
             case KeyRecord():
                 self.keys[change.key] = change
             case KeyRemoved():

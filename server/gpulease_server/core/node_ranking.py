@@ -78,7 +78,7 @@ class NodeRankings:
         demand, most_gpus = search.demand, search.most_gpus
         by_limit = demand.selection in (Selection.ALL, Selection.AUTO) or demand.max_nodes is not None
         limit = most_gpus if by_limit else search.is_within_limit
-        key = (demand, limit, search.requested_at_s)
+        key = (demand, limit, search.requested_at_s, search.closed)
         if demand.nodes > 1:
             return self._gangs.setdefault(key, GangRanking(self.taken))
         self._asked[key] += 1

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 from gpulease_protocol.model import Demand, TopologyMode
+from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.gang_placement import GangRanking
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, Search, find_candidates
@@ -38,6 +39,7 @@ def place(
     most_gpus: int | None = None,
     requested_at_s: float = float("-inf"),
     allow_reread: bool = False,
+    closed: frozenset[str] = NO_GPUS,
     rankings: Rankings | None = None,
 ) -> Placed | NeedsReading | Blocked:
     """Find GPUs for one demand. Nodes with a recent reading come first, then those that are left with the fewest free
@@ -45,12 +47,14 @@ def place(
     order of the list: rank 0 is on the first. Of a demand on several nodes all are found at once, see
     `core.gang_placement`.
 
-    `reserved`: UUIDs that are kept for older requests. `late_nodes`: nodes that were asked for a reading too long ago.
-    `most_gpus`: what the user's limit leaves: a node where the demand takes more is passed over, and `auto` takes no
-    more. `requested_at_s`: when the request was made. With `allow_reread`, GPUs that only an old reading rules out are
-    read again before the answer is no. `rankings`: of the walk through the queue that this is a part of.
+    `reserved`: UUIDs that are kept for older requests; `closed`: those that the calendar closes to this one.
+    `late_nodes`: nodes that were asked for a reading too long ago. `most_gpus`: what the user's limit leaves: a node
+    where the demand takes more is passed over, and `auto` takes no more. `requested_at_s`: when the request was made.
+    With `allow_reread`, GPUs that only an old reading rules out are read again before the answer is no. `rankings`: of
+    the walk through the queue that this is a part of.
     """
-    search = Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread)
+    reserved = closed.union(reserved) if closed else reserved
+    search = Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread, closed)
     ranking: Ranking | None = None if rankings is None else rankings.of(search)
     if ranking is None and demand.nodes > 1:
         ranking = GangRanking([])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, Device, GpuState, Priority, Selection, TopologyMode
+from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.fleet import Candidates
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, is_recent, is_stale, node_problem, reading_of, state_of
 from gpulease_server.core.gpu_choice import can_connect, choose_after_reading, choose_gpus
@@ -200,6 +201,8 @@ class Search:
     most_gpus: int | None
     requested_at_s: float
     allow_reread: bool
+    closed: frozenset[str] = NO_GPUS
+    """Those of `reserved` that the calendar closes to the request."""
 
     @property
     def is_within_limit(self) -> bool:

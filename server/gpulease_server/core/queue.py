@@ -134,6 +134,7 @@ def _place(
         most_gpus=reservations.users.gpus_left(record.lease),
         requested_at_s=record.requested_at_s,
         allow_reread=allow_reread,
+        closed=reservations.users.closed_to(record.lease),
         rankings=rankings,
     )
 

@@ -36,7 +36,7 @@ from enum import StrEnum, auto
 
 from gpulease_protocol.model import Priority, Selection
 from gpulease_server.core.backfill import BlockedRequests, Reservations, Undelayed, nodes_to_reserve
-from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place
+from gpulease_server.core.demand_classes import Bypassed, DemandClass, OrderedPlace, Place, UsersApart
 from gpulease_server.core.easy_backfill import MAX_AHEAD
 from gpulease_server.core.eligibility import array_at_limit, is_eligible
 from gpulease_server.core.ledger import Ledger
@@ -203,8 +203,15 @@ class QueueWalk:
 
         return is_before
 
+    @property
+    def _users_apart(self) -> UsersApart:
+        """Who has a limit, or a reservation; None for all."""
+        users, calendar = self.reservations.users, self.ledger.calendar
+        limited = users.limited_users
+        return limited if limited is None or not calendar.entries else calendar.users_apart(limited, users.index)
+
     def _begin(self) -> None:
-        apart = None if self.reservations.policy.fair_share else self.reservations.users.limited_users
+        apart = None if self.reservations.policy.fair_share else self._users_apart
         classes = self.ledger.classes_by_user(apart, timed_apart=self.reservations.policy.easy_backfill)
         if self.last is not None:
             self._end = self.ledger.ordered_place(self.last)
@@ -290,12 +297,13 @@ class QueueWalk:
 
     def _depends_on_user_alone(self, members: DemandClass) -> bool:
         """True for a class of which nothing but the usage of its user sets others apart that ask for the same."""
-        policy, users, key = self.reservations.policy, self.reservations.users, members.key
+        policy, apart, key = self.reservations.policy, self._users_apart, members.key
         if policy.easy_backfill and key.demand.time_s is not None:
             return False  # some may run ahead, others not
         if not policy.fair_share or nodes_to_reserve(0, 0.0, policy) or key.demand.priority is Priority.INTERACTIVE:
             return False
-        return (key.token_id, key.array_id) == (None, None) and not users.has_limit(key.user)
+        is_apart = apart is None or key.user in apart
+        return (key.token_id, key.array_id) == (None, None) and not is_apart
 
     def _drop_alike(self, blocked: Skipped) -> None:
         """Drop the classes that ask for the same as a blocked one, if they are many of those that the walk has yet to
@@ -304,7 +312,7 @@ class QueueWalk:
         if len(alike) * MOST_KEPT < len(self._heap):
             return
         known = self._skipped.keys() | self._passed.keys() | self._new_of_class.keys()
-        limited = self.reservations.users.limited_users or NO_USERS  # not all: then none would be dropped
+        limited = self._users_apart or NO_USERS  # not all: then none would be dropped
         dropped = {
             members: None
             for members in alike

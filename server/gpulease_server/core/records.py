@@ -21,6 +21,7 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_server.core.calendar import CalendarChange
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.node_topology import NodeTopology, TopologyCache
 from gpulease_server.core.order_records import OrderChange
@@ -442,5 +443,6 @@ Change = (
     | LimitRemoved
     | GpuTimeRecord
     | GpuTimeRemoved
+    | CalendarChange
     | Event
 )

@@ -55,7 +55,8 @@ def _reservations(
             demand, most_gpus = record.lease.demand, users.gpus_left(record.lease)
             placed: Placed | NeedsReading | Blocked = Blocked(find_candidates(ledger, demand).uuids)
             if reservations.is_any_left:
-                placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=most_gpus)
+                reserved, closed = reservations.by_uuid.keys(), users.closed_to(record.lease)
+                placed = place(ledger, demand, reserved, now, policy, most_gpus=most_gpus, closed=closed)
             if not isinstance(placed, Blocked):
                 if record is not last:
                     reservations.reserve(record, placed.gpus)

@@ -80,6 +80,12 @@ class TokenBudgets:
             known = self.unmade
         return None if known is None else counted(self.ledger, known, self.now)
 
+    def longest_s(self, lease: Lease) -> float | None:
+        """How long a lease may hold its GPUs, by its declared time and its token's budget; None for any time."""
+        budget = self.of(lease)
+        found = (lease.demand.time_s, None if budget is None else budget.budget.max_lease_s)
+        return min((time_s for time_s in found if time_s is not None), default=None)
+
     def gpus_left(self, lease: Lease) -> int | None:
         """How many GPUs more a lease's token may have for it; None for any number."""
         record = self.of(lease)

@@ -42,6 +42,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
@@ -49,6 +50,7 @@ from typing import NamedTuple
 from gpulease_protocol.errors import OverQuota
 from gpulease_protocol.limits import LimitKind, Limits
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
+from gpulease_server.core.calendar import NO_GPUS, Calendar, latest_end
 from gpulease_server.core.demand_classes import UsersApart
 from gpulease_server.core.footprint import records_bytes
 from gpulease_server.core.gpu_time import room_at, used_s
@@ -69,6 +71,8 @@ class LimitedDemand(NamedTuple):
     demand: Demand
     most_gpus: int | None
     """None where no limit makes a difference between nodes: each takes as many GPUs."""
+    closed: frozenset[str] = NO_GPUS
+    """The GPUs that are reserved for others, see `core.calendar`."""
 
 
 class Applied(NamedTuple):
@@ -120,6 +124,7 @@ class UserUsage:
     """The budgets of bearer tokens, which limit beside the limits."""
     now: Instant | None = None
     """For GPU-hours, which are not looked at without it."""
+    calendar: Calendar = field(default_factory=Calendar)
     first_interactive: dict[LimitKey, str] = field(default_factory=dict)
     """By user: the oldest request that only the limit of interactive ones keeps out. Filled by who walks the queue."""
     _known: dict[tuple[str | None, str | None, bool], tuple[Applied, ...]] | None = None
@@ -135,10 +140,6 @@ class UserUsage:
     def has_limits(self) -> bool:
         """True when there is a limit on what any user has."""
         return self.limited_users is None or bool(self.limited_users)
-
-    def has_limit(self, user: str | None) -> bool:
-        """True when there is a limit on what this user has, or the group of that user."""
-        return self.limited_users is None or user in self.limited_users
 
     def applied(self, lease: Lease) -> tuple[Applied, ...]:
         """The limits for which a request may have to wait: of its user, token, group, and that of interactive ones."""
@@ -227,7 +228,20 @@ class UserUsage:
     def demand_within(self, lease: Lease) -> LimitedDemand:
         """The lease's demand, with what its limits leave where the choice of a node depends on it."""
         whole_node = lease.demand.selection is Selection.ALL
-        return LimitedDemand(lease.demand, self.gpus_left(lease) if whole_node else None)
+        return LimitedDemand(lease.demand, self.gpus_left(lease) if whole_node else None, self.closed_to(lease))
+
+    def closed_to(self, lease: Lease, held_s: float = 0.0) -> frozenset[str]:
+        """The GPUs that are closed to a request, or to a lease that was held for so long; see `core.calendar`."""
+        if not self.calendar.entries:
+            return NO_GPUS
+        user = lease.holder.user
+        return self.calendar.closed_to(user, self.index.group_of.get(user), self.latest_end(lease, held_s))
+
+    def latest_end(self, lease: Lease, held_s: float = 0.0) -> datetime | None:
+        """By when the GPUs of a lease are free that is granted now, or was held for so long; None if that is open."""
+        assert self.now is not None
+        longest_s = lease.demand.time_s if self.tokens is None else self.tokens.longest_s(lease)
+        return latest_end(self.now.at, longest_s, held_s)
 
     def limit_reached(self, lease: Lease, wanted: int) -> str | None:
         """The limit that stops a lease of `wanted` GPUs for now, in words; None when it is within all limits."""
@@ -318,7 +332,7 @@ class UserUsage:
 
 def usage_by_user(ledger: Ledger, limits: UserLimits, now: Instant) -> UserUsage:
     """What each user, group and token has now, and from now on."""
-    return UserUsage(limits, ledger.limits, tokens=TokenBudgets(ledger, now), now=now)
+    return UserUsage(limits, ledger.limits, tokens=TokenBudgets(ledger, now), now=now, calendar=ledger.calendar)
 
 
 def _counted(number: int, noun: str) -> str:

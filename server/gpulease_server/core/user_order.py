@@ -45,6 +45,7 @@ from enum import StrEnum, auto
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, Lease
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
+from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.demand_classes import ClassKey
 from gpulease_server.core.eligibility import min_gpus_of
 from gpulease_server.core.limit_records import LimitKey, token_key
@@ -52,7 +53,7 @@ from gpulease_server.core.order_records import Overtakes
 from gpulease_server.core.placement import can_have, find_candidates, lacks_memory
 from gpulease_server.core.records import BypassCounts, GpuRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
-from gpulease_server.core.user_limits import Applied, UserUsage, never_within_limits
+from gpulease_server.core.user_limits import Applied, LimitedDemand, UserUsage, never_within_limits
 
 
 class Out(StrEnum):
@@ -70,14 +71,14 @@ class UserOrder:
 
     reservations: Reservations
     _waiting: dict[LimitKey, list[LeaseRecord]] = field(default_factory=dict)
-    _can_be_served: dict[tuple[Demand, int | None], bool] = field(default_factory=dict)
+    _can_be_served: dict[LimitedDemand, bool] = field(default_factory=dict)
     _waits: dict[tuple[Demand, str | None, str | None], bool] = field(default_factory=dict)
     """By demand, user and token: `waits_for_leases`."""
     _within_reach: dict[tuple[Demand, str | None, str | None], bool] = field(default_factory=dict)
     """By demand, user and token: `_has_in_reach`."""
     _kept_first: list[LeaseRecord] = field(default_factory=list)
     """Those that go first, and that a limit keeps out."""
-    _only_limited: dict[tuple[LimitKey, Demand], bool] = field(default_factory=dict)
+    _only_limited: dict[tuple[LimitKey, Demand, frozenset[str]], bool] = field(default_factory=dict)
 
     @property
     def users(self) -> UserUsage:
@@ -128,7 +129,7 @@ class UserOrder:
 
     def may_claim(self, one: Applied, key: ClassKey) -> bool:
         """True until it has turned out that nothing more can be claimed for requests that were not bypassed."""
-        return self._only_limited.get((one.key, key.demand), True) and self.may_keep(one, key)
+        return self._only_limited.get((one.key, key.demand, NO_GPUS), True) and self.may_keep(one, key)
 
     def may_keep(self, one: Applied, key: ClassKey) -> bool:
         """True until it has turned out that nothing more of this limit can be kept for such requests."""
@@ -176,7 +177,7 @@ class UserOrder:
             return False
         most_gpus = self._most_gpus(lease)
         return self.users.keeps_out(
-            lease, self._needs(record), can_be_served=lambda: self._may_be_served(lease.demand, most_gpus)
+            lease, self._needs(record), can_be_served=lambda: self._may_be_served(lease, most_gpus)
         )
 
     def kept_out(self, record: LeaseRecord) -> Out | None:
@@ -208,7 +209,7 @@ class UserOrder:
             return False
         if users.tokens is not None and users.tokens.hours_are_used(lease, needed):
             return False
-        return self._may_be_served(lease.demand, self._most_gpus(lease))
+        return self._may_be_served(lease, self._most_gpus(lease))
 
     def _most_gpus(self, lease: Lease) -> int | None:
         """How many GPUs a lease may have within its limits and the budget of its token when nothing else is held; None
@@ -218,10 +219,10 @@ class UserOrder:
             found.append(record.budget.max_gpus)
         return min((gpus for gpus in found if gpus is not None), default=None)
 
-    def _may_be_served(self, demand: Demand, most_gpus: int | None) -> bool:
-        served = demand, most_gpus
+    def _may_be_served(self, lease: Lease, most_gpus: int | None) -> bool:
+        served = LimitedDemand(lease.demand, most_gpus, self.users.closed_to(lease))
         if served not in self._can_be_served:
-            self._can_be_served[served] = self.reservations.can_be_served(demand, most_gpus)
+            self._can_be_served[served] = self.reservations.can_be_served(served)
         return self._can_be_served[served]
 
     def _is_due(self, one: Applied, record: LeaseRecord) -> bool:
@@ -253,16 +254,16 @@ class UserOrder:
 
     def _is_only_limited(self, one: Applied, record: LeaseRecord) -> bool:
         """True when so many nodes as a request asks for have enough GPUs that are free or held under the limit."""
-        demand = record.lease.demand
-        if (one.key, demand) not in self._only_limited:
-            self._only_limited[one.key, demand] = can_have(
+        demand, closed = record.lease.demand, self.users.closed_to(record.lease)
+        if (one.key, demand, closed) not in self._only_limited:
+            self._only_limited[one.key, demand, closed] = can_have(
                 self.reservations.ledger,
                 demand,
                 self.reservations.now,
                 one.limits.max_gpus,
                 lambda gpus: [gpu for gpu in gpus if self._is_free_or_own({one.key}, record, gpu)],
             )
-        return self._only_limited[one.key, demand]
+        return self._only_limited[one.key, demand, closed]
 
     def _has_in_reach(self, record: LeaseRecord) -> bool:
         """The same for all limits of a request, and the budget of its token. GPUs that someone has given back count."""
@@ -288,6 +289,8 @@ class UserOrder:
         self, keys: set[LimitKey], record: LeaseRecord, gpu: GpuRecord, *, draining: bool = False
     ) -> bool:
         reservations, demand = self.reservations, record.lease.demand
+        if gpu.device.uuid in self.users.closed_to(record.lease):
+            return False
         if reservations.is_free(gpu):
             reserved_for = reservations.by_uuid.get(gpu.device.uuid, record.lease.id)
             return reserved_for == record.lease.id and not lacks_memory(reservations.ledger, demand, gpu)

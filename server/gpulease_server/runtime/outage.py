@@ -13,6 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gpulease_protocol.errors import GpuleaseError
 from gpulease_protocol.model import Event, LeaseState, Liveness
 from gpulease_server.core import gpu_time, token_budgets
+from gpulease_server.core.calendar import Calendar
 from gpulease_server.core.decide import decide
 from gpulease_server.core.demand_classes import DemandClasses
 from gpulease_server.core.due_leases import DueLeases
@@ -165,7 +166,7 @@ def _copy_parts(whole: Any) -> Any:
 
 
 def _copy_part(part: Any) -> Any:
-    if isinstance(part, (Fleet, JobIndex, DueLeases, LimitIndex)):
+    if isinstance(part, (Fleet, JobIndex, DueLeases, LimitIndex, Calendar)):
         return _copy_parts(part)
     if isinstance(part, dict):
         made = part.copy()  # keeps the type: a Counter starts missing keys at 0

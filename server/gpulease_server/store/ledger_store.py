@@ -53,6 +53,7 @@ READ_WHOLE: tuple[tuple[Table, Callable[[Row[Any]], Change]], ...] = (
     (tables.gpu, rows.gpu_record),
     (tables.token_budget, rows.budget_record),
     (tables.user_usage, rows.usage_record),
+    (tables.reservation, rows.reservation),
 )
 """Tables of which all rows are in the ledger, in the order in which they are read; leases come after them."""
 IN_MEMORY = (

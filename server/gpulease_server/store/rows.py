@@ -32,6 +32,8 @@ from gpulease_protocol.model import (
     NodeMode,
 )
 from gpulease_protocol.node_protocol import LeaseOwner
+from gpulease_protocol.reservations import Reservation
+from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord, UsageRemoved
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
@@ -50,7 +52,16 @@ from gpulease_server.core.records import (
 )
 from gpulease_server.store import tables
 
-Removal = GpuRemoved | NodeRemoved | BudgetRemoved | LimitRemoved | GpuTimeRemoved | KeyRemoved | UsageRemoved
+Removal = (
+    GpuRemoved
+    | NodeRemoved
+    | BudgetRemoved
+    | LimitRemoved
+    | GpuTimeRemoved
+    | KeyRemoved
+    | UsageRemoved
+    | ReservationRemoved
+)
 Record = (
     LeaseRecord
     | JobRecord
@@ -61,6 +72,7 @@ Record = (
     | GpuTimeRecord
     | KeyRecord
     | UsageRecord
+    | Reservation
 )
 Stored = Record | Removal
 PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
@@ -76,6 +88,8 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
     LimitRemoved: (tables.usage_limit, lambda change: str(change.key)),
     GpuTimeRecord: (tables.gpu_time, lambda change: str(change.key)),
     GpuTimeRemoved: (tables.gpu_time, lambda change: str(change.key)),
+    Reservation: (tables.reservation, attrgetter("id")),
+    ReservationRemoved: (tables.reservation, attrgetter("id")),
     UsageRecord: (tables.user_usage, attrgetter("user")),
     UsageRemoved: (tables.user_usage, attrgetter("user")),
     KeyRecord: (tables.idempotency_key, attrgetter("key")),
@@ -95,6 +109,7 @@ COMPUTED: dict[type, Collection[str]] = {
     LimitRecord: ("kind", "name"),
     GpuTimeRecord: ("kind", "name", "counted_at_s"),
     UsageRecord: ("counted_at_s", "user"),
+    Reservation: ("user", "group"),
 }
 """Fields that are no columns: they follow from other ones, or from what is only in memory."""
 
@@ -124,6 +139,8 @@ def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:  # noqa: C90
             return tables.gpu_time, _fields(change) | {"id": str(change.key)}
         case UsageRecord():
             return tables.user_usage, _fields(change) | {"user_name": change.user}
+        case Reservation(user=user, group=group):
+            return tables.reservation, _fields(change) | {"user_name": user, "group_name": group}
         case KeyRecord():
             return tables.idempotency_key, _fields(change)
         case Event():
@@ -235,6 +252,14 @@ def usage_record(row: Row[Any]) -> UsageRecord:
     """What a user has used as it was stored."""
     values = _values(row)
     return UsageRecord(user=values.pop("user_name"), **values)
+
+
+def reservation(row: Row[Any]) -> Reservation:
+    """A reservation as it was stored."""
+    values = _values(row)
+    whom = {"user": values.pop("user_name"), "group": values.pop("group_name")}
+    gpus = tuple(from_json(Device, item) for item in values.pop("gpus"))
+    return Reservation(gpus=gpus, **whom, **values)
 
 
 def limit_record(row: Row[Any]) -> LimitRecord:

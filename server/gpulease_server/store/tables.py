@@ -268,6 +268,21 @@ gpu_time = Table(
 )
 """One row for each limit of GPU-hours, with the same id. See `core.gpu_time`."""
 
+reservation = Table(
+    "reservation",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("gpus", JSON, nullable=False),
+    Column("from_at", UtcDateTime, nullable=False),
+    Column("to_at", UtcDateTime, nullable=False),
+    Column("user_name", String(255)),
+    Column("group_name", String(255)),
+    Column("reason", Text),
+    Column("made_at", UtcDateTime, nullable=False),
+    Column("made_by", String(255)),
+)
+"""One row for each reservation that has not ended, see `core.calendar`. The events tell of those that have."""
+
 counter = Table(
     "counter",
     metadata,

@@ -35,6 +35,7 @@ TAGS = {
     "events": "The history of every change, as pages or as a stream.",
     "me": "How the daemon identifies the caller.",
     "limits": "What a user, a group or a token may have, and has.",
+    "reservations": "GPUs that are kept for someone in a window of time.",
     "tokens": "Bearer tokens, for administrators. The fencing token of a lease is something else.",
     "service": "Entrance, health checks and metrics.",
 }

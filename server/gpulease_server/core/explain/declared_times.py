@@ -38,7 +38,7 @@ def describe_run_ahead(ledger: Ledger, record: LeaseRecord) -> str:
 def _latest_start(reservations: Reservations, record: LeaseRecord, position: int | None, start_known: bool) -> str:
     """By when the first in the queue starts: surely where GPUs are held for it on each node that could serve it, and
     no limit may keep it from them."""
-    if position != 1:
+    if position != 1 or reservations.ledger.calendar.entries:
         return ""
     lease, nodes = record.lease, find_candidates(reservations.ledger, record.lease.demand).by_node
     is_sure = reservations.held_for.get(lease.id, 0) >= len(nodes) and not reservations.users.may_limit(lease)
@@ -68,8 +68,9 @@ def _time_to_declare(reservations: Reservations, record: LeaseRecord, name: str)
 
     def find(reserved: Collection[str]) -> Placed | NeedsReading | Blocked:
         ledger, demand = reservations.ledger, record.lease.demand
-        most_gpus = reservations.users.gpus_left(record.lease)
-        return place(ledger, demand, reserved, reservations.now, reservations.policy, most_gpus=most_gpus)
+        users, now, policy = reservations.users, reservations.now, reservations.policy
+        most_gpus, closed = users.gpus_left(record.lease), users.closed_to(record.lease)
+        return place(ledger, demand, reserved, now, policy, most_gpus=most_gpus, closed=closed)
 
     others = {demand: one for demand, one in reservations.due.items() if one.lease.id != record.lease.id}
     longest_s = EasyBackfill(replace(reservations, due=others)).longest_s(record, find)

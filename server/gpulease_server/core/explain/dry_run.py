@@ -51,7 +51,8 @@ def dry_run(
         return never
     if users.limit_reached(lease, min_gpus(ledger, demand)) is None:
         gpus_left = users.gpus_left(lease)
-        placed = place(ledger, demand, reservations.by_uuid.keys(), now, policy, most_gpus=gpus_left)
+        reserved, closed = reservations.by_uuid.keys(), users.closed_to(lease)
+        placed = place(ledger, demand, reserved, now, policy, most_gpus=gpus_left, closed=closed)
         if not isinstance(placed, Blocked):
             if further_jobs and (full := _queue_is_full(ledger, lease, policy, further_jobs)) is not None:
                 return full

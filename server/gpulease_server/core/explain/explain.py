@@ -8,6 +8,7 @@ from gpulease_protocol.model import LeaseState
 from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
+from gpulease_server.core.explain.closed_gpus import calendar_obstacles
 from gpulease_server.core.explain.compute_modes import mode_notes
 from gpulease_server.core.explain.connections import describe_connections, describe_unconnected
 from gpulease_server.core.explain.declared_times import describe_run_ahead, describe_times
@@ -61,16 +62,16 @@ def explain(
         return limit
     held = reservations.reserved_for(record)
     reserved_for_older = {uuid: lease_id for uuid, lease_id in reservations.by_uuid.items() if lease_id != lease.id}
-    gpus_left = reservations.users.gpus_left(lease)
-    placed = place(ledger, lease.demand, reserved_for_older.keys(), now, policy, most_gpus=gpus_left)
+    gpus_left, closed = reservations.users.gpus_left(lease), reservations.users.closed_to(lease)
+    placed = place(ledger, lease.demand, reserved_for_older, now, policy, most_gpus=gpus_left, closed=closed)
     unread = {gpu.device.uuid for gpu in placed.gpus} if isinstance(placed, NeedsReading) else set()
-    found = limit_obstacles(ledger, lease, gpus_left)
+    found = limit_obstacles(ledger, lease, gpus_left) | calendar_obstacles(reservations.users, lease, ledger, closed)
     for gpu in ledger.gpus.values():
         item = obstacle(ledger, lease.demand, gpu, reserved_for_older, unread, now, policy)
         if item is not None:
             found.setdefault(item.uuid, item)
     obstacles = tuple(sorted(found.values(), key=lambda item: (item.node, item.index)))
-    nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy)
+    nodes = node_readiness(ledger, lease.demand, reserved_for_older, unread, now, policy, closed)
     position = place_in_queue(ledger, record) if stays_queued else None
     usage = recent_usage(ledger, record, now, policy) if stays_queued else ()
     queued, asked = describe_place(ledger, record, usage) if stays_queued else "", describe_demand(lease.demand)

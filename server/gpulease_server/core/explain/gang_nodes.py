@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpulease_protocol.explanation import NodeReadiness
 from gpulease_protocol.model import Demand
+from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.explain.obstacles import obstacle
 from gpulease_server.core.gpu import ends_too_soon
 from gpulease_server.core.ledger import Ledger
@@ -20,6 +21,7 @@ def node_readiness(
     unread: set[str],
     now: Instant,
     policy: Policy,
+    closed: frozenset[str] = NO_GPUS,
 ) -> tuple[NodeReadiness, ...]:
     """Each node by name. Ready ones are those of one group, of which most are ready: one model, and nodes that reach
     each other."""
@@ -31,7 +33,7 @@ def node_readiness(
         for node, uuids in by_node.items():
             gpus = (ledger.gpus[uuid] for uuid in uuids)
             found = [obstacle(ledger, demand, gpu, reserved_for, unread, now, policy) for gpu in gpus]
-            blocked = sum(one is not None for one in found)
+            blocked = sum(one is not None or uuid in closed for one, uuid in zip(found, uuids, strict=True))
             reach = reach_of(ledger, demand, node)
             if reach is None:
                 said[node] = f"Node {node} {_no_address(ledger, node)}."

@@ -1,0 +1,115 @@
+"""`gpulease reservations`: GPUs that are kept for someone in a window of time."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+import click
+
+from gpulease.client import Client
+from gpulease_cli import output
+from gpulease_cli.help_format import command
+from gpulease_cli.option_types import MOMENT_AHEAD, Field, Number
+from gpulease_cli.options import JSON, checked
+from gpulease_cli.parameters import argument, option
+from gpulease_protocol.obstacle_groups import gpu_ranges
+from gpulease_protocol.reservations import Reservation, ReservationRequest
+from gpulease_protocol.status_table import align_columns, printable
+
+HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
+
+
+@command(
+    examples=(
+        "gpulease reservations add --node n1 --gpus 4 --from 2026-12-03T08:00 --to 2026-12-03T18:00 --user ada",
+        "gpulease reservations add --gpu GPU-... --from 2h --to 6h --group vision --reason 'course'",
+    )
+)
+@option("--node", metavar="NAME", help="Node of which `--gpus` are kept.")
+@option(
+    "--gpus",
+    "count",
+    type=Field(Number(), ReservationRequest, "count"),
+    metavar="N",
+    help="How many GPUs of the node; the daemon chooses them.",
+)
+@option("--gpu", "uuids", multiple=True, metavar="UUID", help="GPU that is kept; repeat it to name all.")
+@option("--from", "from_at", type=MOMENT_AHEAD, required=True, help="Since when: 08:00, 2026-12-03T08:00, or 2h.")
+@option("--to", "to_at", type=MOMENT_AHEAD, required=True, help="Until when, in the same forms.")
+@option("--user", metavar="USER", help="For whom.")
+@option("--group", metavar="GROUP", help="For the users of which group of `gpulease limits`.")
+@option("--reason", metavar="TEXT", help="What for; who has to wait for it is told.")
+@JSON
+def add(
+    node: str | None,
+    count: int | None,
+    uuids: tuple[str, ...],
+    from_at: datetime,
+    to_at: datetime,
+    user: str | None,
+    group: str | None,
+    reason: str | None,
+    json: bool,
+) -> None:
+    """Keep GPUs for a user or a group in a window of time. For administrators.
+
+    No lease of anyone else gets them that could last into the window. Refused where a lease is in the way that may last
+    so long, or another reservation.
+    """
+    request = checked(
+        lambda: ReservationRequest(
+            node=node,
+            count=count,
+            gpus=list(uuids),
+            from_at=from_at,
+            to_at=to_at,
+            user=user,
+            group=None if group is None else group.removeprefix("@"),
+            reason=reason,
+        )
+    )
+    with Client() as client:
+        made = client.create_reservation(request)
+    if json:
+        output.print_json(made)
+    else:
+        output.print_table(align_columns(HEADS, [_row(made)]))
+
+
+@command("list", examples=("gpulease reservations list",))
+@JSON
+def list_reservations(json: bool) -> None:
+    """List the reservations that have not ended, in the order in which they begin."""
+    with Client() as client:
+        found = client.reservations()
+    if json:
+        output.print_json_list(found)
+    else:
+        output.print_table(align_columns(HEADS, [_row(one) for one in found]))
+
+
+@command(examples=("gpulease reservations cancel reservation-9f86d081884c7d65",))
+@argument("reservation_id", metavar="RESERVATION", help="Its id.")
+@JSON
+def cancel(reservation_id: str, json: bool) -> None:
+    """Take a reservation back; it ends no lease. For administrators."""
+    with Client() as client:
+        gone = client.cancel_reservation(reservation_id)
+    if json:
+        output.print_json(gone)
+    else:
+        click.echo(f"cancelled {gone.id}")
+
+
+def _row(one: Reservation) -> tuple[str, ...]:
+    by_node: dict[str, list[int]] = {}
+    for device in one.gpus:
+        by_node.setdefault(device.node, []).append(device.index)
+    return (
+        one.id,
+        f"@{one.group}" if one.group is not None else one.user or "-",
+        f"{one.from_at.astimezone():%Y-%m-%d %H:%M}",
+        f"{one.to_at.astimezone():%Y-%m-%d %H:%M}",
+        "; ".join(gpu_ranges(indices, node) for node, indices in by_node.items()),
+        printable(one.reason or "-", 60),
+    )

@@ -1,0 +1,143 @@
+"""Reservations are made, cancelled, and end. `core.calendar` has the rule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC
+
+from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, NotFound
+from gpulease_protocol.limits import LimitKind
+from gpulease_protocol.model import Demand, GpuState, LeaseState
+from gpulease_protocol.reservations import Reservation
+from gpulease_server.core.calendar import MAX_AHEAD, MAX_RESERVATIONS, ReservationRemoved, is_for
+from gpulease_server.core.explain.closed_gpus import describe_reservation
+from gpulease_server.core.gpu import is_cordoned, state_of
+from gpulease_server.core.gpu_choice import choose_gpus
+from gpulease_server.core.happenings import ReservationCancelled, ReservationRequested
+from gpulease_server.core.limit_records import LimitKey
+from gpulease_server.core.records import GpuRecord
+from gpulease_server.core.token_budgets import held_s
+from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import UserUsage, usage_by_user
+from gpulease_server.core.wording import count_gpus
+
+MAX_SAID = 8
+"""GPUs of which it is said who is in the way."""
+WORKING = (GpuState.FREE, GpuState.LEASED, GpuState.DRAINING, GpuState.FOREIGN)
+"""States of GPUs that are chosen before others."""
+
+
+def on_reservation_requested(turn: Turn, asked: ReservationRequested) -> None:
+    """Make a reservation, or say why not."""
+    chosen = _checked(turn, asked) or _chosen(turn, asked)
+    if isinstance(chosen, GpuleaseError):
+        turn.answer(asked.cause, chosen)
+        return
+    entry = Reservation(
+        id=asked.reservation_id,
+        gpus=tuple(gpu.device for gpu in chosen),
+        from_at=max(asked.from_at, turn.now.at).astimezone(UTC),
+        to_at=asked.to_at.astimezone(UTC),
+        user=asked.user,
+        group=asked.group,
+        reason=asked.reason,
+        made_at=turn.now.at,
+        made_by=asked.by,
+    )
+    turn.put(entry)
+    _emit(turn, "reservation.created", entry, f", by {asked.by or 'an unknown user'}")
+    turn.answer(asked.cause, None)
+
+
+def on_reservation_cancelled(turn: Turn, asked: ReservationCancelled) -> None:
+    """Take a reservation out of the calendar."""
+    entry = turn.ledger.calendar.entries.get(asked.reservation_id)
+    if entry is None:
+        detail = f"There is no reservation {asked.reservation_id}, or it has ended."
+        turn.answer(asked.cause, NotFound(detail, remedy="`GET /v1/reservations` lists all."))
+        return
+    turn.put(ReservationRemoved(entry.id))
+    _emit(turn, "reservation.cancelled", entry, f", by {asked.by or 'an unknown user'}")
+    turn.answer(asked.cause, None)
+
+
+def end_reservations(turn: Turn) -> None:
+    """Take those out of the calendar whose time has passed."""
+    for entry in [one for one in turn.ledger.calendar.entries.values() if one.to_at <= turn.now.at]:
+        turn.put(ReservationRemoved(entry.id))
+        _emit(turn, "reservation.ended", entry, "")
+
+
+def _emit(turn: Turn, kind: str, entry: Reservation, by: str) -> None:
+    nodes = {device.node for device in entry.gpus}
+    turn.emit(
+        kind,
+        node=nodes.pop() if len(nodes) == 1 else None,
+        gpus=tuple(device.uuid for device in entry.gpus),
+        reason=f"{describe_reservation(entry)}{by}",
+    )
+
+
+def _checked(turn: Turn, asked: ReservationRequested) -> GpuleaseError | None:
+    """Why what was asked for is refused, whatever GPUs it is about; None if it is not."""
+    ledger, now = turn.ledger, turn.now.at
+    if asked.to_at <= now:
+        return InvalidRequest("to_at: must not have passed.", remedy=f"The daemon's clock shows {now:%Y-%m-%d %H:%M}Z.")
+    if asked.to_at > now + MAX_AHEAD:
+        return InvalidRequest(f"to_at: must be within {MAX_AHEAD.days} days.", remedy="Choose an earlier time.")
+    if asked.group is not None and LimitKey(LimitKind.GROUP, asked.group) not in ledger.limits.records:
+        remedy = "`gpulease limits set @GROUP --member USER` makes one; `gpulease limits list` shows them."
+        return NotFound(f"There is no group {asked.group}.", remedy=remedy)
+    if len(ledger.calendar.entries) >= MAX_RESERVATIONS:
+        return InvalidRequest(f"There are {MAX_RESERVATIONS} reservations.", remedy="Cancel some.")
+    if asked.node is not None and asked.node not in ledger.nodes:
+        return NotFound(f"There is no node {asked.node}.", remedy="`GET /v1/nodes` lists all nodes.")
+    for uuid in asked.uuids:
+        if uuid not in ledger.gpus:
+            return NotFound(f"There is no GPU {uuid}.", remedy="`GET /v1/gpus` lists all GPUs.")
+    return None
+
+
+def _chosen(turn: Turn, asked: ReservationRequested) -> Sequence[GpuRecord] | GpuleaseError:
+    """The GPUs for a reservation, of which nothing is in the way; or who is."""
+    ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
+    on_node = [] if asked.node is None else ledger.gpus_on(asked.node)
+    gpus = [ledger.gpus[uuid] for uuid in asked.uuids] or sorted(on_node, key=lambda gpu: gpu.device.index)
+    needed = asked.count or len(gpus)
+    in_the_way = {gpu.device.uuid: _in_the_way(turn, users, asked, gpu) for gpu in gpus}
+    open_gpus = [gpu for gpu in gpus if in_the_way[gpu.device.uuid] is None]
+    if len(open_gpus) < needed:
+        said = [why for why in in_the_way.values() if why is not None][:MAX_SAID]
+        where = f" of node {asked.node}" if asked.node is not None else ""
+        detail = f"{count_gpus(needed)}{where} cannot be reserved: {len(open_gpus)} of {len(gpus)} could be."
+        remedy = "Choose a later time or other GPUs, or have these leases end first."
+        return InUse(" ".join([detail, *said]), remedy=remedy)
+    if asked.node is None:
+        return open_gpus
+    able = [gpu for gpu in open_gpus if not is_cordoned(ledger, gpu) and _works(turn, gpu)]
+    uuids = [gpu.device.uuid for gpu in (able if len(able) >= needed else open_gpus)]
+    chosen = choose_gpus(ledger, Demand(count=needed), asked.node, uuids, needed)
+    return [ledger.gpus[uuid] for uuid in chosen]
+
+
+def _works(turn: Turn, gpu: GpuRecord) -> bool:
+    return state_of(turn.ledger, gpu, turn.now, turn.policy) in WORKING
+
+
+def _in_the_way(turn: Turn, users: UserUsage, asked: ReservationRequested, gpu: GpuRecord) -> str | None:
+    """What keeps one GPU from being reserved, as a sentence; None if nothing does."""
+    ledger, name = turn.ledger, f"GPU {gpu.device.index} of {gpu.device.node}"
+    for entry in ledger.calendar.within(max(asked.from_at, turn.now.at), asked.to_at):
+        if any(device.uuid == gpu.device.uuid for device in entry.gpus):
+            return f"{name} is {describe_reservation(entry)}."
+    record = ledger.leases.get(gpu.lease_id or "")
+    if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
+        return None
+    holder = record.lease.holder
+    if is_for(asked, holder.user, ledger.limits.group_of.get(holder.user)):
+        return None
+    end = users.latest_end(record.lease, held_s(record, turn.now))
+    if end is not None and end <= asked.from_at:
+        return None
+    lasts = "declares no time" if end is None else f"may last until {end:%Y-%m-%d %H:%M} UTC"
+    return f"{name} is leased to {holder.user or 'an unknown user'} ({record.lease.id}), which {lasts}."

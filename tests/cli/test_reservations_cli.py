@@ -1,0 +1,45 @@
+"""`gpulease reservations` against a daemon."""
+
+from __future__ import annotations
+
+import getpass
+import json
+from datetime import UTC, datetime
+
+from gpulease import Client
+from gpulease_protocol import endpoints
+from gpulease_protocol.model import LeaseState
+from gpulease_protocol.requests import LeaseRequest
+from tests.cli.programs import Program
+
+
+def test_what_is_reserved_goes_to_no_one_else_and_is_told(client: Client, gpulease: Program) -> None:
+    gpus = client.gpus()
+    node, total = gpus[0].node, len(gpus)
+    add = ("reservations", "add", "--node", node, "--gpus", str(total), "--from", "0s", "--to", "2h")
+    made = gpulease(*add, "--user", "zoe-lab", "--reason", "course", "--json")
+    assert made.returncode == 0, made.stderr
+    noun = json.loads(made.stdout)
+    assert (len(noun["gpus"]), noun["user"], noun["made_by"]) == (total, "zoe-lab", getpass.getuser())
+    listed = gpulease("reservations", "list")
+    assert "zoe-lab" in listed.stdout
+    assert "course" in listed.stdout
+    waits = client.request_lease(LeaseRequest(count=1))
+    assert waits.state is LeaseState.QUEUED
+    explained = client.explain(waits.id)
+    assert {one.code for one in explained.obstacles} == {"reserved"}
+    assert f"reserved for user zoe-lab from {datetime.now(UTC):%Y-%m-%d}" in explained.sentence
+    again = gpulease(*add, "--group", "@none")
+    assert again.returncode == 1
+    assert "There is no group none." in again.stderr
+    cancelled = gpulease("reservations", "cancel", noun["id"])
+    assert (cancelled.returncode, cancelled.stdout) == (0, f"cancelled {noun['id']}\n")
+    granted = client.send(endpoints.lease(waits.id, 60.0, LeaseState.QUEUED))
+    assert granted.state is LeaseState.ACTIVE
+    client.release(granted.id, granted.fencing_token)
+    assert not client.reservations()
+    gone = gpulease("reservations", "cancel", noun["id"])
+    assert gone.returncode == 1
+    assert "gpulease reservations list" in gone.stderr
+    kinds = [one.kind for one in client.events() if one.kind.startswith("reservation.")]
+    assert kinds == ["reservation.created", "reservation.cancelled"]
