@@ -590,6 +590,31 @@ def limits_are_never_passed(seen: Seen) -> Iterator[str]:
             yield f"seq {event['seq']}: with {lease} {user} has {has_all} interactively, not {now.interactive_gpus}"
 
 
+def reservations_are_never_crossed(seen: Seen) -> Iterator[str]:
+    """With each grant, no reservation of one of its GPUs for someone else begins before the lease must have ended. What
+    is told of a reservation says when it is, on the clock that the grant was made by."""
+    leases = {line["lease"]["id"]: line["lease"] for line in seen.of["listed"]}
+    calendar: dict[str, tuple[set[str], str, datetime.datetime]] = {}
+    for event in seen.log:
+        name, _, what = (event["reason"] or "").partition(" for user ")
+        if event["kind"] == "reservation.created":
+            user, from_at = what.split(", ")[0], what.split(", ")[1].partition(" to ")[0]
+            calendar[name] = set(event["gpus"]), user, datetime.datetime.fromisoformat(from_at)
+        elif event["kind"].startswith("reservation."):
+            calendar.pop(name, None)
+        lease = leases.get(event["lease_id"])
+        if lease is None or event["kind"] not in ("lease.granted", "lease.revived"):
+            continue
+        time_s = lease.get("demand", {}).get("time_s")
+        if time_s is not None and event["kind"] == "lease.revived":
+            continue  # how long it has lasted by then follows from no clock that is seen
+        at = datetime.datetime.fromisoformat(event["at"])
+        for reservation, (gpus, user, from_at) in calendar.items():
+            ends_before = time_s is not None and at + datetime.timedelta(seconds=time_s) <= from_at
+            if not (ends_before or user == lease["holder"].get("user") or gpus.isdisjoint(event["gpus"])):
+                yield f"seq {event['seq']}: {event['lease_id']} crosses {reservation}, which is for {user}"
+
+
 RANKS = ("interactive", "normal", "scavenge")
 
 
@@ -876,5 +901,6 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "no one acts for another user (15)": no_one_acts_for_another,
     "one user's queue is bounded (15)": queue_is_bounded,
     "limits are never passed (15)": limits_are_never_passed,
+    "reservations are never crossed (4)": reservations_are_never_crossed,
 }
 """Each rule by what it says, with the number of the promise."""

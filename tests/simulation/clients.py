@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.network import NoAnswer, request
@@ -47,6 +48,8 @@ class PlayedClient:
         if self.world.priorities:
             body |= {"priority": chance.choice(("interactive", "interactive", "interactive", "normal", "scavenge"))}
             body |= {"time_s": chance.choice((20.0, 3600.0))}
+        if self.world.reservations and (time_s := chance.choice((None, None, 2.0, 20.0, 3600.0))) is not None:
+            body["time_s"] = time_s
         if self.world.fair_share:
             body["count"] = 1 if self.uid == ZOE else chance.choice((1, 3, 4))
         begun_s = self.world.now_s
@@ -249,6 +252,50 @@ class LimitSetter:
             return (await self.world.network.call("admin", method, f"/v1/limits/{place}", body, twice=False))[0]
         except NoAnswer:
             return 0
+
+
+class Reserver:
+    """Reserves GPUs for some of the clients in windows of time, and cancels that, while leases are held."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def run(self) -> None:
+        """One reservation after the other, until everything is calm; then there are none."""
+        chance = self.world.chance
+        while not self.world.calm:
+            await asyncio.sleep(chance.expovariate(5.0))
+            uuids = [uuid for node in self.world.nodes.values() for uuid in node.gpus]
+            when = chance.choice(((-1.0, 3.0), (295.0, 330.0)))
+            begins, lasts = (timedelta(seconds=chance.uniform(*one)) for one in (when, (1.0, 6.0)))
+            from_at = self.world.wall() + begins
+            body = {
+                "gpus": chance.sample(uuids, chance.choice((1, 1, 2))),
+                "user": chance.choice(("root", "zoe")),
+                "from_at": from_at.isoformat(),
+                "to_at": (from_at + lasts).isoformat(),
+            }
+            await self._say("POST", "", body)
+            if chance.random() < 0.1:
+                await self._cancel_some(chance.randint(1, 3))
+        while not await self._cancel_some(1000):
+            self.world.step("reservations are cancelled again")
+            await asyncio.sleep(0.1)
+
+    async def _cancel_some(self, most: int) -> bool:
+        """Cancel so many of them. True if there were none."""
+        status, page = await self._say("GET", "")
+        if status != 200:
+            return False
+        for entry in page["items"][:most]:
+            await self._say("DELETE", f"/{entry['id']}")
+        return not page["items"]
+
+    async def _say(self, method: str, place: str, body: Line | None = None) -> tuple[int, Any]:
+        try:
+            return await self.world.network.call("admin", method, f"/v1/reservations{place}", body, twice=False)
+        except NoAnswer:
+            return 0, None
 
 
 class Attacker:

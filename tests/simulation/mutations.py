@@ -385,6 +385,11 @@ def grant_over_limits() -> Patches:
     return [(f"{usage}.keeps_out", lambda *_, **__: False), (f"{usage}.limit_reached", lambda *_: None)]
 
 
+def grant_what_is_reserved() -> Patches:
+    """The calendar is written down and closes no GPU to anyone."""
+    return [(f"{CORE}.calendar.Calendar.closed_to", lambda *_: frozenset())]
+
+
 def interactive_without_limit() -> Patches:
     """What a user has by interactive requests is counted and does not matter."""
     applied = UserUsage.applied
@@ -464,6 +469,7 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         queue_without_limit,
         grant_over_limits,
         interactive_without_limit,
+        grant_what_is_reserved,
         anyone_may_release,
         any_order,
         never_the_oldest,
@@ -482,6 +488,8 @@ OF_PRIORITIES = ("any_order", "never_the_oldest", "always_by_age", "interactive_
 """Faults that only show where there are requests of several priorities."""
 OF_LIMITS = ("grant_over_limits", "interactive_without_limit")
 """Those that only show where limits are set."""
+OF_RESERVATIONS = ("grant_what_is_reserved",)
+"""Those that only show where GPUs are reserved."""
 OF_FAIR_SHARE = ("no_place_is_kept",)
 """Those that only show where usage orders."""
 

@@ -290,6 +290,17 @@ def over_a_limit(run: Run) -> None:
     run.renumber()
 
 
+def crosses_a_reservation(run: Run) -> None:
+    """g1 is reserved for bob when B is granted, which declares a time that is too long."""
+    reason = f"R for user bob, {at(30.0)} to {at(90.0)}, by root"
+    run.log.insert(0, event("reservation.created", 0.1, gpus=["g1"], reason=reason))
+    for name, time_s in (("A", 20.0), ("B", 60.0)):
+        holder = {"label": name.lower(), "user": "ada"}
+        shown = {"id": name, "holder": holder, "state": "ended", "demand": {"count": 1, "time_s": time_s}}
+        run.lines.append({"what": "listed", "at_s": 20.0, "lease": shown})
+    run.renumber()
+
+
 def held_on(run: Run) -> None:
     run.lines.append(
         {"what": "listed", "at_s": 20.0, "lease": {"id": "B", "holder": {"label": "b"}, "state": "active"}}
@@ -417,6 +428,7 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("who has waited longest has a turn (8)", oldest_never_goes_first),
     ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
+    ("reservations are never crossed (4)", crosses_a_reservation),
     ("what GPUs are held for keeps its place (8)", held_gpu_goes_to_another),
     ("no one is delayed by who runs ahead (8)", runs_ahead_for_too_long),
 ]

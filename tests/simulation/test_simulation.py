@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tests.simulation.__main__ import simulate
-from tests.simulation.mutations import MUTATIONS, OF_FAIR_SHARE, OF_GANGS, OF_LIMITS, OF_PRIORITIES, mutated
+from tests.simulation.mutations import (
+    MUTATIONS,
+    OF_FAIR_SHARE,
+    OF_GANGS,
+    OF_LIMITS,
+    OF_PRIORITIES,
+    OF_RESERVATIONS,
+    mutated,
+)
 
 pytestmark = pytest.mark.busy("compute")
 
@@ -80,6 +88,16 @@ def test_every_promise_is_kept_while_limits_are_set_and_removed(priorities: bool
 
 
 @pytest.mark.budget(30)
+def test_every_promise_is_kept_while_gpus_are_reserved() -> None:
+    outcome = simulate(2, steps=1000, reservations=True)
+
+    assert outcome.complaints == [], "2 --steps 1000 --reservations"
+    kinds = [event["kind"] for event in outcome.log]
+    assert kinds.count("reservation.created") > 10
+    assert {"reservation.cancelled", "reservation.ended"} <= set(kinds)
+
+
+@pytest.mark.budget(30)
 def test_every_promise_is_kept_where_usage_orders() -> None:
     outcome = simulate(2, steps=600, fair_share=True)
 
@@ -108,6 +126,7 @@ def place_of(name: str) -> dict[str, bool]:
         "limits": name in OF_LIMITS,
         "priorities": name in OF_PRIORITIES,
         "fair_share": name in OF_FAIR_SHARE,
+        "reservations": name in OF_RESERVATIONS,
     }
 
 
@@ -132,6 +151,15 @@ def test_every_promise_is_kept_with_gangs_for_long(seed: int) -> None:
     outcome = simulate(seed, gangs=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --gangs"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2200, 2250))
+def test_every_promise_is_kept_with_reservations_for_long(seed: int) -> None:
+    outcome = simulate(seed, reservations=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --reservations"
 
 
 @pytest.mark.soak

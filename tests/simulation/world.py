@@ -43,6 +43,7 @@ from tests.simulation.clients import (
     Attacker,
     LimitSetter,
     PlayedClient,
+    Reserver,
     follow_events,
     watch_held_gpus,
 )
@@ -165,7 +166,8 @@ class World:
     `gangs` there are two nodes more, and clients that renew ask for GPUs on one to four nodes; with `priorities` they
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
     are of another user, for whom none are set. With `fair_share` usage orders the requests of two users, of whom one
-    asks for single GPUs, on one node; only the daemon and the network fail."""
+    asks for single GPUs, on one node; only the daemon and the network fail. With `reservations` an administrator
+    reserves GPUs for one of two users, and a part of the requests declares a time."""
 
     def __init__(
         self,
@@ -178,6 +180,7 @@ class World:
         priorities: bool = False,
         limits: bool = False,
         fair_share: bool = False,
+        reservations: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
@@ -208,6 +211,7 @@ class World:
         self.network = Network(self)
         self.gangs = gangs
         self.limits = limits
+        self.reservations = reservations
         sizes = (("a", 4),) if fair_share else (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
         self.owner_pids = itertools.count(5000)
@@ -216,7 +220,7 @@ class World:
             [node for node in self.nodes.values() for _ in range(2)] if clients and not (gangs or fair_share) else []
         )
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
-        others = clients * 2 // 3 if fair_share else clients // 2 if priorities and limits else 0
+        others = clients * 2 // 3 if fair_share else clients // 2 if (priorities and limits) or reservations else 0
         self.clients = [PlayedClient(self, f"c{number}", ZOE if number < others else None) for number in range(clients)]
         self.app: FastAPI = create_app(SimpleNamespace(leadership=LeadershipStatus()))  # type: ignore[arg-type]
         self._calmed = asyncio.Event()
@@ -328,8 +332,9 @@ class World:
         background += [watch_held_gpus(self)] if self.fair_share else [node.suffer() for node in self.nodes.values()]
         self.see("limit", user="eve", queued=self.policy.limits.queued)
         sets = 1 + math.ceil(math.log2(len(self.nodes)))
+        # Who may not have reserved GPUs may be passed by all who may.
         self.see(
-            "order",
+            "order unless reserved" if self.reservations else "order",
             max_overtakes=self.policy.max_overtakes,
             max_bypasses=self.policy.max_bypass * sets,
             interactive_gpus=self.policy.limits.interactive_gpus,
@@ -341,6 +346,8 @@ class World:
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
         if not self.fair_share:
             waiting.add(self.spawn(Administrator(self).run()))
+        if self.reservations:
+            waiting.add(self.spawn(Reserver(self).run()))
         if self.limits:
             waiting.add(self.spawn(LimitSetter(self).run()))
         await self._calmed.wait()
