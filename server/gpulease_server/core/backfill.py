@@ -211,14 +211,11 @@ class Reservations:
 
     def can_be_served(self, limited: LimitedDemand) -> bool:
         """True where enough nodes have enough GPUs for the demand that are free, or will be when leases end."""
-        demand = limited.demand
-        return can_have(
-            self.ledger,
-            demand,
-            self.now,
-            limited.most_gpus,
-            lambda gpus: [*self._usable(limited, gpus), *self._coming(limited, gpus)],
-        )
+
+        def able(gpus: list[GpuRecord]) -> list[GpuRecord]:
+            return [*self._usable(limited, gpus), *self._coming(limited, gpus)]
+
+        return can_have(self.ledger, limited.demand, self.now, limited.most_gpus, able)
 
     def _usable(self, limited: LimitedDemand, gpus: list[GpuRecord]) -> list[GpuRecord]:
         """Those that are free for the demand, whether they are reserved or not."""
