@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from gpulease import Client, LeaseLost
 from gpulease.lease import HeldLease
 from tests.client.fake_daemon import FakeDaemon
+from tests.client.stalls import stalls
 
 pytestmark = pytest.mark.alone
 
 TTL_S = 5.0
 DELAY_S = 2.0
 LATE_S = 1.5
-"""What a loaded machine may add before a thread runs."""
+"""What a loaded machine may add before a thread runs, beyond what the whole process is kept from running."""
 
 
 class Grant:
     """Remembers when the daemon granted: its ttl counts from then, and no renewal reaches it."""
 
-    def __init__(self, daemon: FakeDaemon) -> None:
+    def __init__(self, daemon: FakeDaemon, stalled_s: Callable[[], float]) -> None:
         self._daemon = daemon
+        self._stalled_s = stalled_s
         self.at = float("inf")
 
     def now(self) -> None:
@@ -33,7 +36,7 @@ class Grant:
     def is_over(self, lease: HeldLease) -> None:
         """Fail unless the lease is lost by the time at which the daemon may let it expire."""
         assert lease.lost.wait(20)
-        late_s = self.age_s - TTL_S
+        late_s = self.age_s - TTL_S - self._stalled_s()
         self._daemon.fault = lambda line: None
         lease.release()
         assert late_s < LATE_S
@@ -43,8 +46,17 @@ class Grant:
         return time.monotonic() - self.at
 
 
-def test_trust_does_not_start_at_the_response_after_a_lost_one(daemon: FakeDaemon, client: Client) -> None:
-    daemon.free, grant = False, Grant(daemon)
+@pytest.fixture
+def grant(daemon: FakeDaemon) -> Iterator[Grant]:
+    """A grant that is still to come."""
+    with stalls() as stalled_s:
+        yield Grant(daemon, stalled_s)
+
+
+def test_trust_does_not_start_at_the_response_after_a_lost_one(
+    daemon: FakeDaemon, client: Client, grant: Grant
+) -> None:
+    daemon.free = False
 
     def fault(line: str) -> str | None:
         if "renew" in line:
@@ -58,8 +70,8 @@ def test_trust_does_not_start_at_the_response_after_a_lost_one(daemon: FakeDaemo
     grant.is_over(client.lease(1, wait_s=20, ttl_s=TTL_S))
 
 
-def test_trust_does_not_start_at_the_withdrawal(daemon: FakeDaemon, client: Client) -> None:
-    daemon.free, grant = False, Grant(daemon)
+def test_trust_does_not_start_at_the_withdrawal(daemon: FakeDaemon, client: Client, grant: Grant) -> None:
+    daemon.free = False
     slow = threading.Event()
 
     def fault(line: str) -> str | None:
@@ -74,12 +86,11 @@ def test_trust_does_not_start_at_the_withdrawal(daemon: FakeDaemon, client: Clie
 
 @pytest.mark.parametrize("wait_s", [0, 20])
 def test_trust_starts_when_the_request_was_first_sent(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, wait_s: float
+    daemon: FakeDaemon, grant: Grant, monkeypatch: pytest.MonkeyPatch, wait_s: float
 ) -> None:
     monkeypatch.setattr("gpulease.sansio.flows.RETRY_S", 10 * DELAY_S)
     client = Client(daemon.url)
     client.gpus()
-    grant = Grant(daemon)
 
     def fault(line: str) -> str | None:
         if line.startswith("POST /v1/leases?") and grant.age_s < 0:
@@ -93,9 +104,8 @@ def test_trust_starts_when_the_request_was_first_sent(
 
 
 @pytest.mark.parametrize("expired", [False, True])
-def test_a_grant_that_arrives_after_its_ttl_is_renewed_first(daemon, client, expired: bool) -> None:
+def test_a_grant_that_arrives_after_its_ttl_is_renewed_first(daemon, client, grant: Grant, expired: bool) -> None:
     client.gpus()
-    grant = Grant(daemon)
 
     def fault(line: str) -> str | None:
         if line.startswith("POST /v1/leases?") and grant.age_s < 0:
@@ -111,5 +121,5 @@ def test_a_grant_that_arrives_after_its_ttl_is_renewed_first(daemon, client, exp
             client.lease(1, wait_s=20, ttl_s=TTL_S)
     else:
         with client.lease(1, wait_s=20, ttl_s=TTL_S) as lease:
-            assert daemon.count("renew") == 1
+            assert daemon.count("renew") >= 1
             assert not lease.lost.wait(TTL_S / 2)
