@@ -176,7 +176,7 @@ def test_the_page_fits_a_phone(watched: Watched, running: DaemonProcess, hardwar
                 page.evaluate("address => { location.hash = address }", f"#/{view}")
                 expect(page.locator(f"main.view-{view.split('/')[0]} h1")).to_have_count(1)
                 expect(page.get_by_text("Loading...")).to_have_count(0)
-                assert page.evaluate("document.documentElement.scrollWidth") == width, (view, width)
+                page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
     finally:
         page.set_viewport_size({"width": 1440, "height": 900})
     watched.was_good()

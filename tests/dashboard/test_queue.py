@@ -101,7 +101,7 @@ def test_a_bell_rings_once_for_all_windows_also_while_they_are_hidden(browser: B
         pages = two_windows(watched.page.context, running)
         assert pages[0].evaluate("window.asked") is None
         pages[0].get_by_role("button", name="Notify me").click()
-        assert pages[0].evaluate("window.asked") == 1
+        pages[0].wait_for_function("window.asked === 1")
         pages[1].evaluate("Notification.permission = 'granted'")
         for page in pages:
             page.evaluate(HIDE, True)
@@ -113,7 +113,7 @@ def test_a_bell_rings_once_for_all_windows_also_while_they_are_hidden(browser: B
             expect(page.get_by_text("The queue is empty.")).to_be_visible()
         rung = pages[0].evaluate("localStorage.getItem('rung')")
         assert re.fullmatch(r"gpulease: granted: eval \(root\): GPU \d, \d of n1\n", rung)
-        assert pages[0].evaluate("Object.keys(localStorage).filter(key => key.startsWith('gpulease-bells'))") == []
+        pages[0].wait_for_function("!Object.keys(localStorage).some(key => key.startsWith('gpulease-bells'))")
 
 
 def test_without_permission_the_title_says_it(browser: Browser, running: DaemonProcess) -> None:
@@ -145,8 +145,8 @@ def test_a_queue_entry_has_two_lines_on_a_phone(browser: Browser, running: Daemo
         ask(running, count=2, label=label)
     with watching(browser, running, width=390, height=844) as watched:
         page = watched.open("#/queue")
+        expect(page.locator("#queue tbody tr")).to_have_count(2)
         heights = page.locator("#queue tbody tr").evaluate_all("all => all.map(one => one.offsetHeight)")
-        assert len(heights) == 2
         assert max(heights) <= 80
         page.get_by_role("link", name="Now").click()
         expect(page.locator("[data-gpu]")).to_have_count(4)
