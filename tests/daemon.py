@@ -24,6 +24,11 @@ START_S = 120.0
 READ_AT_START = ("LD_PRELOAD", "PYTHON", "TMPDIR", "TZ")
 """Variables that matter when a program begins: with others of these a daemon is executed, and not forked."""
 
+PATIENT = {"GPULEASE_PROBE_DEADLINE_S": "15"}
+"""For a daemon whose driver never hangs: what a busy machine delays makes no GPU unknown, and puts no grant off."""
+USUAL = {"GPULEASE_PROBE_DEADLINE_S": "2"}
+"""For a driver that hangs, and a worker that is silent."""
+
 FINAL = ("succeeded", "failed", "cancelled", "timed_out", "lost")
 """The states in which a job has ended."""
 
@@ -248,8 +253,10 @@ class Answer:
 
 @contextmanager
 def daemon(directory: Path, *options: str, **environment: str) -> Iterator[DaemonProcess]:
-    """A ready daemon, ended at the close. Without options it simulates four GPUs."""
-    process = DaemonProcess(directory / "d", *(options or ("--simulate", "4")), environment=environment)
+    """A ready daemon, ended at the close. Without options it simulates four GPUs. It is patient with its driver, unless
+    a variable says otherwise."""
+    options = options or ("--simulate", "4")
+    process = DaemonProcess(directory / "d", *options, environment=PATIENT | environment)
     try:
         yield process.start()
     finally:

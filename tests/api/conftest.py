@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess
+from tests.daemon import PATIENT, DaemonProcess
 
 
 class Hardware:
@@ -34,7 +34,8 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Da
     directory = tmp_path_factory.mktemp("api")
     hardware = Hardware(directory / "hardware.json")
     hardware.show({}, {}, {}, {})
-    running = DaemonProcess(directory / "d", "--simulate", str(hardware.path), "--node", "n1")
+    options = ("--simulate", str(hardware.path), "--node", "n1")
+    running = DaemonProcess(directory / "d", *options, environment=PATIENT)
     try:
         yield running.start(), hardware
     finally:

@@ -22,7 +22,7 @@ from gpulease_server.api.auth.access_rules import ACCESS_RULES, AccessRule
 from gpulease_server.api.auth.callers import Caller
 from gpulease_server.api.auth.redaction import redact_gpu
 from tests.api.documents import endpoints, whole_document
-from tests.daemon import Answer, DaemonProcess, events, eventually
+from tests.daemon import PATIENT, Answer, DaemonProcess, events, eventually
 from tests.http_as_user import OTHER, OWNER, call
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can send requests as another user")
@@ -50,7 +50,8 @@ class Installation:
     """A daemon behind a proxy: TCP callers are unknown without a token, those of the socket are known."""
 
     def __init__(self, directory: Path) -> None:
-        self.running = DaemonProcess(directory / "d", "--simulate", "4", "--node", "n1", "--behind-proxy").start()
+        options = ("--simulate", "4", "--node", "n1", "--behind-proxy")
+        self.running = DaemonProcess(directory / "d", *options, environment=PATIENT).start()
         self.bearers = {role: self.token(role, role=role) for role in ("viewer", "worker", "admin")}
         held = self.ask("owner", "POST", "/v1/leases", {"count": 1, "ttl_s": 3600, "label": "held"})
         assert held.status == 201, held.content

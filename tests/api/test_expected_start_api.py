@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.api.test_leases_api import ask
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import PATIENT, DaemonProcess, eventually
 
 pytestmark = pytest.mark.usefixtures("each_way")
 
@@ -53,7 +53,7 @@ def test_a_start_that_an_unknown_end_decides_is_not_said(api: DaemonProcess) -> 
 def test_a_restart_keeps_what_is_expected(tmp_path: Path) -> None:
     hardware = tmp_path / "hardware.json"
     hardware.write_text('{"gpus": [{"uuid": "GPU-00000000-0000-0000-0000-000000000000"}]}')
-    running = DaemonProcess(tmp_path / "d", "--simulate", str(hardware), "--node", "n1")
+    running = DaemonProcess(tmp_path / "d", "--simulate", str(hardware), "--node", "n1", environment=PATIENT)
     try:
         running.start()
         ask(running, {"count": 1, "time_s": 3600, "ttl_s": 3600})

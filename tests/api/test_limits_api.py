@@ -14,7 +14,7 @@ import pytest
 
 from gpulease.client import Client
 from gpulease_protocol.limits import LimitKind, LimitsRequest
-from tests.daemon import DaemonProcess
+from tests.daemon import PATIENT, DaemonProcess
 from tests.http_as_user import call
 
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="only root can send requests as another user")
@@ -24,7 +24,7 @@ ANN, BOB = 54321, 54322
 @contextmanager
 def daemon(directory: Path) -> Iterator[DaemonProcess]:
     """A daemon that serves other users, too."""
-    made = DaemonProcess(directory, "--simulate", "4", "--node", "n1", "--max-queue-per-user", "7")
+    made = DaemonProcess(directory, "--simulate", "4", "--node", "n1", "--max-queue-per-user", "7", environment=PATIENT)
     try:
         yield made.start()
     finally:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.api.test_event_stream import lease, stream
-from tests.daemon import Answer, DaemonProcess, events, eventually
+from tests.daemon import PATIENT, Answer, DaemonProcess, events, eventually
 from tests.http_as_user import OWNER, call
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="only root can send requests as another user")
@@ -27,7 +27,7 @@ WITHIN_S = 60.0
 def running() -> Iterator[DaemonProcess]:
     directory = Path(tempfile.mkdtemp(prefix="gpulease-tokens-"))
     directory.chmod(0o711)  # other users pass through to the socket
-    made = DaemonProcess(directory / "d", "--simulate", "4", "--node", "n1", "--admin", "nobody")
+    made = DaemonProcess(directory / "d", "--simulate", "4", "--node", "n1", "--admin", "nobody", environment=PATIENT)
     try:
         yield made.start()
     finally:
@@ -180,10 +180,11 @@ def test_a_worker_gets_no_answer_if_its_token_is_revoked_meanwhile(running: Daem
     made = token(running, "w", role="worker")
     path, report = "/v1/nodes/n7/exchange", {"worker_id": "w", "host": "h", "hold_s": 0.05}
     first = call(running.port, "POST", path, report, bearer=made.json["bearer"]).json
-    again = {"ticket": first["ticket"], "driver_version": "1.2", "hold_s": 5.0}
+    again = {"ticket": first["ticket"], "driver_version": "1.2", "hold_s": 30.0}
     with asking(running, made, "POST", path, report | again) as answers:
         eventually(lambda: running.call("GET", "/v1/nodes/n7").json["driver_version"] == "1.2", WITHIN_S, running.story)
         revoke(running, made)
+        assert running.call("POST", "/v1/nodes/n7/pause").status == 200  # news for it, which ends the wait
     assert [answer.problem() for answer in answers] == [(401, "not_authenticated")]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.daemon import Answer, DaemonProcess, eventually
+from tests.daemon import PATIENT, Answer, DaemonProcess, eventually
 from tests.http_as_user import call
 
 REPOSITORY = Path(__file__).parents[2]
@@ -243,7 +243,7 @@ class Host:
 
     def daemon(self, *options: str, before: Sequence[str] = (), **environment: str) -> HostDaemon:
         """The daemon of this host, not started yet. It simulates the GPUs of `show_on_gpus`."""
-        environment = {"GPULEASE_DEVICE_FILES": str(self.directory / "device" / "nvidia")} | environment
+        environment = PATIENT | {"GPULEASE_DEVICE_FILES": str(self.directory / "device" / "nvidia")} | environment
         words = ("--simulate", str(self.simulation), *options)
         return HostDaemon(self, *words, before=before, environment=environment)
 

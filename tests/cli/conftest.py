@@ -11,6 +11,7 @@ import pytest
 
 from gpulease import Client, GpuleaseError, GpuState
 from tests.cli.programs import Program, environ, wait_until
+from tests.daemon import PATIENT
 from tests.imported_program import ForkedProgram, completed
 from tests.imported_script import Scripts
 
@@ -19,7 +20,7 @@ from tests.imported_script import Scripts
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     place: Path = tmp_path_factory.mktemp("d")
     arguments = ["serve", "--simulate", "4", "--port", "0", "--data-dir", str(place)]
-    daemon = ForkedProgram(arguments, environ(), place / "serve.log")
+    daemon = ForkedProgram(arguments, environ(**PATIENT), place / "serve.log")
     address = f"unix://{place / 'gpulease.sock'}"
 
     def four_gpus() -> bool:

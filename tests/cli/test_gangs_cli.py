@@ -12,6 +12,7 @@ import pytest
 
 from gpulease import Client, GpuleaseError, GpuState
 from tests.cli.programs import Program, environ, wait_until
+from tests.daemon import PATIENT
 from tests.imported_program import ForkedProgram
 
 
@@ -21,7 +22,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     address = f"unix://{place / 'gpulease.sock'}"
     serve = ["serve", "--simulate", "2", "--node", "n1", "--port", "0", "--data-dir", str(place)]
     worker = ["worker", "--simulate", "2", "--node", "n2", "--url", address, "--data-dir", str(place / "n2")]
-    programs = [ForkedProgram(serve, environ(), place / "serve.log")]
+    programs = [ForkedProgram(serve, environ(**PATIENT), place / "serve.log")]
 
     def reachable(nodes: int) -> bool:
         """So many nodes report, with an address."""
@@ -34,7 +35,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     try:
         wait_until(lambda: reachable(1), 60)
-        programs.append(ForkedProgram(worker, environ(), place / "worker.log"))
+        programs.append(ForkedProgram(worker, environ(**PATIENT), place / "worker.log"))
         wait_until(lambda: reachable(2), 60)
         yield address
     finally:

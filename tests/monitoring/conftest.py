@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.api.conftest import Hardware, states
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import PATIENT, DaemonProcess, eventually
 from tests.prometheus_scrape import Scrape, scrape
 
 GIB = 2**30
@@ -33,7 +33,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     directory = tmp_path_factory.mktemp("monitoring")
     hardware = Hardware(directory / "hardware.json")
     hardware.show({"utilization_ratio": 0.5}, STRANGER, {}, {"health": "xid:79"})
-    running = DaemonProcess(directory / "d", "--simulate", str(hardware.path), "--node", "n1")
+    running = DaemonProcess(directory / "d", "--simulate", str(hardware.path), "--node", "n1", environment=PATIENT)
     try:
         running.start()
         eventually(lambda: states(running) == ["free", "foreign", "free", "unhealthy"], WITHIN_S, running.story)

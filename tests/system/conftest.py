@@ -11,9 +11,10 @@ from tests.daemon import DaemonProcess, daemon
 
 @pytest.fixture(scope="module")
 def shared_daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One daemon for the file, with four simulated GPUs, or with the file's `OPTIONS`."""
+    """One daemon for the file, with four simulated GPUs, or with the file's `OPTIONS`; and with its `ENVIRONMENT`."""
     options = getattr(request.module, "OPTIONS", ("--simulate", "4"))
-    with daemon(tmp_path_factory.mktemp("shared"), *options) as started:
+    environment = getattr(request.module, "ENVIRONMENT", {})
+    with daemon(tmp_path_factory.mktemp("shared"), *options, **environment) as started:
         yield started
 
 

@@ -14,7 +14,7 @@ import pytest
 from gpulease import Client, LeaseState, NotNow
 from gpulease_protocol.requests import JobRequest, LeaseRequest
 from gpulease_protocol.tokens import Role, TokenRequest
-from tests.daemon import DaemonProcess, events, eventually
+from tests.daemon import PATIENT, DaemonProcess, events, eventually
 from tests.databases import PASSWORD
 from tests.system.hardware import GIB, Hardware
 
@@ -70,9 +70,8 @@ def live(running: DaemonProcess, hardware: Hardware, tmp_path: Path) -> str:
 def test_every_decision_has_a_line_and_no_line_has_a_secret(postgres_url: str, tmp_path: Path) -> None:
     hardware = Hardware(tmp_path / "hardware.json", gpus=3)
     options = ("--simulate", str(hardware.path), "--node", "n", "--log-level", "debug")
-    running = DaemonProcess(
-        tmp_path / "d", *options, environment={"GPULEASE_DATABASE_URL": postgres_url, "GPULEASE_TOKEN": TOKEN}
-    )
+    environment = PATIENT | {"GPULEASE_DATABASE_URL": postgres_url, "GPULEASE_TOKEN": TOKEN}
+    running = DaemonProcess(tmp_path / "d", *options, environment=environment)
     try:
         running.start()
         bearer = live(running, hardware, tmp_path)
@@ -116,7 +115,7 @@ def test_every_decision_has_a_line_and_no_line_has_a_secret(postgres_url: str, t
 
 
 def test_a_log_for_people_where_that_is_wanted(tmp_path: Path) -> None:
-    running = DaemonProcess(tmp_path / "d", "--simulate", "1", "--log-format", "human")
+    running = DaemonProcess(tmp_path / "d", "--simulate", "1", "--log-format", "human", environment=PATIENT)
     try:
         running.start()
         with running.client() as client:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpulease_server.store.disk_reserve import LOG_RESERVE_BYTES
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import PATIENT, DaemonProcess, eventually
 from tests.small_disk import fill, mounted
 from tests.system.outages import TTL_S, Clients, Holder, check, down, serves_again, still_serves
 
@@ -30,7 +30,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def serving(data_dir: Path, *options: str) -> Iterator[DaemonProcess]:
-    process = DaemonProcess(data_dir, "--simulate", "8", *options)
+    process = DaemonProcess(data_dir, "--simulate", "8", *options, environment=PATIENT)
     # What it prints goes elsewhere: the directory may be full.
     process.output = data_dir.parent.parent / "daemon.log"
     try:

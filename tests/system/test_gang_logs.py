@@ -14,7 +14,7 @@ import pytest
 from tests.daemon import DaemonProcess, eventually
 from tests.system.test_gang_jobs import running
 from tests.system.test_job_logs import Following
-from tests.system.test_relayed_logs import BehindProxy
+from tests.system.test_relayed_logs import UNHURRIED, BehindProxy
 
 __all__ = ["running"]
 
@@ -82,7 +82,7 @@ class TwoNodes(BehindProxy):
     def worker_of(self, node: str) -> subprocess.Popen[bytes]:
         words = ["worker", "--url", self.url, "--node", node, "--simulate", "4"]
         words += ["--data-dir", str(self.data_dir / node)]
-        environment = os.environ | {"GPULEASE_TOKEN": self.token(role="worker", node=node)}
+        environment = os.environ | UNHURRIED | {"GPULEASE_TOKEN": self.token(role="worker", node=node)}
         return subprocess.Popen([sys.executable, "-m", "gpulease_cli", *words], env=environment)
 
     def end(self) -> None:

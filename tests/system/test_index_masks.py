@@ -19,7 +19,7 @@ import pytest
 from gpulease import UnknownOrdinals
 from gpulease_protocol.launchers import strip_launcher_variables
 from tests.client.stand_in_cuda import HERE, Card, Cuda, machine
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import PATIENT, DaemonProcess, daemon, eventually
 from tests.imported_program import completed
 from tests.worker.stand_in import EVERY, GPU_IS_LOST, POOR, THIRD, WHOLE, Driver
 
@@ -66,7 +66,7 @@ def running(place: Path, cuda: Cuda, tmp_path_factory: pytest.TempPathFactory) -
     driver.says(("count", EVERY, 3), ("idle", 0, 1))
     paces = {"GPULEASE_PROCESSES_S": "0.05", "GPULEASE_HEALTH_S": "0.5", "GPULEASE_POLL_S": "0.2"}
     data = tmp_path_factory.mktemp("daemon") / "d"
-    started = DaemonProcess(data, "--node", "n", environment=driver.environment | paces)
+    started = DaemonProcess(data, "--node", "n", environment=PATIENT | driver.environment | paces)
     try:
         started.start()
         eventually(lambda: states(started).get(WHOLE.uuid) == (1, "free"), 60, lambda: str(states(started)))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import Hardware
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import USUAL, DaemonProcess, daemon, eventually
 from tests.imported_program import completed
 
 GATE = """import os, sys, time
@@ -33,7 +33,9 @@ def hardware(tmp_path_factory: pytest.TempPathFactory) -> Hardware:
 
 @pytest.fixture(scope="module")
 def shared_daemon(tmp_path_factory: pytest.TempPathFactory, hardware: Hardware) -> Iterator[DaemonProcess]:
-    with daemon(tmp_path_factory.mktemp("metrics"), "--simulate", str(hardware.path), "--node", "n1") as started:
+    with daemon(
+        tmp_path_factory.mktemp("metrics"), "--simulate", str(hardware.path), "--node", "n1", **USUAL
+    ) as started:
         yield started
 
 

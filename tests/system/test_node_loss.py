@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpulease_protocol.host.process_id import ProcessId
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import USUAL, DaemonProcess, daemon, eventually
 from tests.worker.build import number_in
 
 
@@ -36,7 +36,7 @@ def free(running: DaemonProcess) -> int:
 @pytest.mark.budget(30)
 def test_a_node_that_stays_away_loses_its_jobs_and_its_worker_ends_them_when_it_is_back(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    with daemon(tmp_path, "--simulate", "1", "--node", "n1", "--node-lost-after", "6") as running:
+    with daemon(tmp_path, "--simulate", "1", "--node", "n1", "--node-lost-after", "6", **USUAL) as running:
         with worker(running, tmp_path / "n2"):
             job = running.submit("sh", "-c", f"echo $$ > {pid_file}; exec sleep 600", gpus=2, retries=3, timeout_s=1000)
             running.wait_job(job, "running")

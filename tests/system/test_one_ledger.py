@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from gpulease_server import other_daemons
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import PATIENT, DaemonProcess, eventually
 from tests.imported_program import completed
 from tests.worker.stand_in import EVERY, Driver
 
-FAST = {"GPULEASE_POLL_S": "0.2"}
+FAST = PATIENT | {"GPULEASE_POLL_S": "0.2"}
 
 
 @pytest.fixture

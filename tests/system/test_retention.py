@@ -15,12 +15,14 @@ from gpulease_server.store import tables
 from gpulease_server.store.integrity_check import check_database
 from gpulease_server.store.ledger_store import Store
 from gpulease_server.store.retention import ALWAYS_KEPT
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import PATIENT, DaemonProcess, eventually
 from tests.store.old_records import count, ended_lease, event, job, metrics, put
 
 pytestmark = pytest.mark.slow
 
 EACH = 3 * ALWAYS_KEPT
+EVENTS = 12 * ALWAYS_KEPT
+"""They go last, 500 at a time: enough that a kill after the first jobs comes before all are gone, however late."""
 WITHIN_S = 120
 
 
@@ -33,7 +35,7 @@ def past(url: str) -> None:
     put(store, (job(10 * n + 2, one) for n, one in enumerate(moments)))
     put(store, of_jobs)
     metrics(store, (one.lease.id for one in of_jobs))
-    put(store, (event(n + 1, one) for n, one in enumerate(moments)))
+    put(store, (event(n + 1, at) for n in range(EVENTS)))
     store.close()
 
 
@@ -59,7 +61,7 @@ def test_a_daemon_prunes_what_is_too_much_though_it_is_killed_meanwhile(tmp_path
         assert wrong(sqlite_url) == []
         assert count(store)["event"] > ALWAYS_KEPT, "the kill came too late to show anything"
         running.start()
-        eventually(lambda: gone(store) >= EACH - ALWAYS_KEPT, WITHIN_S, running.story)
+        eventually(lambda: gone(store) >= EVENTS - ALWAYS_KEPT, WITHIN_S, running.story)
         eventually(lambda: count(store)["job"] == ALWAYS_KEPT, WITHIN_S, running.story)
         told_of_the_gap(running)
         newest = newest_seq(store)
@@ -119,7 +121,7 @@ async def refused_without_waiting(running: DaemonProcess) -> int:
 
 
 def test_a_client_without_a_past_follows_from_the_beginning(tmp_path: Path) -> None:
-    running = DaemonProcess(tmp_path / "d", "--simulate", "2")
+    running = DaemonProcess(tmp_path / "d", "--simulate", "2", environment=PATIENT)
     try:
         running.start()
         with Client(running.url) as client, client.lease(1, wait_s=60):

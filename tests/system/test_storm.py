@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon import DaemonProcess, daemon, events, eventually
+from tests.daemon import PATIENT, DaemonProcess, daemon, events, eventually
 from tests.driver.machine import driver_machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.busy]
@@ -134,7 +134,7 @@ def test_a_storm_of_trainings_that_open_every_gpu_is_served_on_a_driver_that_tak
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 40))])
 def test_a_daemon_killed_in_the_storm_loses_nothing_it_said(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
-    running = DaemonProcess(tmp_path / "d", "--simulate", "8").start()
+    running = DaemonProcess(tmp_path / "d", "--simulate", "8", environment=PATIENT).start()
     directory = tmp_path / "storm"
     try:
         with storm_over(running, directory) as storm:

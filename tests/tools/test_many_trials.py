@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon import daemon
+from tests.daemon import USUAL, daemon
 from tests.docs.pages import ROOT
 from tests.system.hardware import Hardware
 from tests.tools.sweep import ForeignProcess, Sweep, busy_ratio, granted_beside_foreign
@@ -183,7 +183,7 @@ def hardware(tmp_path: Path) -> Hardware:
 def test_all_trials_end_and_none_shares_a_gpu_and_the_gpus_are_busy(
     hardware: Hardware, tmp_path: Path, tool: str
 ) -> None:
-    with daemon(tmp_path, "--simulate", str(hardware.path)) as running:
+    with daemon(tmp_path, "--simulate", str(hardware.path), **USUAL) as running:
         sweep = Sweep(running, tmp_path)
         with ForeignProcess(hardware, stays_s=FOREIGN_STAYS_S, away_s=FOREIGN_AWAY_S) as foreign:
             process = start(sweep, tool, TRIALS, at_once=10, gpus=GPUS, TRIAL_S=str(TRIAL_S), GPULEASE_WAIT_S="900")

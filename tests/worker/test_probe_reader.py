@@ -17,7 +17,7 @@ from gpulease_worker.probe.probe_client import ProbeClient
 from gpulease_worker.probe.probe_protocol import Reading
 from gpulease_worker.probe.probe_reader import ProbeReader
 from gpulease_worker.processes import procfs
-from tests.daemon import DaemonProcess, daemon, eventually
+from tests.daemon import USUAL, DaemonProcess, daemon, eventually
 
 UUID = "GPU-00000000-0000-0000-0000-000000000000"
 
@@ -60,7 +60,7 @@ def test_a_node_is_granted_on_though_each_reading_takes_over_half_a_second(tmp_p
 def test_a_driver_that_is_blocked_for_a_while_makes_its_gpus_unknown_and_then_is_what_it_was(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     machine(path)
-    with daemon(tmp_path, "--simulate", str(path), "--node", "n") as running:
+    with daemon(tmp_path, "--simulate", str(path), "--node", "n", **USUAL) as running:
         eventually(lambda: state(running) == "free", 60, running.story)
         machine(path, hang_s=45)
         eventually(lambda: "the simulated driver did not answer within 2 s" in reason(running), 60, running.story)
