@@ -90,7 +90,8 @@ def test_five_thousand_long_polls_are_cheap_and_answered_at_shutdown(tmp_path: P
     assert before[1] == resource.RLIM_INFINITY or before[1] > 2 * WAITERS, "raise the hard limit of `ulimit -n`"
     resource.setrlimit(resource.RLIMIT_NOFILE, (WAITERS + 1000, before[1]))
     try:
-        with daemon(tmp_path, "--simulate", "1") as running:
+        # Executed, not forked from a process that another test has started with another limit.
+        with daemon(tmp_path, "--simulate", "1", PYTHONUNBUFFERED="1") as running:
             held = running.call("POST", "/v1/leases", {"count": 1, "ttl_s": 3600})
             assert held.status == 201
             assert running.process is not None

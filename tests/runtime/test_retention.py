@@ -9,7 +9,7 @@ import signal
 import statistics
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -28,6 +28,7 @@ from gpulease_server.store import tables
 from gpulease_server.store.integrity_check import check_database
 from gpulease_server.store.ledger_store import Store, StoreFailed
 from gpulease_server.store.retention import ALWAYS_KEPT, RetentionLimits
+from tests.client.stalls import stalls
 from tests.runtime.faults import Fate, FaultyStore, recovered
 from tests.runtime.test_writer import ask, report
 from tests.store.old_records import count, ended_lease, event, job, metrics, prune, put
@@ -84,13 +85,15 @@ def test_turns_do_not_wait_for_a_backlog_to_be_pruned(database_url: str) -> None
     past(store, 5 * ALWAYS_KEPT)
 
     async def body() -> None:
-        async with writing(store) as writer:
+        async with writing(store) as writer, AsyncExitStack() as measured:
+            stalled_s = measured.enter_context(stalls())
             alone = [await lease_and_release(writer) for _ in range(40)]
             pruning = asyncio.create_task(Pruner(store, writer, FEW).prune(clock.now()))
             beside = []
             while not pruning.done():
                 beside.append(await lease_and_release(writer))
             removed = await pruning
+            alone += [await lease_and_release(writer) for _ in range(40)]
             assert removed["event"] >= 4 * ALWAYS_KEPT
             assert removed["job"] >= 4 * ALWAYS_KEPT
             assert len(beside) > 20, "the turns got nowhere"
@@ -99,8 +102,10 @@ def test_turns_do_not_wait_for_a_backlog_to_be_pruned(database_url: str) -> None
             )
             told += f"; longest {1000 * max(alone):.0f} and {1000 * max(beside):.0f} ms, {len(beside)} rounds"
             print(told)
-            assert statistics.median(beside) < 3 * statistics.median(alone) + 0.02, told
-            assert max(beside) < 5, told
+            # Other programs may load the machine before, meanwhile or after.
+            usual_s = max(statistics.median(alone[:40]), statistics.median(alone[40:]))
+            assert statistics.median(beside) < 3 * usual_s + 0.05, told
+            assert max(beside) < max(5, 3 * max(alone)) + stalled_s(), told
 
     asyncio.run(body())
     left = count(store)
