@@ -192,4 +192,4 @@ def test_ctrl_c_leaves_the_job_running_and_says_how_to_return(client: Client, st
     assert "Traceback" not in command.stderr
     assert client.job(job_id).state is JobState.RUNNING
     client.cancel_job(job_id, 5)
-    assert client.wait_job(job_id, 20).state is JobState.CANCELLED
+    assert client.wait_job(job_id, 60).state is JobState.CANCELLED

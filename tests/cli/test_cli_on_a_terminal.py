@@ -61,13 +61,13 @@ class Terminal:
         return termios.tcgetattr(self._ours)
 
     def shows(self, text: str) -> None:
-        wait_until(lambda: text in self.drawn, 40, lambda: repr(self.drawn[-2000:]))
+        wait_until(lambda: text in self.drawn, 60, lambda: repr(self.drawn[-2000:]))
 
     def end(self, number: int | None = None) -> int:
         """The exit code, after a signal if one is given."""
         if number is not None:
             self.process.send_signal(number)
-        code = self.process.wait(40)
+        code = self.process.wait(60)
         self._reader.join(60)
         return code
 
@@ -188,7 +188,7 @@ def test_top_draws_bars_jobs_and_the_queue_and_obeys_keys(
         try:
             watched.shows("night run")
             watched.shows("PLACE")
-            wait_until(lambda: "█" in watched.drawn, 40, lambda: watched.drawn[-3000:])
+            wait_until(lambda: "█" in watched.drawn, 60, lambda: watched.drawn[-3000:])
             watched.type("s")
             watched.shows("s: util")
             watched.type("q")
@@ -223,7 +223,7 @@ def test_top_keeps_the_last_picture_while_the_daemon_is_away(terminal: Callable[
         running.kill()
         watched.shows("Trying again.")
         drawn = len(watched.drawn)
-        wait_until(lambda: "H100" in watched.drawn[drawn:], 40, lambda: watched.drawn[-2000:])
+        wait_until(lambda: "H100" in watched.drawn[drawn:], 60, lambda: watched.drawn[-2000:])
         running.start()
         wait_until(lambda: "Trying again." not in watched.drawn.split(TOP)[-2], 60, lambda: watched.drawn[-2000:])
         watched.type("q")

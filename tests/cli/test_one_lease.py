@@ -103,7 +103,7 @@ print(gpulease.find_usable_cuda_devices(1, wait_s=60), gpulease.find_usable_cuda
 
 def test_two_trainings_started_from_a_rank_being_debugged_take_a_lease_each(client: Client, url: str) -> None:
     left = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}
-    wish = "{'num_devices': 2, 'wait_s': 20}"
+    wish = "{'num_devices': 2, 'wait_s': 60}"
     with launched(url, wish, wish, port=29501, **left) as one, launched(url, wish, wish, port=29502, **left) as two:
         found = [said(one, 2), said(two, 2)]
         held = client.leases(LeaseState.ACTIVE)
@@ -115,7 +115,7 @@ def test_two_trainings_started_from_a_rank_being_debugged_take_a_lease_each(clie
 
 def test_two_trainings_of_one_parent_at_different_ports_take_a_lease_each(client: Client, url: str) -> None:
     program = LAUNCHER.replace('os.environ["PORT"]', "str(29600 + rank)")
-    wish = "{'num_devices': 2, 'wait_s': 20}"
+    wish = "{'num_devices': 2, 'wait_s': 60}"
     command = [sys.executable, "-c", program, wish, wish]
     with subprocess.Popen(
         command, env=environ(GPULEASE_URL=url), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -126,7 +126,7 @@ def test_two_trainings_of_one_parent_at_different_ports_take_a_lease_each(client
 
 
 def test_a_rank_that_asks_for_something_else_is_refused_and_takes_no_lease(client: Client, url: str) -> None:
-    wishes = [f"{{'num_devices': 2, 'wait_s': 20, 'label': 'rank {rank}'}}" for rank in range(2)]
+    wishes = [f"{{'num_devices': 2, 'wait_s': 60, 'label': 'rank {rank}'}}" for rank in range(2)]
     with launched(url, *wishes) as launcher:
         first, second = said(launcher, 2)
         assert first == "[0, 1]"
@@ -160,7 +160,7 @@ import os, subprocess, sys
 place = {{"LOCAL_RANK": "0", "WORLD_SIZE": "2"}}
 waits = "import os, time\\nwhile os.getppid() == int(sys.argv[2]): time.sleep(0.01)\\n"
 program = "import sys\\n" + waits + {RANK!r}
-command = [sys.executable, "-c", program, "{{'num_devices': 1, 'wait_s': 20}}", str(os.getpid())]
+command = [sys.executable, "-c", program, "{{'num_devices': 1, 'wait_s': 60}}", str(os.getpid())]
 print(os.getpid(), flush=True)
 subprocess.Popen(command, env=os.environ | place, start_new_session=True)
 """

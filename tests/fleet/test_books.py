@@ -53,7 +53,7 @@ def start() -> Iterator[Start]:
             own = {"GPULEASE_LEASE_ID": lease_id, "CUDA_VISIBLE_DEVICES": uuid}
             process = started.enter_context(subprocess.Popen(["sleep", TRAINING], env=os.environ | own))
             started.callback(process.kill)
-            eventually(lambda: process.pid in trainings(TRAINING), 10)
+            eventually(lambda: process.pid in trainings(TRAINING), 60)
             return process.pid
 
         yield one

@@ -99,6 +99,6 @@ def test_killed_while_a_pool_goes_down_the_next_one_ends_it(fleet: Fleet, step: 
     kill_at(fleet, step)
     assert fleet.type("down", "--tick", "1s").returncode == -signal.SIGKILL
     assert fleet.type("down", "--tick", "1s").returncode == 0
-    eventually(lambda: not alive(fleet.place), 10)
+    eventually(lambda: not alive(fleet.place), 60)
     assert [row["state"] for row in fleet.pilots()] == ["gone"]
     assert fleet.running.call("GET", "/v1/tokens").json["items"] == []

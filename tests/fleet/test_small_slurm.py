@@ -79,7 +79,7 @@ def test_a_worker_that_is_killed_starts_again_and_finds_its_job(fleet: Fleet) ->
         worker = int(Path(f"/proc/{script}/task/{script}/children").read_text().split()[0])
         killed = ProcessId.of(worker)
         subprocess.run(["kill", "-9", str(worker)], check=True)
-        eventually(lambda: killed is None or not killed.alive(), 10)
+        eventually(lambda: killed is None or not killed.alive(), 60)
         eventually(lambda: "start 1 of 10" in (fleet.place / "slurm/jobs/1/output").read_text(), 30)
         eventually(lambda: fleet.ready() == ["n1"], 120, fleet.running.story)
         assert fleet.running.job(job)["state"] == "running"

@@ -146,7 +146,7 @@ def test_a_server_that_stops_answering_is_given_up(own_server: PostgresServer, m
 def test_a_server_that_is_stopped_and_continued_is_used_again(
     own_server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialects, "CONNECT_S", 2)
+    monkeypatch.setattr(dialects, "CONNECT_S", 5)
     store = Store(own_server.database())
     store.fence.take_over("only")
     ledger = store.load()

@@ -14,7 +14,7 @@ from tests.daemon import Answer, DaemonProcess, events, eventually
 from tests.system.test_storm import check_events
 
 CLIENTS = 8
-TTL_S = 6.0
+TTL_S = 9.0
 """Of the lease that is held all the time: shorter than the outages, so that a holder who is not heard would lose it."""
 PATIENT_S = 60.0
 

@@ -22,7 +22,7 @@ def run_job(running: DaemonProcess, *command: str, **fields: Any) -> tuple[dict[
     """Run a job on two GPUs; it as it ended, and what its launcher printed."""
     place = {"interpreter": sys.executable, "working_directory": str(EXAMPLES), "environment": LIGHT_DIGITS}
     job = running.submit(*command, gpus=2, **place, **fields)
-    return running.wait_job(job, within_s=100), running.job_log(job)
+    return running.wait_job(job, within_s=200), running.job_log(job)
 
 
 def views(printed: str) -> list[dict[str, Any]]:

@@ -189,4 +189,4 @@ def test_nothing_of_a_process_is_left_of_a_host_that_is_off() -> None:
         assert pid > 1
         host.power_off()
         assert inside is not None
-        eventually(lambda: not inside.alive(), 10)
+        eventually(lambda: not inside.alive(), 60)

@@ -69,7 +69,7 @@ def test_the_gpus_of_what_is_killed_are_free_within_seconds(sweep: Sweep, runnin
         }[victim]
         after = freed(running, held, lambda: os.kill(pid, signal.SIGKILL))
         if victim == "the program":
-            eventually(lambda: not any(Path(f"/proc/{task.pid}/exe").exists() for task in tasks), 10)
+            eventually(lambda: not any(Path(f"/proc/{task.pid}/exe").exists() for task in tasks), 60)
     finally:
         program.kill()
         program.wait(60)

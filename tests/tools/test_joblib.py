@@ -56,7 +56,7 @@ def test_the_gpus_of_what_is_killed_are_free_within_seconds(sweep: Sweep, runnin
         calls = sweep.wait_for_trials(4)
         pid = calls[0].pid if victim == "a call" else program.pid
         after = freed(running, leases_of(running, program.pid), lambda: os.kill(pid, signal.SIGKILL))
-        eventually(lambda: not any(Path(f"/proc/{call.pid}/exe").exists() for call in calls), 10)
+        eventually(lambda: not any(Path(f"/proc/{call.pid}/exe").exists() for call in calls), 60)
     finally:
         program.kill()
         program.wait(60)
