@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.client.stand_in_cuda import Card, Cuda, machine, no_cuda
-from tests.daemon import DaemonProcess, eventually
+from tests.daemon import PATIENT, DaemonProcess, eventually
 from tests.worker.build import python
 from tests.worker.stand_in import (
     DRIVER_NOT_LOADED,
@@ -201,7 +201,7 @@ def test_a_gpu_on_which_cuda_starts_is_granted_whatever_its_fabric_says(driver: 
     Cuda(driver.directory)
     cards = machine(*(Card(gpu.uuid[4:].replace("-", "")) for gpu in (POOR, WHOLE, THIRD)))
     more = {"GPULEASE_POLL_S": "0.2", "STAND_IN_CUDA": cards} | other_gpus(tmp_path)
-    process = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **more})
+    process = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **PATIENT, **more})
     try:
         process.start()
         eventually(lambda: states(process).get(WHOLE.uuid) == "free", 60, lambda: str(gpus(process)))
@@ -217,7 +217,7 @@ def test_no_grant_rests_on_a_process_list_that_is_repeated(driver: Driver, tmp_p
     three = ("count", EVERY, 3)
     driver.says(three, ("gone", 0, 1))  # the memory stays the same all the while, so only the lists can tell
     paces = {"GPULEASE_PROCESSES_S": "60", "GPULEASE_POLL_S": "0.1"} | other_gpus(tmp_path)
-    slow = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **paces})
+    slow = DaemonProcess(tmp_path / "d", "--node", "n", environment={**driver.environment, **PATIENT, **paces})
 
     def is_old() -> bool:
         seen = datetime.fromisoformat(gpus(slow)[WHOLE.uuid]["observed_at"])

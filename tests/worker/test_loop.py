@@ -50,6 +50,11 @@ ON_NVML = RUN.replace("simulate='2', ", "").replace("))))", "), processes_s=3600
 """The same on NVML, with process lists only when they are asked for."""
 
 
+def patient(code: str) -> str:
+    """The same, with time for a reading that a busy machine delays."""
+    return code.replace("poll_s=", "probe_deadline_s=20, poll_s=")
+
+
 class Daemon:
     """What a daemon would keep: the last report, and what it wants. Answers after the report's hold, or on news."""
 
@@ -193,7 +198,7 @@ def host(tmp_path: Path, tcp: tuple[Daemon, str]) -> Iterator[Host]:
 
 
 def test_a_report_names_the_last_answer_before_the_reading(daemon: Daemon, host: Host) -> None:
-    host.worker(poll_s=0.05)
+    host.worker(poll_s=0.05, code=patient(RUN))
     report = daemon.report(lambda report: len(report.gpus) == 2 and (report.ticket or 0) > 3, "readings")
     assert report.simulated
     assert report.problem is None
@@ -206,7 +211,7 @@ def test_a_report_names_the_last_answer_before_the_reading(daemon: Daemon, host:
 
 def test_a_partial_reading_names_the_answer_before_its_oldest_part(daemon: Daemon, host: Host, tmp_path: Path) -> None:
     library = Driver(tmp_path)
-    host.worker(poll_s=0.05, code=ON_NVML, env={**os.environ, **library.environment})
+    host.worker(poll_s=0.05, code=patient(ON_NVML), env={**os.environ, **library.environment})
     first = daemon.report(lambda report: report.gpus == (POOR, WHOLE) and (report.seen or 0) > 3, "readings")
     assert first.links == LINKS
     assert first.ticket is None, "processes were read when there was no answer yet, and not since"
@@ -303,7 +308,7 @@ def test_while_a_gpu_drains_only_that_gpu_is_read_again(daemon: Daemon, host: Ho
     """Process lists are expensive, and those of the other seven GPUs say nothing about this one."""
     library = Driver(tmp_path)
     library.says(("count", EVERY, 3))
-    host.worker(poll_s=20, code=ON_NVML, env={**os.environ, **library.environment})
+    host.worker(poll_s=20, code=patient(ON_NVML), env={**os.environ, **library.environment})
     daemon.report(lambda report: len(report.gpus) == 3, "readings")
     daemon.want([lease("ended", THIRD.uuid, state=LeaseState.ENDED)])
     whole = daemon.report(lambda report: (report.ticket or 0) > 0, "the daemon asked for a whole one")
@@ -333,7 +338,7 @@ def test_a_gpu_is_reported_alone_as_soon_as_its_lease_has_ended(
     library = Driver(tmp_path)
     library.says(("count", EVERY, 3))
     daemon.desired = replace(daemon.desired, takes_partial=True)
-    host.worker(code=ON_NVML, env=waits_for_scans | library.environment)
+    host.worker(code=patient(ON_NVML), env=waits_for_scans | library.environment)
     before = daemon.report(lambda report: len(report.gpus) == 3, "readings")
     daemon.want([lease("ended", THIRD.uuid, state=LeaseState.ENDED)])
     whole = daemon.report(lambda report: (report.ticket or 0) > (before.ticket or 0), "a whole one")
@@ -350,7 +355,7 @@ def test_a_gpu_is_reported_alone_as_soon_as_its_lease_has_ended(
 def test_a_daemon_that_takes_no_partial_reports_gets_none(
     daemon: Daemon, host: Host, waits_for_scans: dict[str, str]
 ) -> None:
-    host.worker(env=waits_for_scans)
+    host.worker(code=patient(RUN), env=waits_for_scans)
     before = daemon.report(lambda report: len(report.gpus) == 2, "a reading")
     daemon.want([lease("ended", GPU, state=LeaseState.ENDED)])
     daemon.report(lambda report: (report.ticket or 0) > (before.ticket or 0) + 1, "it drains, and is read again")
