@@ -90,7 +90,7 @@ def test_each_caller_may_do_what_the_rule_of_the_route_says(here: Installation, 
     """Bodies are not JSON and most names do not exist, so that allowed requests are refused for that."""
     method, path = operation.split(" ", 1)
     named = {"lease_id": here.lease["id"], "job_id": here.job["id"], "name": "nowhere", "uuid": "GPU-x"}
-    asked = path.format(**named, token_id="token-none", kind="user")
+    asked = path.format(**named, token_id="token-none", reservation_id="reservation-none", kind="user")
     if operation == "DELETE /v1/leases/{lease_id}":
         asked += "?token=0"  # stale, so that even an administrator ends nothing
     found = {}

@@ -96,14 +96,15 @@ def test_what_a_job_may_do_and_that_it_may_do_nothing_else(lab: Lab) -> None:
 
     named = {"lease_id": lease_id, "job_id": job["id"], "name": "n1", "uuid": "GPU-n1-0"}
     others = {"lease_id": other["lease_id"], "job_id": other["id"], "name": "n2", "uuid": "GPU-n2-0"}
+    neither = {"token_id": "token-none", "reservation_id": "reservation-none", "kind": "user"}
     for operation in sorted(set(ACCESS_RULES) - OPEN):
         method, path = operation.split(" ", 1)
         raw = b"{" if method == "POST" else None
         allowed = operation in job_callers.OPERATIONS
-        own = lab.ask(bearer, method, path.format(**named, token_id="token-none", kind="user"), raw=raw)
+        own = lab.ask(bearer, method, path.format(**named, **neither), raw=raw)
         assert (own.status != 403) is allowed, operation
         if "{" in path:
-            of_another = lab.ask(bearer, method, path.format(**others, token_id="token-none", kind="user"), raw=raw)
+            of_another = lab.ask(bearer, method, path.format(**others, **neither), raw=raw)
             assert of_another.problem() == (403, "not_allowed"), operation
     assert lab.ask(lab.user, "GET", f"/v1/leases/{lease_id}").json["state"] == "active"
 

@@ -46,7 +46,7 @@ def examples() -> list[list[str]]:
 def path_of(words: list[str]) -> tuple[str, ...]:
     if words[0] == "fleet":
         return tuple(words[:3])
-    groups = ("config", "db", "node", "gpu", "token", "limits", "policy")
+    groups = ("config", "db", "node", "gpu", "token", "limits", "reservations", "policy")
     return tuple(words[:2]) if words[0] in groups else tuple(words[:1])
 
 

@@ -14,6 +14,7 @@ from gpulease_cli.option_types import Duration, Field, NodeRange, Number
 from gpulease_cli.program import PROGRAM
 from gpulease_protocol.host import config_file
 from gpulease_protocol.host.config_file import ConfigurationRefused
+from gpulease_protocol.reservations import MAX_RESERVED_GPUS
 
 
 def commands(command: Any = PROGRAM, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -49,7 +50,13 @@ REQUIRED = {
     "token create": ("--user", "ada"),
 }
 """Required arguments of commands, after their options."""
-OF_THE_REQUEST = {"gpus": (1, 4096), "nodes": (1, 256), "retries": (0, 100), "max_restarts": (0, 100)}
+OF_THE_REQUEST = {
+    "gpus": (1, 4096),
+    "nodes": (1, 256),
+    "retries": (0, 100),
+    "max_restarts": (0, 100),
+    "count": (1, MAX_RESERVED_GPUS),
+}
 """Numbers with bounds in the request body, for the library and the command line alike."""
 
 

@@ -79,7 +79,10 @@ def add(
 @command("list", examples=("gpulease reservations list",))
 @JSON
 def list_reservations(json: bool) -> None:
-    """List the reservations that have not ended, in the order in which they begin."""
+    """List the reservations that have not ended.
+
+    In the order in which they begin.
+    """
     with Client() as client:
         found = client.reservations()
     if json:
