@@ -228,7 +228,8 @@ class UserUsage:
     def demand_within(self, lease: Lease) -> LimitedDemand:
         """The lease's demand, with what its limits leave where the choice of a node depends on it."""
         whole_node = lease.demand.selection is Selection.ALL
-        return LimitedDemand(lease.demand, self.gpus_left(lease) if whole_node else None, self.closed_to(lease))
+        closed = self.closed_to(lease) if self.calendar.entries else NO_GPUS
+        return LimitedDemand(lease.demand, self.gpus_left(lease) if whole_node else None, closed)
 
     def closed_to(self, lease: Lease, held_s: float = 0.0) -> frozenset[str]:
         """The GPUs that are closed to a request, or to a lease that was held for so long; see `core.calendar`."""
