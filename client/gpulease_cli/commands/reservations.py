@@ -79,10 +79,7 @@ def add(
 @command("list", examples=("gpulease reservations list",))
 @JSON
 def list_reservations(json: bool) -> None:
-    """List the reservations that have not ended.
-
-    In the order in which they begin.
-    """
+    """List the reservations that have not ended. The first to begin comes first."""
     with Client() as client:
         found = client.reservations()
     if json:
