@@ -28,7 +28,7 @@ LOOK_FIRST = {
     "end_on_the_first_node": 2,
     "grant_what_another_has": 4,
     "revive_over_another": 10,
-    "never_the_oldest": 18,
+    "never_the_oldest": 12,
     "measure_by_the_wall": 4,
     "show_before_commit": 6,
     "clean_by_an_old_reading": 4,
