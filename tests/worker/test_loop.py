@@ -231,13 +231,13 @@ def test_a_partial_reading_names_the_answer_before_its_oldest_part(daemon: Daemo
 
 
 def test_the_end_of_a_probe_is_reported_at_once(daemon: Daemon, host: Host) -> None:
-    worker = host.worker(poll_s=25)
+    worker = host.worker(poll_s=12)
     daemon.report(lambda report: len(report.gpus) == 2, "a reading")
     (probe,) = process_tree.descendants(worker.pid)
     begun = time.monotonic()
     kill(probe.pid)
     daemon.report(lambda report: report.problem is not None, "the probe is gone")
-    assert time.monotonic() - begun < 20, "before the 25 s for which the request was held"
+    assert time.monotonic() - begun < 11, "before the 12 s for which the request was held"
     daemon.want()
     daemon.report(lambda report: report.problem is None, "another took its place")
 
@@ -270,7 +270,7 @@ def test_a_hung_driver_is_reported_within_three_seconds_by_default(daemon: Daemo
 
 def test_a_late_reading_is_reported_when_it_arrives(daemon: Daemon, host: Host, tmp_path: Path) -> None:
     library = Driver(tmp_path)
-    host.worker(poll_s=25, code=ON_NVML, env={**os.environ, **library.environment})
+    host.worker(poll_s=12, code=ON_NVML, env={**os.environ, **library.environment})
     daemon.report(lambda report: len(report.gpus) == 2, "readings")
     library.says(("nvmlDeviceGetPowerUsage", 0, HANGS))
     daemon.want([lease("asked", GPU)])
@@ -278,7 +278,7 @@ def test_a_late_reading_is_reported_when_it_arrives(daemon: Daemon, host: Host, 
     begun = time.monotonic()
     library.says()
     daemon.report(lambda report: report.gpus == (POOR, WHOLE), "it answers again")
-    assert time.monotonic() - begun < 20, "and not at the next turn"
+    assert time.monotonic() - begun < 11, "and not at the next turn"
 
 
 def test_a_slow_change_of_compute_mode_delays_nothing_else(daemon: Daemon, host: Host, tmp_path: Path) -> None:
