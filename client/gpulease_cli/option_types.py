@@ -56,10 +56,10 @@ class Moment(ParamType):
         now = datetime.now(UTC)
         try:
             if re.fullmatch(r"[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?", value):
-                at = datetime.combine(now.astimezone(), time.fromisoformat(value.zfill(5))).astimezone(UTC)
-                if self.ahead:
-                    return at if at >= now else at + timedelta(days=1)
-                return at if at <= now else at - timedelta(days=1)
+                clock, today = time.fromisoformat(value.zfill(5)), now.astimezone().date()
+                days = (today + timedelta(days=number) for number in ((0, 1) if self.ahead else (0, -1)))
+                at, other = (datetime.combine(day, clock).astimezone(UTC) for day in days)  # by the clock on the wall
+                return at if (at >= now if self.ahead else at <= now) else other
             if re.fullmatch(r"[0-9.]+[smhd]?", value):
                 length = timedelta(seconds=parse_duration(value))
                 return now + length if self.ahead else max(now - length, OLDEST)

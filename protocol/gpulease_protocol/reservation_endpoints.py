@@ -21,7 +21,7 @@ def reservations(cursor: str | None = None) -> ApiCall[Page[Reservation]]:
 
 
 def create_reservation(request: ReservationRequest) -> ApiCall[Reservation]:
-    """`POST /v1/reservations`. Not repeatable: the first one is in the way of the second."""
+    """`POST /v1/reservations`. Not repeatable: a second one of `node` and `count` takes other GPUs."""
     from gpulease_protocol.reservations import Reservation
 
     return replace(get("/v1/reservations", Reservation), method="POST", body=to_body(request))

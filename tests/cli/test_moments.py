@@ -8,19 +8,21 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gpulease_cli.option_types import MOMENT
+from gpulease_cli import option_types
+from gpulease_cli.option_types import MOMENT, MOMENT_AHEAD, Moment
 
 
 @pytest.fixture
-def tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This computer is where the parameter says, else in Tokyo."""
     with monkeypatch.context() as patch:
-        patch.setenv("TZ", "Asia/Tokyo")
+        patch.setenv("TZ", getattr(request, "param", "Asia/Tokyo"))
         time.tzset()
         yield
     time.tzset()
 
 
-@pytest.mark.usefixtures("tokyo")
+@pytest.mark.usefixtures("zone")
 @pytest.mark.parametrize(
     ("text", "at"),
     [
@@ -34,7 +36,7 @@ def test_a_date_is_of_this_time_zone(text: str, at: datetime) -> None:
     assert MOMENT.convert(text, None, None) == at
 
 
-@pytest.mark.usefixtures("tokyo")
+@pytest.mark.usefixtures("zone")
 @pytest.mark.parametrize("text", ["03:00", "3:00", "23:59:59", "00:00"])
 def test_a_time_of_day_is_the_last_one(text: str) -> None:
     at = MOMENT.convert(text, None, None)
@@ -47,3 +49,31 @@ def test_a_duration_is_so_long_ago() -> None:
     ago = datetime.now(UTC) - MOMENT.convert("2h", None, None)
     assert timedelta(hours=1, minutes=59) < ago <= timedelta(hours=2)
     assert MOMENT.convert("30000d", None, None) == datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def test_ahead_it_is_the_next_time_or_in_so_long() -> None:
+    now = datetime.now(UTC)
+    assert timedelta(0) <= MOMENT_AHEAD.convert("03:00", None, None) - now <= timedelta(days=1, hours=1)
+    assert timedelta(0) <= MOMENT_AHEAD.convert("2h", None, None) - now - timedelta(hours=2) < timedelta(minutes=1)
+
+
+@pytest.mark.usefixtures("zone")
+@pytest.mark.parametrize("zone", ["Europe/Berlin"], indirect=True)
+@pytest.mark.parametrize(
+    ("kind", "now", "at"),
+    [
+        (MOMENT_AHEAD, datetime(2027, 3, 27, 20, tzinfo=UTC), datetime(2027, 3, 28, 6, tzinfo=UTC)),
+        (MOMENT_AHEAD, datetime(2027, 10, 30, 20, tzinfo=UTC), datetime(2027, 10, 31, 7, tzinfo=UTC)),
+        (MOMENT, datetime(2027, 3, 28, 4, tzinfo=UTC), datetime(2027, 3, 27, 7, tzinfo=UTC)),
+    ],
+)
+def test_eight_is_eight_on_the_wall_when_the_clocks_change(
+    kind: Moment, now: datetime, at: datetime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return now
+
+    monkeypatch.setattr(option_types, "datetime", Clock)
+    assert kind.convert("08:00", None, None) == at

@@ -25,7 +25,7 @@ HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
         "gpulease reservations add --gpu GPU-... --from 2h --to 6h --group vision --reason 'course'",
     )
 )
-@option("--node", metavar="NAME", help="Node of which `--gpus` are kept.")
+@option("--node", metavar="NAME", help="The node that has them.")
 @option(
     "--gpus",
     "count",
@@ -33,12 +33,18 @@ HEADS = ("RESERVATION", "FOR", "FROM", "TO", "GPUS", "REASON")
     metavar="N",
     help="How many GPUs of the node; the daemon chooses them.",
 )
-@option("--gpu", "uuids", multiple=True, metavar="UUID", help="GPU that is kept; repeat it to name all.")
-@option("--from", "from_at", type=MOMENT_AHEAD, required=True, help="Since when: 08:00, 2026-12-03T08:00, or 2h.")
-@option("--to", "to_at", type=MOMENT_AHEAD, required=True, help="Until when, in the same forms.")
-@option("--user", metavar="USER", help="For whom.")
-@option("--group", metavar="GROUP", help="For the users of which group of `gpulease limits`.")
-@option("--reason", metavar="TEXT", help="What for; who has to wait for it is told.")
+@option("--gpu", "uuids", multiple=True, metavar="UUID", help="A GPU to keep; may be repeated.")
+@option(
+    "--from",
+    "from_at",
+    type=MOMENT_AHEAD,
+    required=True,
+    help="When it begins: 08:00, 2026-12-03T08:00, or 2h from now.",
+)
+@option("--to", "to_at", type=MOMENT_AHEAD, required=True, help="When it ends, in the same forms.")
+@option("--user", metavar="USER", help="The user it is for.")
+@option("--group", metavar="GROUP", help="The group of `gpulease limits` it is for.")
+@option("--reason", metavar="TEXT", help="What it is for. Users who have to wait are told.")
 @JSON
 def add(
     node: str | None,
