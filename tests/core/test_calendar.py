@@ -62,7 +62,7 @@ def test_others_get_a_reserved_gpu_only_for_a_time_that_ends_before_the_window()
     open_end = ask(here, user="bob")
     assert not is_active(here, open_end)
     assert "reserved for user ada from" in why(here, open_end)
-    assert "with a `time_s` of at most 32" in why(here, open_end)
+    assert "with `time_s` (`--time`) of at most 32" in why(here, open_end)
     here.release(open_end)
     too_long = ask(here, user="bob", time_s=FITS_S + 10)
     assert not is_active(here, too_long)
@@ -210,7 +210,7 @@ def test_a_job_is_closed_out_unless_its_time_fits() -> None:
     here = world(gpus=1)
     here.reserve(uuid(0), user="ada")
     waits = here.submit(user="bob")
-    assert "with a `timeout_s` of at most" in why(here, here.ledger.leases[here.ledger.jobs[waits].job.lease_id].lease)
+    assert "with `timeout_s` (`--timeout`) of at most" in why(here, here.ledger.leases[here.ledger.jobs[waits].job.lease_id].lease)
     fits = here.submit(user="bob", timeout_s=FITS_S - 10)
     states = [here.ledger.jobs[one].job.state.value for one in (waits, fits)]
     assert states == ["queued", "starting"]

@@ -52,7 +52,7 @@ def _time_to_declare(lease: Lease, entry: Reservation, now: datetime) -> str:
     left_s = (entry.from_at - now).total_seconds() - END_MARGIN_S - ASKING_S
     if left_s < MIN_TIME_S:
         return ""
-    name = "time_s" if lease.job_id is None else "timeout_s"
+    name = "`time_s` (`--time`)" if lease.job_id is None else "`timeout_s` (`--timeout`)"
     time_s = lease.demand.time_s
     says = "declares no time" if time_s is None else f"may take {duration(time_s)}"
-    return f" This {says}; with a `{name}` of at most {int(left_s)} s it could have it before that."
+    return f" The request {says}; with {name} of at most {int(left_s)} s it could use the GPU before that."
