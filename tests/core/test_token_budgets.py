@@ -10,11 +10,11 @@ import pytest
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import LeaseLost, NotNow, OverQuota
 from gpulease_protocol.explanation import Explanation
-from gpulease_protocol.model import EndReason, Holder, JobState, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.model import EndReason, Event, Holder, JobState, Lease, LeaseState, Liveness, Selection
 from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
-from gpulease_server.core.happenings import IdempotencyKey
+from gpulease_server.core.happenings import CancelRequested, IdempotencyKey
 from gpulease_server.core.limit_records import UserLimits
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.presentation import lease_view
@@ -171,6 +171,20 @@ def test_a_job_is_stopped_when_its_time_is_over() -> None:
     record = here.ledger.jobs[job]
     assert record.job.state is JobState.STOPPING
     assert "the 100 s that a lease of token t may last are over" in str(record.job.reason)
+
+
+def test_a_job_that_was_cancelled_with_a_long_grace_ends_with_its_budget_all_the_same() -> None:
+    here = world()
+    job = here.submit(token="t", budget=budget(lease_s=100.0))
+    here.jobs["a"] = [JobReport(job_id=job, attempt=1, state=RunState.RUNNING, started_at=here.now.at)]
+    here.pass_time(1.0)
+    here.turn(CancelRequested(cause="cancel", job_id=job, grace_s=3600.0))
+    skip(here, 90.0)
+    assert here.ledger.jobs[job].grace_s == 3600.0
+    skip(here, 11.0)
+    assert here.ledger.jobs[job].grace_s == 35.0
+    spent = [one for one in here.changes if isinstance(one, Event) and one.kind == "lease.budget_spent"]
+    assert [one.job_id for one in spent] == [job], "it is told once"
 
 
 # GPU-hours a day

@@ -49,6 +49,7 @@ from gpulease_server.core.maintenance import on_cordon_requested, on_node_mode_r
 from gpulease_server.core.node import on_node_reported
 from gpulease_server.core.node_loss import forget_nodes, lose_silent_nodes, on_node_forget_requested
 from gpulease_server.core.records import Deadline, KeyRemoved
+from gpulease_server.core.shadow_time import JOB_GRACE_S
 from gpulease_server.core.token_budgets import spent_leases
 from gpulease_server.core.turn import Turn
 
@@ -110,15 +111,16 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
 
 
 def _end_spent_leases(turn: Turn) -> None:
-    """End the leases of tokens that have used up their budgets. Jobs are stopped."""
+    """End the leases of tokens that have used up their budgets. Jobs are stopped; one that was cancelled with a long
+    grace has what any other has from here."""
     for record, why in list(spent_leases(turn.ledger, turn.now)):
         job = turn.ledger.live_jobs.get(record.lease.job_id or "")
         if job is None:
             turn.emit("lease.budget_spent", lease_id=record.lease.id, reason=why)
             end_lease(turn, record, EndReason.BUDGET_SPENT)
-        elif job.cancelled_at is None:
+        elif job.cancelled_at is None or job.grace_s > JOB_GRACE_S:
             turn.emit("lease.budget_spent", lease_id=record.lease.id, job_id=job.job.id, reason=why)
-            cancel_job(turn, job, job.grace_s, f"cancelled: {why}")
+            cancel_job(turn, job, min(job.grace_s, JOB_GRACE_S), f"cancelled: {why}")
 
 
 def _notice_silence(turn: Turn) -> None:

@@ -12,7 +12,7 @@ What always holds
 1. The leases of a token have at most `max_gpus` GPUs.
 2. A lease of a token holds GPUs for at most `max_lease_s`, however often it is renewed, and also while its owner is
    watched and lives. It is then ended as `budget_spent`, and a late renewal does not revive it. A job is stopped, as
-   if cancelled.
+   if cancelled; one that was cancelled with a longer grace has 35 s from then on.
 3. On one day, from 00:00 UTC, the leases of a token hold at most `gpu_hours_per_day`. When these are spent all of its
    leases end in that tick. A request waits until the day ends. A lease is granted only if what is left of the day lasts
    for `MIN_USE_S`.
