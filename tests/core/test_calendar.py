@@ -10,12 +10,14 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import InUse, InvalidRequest, NotFound
-from gpulease_protocol.model import Event, Holder, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.model import Event, Holder, JobState, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S, MAX_RESERVATIONS
 from gpulease_server.core.calendar import Calendar as Entries
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
+from gpulease_server.core.happenings import CancelRequested
 from gpulease_server.core.policy import Policy
 from gpulease_server.runtime.outage import copy_ledger
 from tests.core.build import World, uuid
@@ -62,7 +64,7 @@ def test_others_get_a_reserved_gpu_only_for_a_time_that_ends_before_the_window()
     open_end = ask(here, user="bob")
     assert not is_active(here, open_end)
     assert "reserved for user ada from" in why(here, open_end)
-    assert "with `time_s` (`--time`) of at most 32" in why(here, open_end)
+    assert "with `time_s` (`--time`) of at most 31" in why(here, open_end)
     here.release(open_end)
     too_long = ask(here, user="bob", time_s=FITS_S + 10)
     assert not is_active(here, too_long)
@@ -222,6 +224,75 @@ def test_the_longest_lease_of_a_token_counts_as_a_declared_time() -> None:
     budget = Budget(max_lease_s=FITS_S - 10)
     assert is_active(here, ask(here, user="bob", token="token-1", budget=budget))
     assert not is_active(here, ask(here, user="bob", token="token-2", budget=Budget(max_gpus=4)))
+
+
+def run(here: World, job: str) -> None:
+    """Its node reports that it has started now."""
+    here.jobs["a"] = [JobReport(job_id=job, attempt=1, state=RunState.RUNNING, started_at=here.now.at)]
+    here.report()
+
+
+def skip(here: World, seconds: float) -> None:
+    here.at_s += seconds
+    here.report()
+    here.pass_time(0.5)
+
+
+def started_late(by_s: float) -> tuple[World, str]:
+    """A job of bob whose time just fits before ada's window in an hour, and that starts so much later."""
+    here = world(gpus=1)
+    here.reserve(uuid(0), user="ada")
+    job = here.submit(user="bob", timeout_s=FITS_S - 10, retries=3)
+    here.at_s += by_s
+    run(here, job)
+    return here, job
+
+
+def test_a_job_that_starts_too_late_is_ended_before_the_window() -> None:
+    here, job = started_late(1200.0)
+    skip(here, HOUR_S - 1200.0 - 110.0)
+    assert here.ledger.jobs[job].job.state is JobState.RUNNING, "its GPU is of use until then"
+    skip(here, 15.0)
+    stopping = here.ledger.jobs[job]
+    assert (stopping.job.state, stopping.grace_s) == (JobState.STOPPING, 35.0)
+    assert "started too late to end by itself before that: GPU 0 of a is reserved for user ada" in str(
+        stopping.job.reason
+    )
+    skip(here, 5.0)
+    assert [one.job_id for one in events(here, "job.ended_for_reservation")] == [job], "it is told once"
+
+
+def test_a_late_job_that_was_cancelled_with_a_long_grace_is_ended_too() -> None:
+    here, job = started_late(1200.0)
+    here.turn(CancelRequested(cause="cancel", job_id=job, grace_s=HOUR_S))
+    skip(here, HOUR_S - 1200.0 - 90.0)
+    assert here.ledger.jobs[job].grace_s == 35.0
+
+
+def test_no_other_job_is_ended_for_a_reservation() -> None:
+    here, job = started_late(140.0)
+    skip(here, HOUR_S - 140.0 - 300.0)
+    assert here.ledger.jobs[job].job.state is JobState.RUNNING
+    own = world(gpus=1)
+    own.limit("vision", "group", members=("ada",), max_gpus=4)
+    own.reserve(uuid(0), group="vision")
+    held = own.submit(user="ada")
+    run(own, held)
+    own.limit("vision", "group", members=("eve",), max_gpus=4)
+    skip(own, HOUR_S + 10.0)
+    assert own.ledger.jobs[held].job.state is JobState.RUNNING, "what a former member holds goes on"
+
+
+def test_the_time_of_a_job_in_the_way_counts_from_its_start() -> None:
+    here = world(gpus=1)
+    job = here.submit(user="bob", timeout_s=600.0)
+    here.at_s += 300.0
+    here.report()
+    assert isinstance(here.reserve(uuid(0), user="ada", after_s=600.0 + END_MARGIN_S - 1.0), InUse), "all is to come"
+    run(here, job)
+    skip(here, 100.0)
+    assert isinstance(here.reserve(uuid(0), user="ada", after_s=500.0 + END_MARGIN_S - 2.0), InUse)
+    assert here.reserve(uuid(0), user="ada", after_s=500.0 + END_MARGIN_S + 1.0) is None
 
 
 def test_a_late_renewal_revives_no_lease_into_a_window() -> None:

@@ -11,8 +11,8 @@ What a request could last rests on what is enforced: its declared time, or what 
 comes `END_MARGIN_S`. A request without either could last forever.
 
 A reservation names its GPUs from the moment that it is made; those of a number of GPUs are chosen then. It is refused
-where a lease is in the way, so a lease that is active is never ended for it. It leaves the calendar with the first tick
-after its end, or when it is cancelled.
+where a lease is in the way, so none is ended for it but a job that has started too late (`core.late_jobs`). It leaves
+the calendar with the first tick after its end, or when it is cancelled.
 
 | what happens | what follows |
 |---|---|
@@ -20,6 +20,7 @@ after its end, or when it is cancelled.
 | a GPU of it fails, or is taken out of use | no other takes its place |
 | a user leaves the group that it is for | what they hold goes on; they get nothing more of it |
 | the wall clock jumps | windows are where the clock says. What has ended by it stays ended |
+| a job starts later than its grant assumed | it is ended before the window begins, see `core.late_jobs` |
 | the daemon restarts | it is in the database |
 
 With an empty calendar nothing is looked at. With others the cost is one look at a table for each request that is looked
@@ -40,9 +41,11 @@ from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.limit_records import LimitKey
 
-END_MARGIN_S = 300.0
-"""A GPU may be free again so long after a declared time: a job starts later than its lease and has a grace, what is
-left in memory goes, or the daemon restarts and gives a lease up to five minutes more."""
+END_MARGIN_S = 420.0
+"""A GPU may be free again so long after a declared time: a job starts later than its lease and has a grace, and what is
+left in memory goes (`shadow_time.settling_s`: 310 s for one on several nodes, with more where `retained_memory_s` is
+raised); or the daemon restarts and gives a lease up to five minutes more. A job that starts later still is ended, see
+`core.late_jobs`."""
 MAX_RESERVATIONS = 1000
 """In the calendar at a time."""
 MAX_AHEAD = timedelta(days=366)

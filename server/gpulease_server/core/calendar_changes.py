@@ -10,12 +10,13 @@ from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, GpuState, LeaseState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import MAX_AHEAD, MAX_RESERVATIONS, ReservationRemoved, is_for
+from gpulease_server.core.elastic_jobs import spec_of_attempt
 from gpulease_server.core.explain.closed_gpus import describe_reservation
 from gpulease_server.core.gpu import is_cordoned, state_of
 from gpulease_server.core.gpu_choice import choose_gpus
 from gpulease_server.core.happenings import ReservationCancelled, ReservationRequested
 from gpulease_server.core.limit_records import LimitKey
-from gpulease_server.core.records import GpuRecord
+from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.token_budgets import held_s
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import UserUsage, usage_by_user
@@ -141,8 +142,20 @@ def _in_the_way(turn: Turn, users: UserUsage, asked: ReservationRequested, gpu: 
     holder = record.lease.holder
     if is_for(asked, holder.user, ledger.limits.group_of.get(holder.user)):
         return None
-    end = users.latest_end(record.lease, held_s(record, turn.now))
+    end = users.latest_end(record.lease, _time_used_s(turn, record))
     if end is not None and end <= asked.from_at:
         return None
     lasts = "declares no time" if end is None else f"may last until {end:%Y-%m-%d %H:%M} UTC"
     return f"{name} is leased to {holder.user or 'an unknown user'} ({record.lease.id}), which {lasts}."
+
+
+def _time_used_s(turn: Turn, record: LeaseRecord) -> float:
+    """How much of its time an active lease has used. That of a job counts from its start; for one that is yet to start
+    all of it is to come, or what earlier attempts under the lease have left of it."""
+    used_s, job = held_s(record, turn.now), turn.ledger.live_jobs.get(record.lease.job_id or "")
+    if job is None:
+        return used_s
+    left_s, started_at = spec_of_attempt(job, record.lease).timeout_s, job.job.started_at
+    before_s = 0.0 if job.spec.timeout_s is None or left_s is None else job.spec.timeout_s - left_s
+    since_s = 0.0 if started_at is None else max(0.0, (turn.now.at - started_at).total_seconds())
+    return min(used_s, before_s + since_s)

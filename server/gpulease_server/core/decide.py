@@ -34,6 +34,7 @@ from gpulease_server.core.happenings import (
     WaiterPolled,
 )
 from gpulease_server.core.job import cancel_job, on_cancel_requested, on_job_submitted
+from gpulease_server.core.late_jobs import end_late_jobs
 from gpulease_server.core.lease import (
     end_timed,
     expire,
@@ -107,6 +108,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     watch_elastic(turn)
     forget_nodes(turn)
     end_reservations(turn)
+    end_late_jobs(turn)
     _forget_keys(turn)
 
 
