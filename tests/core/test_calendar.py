@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import CancelRequested
 from gpulease_server.core.policy import Policy
-from gpulease_server.runtime.outage import copy_ledger
+from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
 from tests.core.build import World, uuid
 
 HOUR_S = 3600.0
@@ -293,6 +294,19 @@ def test_the_time_of_a_job_in_the_way_counts_from_its_start() -> None:
     skip(here, 100.0)
     assert isinstance(here.reserve(uuid(0), user="ada", after_s=500.0 + END_MARGIN_S - 2.0), InUse)
     assert here.reserve(uuid(0), user="ada", after_s=500.0 + END_MARGIN_S + 1.0) is None
+
+
+def test_restarts_give_a_lease_no_time_within_the_window() -> None:
+    here = world(gpus=1)
+    here.reserve(uuid(0), user="ada")
+    lease = ask(here, user="bob", time_s=FITS_S - 10)
+    here.at_s += FITS_S - 11
+    for _ in range(3):
+        here.ledger.apply(replace(here.ledger.leases[lease.id], granted_at_s=None))
+        reset_deadlines(here.ledger, here.now)
+        ends_at = here.now.at + timedelta(seconds=here.ledger.ends_s[lease.id] - here.at_s)
+        assert here.now.at < ends_at <= entries(here)[0].from_at
+        here.at_s += 140.0
 
 
 def test_a_late_renewal_revives_no_lease_into_a_window() -> None:

@@ -21,7 +21,7 @@ the calendar with the first tick after its end, or when it is cancelled.
 | a user leaves the group that it is for | what they hold goes on; they get nothing more of it |
 | the wall clock jumps | windows are where the clock says. What has ended by it stays ended |
 | a job starts later than its grant assumed | it is ended before the window begins, see `core.late_jobs` |
-| the daemon restarts | it is in the database |
+| the daemon restarts | it is in the database; a lease gets no time beyond its own that reaches into a window |
 
 With an empty calendar nothing is looked at. With others the cost is one look at a table for each request that is looked
 at, see `Calendar.closed_to`; the walk through the queue tells those apart who have a reservation.
@@ -30,7 +30,7 @@ at, see `Calendar.closed_to`; the walk through the queue tells those apart who h
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -119,6 +119,14 @@ class Calendar:
             if until is not None and entry.from_at >= until:
                 return None
             if not is_for(entry, user, group) and any(device.uuid == uuid for device in entry.gpus):
+                return entry
+        return None
+
+    def next_of_others(self, uuids: Set[str], user: str | None, group: str | None, now: datetime) -> Reservation | None:
+        """The first one of these GPUs that is not for this user, and has not ended; None if there is none."""
+        for entry in self.entries.values():
+            is_of_others = entry.to_at > now and not is_for(entry, user, group)
+            if is_of_others and any(device.uuid in uuids for device in entry.gpus):
                 return entry
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from datetime import datetime
@@ -11,7 +12,7 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from gpulease_protocol.errors import GpuleaseError
-from gpulease_protocol.model import Event, LeaseState, Liveness
+from gpulease_protocol.model import Event, Lease, LeaseState, Liveness
 from gpulease_server.core import gpu_time, token_budgets
 from gpulease_server.core.calendar import Calendar
 from gpulease_server.core.decide import decide
@@ -36,7 +37,8 @@ FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 2.0
 """The longest pause, except for a ledger that takes long to load."""
 GRACE_S = 300.0
-"""A lease whose declared time has ended, as the wall clock tells it, lasts so long yet; or its `ttl_s`, if less."""
+"""A lease whose declared time has ended, as the wall clock tells it, lasts so long yet; or its `ttl_s`, if less.
+It does so after each load, but not into a window that is reserved for someone else."""
 
 
 class Outage:
@@ -146,13 +148,21 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
         record = ledger.leases[lease_id]
         time_s, held_s = record.lease.demand.time_s or 0.0, token_budgets.held_s(record, now)
         # The wall clock may have been set. A holder who renewed just before relies on `ttl_s`, or a part of it.
-        left_s = max(time_s - held_s, min(record.lease.ttl_s, time_s, GRACE_S))
+        given_s = min(record.lease.ttl_s, time_s, GRACE_S, _until_reserved_s(ledger, record.lease, now))
+        left_s = max(time_s - held_s, given_s)
         ledger.put_end(lease_id, now.mono_s + left_s)
     for key, window in list(ledger.limits.gpu_time.items()):
         ledger.apply(gpu_time.counted(window, ledger.limits.gpus[key], now))
     for gpu in ledger.gpus.values():
         if gpu.draining:
             ledger.draining_since[gpu.device.uuid] = now.mono_s
+
+
+def _until_reserved_s(ledger: Ledger, lease: Lease, now: Instant) -> float:
+    """What is left until a window of someone else begins on a GPU of a lease; not less than 0."""
+    group = ledger.limits.group_of.get(lease.holder.user)
+    found = ledger.calendar.next_of_others({one.uuid for one in lease.gpus}, lease.holder.user, group, now.at)
+    return math.inf if found is None else max(0.0, (found.from_at - now.at).total_seconds())
 
 
 def copy_ledger(ledger: Ledger) -> Ledger:
