@@ -220,3 +220,26 @@ def test_a_node_that_is_reserved_for_others_is_not_taken(reserved_for: str, stat
     assert world.reserve(node="c", count=1, user=reserved_for) is None
     world.pass_time(GROW_AFTER_S + 5)
     assert job_of(world, job_id).state is state
+
+
+@pytest.mark.parametrize(
+    ("waits", "limited", "state"),
+    [
+        ({"user": "bob"}, (), JobState.STOPPING),
+        ({"user": "bob"}, ("ann", "bob"), JobState.RUNNING),
+        ({"user": "bob", "time_s": 600.0}, (), JobState.RUNNING),
+        ({"user": "ann"}, (), JobState.RUNNING),
+    ],
+    ids=["closed to it", "under the same limit", "open for its time", "of the same user"],
+)
+def test_a_node_that_is_reserved_for_its_user_is_taken_while_only_those_wait_to_whom_it_is_closed(
+    waits: dict[str, object], limited: tuple[str, ...], state: JobState
+) -> None:
+    world, job_id = with_room(user="ann")
+    if limited:
+        world.limit("lab", "group", members=limited, max_gpus=20)
+    assert world.reserve(node="c", user="ann") is None
+    world.ask(2, nodes=3, ttl_s=1000.0, **waits)
+    world.pass_time(GROW_AFTER_S + 5)
+    assert world.ledger.queue
+    assert job_of(world, job_id).state is state

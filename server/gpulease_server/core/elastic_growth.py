@@ -6,8 +6,9 @@
 - A node that is back costs no one anything: the lease has its GPUs.
 - A further node is taken only while no one waits whom it would overtake, also not one that could not run now. Who is
   kept out by a limit, by a pause or by the limit of an array is not delayed, unless the job is under that limit, too.
-  The node is granted like any other: by a recent reading, within the limits of the user and the
-  budget of the token, of the model and within reach of the others, and committed before anything starts there.
+  Nor is one to which the calendar closes these GPUs, with the same exception. The node is granted like any other: by a
+  recent reading, within the limits of the user and the budget of the token, of the model and within reach of the
+  others, and committed before anything starts there.
 - All ranks start again each time. So the longer a job's nodes go on changing, the longer it runs in between:
   `pause_s`. A node that comes and goes, or fails each time that it has joined, costs less and less.
 """
@@ -20,6 +21,7 @@ from dataclasses import replace
 from gpulease_protocol.model import JobState, Lease, LeaseMember
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
 from gpulease_server.core.eligibility import is_eligible, min_gpus_of
 from gpulease_server.core.gpu_observation import baseline_of
@@ -86,7 +88,9 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     nodes = [node for node in nodes if all(gpu.lease_id != lease.id for gpu in ledger.gpus_on(node))]
     reached = (node for node in nodes if reach is not None and reach_of(ledger, lease.demand, node) == reach)
     ranked = {node: one for node in reached if (one := search.on_node(node, found, model)) is not None}
-    if not ranked or _is_anyone_overtaken(turn, lease):  # which costs most, so it is asked last
+    if ranked and (passing := _open_in_passing(turn, lease)) is not None:  # which costs most, so it is asked last
+        ranked = {node: one for node, one in ranked.items() if passing.issuperset(gpu.device.uuid for gpu in one.gpus)}
+    if not ranked:
         return []
     # A node that has joined and failed is taken again only where there is no other; of several each has its turn.
     untried = [one for node, one in ranked.items() if not _was_given_back(ledger, lease, node)]
@@ -98,12 +102,13 @@ def _take_free_node(turn: Turn, record: LeaseRecord, regroups: int) -> list[str]
     return [node]
 
 
-def _is_anyone_overtaken(turn: Turn, lease: Lease) -> bool:
-    """True while a request waits that GPUs more for this lease could delay. Costs a look at each kind of requests up to
-    the first such one."""
+def _open_in_passing(turn: Turn, lease: Lease) -> frozenset[str] | None:
+    """The GPUs that this lease may take although others wait: those that the calendar closes to all whom it could
+    delay. None while it could delay no one. Costs a look at each kind of requests up to one to which nothing is
+    closed."""
     ledger, users = turn.ledger, usage_by_user(turn.ledger, turn.policy.limits, turn.now)
     order = UserOrder(Reservations(ledger, turn.now, turn.policy, users))
-    own = {one.key for one in users.applied(lease)}
+    own, found = {one.key for one in users.applied(lease)}, None
     for place, _, _ in ledger.demand_classes.heads:
         record = ledger.leases[place[3]]
         wanted = min_gpus_of(ledger, users, record.lease.demand)
@@ -112,8 +117,11 @@ def _is_anyone_overtaken(turn: Turn, lease: Lease) -> bool:
         shares = record.lease.holder.token_id is not None and record.lease.holder.token_id == lease.holder.token_id
         shares = shares or not own.isdisjoint(one.key for one in users.applied(record.lease))
         if shares or not order.keeps_out(record):
-            return True
-    return False
+            closed = NO_GPUS if shares else users.closed_to(record.lease)
+            found = closed if found is None else found & closed
+            if not found:
+                return NO_GPUS
+    return found
 
 
 def _was_given_back(ledger: Ledger, lease: Lease, node: str) -> bool:
