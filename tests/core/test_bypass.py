@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -363,7 +364,8 @@ def test_a_job_whose_array_is_at_its_limit_is_not_passed() -> None:
 def restarted(world: World) -> World:
     """The same world under a new daemon: only what is stored is known."""
     ledger = Ledger()
-    for record in (*world.ledger.nodes.values(), *world.ledger.gpus.values(), *world.ledger.leases.values()):
+    ledgers = world.ledger.nodes, world.ledger.gpus, world.ledger.leases, world.ledger.calendar.entries
+    for record in itertools.chain.from_iterable(records.values() for records in ledgers):
         ledger.apply(record)
     again = World(policy=world.policy, ledger=ledger, at_s=5.0, ids=world.ids)
     for name, gpus in world.nodes.items():
@@ -402,3 +404,14 @@ def test_a_restart_counts_only_newer_ones_that_took_what_it_could_use() -> None:
     _, older = older_of_four(world)
     ask(world, 1, node="b")
     assert explained(restarted(world), older).passed == 0
+
+
+@pytest.mark.parametrize(("reserved", "counted"), [(True, 0), (False, 1)])
+def test_a_restart_counts_no_grant_of_a_gpu_that_is_closed_to_the_older_one(reserved: bool, counted: int) -> None:
+    world = world_of(max_bypass=3, a=2)
+    if reserved:
+        world.reserve(uuid(0), user="ada")
+    ask(world, user="bob")
+    older, newer = ask(world, 2, user="bob"), ask(world, user="ada")
+    assert is_active(world, older, newer) == [False, True]
+    assert explained(restarted(world), older).passed == explained(world, older).passed == counted

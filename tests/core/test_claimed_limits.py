@@ -272,3 +272,22 @@ def test_of_many_under_one_limit_whose_gpus_others_have_one_at_a_time_goes_first
     assert list(world.ledger.go_first) == [waiting[0].id, waiting[1].id]
     give_back(world, held, theirs)
     assert is_active(world, waiting[0])
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_it_misses_no_grant_of_gpus_that_are_reserved_for_who_gets_them(reserved: bool) -> None:
+    world = world_of(max_overtakes=3)
+    theirs = with_h200(world, 2)
+    world.limit("vision", "group", members=("ada", "bob"), max_gpus=2)
+    first = ask(world, 2, gpu_model="H200", priority=Priority.SCAVENGE)
+    overtake(world)
+    assert list(world.ledger.go_first) == [first.id]
+    if reserved:
+        assert world.reserve(node="b", user="zoe") is None
+    held = [ask(world, user="bob"), ask(world, user="bob")]
+    for _ in range(4):
+        give_back(world, theirs)
+        theirs = ask(world, 2, "zoe", node="b")
+        assert is_active(world, theirs)
+    assert is_active(world, *held)
+    assert (world.ledger.go_first[first.id] == 0) is reserved

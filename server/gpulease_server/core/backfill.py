@@ -37,21 +37,17 @@ Where a limit keeps a request of a whole node from some nodes, only GPUs of the 
 
 What is kept
 ------------
-`Ledger.bypasses`, in memory. After a restart the number is counted again from the leases: those newer than the request
-that were granted one of its GPUs; where usage orders, those of its user alone. Of ended leases only the last
-`MAX_ENDED_IN_MEMORY` are known, so a daemon that restarts may let a request be bypassed somewhat more often; the
-seconds start again.
+`Ledger.bypasses`, in memory. After a restart the number is counted again, see `core.recounted_bypasses`; the seconds
+start again.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, GpuState
-from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.ledger import Ledger
@@ -70,8 +66,6 @@ from gpulease_server.core.records import BypassCounts, GpuRecord, Instant, Lease
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import LimitedDemand, UserUsage
 
-MAX_RECOUNTED_DEMANDS = 100
-"""For how many different demands bypasses are counted again after a restart, oldest first."""
 MAX_LEFTOVER_S = 3600.0
 """So long GPUs are held beside one on which something is left of a lease that ran ahead, from the end of that."""
 ALL_NODES = 2**30
@@ -404,46 +398,3 @@ class BlockedRequests:
             turn.put(BypassCounts(tuple((record.lease.id, 1) for record in passed), turn.now.mono_s))
             for record in passed:
                 self.reservations.reserve_if_due(record)
-
-
-def recount_bypasses(turn: Turn) -> None:
-    """Count again how many times each waiting request was bypassed, once after a ledger was read from the database."""
-    ledger = turn.ledger
-    if ledger.bypasses_recounted:
-        return
-    ledger.bypasses_recounted = True
-    # For jobs of an array with a limit it is not known when they were eligible.
-    waiting = [record for record in ledger.queued() if not _is_limited(ledger, record)]
-    if not waiting:
-        return
-    granted = [
-        (record.number, rank_of(record.lease.demand), record.lease.holder.user, {gpu.uuid for gpu in record.lease.gpus})
-        for record in ledger.leases.values()
-        if record.lease.fencing_token is not None and record.number > waiting[0].number
-    ]
-    newer: dict[tuple[Demand, str | None], list[int]] = {}
-    found: list[tuple[str, int]] = []
-    for record in waiting:
-        # Where usage orders it is not known which users came first: only grants to the same one are surely bypasses.
-        demand, user = record.lease.demand, record.lease.holder.user if turn.policy.fair_share else None
-        if (demand, user) not in newer:
-            if len(newer) == MAX_RECOUNTED_DEMANDS:
-                continue
-            usable, rank = find_candidates(ledger, demand).uuids, rank_of(demand)
-            newer[demand, user] = sorted(
-                number
-                for number, its_rank, its_user, uuids in granted
-                if its_rank >= rank
-                and not uuids.isdisjoint(usable)
-                and (its_user == user or not turn.policy.fair_share)
-            )
-        times = len(newer[demand, user]) - bisect_right(newer[demand, user], record.number)
-        if times:
-            found.append((record.lease.id, times))
-    if found:
-        turn.put(BypassCounts(tuple(found), turn.now.mono_s))
-
-
-def _is_limited(ledger: Ledger, record: LeaseRecord) -> bool:
-    job = ledger.jobs.get(record.lease.job_id or "")
-    return job is not None and job.job.array_at_most is not None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobMember, JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
-from gpulease_server.core.backfill import BlockedRequests, Reservations, recount_bypasses
+from gpulease_server.core.backfill import BlockedRequests, Reservations
 from gpulease_server.core.easy_backfill import EasyBackfill
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
@@ -25,6 +25,7 @@ from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_c
 from gpulease_server.core.presentation import lease_answer
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
+from gpulease_server.core.recounted_bypasses import recount_bypasses
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import never_within_limits, queue_is_full, too_many_bytes, usage_by_user
 from gpulease_server.core.user_order import UserOrder

@@ -19,7 +19,8 @@ the place of the GPUs:
   the budget of its token, are used.
 - One that *goes first* (`core.order`) claims what it needs of all of its limits at once, while GPUs for it are free,
   reserved for it, or held under its limits. While others have them the requests under its limits go on.
-  It *misses* a grant when its limits keep it from GPUs that someone not under them gets. After `max_bypass` of these it
+  It *misses* a grant when its limits keep it from GPUs that someone not under them gets, if the calendar does not close
+  these to it. After `max_bypass` of these it
   claims what it needs until it is granted, even while others have the GPUs: else its limits would be used up each time
   that its GPUs are free, and its GPUs be taken each time that its limits leave enough.
 
@@ -164,10 +165,16 @@ class UserOrder:
             for record in self._kept_first
             if record.lease.id in ledger.go_first
             and self._keys_of(record).isdisjoint(keys)
-            and not uuids.isdisjoint(find_candidates(ledger, record.lease.demand).uuids)
+            and not uuids.isdisjoint(self._open_to(record))
         ]
         if missed:
             turn.put(Overtakes(ledger.overtakes, missed=tuple(missed)))
+
+    def _open_to(self, record: LeaseRecord) -> frozenset[str]:
+        """The GPUs that could serve a request, but for those that the calendar closes to it."""
+        found = find_candidates(self.reservations.ledger, record.lease.demand).uuids
+        closed = self.users.closed_to(record.lease)
+        return found - closed if closed else found
 
     def keeps_out(self, record: LeaseRecord) -> bool:
         """True while a limit of its user, group or token, or the budget of its token, keeps a request out of the queue:
