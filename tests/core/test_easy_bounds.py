@@ -82,6 +82,19 @@ def test_who_has_a_lease_in_the_way_does_not_run_ahead_because_of_its_end(max_by
     assert passed(world, first) == (max_bypass > 0), "by the grant to eve, where that is allowed"
 
 
+def test_nor_because_of_the_end_of_one_that_they_were_granted_in_the_same_turn() -> None:
+    world = world_of(easy_backfill=True, max_bypass=3)
+    theirs = listed(world, 0, 1, 2, user="fay")
+    listed(world, 3, time_s=5 * HOUR_S, user="gil")
+    first, longer = ask(world, 4, user="bob"), ask(world, time_s=10 * HOUR_S, user="eve")
+    second, shorter = ask(world, 3, user="bob"), ask(world, time_s=4 * HOUR_S, user="eve")
+
+    give_back(world, theirs)
+
+    assert is_active(world, first, longer, second, shorter) == [False, True, False, True]
+    assert (passed(world, first), passed(world, second)) == (1, 1), "eve could give back the longer one at once"
+
+
 @pytest.mark.parametrize("others_wait", [False, True])
 def test_where_one_user_waits_their_own_ends_count(others_wait: bool) -> None:
     """Another one may ask for the same behind them."""

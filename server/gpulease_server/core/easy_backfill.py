@@ -169,6 +169,7 @@ class EasyBackfill:
         """The older requests that a grant of these GPUs passes, and does not delay. To be asked before it is made."""
         end_s, gpus, user = self.end_s(record), tuple(gpus), record.lease.holder.user
         if end_s is None:
+            self._forget(gpus, user)
             return NONE_UNDELAYED
         found, told, limited = set[LimitedDemand](), list[str](), self._demands_limited_with(record)
         for demand in itertools.islice(blocked.could_use(gpus), MAX_AHEAD):
@@ -179,7 +180,14 @@ class EasyBackfill:
             found.add(demand)
             if len(told) < MAX_TOLD:
                 told.append(oldest.lease.id)
+        self._forget(gpus, user)
         return Undelayed(frozenset(found), tuple(told))
+
+    def _forget(self, gpus: Iterable[GpuRecord], user: str | None) -> None:
+        """Before a grant: nothing is kept that holds only while this user has no lease on its nodes."""
+        for node in {gpu.device.node for gpu in gpus}:
+            if user not in self._users_on.pop(node, (user,)):
+                self._until_s.pop((user,), None)
 
     def _may_run_ahead(self, record: LeaseRecord) -> bool:
         """False where what a request uses may be missing for an older one later, or its user is late."""
