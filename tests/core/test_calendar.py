@@ -11,7 +11,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import InUse, InvalidRequest, NotFound
-from gpulease_protocol.model import Event, Holder, JobState, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.model import Event, GpuState, Holder, JobState, Lease, LeaseState, Liveness, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S, MAX_RESERVATIONS
@@ -21,7 +21,7 @@ from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import CancelRequested
 from gpulease_server.core.policy import Policy
 from gpulease_server.runtime.outage import copy_ledger, reset_deadlines
-from tests.core.build import World, uuid
+from tests.core.build import World, gpu, uuid
 
 HOUR_S = 3600.0
 FITS_S = HOUR_S - END_MARGIN_S - 1.0
@@ -157,6 +157,15 @@ def test_a_number_of_gpus_of_a_node_are_chosen_of_those_that_no_one_is_in_the_wa
     assert "2 GPUs of node a cannot be reserved: 0 of 4" in str(refused)
 
 
+@pytest.mark.parametrize(("count", "chosen"), [(2, {2, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3})])
+def test_of_the_gpus_of_a_node_those_that_work_are_chosen_first(count: int, chosen: set[int]) -> None:
+    here = World().node(gpus=[gpu(0), gpu(1, pids=(99,)), gpu(2), gpu(3)])
+    here.cordon(0)
+    assert here.state(1) is GpuState.FOREIGN
+    assert here.reserve(node="a", count=count, user="ada") is None
+    assert {device.index for device in entries(here)[0].gpus} == chosen
+
+
 @pytest.mark.parametrize(
     ("what", "error"),
     [
@@ -213,7 +222,8 @@ def test_a_job_is_closed_out_unless_its_time_fits() -> None:
     here = world(gpus=1)
     here.reserve(uuid(0), user="ada")
     waits = here.submit(user="bob")
-    assert "with `timeout_s` (`--timeout`) of at most" in why(here, here.ledger.leases[here.ledger.jobs[waits].job.lease_id].lease)
+    lease = here.ledger.leases[here.ledger.jobs[waits].job.lease_id].lease
+    assert "with `timeout_s` (`--timeout`) of at most" in why(here, lease)
     fits = here.submit(user="bob", timeout_s=FITS_S - 10)
     states = [here.ledger.jobs[one].job.state.value for one in (waits, fits)]
     assert states == ["queued", "starting"]

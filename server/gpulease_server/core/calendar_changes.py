@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC
 
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, NotFound
@@ -24,8 +24,10 @@ from gpulease_server.core.wording import count_gpus
 
 MAX_SAID = 8
 """GPUs of which it is said who is in the way."""
-WORKING = (GpuState.FREE, GpuState.LEASED, GpuState.DRAINING, GpuState.FOREIGN)
+WORKING = (GpuState.FREE, GpuState.LEASED, GpuState.DRAINING)
 """States of GPUs that are chosen before others."""
+BUSY = (GpuState.FOREIGN,)
+"""Of the others these are chosen first: someone else's process may have ended by then."""
 
 
 def on_reservation_requested(turn: Turn, asked: ReservationRequested) -> None:
@@ -120,14 +122,16 @@ def _chosen(turn: Turn, asked: ReservationRequested) -> Sequence[GpuRecord] | Gp
         return InUse(" ".join([detail, *said]), remedy=remedy)
     if asked.node is None:
         return open_gpus
-    able = [gpu for gpu in open_gpus if not is_cordoned(ledger, gpu) and _works(turn, gpu)]
-    uuids = [gpu.device.uuid for gpu in (able if len(able) >= needed else open_gpus)]
-    chosen = choose_gpus(ledger, Demand(count=needed), asked.node, uuids, needed)
-    return [ledger.gpus[uuid] for uuid in chosen]
+    able = [gpu for gpu in open_gpus if _is_in(WORKING, turn, gpu)]
+    if len(able) >= needed:
+        uuids = [gpu.device.uuid for gpu in able]
+        return [ledger.gpus[uuid] for uuid in choose_gpus(ledger, Demand(count=needed), asked.node, uuids, needed)]
+    others = sorted((gpu for gpu in open_gpus if gpu not in able), key=lambda gpu: not _is_in(BUSY, turn, gpu))
+    return [*able, *others[: needed - len(able)]]
 
 
-def _works(turn: Turn, gpu: GpuRecord) -> bool:
-    return state_of(turn.ledger, gpu, turn.now, turn.policy) in WORKING
+def _is_in(states: Collection[GpuState], turn: Turn, gpu: GpuRecord) -> bool:
+    return not is_cordoned(turn.ledger, gpu) and state_of(turn.ledger, gpu, turn.now, turn.policy) in states
 
 
 def _in_the_way(turn: Turn, users: UserUsage, asked: ReservationRequested, gpu: GpuRecord) -> str | None:
