@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ class Belongings:
     job: dict[str, Any]
     ended: dict[str, Any]
     token: dict[str, Any]
+    reservation: dict[str, Any]
     secrets: tuple[str, ...]
 
     @property
@@ -89,12 +91,14 @@ class Belongings:
             "name": (node,),
             "kind": ("user",),
             "token_id": (self.token["id"],),
+            "reservation_id": (self.reservation["id"],),
         }
 
 
 @pytest.fixture
-def belongings(attacked: Attacked) -> Belongings:
-    """A lease, a job that runs, one that has failed, and a token of ada, each with secrets in its private parts."""
+def belongings(attacked: Attacked) -> Iterator[Belongings]:
+    """A lease, a job that runs, one that has failed, and a token of ada, each with secrets in its private parts. The
+    GPU of the lease is reserved for her next week."""
     directory = attacked.host.home("ada") / "routes-canary-directory"
     directory.mkdir(exist_ok=True)
     directory.chmod(0o755)
@@ -104,13 +108,19 @@ def belongings(attacked: Attacked) -> Belongings:
     token = attacked.daemon.call("POST", "/v1/tokens", {"user": "ada", "note": "routes-canary-note"}).json
     ended, _ = attacked.completed_job("ada", "sh", "-c", f"{script}exit 3", "routes-canary-argument", **private)
     attacked.daemon.wait_free()
-    return Belongings(
-        lease=attacked.lease("ada"),
+    lease, begins = attacked.lease("ada"), datetime.now(UTC) + timedelta(days=7)
+    window = {"from_at": begins.isoformat(), "to_at": (begins + timedelta(hours=1)).isoformat()}
+    asked = {"gpus": [lease["gpus"][0]["uuid"]], "user": "ada", **window}
+    reservation = attacked.daemon.call("POST", "/v1/reservations", asked).json
+    yield Belongings(
+        lease=lease,
         job=attacked.running_job("ada", "sh", "-c", f"{script}sleep 1000", "routes-canary-argument", **private),
         ended=ended,
         token=token,
+        reservation=reservation,
         secrets=(CANARY, token["bearer"].partition(".")[2]),
     )
+    assert attacked.daemon.call("DELETE", f"/v1/reservations/{reservation['id']}").status == 200, "eve has cancelled it"
 
 
 def operations() -> dict[str, Any]:
