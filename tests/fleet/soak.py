@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 from gpulease_protocol.host.process_id import ProcessId
-from tests.daemon import daemon, eventually
+from tests.daemon import daemon, events, eventually
 from tests.fleet.books import LEFT_S, Books, watched_books
 from tests.fleet.faults import WITHIN_S, Faults, trainings
 from tests.fleet.fleet import Fleet
@@ -205,7 +205,7 @@ class Soak:
         running = self.fleet.running
         is_gone = until(lambda: not any(one.alive() for one in own), LEFT_S)
         gone_s = time.time() - began
-        eventually(lambda: running.job(job["id"])["attempts"] == 2, WITHIN_S, self.fleet.story)
+        eventually(lambda: running.job(job["id"])["attempts"] == 2, WITHIN_S, lambda: self._story(job["id"]))
         again = running.wait_job(job["id"], "running", within_s=WITHIN_S)
         assert again["attempts"] == 2, f"it was started {again['attempts']} times"
         ended_at = datetime.fromisoformat(again["attempt_history"][0]["ended_at"])
@@ -220,6 +220,11 @@ class Soak:
             gone_s=gone_s,
             left=left,
         )
+
+    def _story(self, job_id: str) -> str:
+        """What became of a job, then of the pool."""
+        told = [one["reason"] for one in events(self.fleet.running) if one["job_id"] == job_id]
+        return f"{self.fleet.running.job(job_id)}, {told}; {self.fleet.story()}"
 
     def away(self) -> None:
         """For a minute no one can ask Slurm anything: what runs goes on, and the ledger grants."""
