@@ -98,7 +98,7 @@ class Belongings:
 @pytest.fixture
 def belongings(attacked: Attacked) -> Iterator[Belongings]:
     """A lease, a job that runs, one that has failed, and a token of ada, each with secrets in its private parts. The
-    GPU of the lease is reserved for her next week."""
+    GPU of the lease is reserved for ada next week."""
     directory = attacked.host.home("ada") / "routes-canary-directory"
     directory.mkdir(exist_ok=True)
     directory.chmod(0o755)
