@@ -153,13 +153,17 @@ def test_of_an_array_it_is_said_how_to_name_one_job() -> None:
 
 
 def test_jobs_of_former_days_are_left_out_unless_they_live() -> None:
-    today, yesterday = ended(job("1")), replace(ended(job("2")), ended_at=NOW - timedelta(days=2))
+    midnight = NOW.astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
+    today = replace(ended(job("1")), ended_at=midnight)
+    yesterday = replace(today, id="job-2000000000000000", ended_at=midnight - timedelta(milliseconds=1))
     lives = job("3", created_at=NOW - timedelta(days=9))
     for limit in (2, 50):  # with 2 it is on a later page
-        page, older = _fetch(Daemon(today, yesterday, lives), Filter((), None, None, limit, today=True))  # type: ignore[arg-type]
+        which = Filter((), None, None, limit, today=True)
+        page, older = _fetch(Daemon(today, yesterday, lives), which, midnight)  # type: ignore[arg-type]
         assert [one.id for one in page.items] == [today.id, lives.id]
         assert older
-    page, older = _fetch(Daemon(today, yesterday), Filter((), None, None, 50, today=False))  # type: ignore[arg-type]
+    which = Filter((), None, None, 50, today=False)
+    page, older = _fetch(Daemon(today, yesterday), which, midnight)  # type: ignore[arg-type]
     assert (len(page.items), older) == (2, False)
 
 

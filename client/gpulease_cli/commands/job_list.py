@@ -101,7 +101,7 @@ def list_jobs(
             with suppress(KeyboardInterrupt), Screen() as screen:
                 redraw(screen, partial(_picture, client, which), REFRESH_S)
             return
-        page, older = _fetch(client, which)
+        page, older = _fetch(client, which, _now())
         if json:
             output.print_json(page)
             return
@@ -116,7 +116,7 @@ def list_jobs(
         click.echo("Jobs that ended before today are left out; --all shows them.", err=True)
 
 
-def _fetch(client: Client, which: Filter) -> tuple[Page[Job], bool]:
+def _fetch(client: Client, which: Filter, now: datetime) -> tuple[Page[Job], bool]:
     """The jobs to show, and whether any were left out because they ended before today."""
     if which.array is not None:
         members = (job for job in names.members(client, which.array) if not which.states or job.state in which.states)
@@ -124,7 +124,7 @@ def _fetch(client: Client, which: Filter) -> tuple[Page[Job], bool]:
     page = client.send(endpoints.jobs(which.states, limit=which.limit, user=which.user))
     if not which.today:
         return page, False
-    midnight = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
+    midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
     recent = [job for job in page.items if job.ended_at is None or job.ended_at >= midnight]
     older = len(recent) < len(page.items)
     # A job that runs for weeks may be older than the newest ones.
@@ -135,7 +135,7 @@ def _fetch(client: Client, which: Filter) -> tuple[Page[Job], bool]:
 
 
 def _picture(client: Client, which: Filter, width: int) -> str:
-    jobs, several_nodes = _fetch(client, which)[0].items, len(client.nodes()) > 1
+    jobs, several_nodes = _fetch(client, which, _now())[0].items, len(client.nodes()) > 1
     return align_columns(HEADS, _rows(jobs, several_nodes, short=True), width, cut=CUT, drop=DROP)
 
 
@@ -144,8 +144,12 @@ def _print(jobs: Sequence[Job], me: str | None, several_nodes: bool) -> None:
     output.print_rows(HEADS, rows, cut=CUT, drop=DROP, styles=[_style(job, me) for job in jobs])
 
 
+def _now() -> datetime:
+    return datetime.now().astimezone()
+
+
 def _rows(jobs: Sequence[Job], several_nodes: bool, *, short: bool) -> list[tuple[str, ...]]:
-    now = datetime.now().astimezone()
+    now = _now()
     return [_row(job, now, several_nodes, short) for job in jobs]
 
 
