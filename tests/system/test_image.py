@@ -129,6 +129,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
         made.build(IMAGE, pip_volumes(directory))
         yield made
     finally:
+        # A container whose buildah was killed is still mounted, and pytest could not remove what is mounted.
+        subprocess.run([*made.command, "rm", "--all"], timeout=100, check=False)
         subprocess.run(["rm", "-rf", str(directory)], timeout=600, check=False)  # a gigabyte, which pytest would keep
 
 
