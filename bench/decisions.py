@@ -11,10 +11,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from bench.table.rows import Row, Target
 from gpulease_protocol.model import Demand, Holder, Lease, Priority, Selection
+from gpulease_protocol.reservations import Reservation
+from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.forecast.expected_start import StartForecast
 from gpulease_server.core.happenings import LeaseRequested, RenewalRequested, Ticked
 from gpulease_server.core.limit_records import UserLimits
@@ -25,6 +28,9 @@ from tests.core.build import GIB, World
 SIZES = ((1, 10), (16, 100), (125, 1_000), (1_250, 10_000), (1_250, 100_000))
 """Nodes of 8 GPUs, and requests that wait."""
 ROUNDS = 50
+RESERVATIONS = 1000
+RESERVERS = 50
+"""Users whom the reservations are for, and who all wait for something else."""
 BATCH = 500
 USERS = 1000
 MANY_USERS = f"renewal, while a GPU is free that none of up to {USERS:,} users can use, by fair share"
@@ -200,6 +206,51 @@ def begin_of_forecast(nodes: int) -> list[float]:
     return timed(lambda: StartForecast(world.ledger, world.now, world.policy), 8)
 
 
+def reserved(nodes: int, number: int) -> dict[str, float]:
+    """Median microseconds of decisions where so many reservations have four nodes of five, over six weeks, for 50
+    users; of requests without a time. All other GPUs are leased but for the first row, and all GPUs where none is
+    reserved."""
+    fleet = Fleet(nodes)
+    world, names = fleet.world, fleet.names[: nodes * 4 // 5]
+    entries = [_reservation(fleet, names[one % len(names)], one) for one in range(number)]
+    found = {f"{number:,} reservations are read at the start": sum(timed(lambda: _put_all(world, entries), 1))}
+    found["grant of 1 GPU"] = statistics.median(fleet.grants())
+    renewed, *_ = [world.lease(8, node=name) for name in fleet.names[len(names) if number else 0 :]]
+    for _ in range(100):
+        world.ask(1, user="bob")
+    found["request that must wait"] = statistics.median(timed(lambda: world.ask(1, user="bob"), 8))
+    found["renewal, while all that is free is closed to who waits"] = statistics.median(
+        timed(lambda: world.renew(renewed), 8)
+    )
+    for one in range(RESERVERS):
+        world.ask(8, user=f"user {one}", node=fleet.names[-1])
+    found[f"the same, while the {RESERVERS} with a reservation wait for other GPUs"] = statistics.median(
+        timed(lambda: world.renew(renewed), 8)
+    )
+    record = next(world.ledger.queued())
+    found["why one waits"] = sum(timed(lambda: explain(world.ledger, record, world.now, world.policy), 1))
+    return found
+
+
+def _put_all(world: World, entries: list[Reservation]) -> None:
+    for entry in entries:
+        world.ledger.apply(entry)
+
+
+def _reservation(fleet: Fleet, node: str, number: int) -> Reservation:
+    """All GPUs of a node for half an hour of the next 1,000 hours."""
+    world = fleet.world
+    from_at = world.now.at + timedelta(hours=1 + number * 7919 % 1000)
+    return Reservation(
+        id=f"reservation-{number}",
+        gpus=tuple(gpu.device for gpu in world.ledger.gpus_on(node)),
+        from_at=from_at,
+        to_at=from_at + timedelta(minutes=30),
+        user=f"user {number % RESERVERS}",
+        made_at=world.now.at,
+    )
+
+
 def main() -> None:
     """Print the table of bench/README.md."""
     rows = [measure(nodes, waiting) for nodes, waiting in SIZES]
@@ -208,6 +259,16 @@ def main() -> None:
     for what, least in rows[0].items():
         figures = " | ".join(f"{row[what]:,.0f}" for row in rows)
         print(f"| {what} | {figures} | {rows[-1][what] / least:.1f} x |")
+    print_reserved()
+
+
+def print_reserved() -> None:
+    """Print what reservations cost."""
+    nodes = SIZES[-1][0]
+    none, many = reserved(nodes, 0), reserved(nodes, RESERVATIONS)
+    print(f"\n| one turn, {nodes * 8:,} GPUs, in us | no reservation | {RESERVATIONS:,} |\n|---|---|---|")
+    for what, us in many.items():
+        print(f"| {what} | {none[what]:,.0f} | {us:,.0f} |" if what in none else f"| {what} | | {us:,.0f} |")
 
 
 def decisions(quick: bool) -> list[Row]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from datetime import datetime, timedelta
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.errors import InUse, InvalidRequest, NotFound
-from gpulease_protocol.model import Event, GpuState, Holder, JobState, Lease, LeaseState, Liveness, Selection
+from gpulease_protocol.model import Device, Event, GpuState, Holder, JobState, Lease, LeaseState, Liveness, Selection
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.reservations import Reservation
-from gpulease_server.core.calendar import END_MARGIN_S, MAX_RESERVATIONS
+from gpulease_server.core.calendar import END_MARGIN_S, MAX_RESERVATIONS, ReservationRemoved
 from gpulease_server.core.calendar import Calendar as Entries
 from gpulease_server.core.explain.dry_run import dry_run
 from gpulease_server.core.explain.explain import explain
@@ -376,6 +378,88 @@ def test_users_apart_are_the_same_object_while_they_are_the_same() -> None:
     here.reserve(uuid(0), group="vision", after_s=3 * HOUR_S)
     assert calendar.users_apart(limited, index) == {"eve", "ada", "ann"}
     assert Entries().closed_to("bob", None, None) == frozenset()
+
+
+def _random_entries(pick: random.Random, number: int) -> list[Reservation]:
+    """Reservations of GPUs `g0` to `g9`, at any time of an hour, for users and groups."""
+    begin, made = World().now.at, list[Reservation]()
+    for one in range(number):
+        from_at = begin + timedelta(minutes=pick.randrange(60))
+        user, group = pick.choice([("ada", None), ("bob", None), (None, "vision")])
+        indices = pick.sample(range(10), pick.choice([1, 3]))
+        gpus = [Device(uuid=f"g{index}", node="n", index=index) for index in indices]
+        made.append(
+            Reservation(
+                id=f"reservation-{one}",
+                gpus=tuple(gpus),
+                from_at=from_at,
+                to_at=from_at + timedelta(minutes=pick.randrange(1, 30)),
+                user=user,
+                group=group,
+                made_at=begin,
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_calendar_answers_as_a_walk_through_all_entries_does(seed: int) -> None:
+    pick, calendar, kept = random.Random(seed), Entries(), dict[str, Reservation]()
+    for entry in _random_entries(pick, 60):
+        calendar.put(entry)
+        kept[entry.id] = entry
+        if pick.random() < 0.3:
+            gone = pick.choice(list(kept))
+            calendar.put(ReservationRemoved(gone))
+            del kept[gone]
+        user, group = pick.choice([("ada", None), ("ada", "vision"), ("eve", "vision"), ("eve", None), (None, None)])
+        until = pick.choice([None, entry.from_at, entry.to_at])
+        now, uuid = entry.from_at, f"g{pick.randrange(10)}"
+        every = sorted(kept.values(), key=lambda one: (one.from_at, one.id))
+        others = [
+            one for one in every if (one.group != group if one.group is not None else one.user != user or user is None)
+        ]
+        before = [one for one in others if until is None or one.from_at < until]
+
+        def first(entries: list[Reservation], uuid: str = uuid) -> Reservation | None:
+            return next((one for one in entries if uuid in {gpu.uuid for gpu in one.gpus}), None)
+
+        assert list(calendar.in_order()) == every
+        assert calendar.closed_to(user, group, until) == {gpu.uuid for one in before for gpu in one.gpus}
+        assert calendar.first_in_the_way(uuid, user, group, until) == first(before)
+        assert calendar.next_of_others({uuid}, user, group, now) == first([one for one in others if one.to_at > now])
+        shares = [one for one in every if one.from_at < entry.to_at and entry.from_at < one.to_at]
+        assert calendar.within(uuid, entry.from_at, entry.to_at) == first(shares)
+
+
+def test_a_calendar_is_filled_at_the_same_cost_for_each_reservation() -> None:
+    def calls(number: int) -> int:
+        entries, calendar, found = _random_entries(random.Random(1), number), Entries(), 0
+
+        def count(_: FrameType, event: str, __: Any) -> None:
+            nonlocal found
+            found += event == "call"
+
+        sys.setprofile(count)
+        try:
+            for entry in entries:
+                calendar.put(entry)
+        finally:
+            sys.setprofile(None)
+        return found
+
+    assert calls(800) < 16 * calls(100), "more only by the logarithm of their number"
+
+
+def test_answers_of_the_calendar_are_kept_for_so_many_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpulease_server.core.calendar.MAX_KNOWN_GPUS", 40)
+    calendar, entries = Entries(), _random_entries(random.Random(2), 60)
+    for entry in entries:
+        calendar.put(entry)
+    for entry in entries:
+        for user in ("ada", "bob", "eve"):
+            calendar.closed_to(user, None, entry.from_at)
+            assert sum(map(len, calendar._closed.values())) <= 40
 
 
 def _crossed(here: World, lease: Lease, granted_at: datetime, calendar: list[Reservation]) -> Reservation | None:

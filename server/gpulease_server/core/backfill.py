@@ -357,7 +357,7 @@ class BlockedRequests:
         demand is new."""
         demand = self.reservations.users.demand_within(record.lease)
         if demand not in self._waiting:
-            self._usable[demand] = usable - demand.closed if demand.closed else usable
+            self._usable[demand] = usable
         if (chance := self.chance(record)) is not None:
             self._tried.add((demand, chance))
         self._waiting.setdefault(demand, []).append(record)
@@ -378,7 +378,11 @@ class BlockedRequests:
     def could_use(self, gpus: Iterable[GpuRecord]) -> Iterator[LimitedDemand]:
         """The demands of older requests that could use GPUs which a newer one was granted."""
         granted = {gpu.device.uuid for gpu in gpus}
-        return (demand for demand in self._waiting if not granted.isdisjoint(self._usable[demand]))
+        return (
+            demand
+            for demand in self._waiting
+            if not (granted - demand.closed if demand.closed else granted).isdisjoint(self._usable[demand])
+        )
 
     def count_bypass(
         self,

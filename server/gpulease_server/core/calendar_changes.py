@@ -66,7 +66,7 @@ def on_reservation_cancelled(turn: Turn, asked: ReservationCancelled) -> None:
 
 def end_reservations(turn: Turn) -> None:
     """Take those out of the calendar whose time has passed."""
-    for entry in [one for one in turn.ledger.calendar.entries.values() if one.to_at <= turn.now.at]:
+    for entry in [one for one in turn.ledger.calendar.in_order() if one.to_at <= turn.now.at]:
         turn.put(ReservationRemoved(entry.id))
         _emit(turn, "reservation.ended", entry, "")
 
@@ -137,9 +137,9 @@ def _is_in(states: Collection[GpuState], turn: Turn, gpu: GpuRecord) -> bool:
 def _in_the_way(turn: Turn, users: UserUsage, asked: ReservationRequested, gpu: GpuRecord) -> str | None:
     """What keeps one GPU from being reserved, as a sentence; None if nothing does."""
     ledger, name = turn.ledger, f"GPU {gpu.device.index} of {gpu.device.node}"
-    for entry in ledger.calendar.within(max(asked.from_at, turn.now.at), asked.to_at):
-        if any(device.uuid == gpu.device.uuid for device in entry.gpus):
-            return f"{name} is {describe_reservation(entry)}."
+    entry = ledger.calendar.within(gpu.device.uuid, max(asked.from_at, turn.now.at), asked.to_at)
+    if entry is not None:
+        return f"{name} is {describe_reservation(entry)}."
     record = ledger.leases.get(gpu.lease_id or "")
     if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
         return None

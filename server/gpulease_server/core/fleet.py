@@ -65,6 +65,8 @@ class Fleet:
     """By node and UUID: its GPUs that no lease holds or drains on; without nodes that have none."""
     free: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By node: the UUIDs of its GPUs that are free by its last report, in PCI order; without nodes that have none."""
+    free_gpus: set[str] = field(default_factory=set)
+    """The UUIDs of all of these."""
     nodes_by_free: dict[int, list[str]] = field(default_factory=dict)
     """By number of GPUs in `free`: the names of the nodes, sorted."""
     candidates: dict[Demand, Candidates] = field(default_factory=dict, compare=False)
@@ -130,6 +132,9 @@ class Fleet:
     def _put_free(self, name: str, uuids: tuple[str, ...]) -> None:
         """Note which GPUs of a node are free."""
         before = self.free.pop(name, ())
+        if before != uuids:
+            self.free_gpus.difference_update(before)
+            self.free_gpus.update(uuids)
         if len(before) != len(uuids):
             if before:
                 nodes = self.nodes_by_free[len(before)]

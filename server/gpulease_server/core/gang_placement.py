@@ -106,10 +106,10 @@ class GangRanking:
         return search.blocked(found)
 
     def _by_free(self, search: Search, found: Candidates) -> Iterator[Place]:
-        """The candidates with enough free GPUs."""
-        by_free = search.ledger.fleet.nodes_by_free
+        """The candidates with enough free GPUs, without those on which the calendar closes all of them."""
+        by_free, open_nodes = search.ledger.fleet.nodes_by_free, search.open_nodes(found)
         places = [(free, node) for free in sorted(by_free) if free >= search.demand.count for node in by_free[free]]
-        return (place for place in places if place[1] in found.by_node)
+        return (place for place in places if place[1] in found.by_node and place[1] in open_nodes)
 
     def _look_at(self, search: Search, found: Candidates, node: str) -> None:
         """Find out what a node has for the gang at this moment."""

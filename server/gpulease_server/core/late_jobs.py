@@ -27,11 +27,10 @@ from gpulease_server.core.turn import Turn
 def end_late_jobs(turn: Turn) -> None:
     """End those in the way of a window that begins soon. Costs one look at each GPU of it, and nothing where there is
     none."""
-    entries = turn.ledger.calendar.entries
-    if not entries:
+    if not turn.ledger.calendar.entries:
         return
     soon = turn.now.at + timedelta(seconds=JOB_GRACE_S + END_S + 2 * turn.policy.retained_memory_s)
-    for entry in entries.values():
+    for entry in turn.ledger.calendar.in_order():
         if entry.from_at > soon:
             return
         for device in entry.gpus:

@@ -35,7 +35,7 @@ class NodeRanking:
         """GPUs for a request with this demand."""
         found = find_candidates(search.ledger, search.demand)
         first = self._seen is None
-        names = found.nodes_in(search.ledger.fleet.free) if first else dict.fromkeys(self.taken[self._seen :])
+        names = found.nodes_in(search.open_nodes(found)) if first else dict.fromkeys(self.taken[self._seen :])
         self._seen = len(self.taken)
         looked_at: dict[str, RankedNode] = {}
         for node in names:

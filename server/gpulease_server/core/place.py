@@ -53,7 +53,8 @@ def place(
     With `allow_reread`, GPUs that only an old reading rules out are read again before the answer is no. `rankings`: of
     the walk through the queue that this is a part of.
     """
-    reserved = closed.union(reserved) if closed else reserved
+    if closed:
+        reserved = closed.union(reserved) if reserved else closed
     search = Search(ledger, demand, reserved, now, policy, late_nodes, most_gpus, requested_at_s, allow_reread, closed)
     ranking: Ranking | None = None if rankings is None else rankings.of(search)
     if ranking is None and demand.nodes > 1:

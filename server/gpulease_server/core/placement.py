@@ -226,21 +226,38 @@ class Search:
             after_reading = after_reading or NeedsReading((node,), tuple(gpus))
         return after_reading
 
+    def open_nodes(self, found: Candidates | None = None) -> Collection[str]:
+        """All nodes with a free GPU that the calendar does not close to the request, and maybe others. `found`: of
+        those that have these."""
+        fleet = self.ledger.fleet
+        if not self.closed:
+            return fleet.free
+        fewest = fleet.free_gpus if found is None else min(fleet.free_gpus, found.uuids, key=len)
+        return self._nodes_of(fewest - self.closed)
+
+    def _nodes_of(self, uuids: Iterable[str]) -> Collection[str]:
+        gpus = self.ledger.gpus
+        return {gpus[uuid].device.node for uuid in uuids if uuid in gpus}
+
     def _by_what_is_left(self) -> Iterator[tuple[int, str, tuple[str, ...]]]:
         """Nodes with enough free GPUs that are not reserved, in the order of what is left there; with that number and
-        these GPUs."""
-        ledger, count = self.ledger, self.demand.count
-        kept = {gpu.device.node for uuid in self.reserved if (gpu := ledger.gpus.get(uuid)) is not None}
-        whole = (
-            (free - count, node, ledger.fleet.free[node])
-            for free in sorted(ledger.fleet.nodes_by_free)
-            if free >= count
-            for node in ledger.fleet.nodes_by_free[free]
-            if node not in kept
-        )
+        these GPUs. Looks at each node with reserved GPUs; or, where most are closed, at each with others."""
+        free, by_free, count = self.ledger.fleet.free, self.ledger.fleet.nodes_by_free, self.demand.count
+        whole: Iterable[tuple[int, str, tuple[str, ...]]] = ()
+        if len(self.closed) * 2 > len(self.ledger.fleet.free_gpus):
+            divided = self.open_nodes()
+        else:
+            divided = self._nodes_of(self.reserved)
+            whole = (
+                (number - count, node, free[node])
+                for number in sorted(by_free)
+                if number >= count
+                for node in by_free[number]
+                if node not in divided
+            )
         parts = []
-        for node in kept & ledger.fleet.free.keys():
-            uuids = tuple(uuid for uuid in ledger.fleet.free[node] if uuid not in self.reserved)
+        for node in divided:
+            uuids = tuple(uuid for uuid in free.get(node, ()) if uuid not in self.reserved)
             if len(uuids) >= count:
                 parts.append((len(uuids) - count, node, uuids))
         return heapq.merge(whole, sorted(parts))
@@ -250,8 +267,9 @@ class Search:
         found = find_candidates(self.ledger, self.demand)
         best: RankedNode | None = None
         after_reading: NeedsReading | None = None
+        open_nodes = self.open_nodes(found)
         for node in found.nodes_in(self.ledger.fleet.unheld):
-            ranked = self.on_node(node, found)
+            ranked = self.on_node(node, found) if node in open_nodes else None
             if ranked is not None:
                 best = ranked if best is None or ranked.rank < best.rank else best
             elif self.allow_reread and after_reading is None:
@@ -278,8 +296,8 @@ class Search:
 
     def after_reading(self, node: str, uuids: tuple[str, ...]) -> NeedsReading | None:
         """The GPUs of a node for the demand, if only an old reading rules them out."""
-        needed = gpus_needed(self.demand, uuids)
-        if len(self.ledger.fleet.unheld.get(node, ())) < needed or not self._may_serve(node, needed):
+        needed, unheld = gpus_needed(self.demand, uuids), self.ledger.fleet.unheld.get(node, {})
+        if len(unheld) < needed or not self._may_serve(node, needed) or self.closed.issuperset(unheld):
             return None
         gpus = [self.ledger.gpus[uuid] for uuid in uuids]
         return None if self._all_recent(node, gpus) else self._maybe_after_reading(node, gpus, needed)

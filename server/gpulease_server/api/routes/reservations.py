@@ -28,7 +28,7 @@ CREATE_BODY = JsonBody(ReservationRequest)
 async def list_reservations(daemon: DaemonDep) -> Response:
     """The reservations that have not ended, in the order in which they begin. The events `reservation.created`,
     `reservation.cancelled` and `reservation.ended` tell of former ones."""
-    return await list_response(list(daemon.ledger.calendar.entries.values()), lambda entry: entry, RESERVATION_JSON)
+    return await list_response(list(daemon.ledger.calendar.in_order()), lambda entry: entry, RESERVATION_JSON)
 
 
 @router.post(

@@ -23,18 +23,21 @@ def calendar_obstacles(users: UserUsage, lease: Lease, ledger: Ledger, closed: f
     """By UUID, the GPUs that the request could use and that are closed to it."""
     holder, found = lease.holder, dict[str, Obstacle]()
     group, until = users.index.group_of.get(holder.user), users.latest_end(lease)
+    described: dict[str, tuple[str, str]] = {}
     for uuid in closed & ledger.gpus.keys():
         gpu = ledger.gpus[uuid]
         entry = ledger.calendar.first_in_the_way(uuid, holder.user, group, until)
         if entry is None or users.now is None or mismatch(lease.demand, gpu) is not None:
             continue
-        sentence = f"GPU {gpu.device.index} of {gpu.device.node} is {describe_reservation(entry)}."
+        if entry.id not in described:
+            described[entry.id] = describe_reservation(entry), _time_to_declare(lease, entry, users.now.at)
+        what, to_declare = described[entry.id]
         found[uuid] = Obstacle(
             uuid=uuid,
             node=gpu.device.node,
             index=gpu.device.index,
             code="reserved",
-            sentence=sentence + _time_to_declare(lease, entry, users.now.at),
+            sentence=f"GPU {gpu.device.index} of {gpu.device.node} is {what}.{to_declare}",
             since=entry.from_at,
             until=entry.to_at,
         )
