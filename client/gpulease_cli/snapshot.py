@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from gpulease.client import Client
-from gpulease_protocol.errors import Unavailable
+from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.model import Gpu, Job, JobState, Lease, LeaseState, Node, NodeState
+from gpulease_protocol.reservations import Reservation
 from gpulease_protocol.status_table import printable, render_status, wrapped
 
 LIVE_JOBS = tuple(state for state in JobState if not state.final)
@@ -24,6 +25,8 @@ class Snapshot:
     nodes: tuple[Node, ...]
     at: datetime
     """When it was fetched."""
+    reservations: tuple[Reservation, ...] = ()
+    """Those that have not ended, as they begin."""
     as_of: str | None = None
     """When a copy that may be stale was current."""
     problem: str = ""
@@ -38,7 +41,16 @@ class Snapshot:
         if silent and as_of is None:
             problem = _problem(client)
             problem = "" if any(reason and reason in problem for reason in silent) else problem
-        return cls(gpus=gpus, leases=leases, jobs=jobs, nodes=nodes, at=datetime.now(UTC), as_of=as_of, problem=problem)
+        return cls(
+            gpus=gpus,
+            leases=leases,
+            jobs=jobs,
+            nodes=nodes,
+            at=datetime.now(UTC),
+            reservations=_reservations(client),
+            as_of=as_of,
+            problem=problem,
+        )
 
     @property
     def several_nodes(self) -> bool:
@@ -60,7 +72,16 @@ class Snapshot:
     def table(self, width: int | None) -> str:
         """The text of `gpulease status`."""
         note = wrapped(printable(self.problem, 500), width) + "\n" if self.problem else ""
-        return note + render_status(self.gpus, self.leases, self.jobs, self.at, self.nodes, width=width)
+        shown = self.gpus, self.leases, self.jobs, self.at, self.nodes
+        return note + render_status(*shown, width=width, reservations=self.reservations)
+
+
+def _reservations(client: Client) -> tuple[Reservation, ...]:
+    """The reservations; none of a daemon that is too old to have any."""
+    try:
+        return client.reservations()
+    except NotFound:
+        return ()
 
 
 def _problem(client: Client) -> str:

@@ -8,6 +8,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from gpulease_protocol.model import (
     Activity,
@@ -27,9 +28,16 @@ from gpulease_protocol.model import (
     TopologyMode,
 )
 
+if TYPE_CHECKING:
+    from gpulease_protocol.reservations import Reservation
+
 GIB = 1024**3
 IDLE_SHOWN_S = 60.0
 """From then on it is said for how long a leased GPU has been idle."""
+MAX_RESERVED = 3
+"""Reservations of a node that are shown of those whose window has begun."""
+MAX_RESERVED_NODES = 8
+"""Nodes whose reservations are shown."""
 ELLIPSIS = "…"
 MODEL_NOISE = re.compile(r"^(NVIDIA |Tesla |GeForce )+| HBM\d\w*$| Generation$")
 """What product names have in common, and what no one chooses a GPU by."""
@@ -44,12 +52,14 @@ def render_status(
     *,
     width: int | None = None,
     more_waiting: int = 0,
+    reservations: Sequence[Reservation] = (),
 ) -> str:
-    """The GPUs with who holds each and until when, why others are not free, the queue, and the totals.
+    """The GPUs with who holds each and until when, why others are not free, reservations, the queue, and the totals.
 
     `leases` needs no ended ones, `jobs` only those of these leases; `nodes` that are unknown are named with the reason.
     With `width` the text is made to fit a terminal with so many columns; without, nothing is cut. `more_waiting`
-    requests are counted but not listed. Ends in a newline.
+    requests are counted but not listed. `reservations`, as they begin: of each node what is reserved now and next is
+    told. Ends in a newline.
     """
     by_id = {lease.id: lease for lease in leases}
     job_of = {job.lease_id: job for job in jobs}
@@ -67,6 +77,7 @@ def render_status(
         for node in nodes
         if node.state is NodeState.UNKNOWN
     ]
+    notes += describe_reserved(reservations, now, several_nodes)
     text += "".join(wrapped(note, width) for note in notes)
     queued = (lease for lease in leases if lease.state is LeaseState.QUEUED)
     # One without a place waits for other jobs, and joins the queue at its end.
@@ -112,6 +123,40 @@ def _why_not_free(gpus: Sequence[Gpu], several_nodes: bool) -> list[tuple[str, s
         (f"GPU{'s' if len(indices) > 1 else ''} {format_indices(indices)}{f' of {node}' if several_nodes else ''}", why)
         for (node, why), indices in places.items()
     ]
+
+
+def describe_reserved(reservations: Iterable[Reservation], now: datetime, several_nodes: bool) -> list[str]:
+    """For each node what is reserved there now, and what next. `reservations` as they begin."""
+    by_node: dict[str, list[Reservation]] = {}
+    for one in reservations:
+        for node in {device.node: None for device in one.gpus} if one.to_at > now else ():
+            by_node.setdefault(node, []).append(one)
+    found = []
+    for node, of_node in sorted(by_node.items())[:MAX_RESERVED_NODES]:
+        begun = [one for one in of_node if one.from_at <= now]
+        says = [
+            f"{_reserved(one, node)} for another {format_duration((one.to_at - now).total_seconds())}"
+            for one in begun[:MAX_RESERVED]
+        ]
+        if len(begun) > MAX_RESERVED:
+            says.append(f"{len(begun) - MAX_RESERVED} more")
+        if len(of_node) > len(begun):
+            following = of_node[len(begun)]
+            in_s, lasts_s = following.from_at - now, following.to_at - following.from_at
+            lasts = format_duration(lasts_s.total_seconds())
+            says.append(f"{_reserved(following, node)} in {format_duration(in_s.total_seconds())}, for {lasts}")
+        found.append(f"Reserved{f' on {printable(node)}' if several_nodes else ''}: {'; '.join(says)}")
+    if len(by_node) > MAX_RESERVED_NODES:
+        more = len(by_node) - MAX_RESERVED_NODES
+        found.append(f"Reserved on {more} more node{'s'[: more - 1]}: `gpulease reservations list` has all.")
+    return found
+
+
+def _reserved(one: Reservation, node: str) -> str:
+    """Which GPUs of a node are reserved, and for whom: `GPUs 0-3 for ada`."""
+    indices = [device.index for device in one.gpus if device.node == node]
+    whom = f"@{one.group}" if one.group is not None else one.user or "?"
+    return f"GPU{'s' if len(indices) > 1 else ''} {format_indices(indices)} for {printable(whom)}"
 
 
 def _without_gpus(nodes: Sequence[Node]) -> str:

@@ -12,7 +12,7 @@ import pytest
 from gpulease_cli.expected_start import expected_starts
 from gpulease_cli.snapshot import Snapshot
 from gpulease_cli.top_picture import SORT_KEYS, bar, heading, lines
-from gpulease_protocol.errors import Unavailable
+from gpulease_protocol.errors import NotFound, Unavailable
 from gpulease_protocol.model import (
     Demand,
     ExpectedBasis,
@@ -162,6 +162,9 @@ class FullDisk:
 
     def nodes(self) -> tuple[Node, ...]:
         return (replace(NODE, state=NodeState.UNKNOWN, reason="node a has been silent for over 3 s"),)
+
+    def reservations(self) -> tuple[Any, ...]:
+        raise NotFound("There is no such address.")  # as an older daemon says
 
     def ready(self) -> None:
         raise Unavailable("Not ready: database or disk is full")

@@ -20,6 +20,7 @@ def test_what_is_reserved_goes_to_no_one_else_and_is_told(client: Client, gpulea
     assert made.returncode == 0, made.stderr
     noun = json.loads(made.stdout)
     assert (len(noun["gpus"]), noun["user"], noun["made_by"]) == (total, "zoe-lab", getpass.getuser())
+    assert "Reserved: GPUs " in gpulease("status").stdout
     listed = gpulease("reservations", "list")
     assert "zoe-lab" in listed.stdout
     assert "course" in listed.stdout

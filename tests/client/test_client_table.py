@@ -20,6 +20,7 @@ from gpulease_protocol.model import (
     Node,
     NodeState,
 )
+from gpulease_protocol.reservations import Reservation
 from gpulease_protocol.status_table import align_columns, format_duration, render_status, short_model
 
 NOW = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
@@ -167,6 +168,43 @@ def test_an_unknown_node_says_why_and_its_gpus_keep_their_holders() -> None:
     shown = render_status([gpu(0, GpuState.UNKNOWN, holder=ADA, reason="is unknown")], [], [], NOW, [node])
     assert "Node a is unknown: the probe hangs" in shown
     assert "ada" in shown
+
+
+def reserved(name: str, indices: str, begins_h: float, lasts_h: float, node: str = "a", **whom: str) -> Reservation:
+    from_at = NOW + timedelta(hours=begins_h)
+    gpus = tuple(gpu(int(index), node=node) for index in indices)
+    return Reservation(
+        id=name, gpus=gpus, from_at=from_at, to_at=from_at + timedelta(hours=lasts_h), made_at=NOW, **whom
+    )
+
+
+def test_what_is_reserved_now_and_next_is_told_of_each_node() -> None:
+    entries = [
+        reserved("over", "0", -3, 2, user="eve"),
+        reserved("now", "012", -1, 3, user="ada"),
+        reserved("next", "01", 5, 8, group="vision"),
+        reserved("later", "0", 50, 1, user="bob"),
+        reserved("elsewhere", "0", 26, 1, node="b", user="bob"),
+    ]
+    shown = render_status([gpu(0), gpu(0, node="b")], [], [], NOW, reservations=entries)
+    assert "Reserved on a: GPUs 0-2 for ada for another 2h 00m; GPUs 0-1 for @vision in 5h 00m, for 8h 00m\n" in shown
+    assert "Reserved on b: GPU 0 for bob in 1d 2h, for 1h 00m\n" in shown
+    alone = render_status([gpu(0)], [], [], NOW, reservations=entries[:2])
+    assert "Reserved: GPUs 0-2 for ada for another 2h 00m\n" in alone
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_reservations_take_few_lines_that_fit_the_terminal(width: int) -> None:
+    nodes = [f"node-{number:02}" for number in range(12)]
+    entries = [
+        reserved(f"r{number}", "01234567", -1, 2 + number, node=node, group="a-group-with-a-long-name")
+        for node in nodes
+        for number in range(6)
+    ]
+    shown = render_status([gpu(0, node=node) for node in nodes], [], [], NOW, width=width, reservations=entries)
+    assert max(map(len, shown.splitlines())) <= width
+    assert "3 more" in shown
+    assert "Reserved on 4 more nodes" in shown
 
 
 def test_without_gpus_it_says_so() -> None:

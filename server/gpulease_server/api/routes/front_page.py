@@ -38,4 +38,6 @@ async def front_page(daemon: DaemonDep, caller: CallerDep, response: Response) -
     nodes = [node_view(ledger, node, now, daemon.policy) for node in ledger.nodes.values()]
     notice = f"{daemon.writer.problem}\n\n" if daemon.writer.problem else ""
     more = len(ledger.queue) - len(waiting)
-    return notice + render_status(gpus, leases, jobs, now.at, nodes, more_waiting=max(0, more))
+    reservations = ledger.calendar.in_order()
+    shown = gpus, leases, jobs, now.at, nodes
+    return notice + render_status(*shown, more_waiting=max(0, more), reservations=reservations)
