@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections import deque
 from dataclasses import replace
@@ -15,6 +16,8 @@ from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import ExpectedBasis, NodeMode, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
+from gpulease_protocol.reservations import Reservation
+from gpulease_server.core.calendar import END_MARGIN_S
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.forecast.expected_start import ExpectedStart, StartForecast, explain_expected_start
 from gpulease_server.core.forecast.virtual_queue import VirtualQueue
@@ -26,7 +29,7 @@ from gpulease_server.core.records import Instant
 from gpulease_server.replay.recorded_requests import RecordedRequest, uniform_nodes
 from gpulease_server.replay.virtual_daemon import Outcome, VirtualDaemon
 from gpulease_server.runtime.outage import copy_ledger
-from tests.core.build import GIB, World, gpu
+from tests.core.build import GIB, World, gpu, uuid
 from tests.replay.build import BEGUN, DRAIN_S, GREEDY, MANY, STRICT, limit, scheduled, workload
 
 HOUR_S = 3600.0
@@ -312,6 +315,94 @@ def test_if_all_keep_their_time_each_starts_as_expected(
     if rules is GREEDY:  # a scheduler of a few lines, which knows nothing of the core, says the same
         alone = scheduled(requests, 4, greedy=True)
         assert all(abs(at_s - (alone[name] or 0)) <= 1 for name, at_s in daemon.expected.items())
+
+
+def test_a_request_starts_when_the_window_of_others_is_over() -> None:
+    here = world(2)
+    here.reserve(uuid(0), user="ada", after_s=600.0, for_s=1200.0)
+    here.lease(time_s=HOUR_S, ttl_s=HOUR_S)  # has GPU 1, or GPU 0 until after the window
+    assert in_s(here, here.lease(user="bob").id) == 1800
+    assert in_s(here, here.lease(user="bob", time_s=10.0).id) is None, "it has started"
+
+
+def test_a_reservation_that_is_not_in_the_way_changes_nothing() -> None:
+    here = world(2)
+    here.reserve(uuid(0), user="ada", after_s=3 * HOUR_S)
+    here.lease(2, user="ada", time_s=600.0, ttl_s=HOUR_S)
+    mine, own = here.lease(user="bob", time_s=60.0), here.lease(user="ada")
+    assert [in_s(here, one.id) for one in (mine, own)] == [600, 600]
+
+
+def test_one_that_no_longer_fits_before_the_window_starts_after_it() -> None:
+    here = world()
+    here.reserve(uuid(0), user="ada", after_s=HOUR_S, for_s=HOUR_S)
+    here.lease(user="bob", time_s=1800.0, ttl_s=HOUR_S)
+    fits, too_long = here.lease(user="bob", time_s=600.0), here.lease(user="bob", time_s=2000.0)
+    assert [in_s(here, one.id) for one in (fits, too_long)] == [1800, 2 * HOUR_S]
+
+
+def test_nothing_is_said_where_some_seconds_decide_whether_one_fits_before_a_window() -> None:
+    """The lease before it may be settled a minute later than is taken: then it starts after the window."""
+    here = world()
+    here.reserve(uuid(0), user="ada", after_s=HOUR_S, for_s=HOUR_S)
+    here.lease(user="bob", time_s=600.0, ttl_s=HOUR_S)
+    barely = here.lease(user="bob", time_s=HOUR_S - 600.0 - END_MARGIN_S - 10.0)
+    behind = here.lease(user="bob", time_s=60.0)
+    assert [in_s(here, one.id) for one in (barely, behind)] == [None, None]
+
+
+def test_nothing_is_said_where_a_window_ends_as_a_lease_does() -> None:
+    here = world()
+    here.reserve(uuid(0), user="ada", after_s=0.0, for_s=630.0)
+    here.lease(user="ada", time_s=600.0, ttl_s=HOUR_S)
+    others = here.lease(user="bob", time_s=60.0), here.lease(user="ada", time_s=60.0)
+    assert [in_s(here, one.id) for one in others] == [None, None], "who of them is first depends on half a minute"
+
+
+class Reserving(Watched):
+    """Has reservations from the start, and ticks when one ends."""
+
+    def reserve(self, *entries: Reservation) -> None:
+        for entry in entries:
+            self.ledger.apply(entry)
+            self._plan((entry.to_at - BEGUN).total_seconds() + 0.01, "tick", None)
+
+
+def reservations(pick: random.Random, nodes: int) -> list[Reservation]:
+    """On each node one window after the other, each of some GPUs, for someone."""
+    made = list[Reservation]()
+    for node in range(nodes):
+        at_s = pick.randrange(500, 3000)
+        for number in range(4):
+            lasts_s = pick.randrange(500, 5000)
+            from_at = BEGUN + timedelta(seconds=at_s)
+            made.append(
+                Reservation(
+                    id=f"reservation-{node}-{number}",
+                    gpus=tuple(pick.sample(uniform_nodes(nodes, 4)[node].gpus, pick.choice([1, 2, 4]))),
+                    from_at=from_at,
+                    to_at=from_at + timedelta(seconds=lasts_s),
+                    user=f"u{pick.randrange(4)}",
+                    made_at=BEGUN,
+                )
+            )
+            at_s += lasts_s + pick.randrange(0, 3000)
+    return made
+
+
+@pytest.mark.parametrize("seed", [0, 1, 3, 4, 5, 6])
+@pytest.mark.parametrize(("rules", "nodes"), [({}, 1), ({"max_bypass": 2}, 2), ({"fair_share": True}, 2)])
+def test_with_reservations_each_starts_as_expected_too(seed: int, rules: dict[str, Any], nodes: int) -> None:
+    pick = random.Random(seed)
+    requests = kept(workload(seed, 40, 4), 120.0)
+    unlimited = UserLimits(queued=0, queued_bytes=0, interactive_gpus=0, interactive_s=0.0)
+    policy = Policy(limits=unlimited, max_queued=MANY, retained_memory_s=1.0, **rules)
+    daemon = Reserving(uniform_nodes(nodes, 4), policy, BEGUN, DRAIN_S)
+    daemon.reserve(*reservations(pick, nodes))
+    outcomes = {one.request.id: one.granted_at_s or 0.0 for one in daemon.run(requests)}
+    assert daemon.expected
+    wrong = {name: (at_s, outcomes[name]) for name, at_s in daemon.expected.items() if abs(at_s - outcomes[name]) > 1}
+    assert not wrong
 
 
 def test_one_behind_the_first_hundred_that_may_pass_them_is_known() -> None:

@@ -39,11 +39,10 @@ class StartForecast:
         self.starts: dict[str, ExpectedStart] = {}
         """What is known so far, by lease id."""
         self._now, self._queue = now, VirtualQueue(ledger, now, policy)
-        self._is_any_reserved = bool(ledger.calendar.entries)  # of which the virtual queue knows nothing
 
     def steps(self) -> Iterator[None]:
         """Find them, a step at a time. It may be left at any step: what is known by then is true."""
-        for lease_id, start_s in self._queue.starts() if not self._is_any_reserved else ():
+        for lease_id, start_s in self._queue.starts():
             if lease_id is not None:
                 self.starts[lease_id] = ExpectedStart(_moment(self._now, start_s), ExpectedBasis.DECLARED)
             yield

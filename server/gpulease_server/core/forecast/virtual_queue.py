@@ -6,9 +6,10 @@ import heapq
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 from gpulease_protocol.model import EndReason, GpuReading, JobState, LeaseState
+from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.gpu import node_problem
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
@@ -25,8 +26,10 @@ from gpulease_server.core.records import (
     NodeObservation,
     NotBefore,
 )
+from gpulease_server.core.shadow_time import settling_s
 from gpulease_server.core.token_budgets import held_s, lasts_s
 from gpulease_server.core.turn import Turn
+from gpulease_server.core.user_limits import usage_by_user
 
 MAX_REQUESTS = 100
 """Of how many requests the starts are looked for: the next ones."""
@@ -42,6 +45,8 @@ MAX_LATE_S = 120.0
 """A lease that has outlasted its time for longer is not expected to end. A job begins later than its lease, by the
 preparation of its nodes, and has a grace at its end."""
 
+TICK_S = 0.01
+"""After its end a reservation has ended: later than by the rounding of clocks."""
 BUDGET_STEP_S = 1.0
 """An end by a budget that moves by less is taken not to move."""
 
@@ -79,33 +84,45 @@ class VirtualQueue:
         self._before = [*self._nodes.values(), *_rules(ledger)]
         self._after = list(_waiting_state(ledger, {record.lease.id for record in self._requests}, policy.max_bypass))
         self._steps_counted_at_s = ledger.steps_counted_at_s
+        self._reserved = list(ledger.calendar.in_order())
+        self._late_s: dict[str, float] = {}
+        """By active lease: how much later than it is taken to start it may start."""
 
     def starts(self) -> Iterator[tuple[str | None, float]]:
         """Play it: the ids of the requests that start, and when, on the monotonic clock, in this order; between them
-        steps in which none does, with None."""
+        steps in which none does, with None. It ends where who starts depends on some seconds, see `may_differ`."""
         begun_s, ledger = self._begun.mono_s, Ledger(usage_recounted=True, bypasses_recounted=True)
         for _ in self._fill(ledger):
             yield None, begun_s
         ends = [(at_s, "") for at_s in ledger.not_before.values()]
+        ends += [(self._mono_s(entry.to_at) + TICK_S, "") for entry in self._reserved]
         heapq.heapify(ends)
         for number, record in enumerate(self._leases):
             self._push_end(ends, ledger, record, self._begun)
             if number % STEP_CHANGES == 0:
                 yield None, begun_s
         at_s, ending = begun_s, list[str]()
+        late_s = 2 * self._policy.retained_memory_s if any(gpu.draining for gpu in self._gpus) else 0.0
         for _ in range(MAX_TURNS):
+            late_s = max([late_s, *(self._settled_late_s(ledger, one) for one in filter(None, ending))])
+            if late_s and may_differ(ledger, self._policy, self._instant(at_s), late_s):
+                return
             for turn in self._turns(ledger, at_s, ending):
-                for change in turn.changes:
-                    if isinstance(change, LeaseRecord) and change.lease.state is LeaseState.ACTIVE:
-                        self._push_end(ends, ledger, change, turn.now)
-                        if change.lease.id in self._waiting:
-                            self._waiting.remove(change.lease.id)
-                            yield change.lease.id, at_s
+                for record in _granted(turn):
+                    self._late_s[record.lease.id] = late_s
+                    self._push_end(ends, ledger, record, turn.now)
+                    if record.lease.id in self._waiting:
+                        self._waiting.remove(record.lease.id)
+                        yield record.lease.id, at_s
                 yield None, at_s
             if not ends or not self._waiting:
                 return
             at_s = max(at_s, ends[0][0])
             ending = [one for one in _pop_until(ends, at_s) if not self._lasts_longer(ends, ledger, one, at_s)]
+
+    def _settled_late_s(self, ledger: Ledger, lease_id: str) -> float:
+        """How much later than its end the GPUs of a lease may be free."""
+        return self._late_s.get(lease_id, 0.0) + settling_s(ledger.leases[lease_id], self._policy)
 
     def _fill(self, ledger: Ledger) -> Iterator[None]:
         """Make the copy, a step at a time."""
@@ -125,6 +142,7 @@ class VirtualQueue:
         """What makes the copy, in an order in which all that a change refers to is there before it."""
         held = {gpu.device.uuid: gpu for gpu in self._gpus if gpu.lease_id is not None}
         yield from self._before
+        yield from self._reserved
         for observation in self._observations.values():
             yield self._observed(observation, held)
         for gpu in self._gpus:
@@ -155,6 +173,8 @@ class VirtualQueue:
         for name in [name for name, leaves_at_s in self._leaves_at_s.items() if leaves_at_s <= at_s]:
             del self._leaves_at_s[name]
             turn.put(replace(ledger.node_observations[name], leaving=True))
+        for entry in [one for one in ledger.calendar.in_order() if one.to_at <= now.at]:
+            turn.put(ReservationRemoved(entry.id))
         for lease_id in filter(None, ending):
             record = ledger.leases[lease_id]
             clean += ledger.held_by(record.lease)
@@ -170,6 +190,9 @@ class VirtualQueue:
                 turn.put(replace(gpu, lease_id=None, draining=False))
             settle(turn)
             yield turn
+
+    def _mono_s(self, at: datetime) -> float:
+        return self._begun.mono_s + (at - self._begun.at).total_seconds()
 
     def _instant(self, at_s: float) -> Instant:
         return Instant(self._begun.at + timedelta(seconds=at_s - self._begun.mono_s), at_s)
@@ -196,6 +219,27 @@ class VirtualQueue:
         end_s = _end_s(ledger, record, now)
         if end_s is not None:
             heapq.heappush(ends, (end_s, lease.id))
+
+
+def may_differ(ledger: Ledger, policy: Policy, now: Instant, late_s: float) -> bool:
+    """True where the calendar closes something else to a request that waits if it is this moment than if it is up to so
+    much later: a window ends in between, or the request fits before one at the first moment alone.
+
+    What is taken to be at this moment may be so much later: the start of each job, its grace and what it leaves behind
+    take some time. One that fits before a window by less would be told the moment before that, and start after it."""
+    if not ledger.calendar.entries:
+        return False
+    later = Instant(now.at + timedelta(seconds=late_s), now.mono_s + late_s)
+    if any(now.at < entry.to_at <= later.at for entry in ledger.calendar.in_order()):
+        return True
+    users, then = (usage_by_user(ledger, policy.limits, one) for one in (now, later))
+    return any(users.closed_to(one.lease) != then.closed_to(one.lease) for one in ledger.queued())
+
+
+def _granted(turn: Turn) -> Iterator[LeaseRecord]:
+    for change in turn.changes:
+        if isinstance(change, LeaseRecord) and change.lease.state is LeaseState.ACTIVE:
+            yield change
 
 
 def _pop_until(ends: list[tuple[float, str]], at_s: float) -> list[str]:
