@@ -462,6 +462,70 @@ def test_answers_of_the_calendar_are_kept_for_so_many_gpus_only(monkeypatch: pyt
             assert sum(map(len, calendar._closed.values())) <= 40
 
 
+def bypassed(ends_s: float | None, **policy: Any) -> tuple[World, Lease, Lease]:
+    """One of three GPUs is leased, which ends so. A request for all of them fits before the window of the next hour
+    now, and has been bypassed as often as it may be. The last to pass has a GPU."""
+    here = world(gpus=3, **{"max_bypass": 1, "max_bypass_s": 1e9, **policy})
+    here.reserve(uuid(0), uuid(1), uuid(2), user="ada")
+    here.lease(user="ada", time_s=ends_s, ttl_s=LONG_S)
+    waits = ask(here, 3, user="bob", time_s=900.0)
+    passes = ask(here, user="eve", time_s=60.0)
+    return here, waits, passes
+
+
+def held_for(here: World, lease: Lease) -> int:
+    return len(explain(here.ledger, here.ledger.leases[lease.id], here.now, here.policy).held)
+
+
+@pytest.mark.parametrize(
+    ("ends_s", "is_held"),
+    [
+        (HOUR_S - 900.0 - END_MARGIN_S - 60.0, True),
+        (HOUR_S - 900.0 - END_MARGIN_S + 60.0, False),
+        (None, True),
+    ],
+)
+def test_nothing_is_held_for_one_that_is_closed_out_before_it_can_start(ends_s: float | None, is_held: bool) -> None:
+    here, waits, passes = bypassed(ends_s)
+    assert is_active(here, passes)
+    assert held_for(here, waits) == is_held
+    assert is_active(here, ask(here, user="eve", time_s=60.0)) is not is_held
+
+
+def test_what_is_free_sooner_than_was_declared_still_goes_to_the_oldest() -> None:
+    here = world(gpus=2, max_bypass=1, max_bypass_s=1e9)
+    here.reserve(uuid(0), uuid(1), user="ada")
+    lasts = here.lease(user="ada", time_s=3000.0, ttl_s=LONG_S)
+    waits = ask(here, 2, user="bob", time_s=900.0)
+    passes = [ask(here, user="eve", time_s=60.0)]
+    here.release(lasts)
+    here.release(passes[0])
+    here.report()
+    assert is_active(here, waits)
+
+
+def test_after_a_day_they_are_held_for_it_all_the_same() -> None:
+    """Holders may declare more time than they take, and windows follow each other: it must not wait forever."""
+    here = world(gpus=2, max_bypass=1, max_bypass_s=1e9)
+    here.reserve(uuid(0), uuid(1), user="ada", after_s=40 * HOUR_S)
+    here.lease(user="ada", time_s=30 * HOUR_S, ttl_s=LONG_S)
+    waits = ask(here, 2, user="bob", time_s=15 * HOUR_S)
+    here.release(ask(here, user="eve", time_s=60.0))
+    here.report()
+    skip(here, 23.9 * HOUR_S)
+    assert held_for(here, waits) == 0
+    skip(here, 0.2 * HOUR_S)
+    assert held_for(here, waits) == 1
+    assert not is_active(here, ask(here, user="eve", time_s=60.0))
+
+
+@pytest.mark.parametrize("policy", [{"max_bypass": 0}, {"max_bypass_s": 0.0}])
+def test_where_no_one_may_pass_gpus_are_held_although_it_is_closed_out(policy: dict[str, Any]) -> None:
+    here, waits, passes = bypassed(HOUR_S - 900.0, **policy)
+    assert not is_active(here, passes)
+    assert held_for(here, waits) == 2
+
+
 def _crossed(here: World, lease: Lease, granted_at: datetime, calendar: list[Reservation]) -> Reservation | None:
     """A reservation that a grant of this moment crosses, found without the calendar's own code."""
     time_s, held = lease.demand.time_s, {device.uuid for device in lease.gpus}

@@ -34,6 +34,9 @@ A request that declares its time counts no bypass for those that it does not del
 them, see `core.easy_backfill`. What it has is *lent*: it counts as free where GPUs are held, so what is held does not
 move to another node because of it.
 Where a limit keeps a request of a whole node from some nodes, only GPUs of the others are held for it.
+For a day from its first bypass nothing is held on a node where, by the times that were declared, a request cannot start
+before a reservation closes it out (`core.declared_ends`): the GPUs would be idle until that is so. A holder may give
+GPUs back sooner, so after that day they are held all the same, and it is served as without reservations.
 
 What is kept
 ------------
@@ -48,6 +51,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpulease_protocol.model import Demand, GpuState
+from gpulease_server.core.declared_ends import is_closed_before_free
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, node_problem, state_of
 from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.ledger import Ledger
@@ -68,6 +72,8 @@ from gpulease_server.core.user_limits import LimitedDemand, UserUsage
 
 MAX_LEFTOVER_S = 3600.0
 """So long GPUs are held beside one on which something is left of a lease that ran ahead, from the end of that."""
+CLOSED_OUT_S = 86400.0
+"""So long from its first bypass nothing is held for a request where it is taken to be closed out before it starts."""
 ALL_NODES = 2**30
 
 
@@ -297,7 +303,7 @@ class Reservations:
             return None
         usable = self._usable(limited, gpus)
         able = [*usable, *self._coming(limited, gpus)]
-        if not has_enough(self.ledger, demand, node, able, needed):
+        if not has_enough(self.ledger, demand, node, able, needed) or self._is_closed_out(record, able, needed):
             return None
         wanted = set_to_wait_for(self.ledger, demand, node, able, needed)
         not_others = (gpu for gpu in usable if self.by_uuid.get(gpu.device.uuid, record.lease.id) == record.lease.id)
@@ -306,6 +312,15 @@ class Reservations:
             own += [gpu for gpu in able if gpu.device.uuid in wanted and self._is_lent_by(record, gpu)]
             own.sort(key=lambda gpu: gpu.device.index)
         return _Serving(needed - len(own), node, own)
+
+    def _is_closed_out(self, record: LeaseRecord, able: list[GpuRecord], needed: int) -> bool:
+        """True where nothing is held on a node, as the calendar closes it before the request starts there."""
+        if not self.ledger.calendar.entries or self.policy.max_bypass == 0 or self.policy.max_bypass_s == 0:
+            return False
+        _, since_s = self.ledger.bypasses.get(record.lease.id, (0, self.now.mono_s))
+        if self.now.mono_s - since_s >= CLOSED_OUT_S:
+            return False
+        return is_closed_before_free(self.users, self.ledger, record, able, needed)
 
     def is_free(self, gpu: GpuRecord) -> bool:
         """True when nothing keeps the GPU from being granted now, whether it is reserved or not."""

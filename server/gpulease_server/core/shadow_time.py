@@ -25,12 +25,12 @@ from collections.abc import Collection, Sequence
 
 from gpulease_protocol.model import Demand, LeaseState, TopologyMode
 from gpulease_server.core.backfill import Reservations
+from gpulease_server.core.declared_ends import declared_end_s
 from gpulease_server.core.gpu import ends_too_soon
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates, gpus_needed, has_enough, lacks_memory, reach_of
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
-from gpulease_server.core.token_budgets import held_s
 
 JOB_START_S = 150.0
 """What passes from the grant to the start of a job, from which its time counts, at most: a session is opened, the
@@ -48,20 +48,6 @@ def settling_s(record: LeaseRecord, policy: Policy) -> float:
     if record.lease.job_id is None:
         return settling
     return settling + JOB_START_S + JOB_GRACE_S + (policy.gang_start_s if record.lease.demand.nodes > 1 else 0.0)
-
-
-def declared_end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
-    """When an active lease ends by its declared time, or by that of its token's budget, on the monotonic clock; None
-    where it has neither. The time of a job begins with the job, a little later than its lease."""
-    lease, budget = record.lease, ledger.budgets.get(record.lease.holder.token_id or "")
-    begun_s, found = now.mono_s - held_s(record, now), list[float]()
-    if lease.id in ledger.ends_s:
-        found.append(ledger.ends_s[lease.id])
-    elif lease.demand.time_s is not None:
-        found.append(begun_s + lease.demand.time_s)
-    if budget is not None and budget.budget.max_lease_s is not None:
-        found.append(begun_s + budget.budget.max_lease_s)
-    return min(found, default=None)
 
 
 def earliest_s(

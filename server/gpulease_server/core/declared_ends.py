@@ -1,0 +1,54 @@
+"""When leases end by what was declared, and whether a request can start on a node before the calendar closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpulease_protocol.model import LeaseState
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
+from gpulease_server.core.token_budgets import held_s
+from gpulease_server.core.user_limits import UserUsage
+
+
+def declared_end_s(ledger: Ledger, record: LeaseRecord, now: Instant) -> float | None:
+    """When an active lease ends by its declared time, or by that of its token's budget, on the monotonic clock; None
+    where it has neither. The time of a job begins with the job, a little later than its lease."""
+    lease, budget = record.lease, ledger.budgets.get(record.lease.holder.token_id or "")
+    begun_s, found = now.mono_s - held_s(record, now), list[float]()
+    if lease.id in ledger.ends_s:
+        found.append(ledger.ends_s[lease.id])
+    elif lease.demand.time_s is not None:
+        found.append(begun_s + lease.demand.time_s)
+    if budget is not None and budget.budget.max_lease_s is not None:
+        found.append(begun_s + budget.budget.max_lease_s)
+    return min(found, default=None)
+
+
+def is_closed_before_free(
+    users: UserUsage, ledger: Ledger, record: LeaseRecord, gpus: Sequence[GpuRecord], needed: int
+) -> bool:
+    """True where a request cannot start on these GPUs of a node before they are closed to it, unless holders give GPUs
+    back before their declared times: at no moment are so many as it needs both free and not closed. Those that are free
+    or draining count as free now, and so do those of a lease without an end, or that may end before it."""
+    now = users.now
+    if now is None or users.latest_end(record.lease) is None:
+        return False  # what is closed to one without a time stays the same until a window ends
+    free_s = [(_free_s(ledger, gpu, now) - now.mono_s, gpu.device.uuid) for gpu in gpus]
+    for wait_s in sorted({one for one, _ in free_s}):
+        closed = users.closed_to(record.lease, -wait_s)
+        if sum(free_in_s <= wait_s and uuid not in closed for free_in_s, uuid in free_s) >= needed:
+            return False
+    return True
+
+
+def _free_s(ledger: Ledger, gpu: GpuRecord, now: Instant) -> float:
+    """Before this time a GPU is not free, unless its holder gives it back; now where that is not known."""
+    record = ledger.leases.get(gpu.lease_id or "")
+    if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
+        return now.mono_s
+    budget = ledger.budgets.get(record.lease.holder.token_id or "")
+    if budget is not None and budget.budget.gpu_hours_per_day is not None:
+        return now.mono_s
+    end_s = declared_end_s(ledger, record, now)
+    return now.mono_s if end_s is None else max(end_s, now.mono_s)
