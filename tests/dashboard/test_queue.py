@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Route, expect
@@ -164,3 +165,34 @@ def test_a_queue_entry_has_two_lines_on_a_phone(browser: Browser, running: Daemo
         page.get_by_role("button", name="Zoom in").click()
         expect(page).to_have_url(re.compile(r"from=\d+&to=\d+"))
         watched.was_good()
+
+
+def test_reservations_are_shown_below_the_queue_and_cancelled(watched: Watched, running: DaemonProcess) -> None:
+    """Those that have begun first, for whom and how long; nothing where there are none."""
+    page = watched.open("#/queue")
+    expect(page.locator("#queue, .none").first).to_be_visible()
+    expect(page.locator("#reservations")).to_have_count(0)
+    gpus = [gpu["uuid"] for gpu in running.call("GET", "/v1/gpus").json["items"]]
+    now = datetime.now(UTC)
+    times = {"course": (timedelta(hours=-1), timedelta(hours=3)), "<b>demo</b>": (timedelta(days=2), timedelta(days=3))}
+    made = []
+    for reason, (begin, end) in times.items():
+        body = {"gpus": gpus[:2], "from_at": (now + begin).isoformat(), "to_at": (now + end).isoformat()}
+        made.append(running.call("POST", "/v1/reservations", {**body, "user": "ada", "reason": reason}))
+        assert made[-1].status == 201, made[-1].text
+    rows = page.locator("#reservations tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("course")
+    expect(rows.first).to_contain_text("now")
+    expect(rows.last).to_contain_text("<b>demo</b>")
+    expect(rows.last).to_contain_text(re.compile("in 1d 23h|in 2d"))
+    rows.last.get_by_role("button", name="Cancel").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_contain_text("No lease ends.")
+    dialog.get_by_role("button", name="Cancel the reservation for ada").click()
+    expect(rows).to_have_count(1)
+    left = running.call("GET", "/v1/reservations").json["items"]
+    assert [one["reason"] for one in left] == ["course"]
+    assert running.call("DELETE", f"/v1/reservations/{left[0]['id']}").status == 200
+    expect(page.locator("#reservations")).to_have_count(0)
+    watched.was_good()

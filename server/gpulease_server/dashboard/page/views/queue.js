@@ -7,6 +7,7 @@ import { gpuNames, jobName, queueViews, userOf } from "../model.js";
 import { Bell } from "../parts/bell.js";
 import { Dialog } from "../parts/dialog.js";
 import { Link, Moment, More, Since, User } from "../parts/marks.js";
+import { ReservationsSection } from "../parts/reservations.js";
 import { setQuery } from "../route.js";
 import { Why } from "./why.js";
 
@@ -41,7 +42,8 @@ export function Queue({ data, q, query }) {
     ${!all && views.length > FIRST_ROWS && html`<p class="all"><button type="button" onClick=${() => setAll(true)}>Show ${views.length > MAX_ROWS ? MAX_ROWS : `all ${views.length}`}</button></p>`}
     ${(all || data.queued.more) && html`<${More} hidden=${views.length - shown.length} atLeast=${data.queued.more} />`}
     ${asked && html`<${Dialog} title=${`Why does ${asked} wait?`} onClose=${() => setAsked(null)}><${Why} leaseId=${asked} nameOf=${nameOf} /><//>`}
-  </section>`;
+  </section>
+  <${ReservationsSection} data=${data} q=${q} />`;
 }
 
 function isOfSize({ selection, count, indices, uuids }, size) {
