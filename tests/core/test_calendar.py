@@ -489,6 +489,7 @@ def test_nothing_is_held_for_one_that_is_closed_out_before_it_can_start(ends_s: 
     here, waits, passes = bypassed(ends_s)
     assert is_active(here, passes)
     assert held_for(here, waits) == is_held
+    assert ("No GPUs are held for it" in why(here, waits)) is not is_held
     assert is_active(here, ask(here, user="eve", time_s=60.0)) is not is_held
 
 

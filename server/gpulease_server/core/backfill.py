@@ -138,6 +138,8 @@ class Reservations:
     for each."""
     due: dict[LimitedDemand, LeaseRecord] = field(default_factory=dict)
     """By what they ask for, the oldest of these."""
+    closed_out: set[str] = field(default_factory=set)
+    """Lease ids of those for which nothing is held on some node, as the calendar closes it before they could start."""
     is_complete: bool = True
     """False once the walk leaves out requests that wait, because nothing is left: then no one runs ahead of those."""
 
@@ -320,7 +322,10 @@ class Reservations:
         _, since_s = self.ledger.bypasses.get(record.lease.id, (0, self.now.mono_s))
         if self.now.mono_s - since_s >= CLOSED_OUT_S:
             return False
-        return is_closed_before_free(self.users, self.ledger, record, able, needed)
+        is_closed = is_closed_before_free(self.users, self.ledger, record, able, needed)
+        if is_closed:
+            self.closed_out.add(record.lease.id)
+        return is_closed
 
     def is_free(self, gpu: GpuRecord) -> bool:
         """True when nothing keeps the GPU from being granted now, whether it is reserved or not."""

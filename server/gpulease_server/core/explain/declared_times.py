@@ -22,6 +22,7 @@ def describe_times(reservations: Reservations, record: LeaseRecord, position: in
     name = "timeout_s" if record.lease.job_id is not None else "time_s"
     return (
         _latest_start(reservations, record, position, start_known)
+        + _closed_out(reservations, record)
         + _running_ahead(reservations.ledger, record)
         + _time_to_declare(reservations, record, name)
     )
@@ -52,6 +53,15 @@ def _latest_start(reservations: Reservations, record: LeaseRecord, position: int
     if held_s is not None:
         return f" By the times that were declared it starts by {started}, at the latest, as long as it is the first."
     return f" By the times that were declared it could start by {started}, unless newer requests start first."
+
+
+def _closed_out(reservations: Reservations, record: LeaseRecord) -> str:
+    if record.lease.id not in reservations.closed_out or reservations.reserved_for(record):
+        return ""
+    return (
+        " No GPUs are held for it, as by declared times a reservation keeps it out before it could start; a day after"
+        " it was first passed they are."
+    )
 
 
 def _running_ahead(ledger: Ledger, record: LeaseRecord) -> str:
