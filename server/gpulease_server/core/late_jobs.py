@@ -16,7 +16,7 @@ from datetime import timedelta
 from gpulease_protocol.model import LeaseState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import is_for
-from gpulease_server.core.explain.closed_gpus import describe_reservation
+from gpulease_server.core.explain.reserved_gpus import describe_reservation
 from gpulease_server.core.job import cancel_job
 from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.shadow_time import END_S, JOB_GRACE_S, JOB_START_S

@@ -8,7 +8,6 @@ from gpulease_protocol.model import LeaseState
 from gpulease_server.core import dependencies
 from gpulease_server.core.backfill import Reservations, nodes_to_reserve
 from gpulease_server.core.eligibility import array_at_limit
-from gpulease_server.core.explain.closed_gpus import calendar_obstacles
 from gpulease_server.core.explain.compute_modes import mode_notes
 from gpulease_server.core.explain.connections import describe_connections, describe_unconnected
 from gpulease_server.core.explain.declared_times import describe_run_ahead, describe_times
@@ -16,6 +15,7 @@ from gpulease_server.core.explain.gang_nodes import describe_readiness, node_rea
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
 from gpulease_server.core.explain.order_reasons import describe_place, recent_usage
+from gpulease_server.core.explain.reserved_gpus import calendar_obstacles
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order import position as place_in_queue
 from gpulease_server.core.place import place
