@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.daemon import DaemonProcess, daemon
 from tests.dashboard.conftest import Watched, watching
@@ -55,6 +55,23 @@ def test_the_page_reports_an_outage_and_recovers(watched: Watched, running: Daem
     ask(running, count=1, label="after the restart")
     expect(card(page, 1)).to_contain_text("after the restart")
     assert watched.elsewhere == []
+
+
+@pytest.mark.parametrize("file", ["main.js", "views/now.js"])
+def test_a_page_whose_files_do_not_all_arrive_says_so_and_loads_itself_again(watched: Watched, file: str) -> None:
+    page, lost = watched.page, []
+
+    def lose(route: Route) -> None:
+        lost.append(route.request.url)
+        route.abort("connectionreset")
+
+    page.route(f"**/dashboard/{file}", lose)
+    page.goto(watched.running.url)
+    expect(page.get_by_role("alert")).to_contain_text("one of its files did not arrive")
+    page.unroute(f"**/dashboard/{file}")
+    expect(card(page, 0)).to_be_visible()
+    assert lost
+    assert page.evaluate("sessionStorage.length") == 0
 
 
 def test_an_unknown_caller_signs_in_with_a_token(browser: Browser, closed: DaemonProcess) -> None:

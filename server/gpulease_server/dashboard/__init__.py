@@ -19,7 +19,7 @@ of browsers does.
 | only a viewer's token outlasts the tab | `localStorage` has it, if its user asked for that |
 | a new version appears at once | `Cache-Control: no-cache` with an `ETag` |
 
-**The modules.** `main.js` is the entry point: it holds all data in one object, and draws the page whenever some
+**The modules.** `main.js` is the entry point (`loading.js` loads the page again if that fails): it holds all data in one object, and draws the page whenever some
 arrive. `follow.js` decides when to fetch what: everything at the start, what an event concerns when it arrives, and
 readings every few seconds. `api.js` sends requests, `stream.js` reads events, and `shared_stream.js` lets the windows
 of a browser share one stream. `model.js` says what the lists mean together, in pure functions. `shell.js` is the bar
@@ -36,6 +36,7 @@ stalls. The timeline may have thousands of bars, so it is drawn on a canvas (`pa
 | the daemon does not answer | says since when, stops all countdowns, retries after 1 s, 2 s, up to 15 s |
 | the event stream ends | reconnects with Last-Event-ID; meanwhile fetches everything every few seconds |
 | no stream can be opened | reads the last events in pages, whenever it tries to open one |
+| one of its files does not arrive | says so, and loads itself again once the server answers (`loading.js`) |
 | another server answers, or the page fails | says so, and retries as if there had been no answer |
 | 401 | stops, and asks for a token; retries when the page is visible again |
 | the user signs in with another token | removes all data of the former one |

@@ -1,0 +1,57 @@
+// Loads the page again when one of its modules did not arrive: nothing else of it runs then.
+// It imports nothing, so that it needs no other file.
+
+const KEY = "gpulease.loads";
+const LONGEST_WAIT_S = 15;
+
+/** How often in a row this tab was loaded in vain. */
+function failures() {
+  return Number(sessionStorage.getItem(KEY) ?? 0);
+}
+
+/** Whether the server answers: the browser's own page of an error would not try again. */
+async function answers() {
+  try {
+    await fetch("dashboard/main.js", { cache: "no-store" });
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+async function loadAgain() {
+  if (!(await answers())) return waitAndLoad();
+  sessionStorage.setItem(KEY, String(failures() + 1));
+  location.reload();
+}
+
+function waitAndLoad() {
+  setTimeout(loadAgain, 1000 * Math.min(LONGEST_WAIT_S, 2 ** failures()));
+}
+
+function tell() {
+  const notice = document.createElement("p");
+  notice.className = "notice";
+  notice.setAttribute("role", "alert");
+  notice.textContent =
+    "This page is not complete: one of its files did not arrive. It is loaded again in some seconds. `gpulease status` shows the GPUs.";
+  document.getElementById("app")?.replaceChildren(notice);
+  document.title = "! gpulease";
+}
+
+let failed = false;
+
+// Loading errors do not bubble. The script element of main.js tells of all modules that it needs.
+addEventListener(
+  "error",
+  (event) => {
+    if (failed || !(event.target instanceof HTMLScriptElement)) return;
+    failed = true;
+    tell();
+    waitAndLoad();
+  },
+  true,
+);
+addEventListener("load", () => {
+  if (!failed) sessionStorage.removeItem(KEY);
+});
