@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from gpulease.brief_errors import brief_errors_of
+from gpulease.keep_methods import AsyncKeepMethods, KeepMethods
 from gpulease_protocol import limit_endpoints
-from gpulease_protocol.endpoints import ApiCall
 
 if TYPE_CHECKING:
     from gpulease_protocol.limits import LimitKind, LimitsRequest, LimitUse
 
-Answer = TypeVar("Answer")
-
 
 @brief_errors_of
-class LimitMethods:
+class LimitMethods(KeepMethods):
     """Limits of users, groups and tokens, for `Client`."""
-
-    def send(self, call: ApiCall[Answer]) -> Answer:
-        """What the client sends with."""
-        raise NotImplementedError
 
     def limits(self) -> tuple[LimitUse, ...]:
         """The limits that hold, and what is used of them: all that are set for administrators, else your own."""
@@ -40,12 +34,8 @@ class LimitMethods:
 
 
 @brief_errors_of
-class AsyncLimitMethods:
+class AsyncLimitMethods(AsyncKeepMethods):
     """The same for `AsyncClient`."""
-
-    async def send(self, call: ApiCall[Answer]) -> Answer:
-        """What the client sends with."""
-        raise NotImplementedError
 
     async def limits(self) -> tuple[LimitUse, ...]:
         """The limits that hold, and what is used of them: all that are set for administrators, else your own."""

@@ -29,6 +29,7 @@ SUBJECTS: dict[str, dict[str, Row]] = {
         "acquire": Row("Bind this shell to leased GPUs until it ends or `gpulease release`", "acquire:acquire"),
         "adopt": Row("Lease the GPUs that a running process of yours uses already, until it ends", "adopt:adopt"),
         "renew": Row("Extend leases by their full ttl from now", "acquire:renew"),
+        "keep": Row("Say that idle GPUs of a lease are kept on purpose, until when and why", "keep:keep"),
         "release": Row("End leases and free their GPUs; queued requests are withdrawn", "acquire:release"),
     },
     "Jobs in the queue": {

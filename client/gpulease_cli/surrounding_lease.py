@@ -117,3 +117,13 @@ class BorrowedLease:
                     self.lost.set()
                     self._on_lost(self)
                     return
+
+
+def lease_token(client: Client, lease_id: str, token: int | None) -> int | None:
+    """The fencing token: as given, else that of the surrounding lease, else as the daemon shows it."""
+    if token is not None:
+        return token
+    inherited = os.environ.get(TOKEN_VARIABLE, "")
+    if os.environ.get(LEASE_VARIABLE) == lease_id and inherited.isascii() and inherited.isdigit():
+        return int(inherited)
+    return client.lease_by_id(lease_id).fencing_token

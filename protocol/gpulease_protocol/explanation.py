@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
-from gpulease_protocol.model import ExpectedBasis, Holder, Noun
+from gpulease_protocol.model import ExpectedBasis, Holder, LeaseKeep, Noun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Obstacle(Noun):
     limit runs, or no lease is in the way. With `reserved` when the reservation ends."""
     job_id: str | None = None
     """The job that runs under that lease."""
+    kept: LeaseKeep | None = None
+    """Until when the holder of that lease keeps idle GPUs on purpose, and why; null where they do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

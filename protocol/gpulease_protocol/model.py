@@ -13,7 +13,7 @@ from gpulease_protocol.device import Device
 from gpulease_protocol.events import Event, EventPage
 from gpulease_protocol.holder import Holder
 from gpulease_protocol.job_parts import JobAttempt, JobDependency, JobMember
-from gpulease_protocol.lease_parts import LeaseMember
+from gpulease_protocol.lease_parts import LeaseKeep, LeaseMember
 from gpulease_protocol.node_parts import GpuLink
 from gpulease_protocol.noun import Noun
 from gpulease_protocol.page import Page
@@ -59,6 +59,7 @@ __all__ = [
     "JobState",
     "Launcher",
     "Lease",
+    "LeaseKeep",
     "LeaseMember",
     "LeaseState",
     "Liveness",
@@ -273,6 +274,8 @@ class Lease(Noun):
     null before the grant."""
     idle_s: float | None = None
     """There too: seconds for which none of its GPUs has done any work; null unless it is active and all are known."""
+    kept: LeaseKeep | None = None
+    """Until when its idle GPUs are kept on purpose, and why; null where nothing was said, or that has ended."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""

@@ -360,6 +360,15 @@ def describe_end(lease: Lease | None, job: Job | None, now: datetime) -> str:
     return "-" if lease.expires_at is None else "in " + format_duration((lease.expires_at - now).total_seconds())
 
 
+def describe_kept(lease: Lease, now: datetime) -> str | None:
+    """For how long yet the idle GPUs of a lease are kept on purpose, and why; None where they are not."""
+    if lease.kept is None:
+        return None
+    left_s = max(0.0, (lease.kept.until - now).total_seconds())
+    by = f" ({printable(lease.kept.by)})" if lease.kept.by and lease.kept.by != lease.holder.user else ""
+    return f"for {format_duration(left_s)}: {printable(lease.kept.reason, 500)}{by}"
+
+
 def _gpu_row(gpu: Gpu, lease: Lease | None, job: Job | None, now: datetime) -> tuple[str, ...]:
     holder, until = gpu.holder, describe_end(lease, job, now)
     if holder is not None and until == f"pid {holder.owner_pid} ends" and (holder.user or holder.host):

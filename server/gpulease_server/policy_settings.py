@@ -21,6 +21,7 @@ def policy_of(settings: ServeSettings) -> Policy:
         usage_half_life_s=settings.usage_half_life_days * 24 * 3600.0,
         gpu_weights=tuple(map(gpu_weight, settings.gpu_weights)),
         node_lost_after_s=settings.node_lost_after_s,
+        max_keep_s=settings.max_keep_s,
         max_observation_age_s=settings.max_observation_age_s,
         retained_memory_s=settings.retained_memory_s,
         limits=UserLimits(

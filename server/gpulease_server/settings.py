@@ -233,6 +233,14 @@ class ServeSettings:
         maximum=366 * 24 * 3600,
         group=QUEUE,
     )
+    max_keep_s: float = setting(
+        24 * 3600.0,
+        "How long `gpulease keep` may keep idle GPUs, from the moment when it is said; 0 means not at all. Seconds.",
+        variable="GPULEASE_MAX_KEEP_S",
+        minimum=0,
+        maximum=366 * 24 * 3600,
+        group=QUEUE,
+    )
     database_url: str | None = shared(None, DATABASE_URL)
     data_dir: Path = shared(default_data_dir, DATA_DIR)
     worker: bool = setting(

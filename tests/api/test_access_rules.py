@@ -185,6 +185,11 @@ def test_the_right_token_does_not_help_another_user(here: Installation) -> None:
         assert answer.json["detail"].startswith(f"{here.lease['id']} is {owner}'s; you are ")
         assert answer.json["remedy"] == f"Ask {owner}, or an administrator."
     assert here.ask("owner", "POST", f"{path}/renew", proof).status == 200
+    why = {"reason": "slow copy", "for_s": 60}
+    assert here.ask("other", "POST", f"{path}/keep", proof | why).problem() == (403, "not_allowed")
+    assert here.ask("owner", "POST", f"{path}/keep", why).problem() == (412, "stale_token")
+    assert here.ask("owner", "POST", f"{path}/keep", proof | why).json["kept"]["by"] == owner
+    assert here.ask("root", "POST", f"{path}/keep", why).json["kept"]["by"] == "root"
 
 
 @ROOT_ONLY

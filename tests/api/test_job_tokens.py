@@ -82,7 +82,7 @@ def test_what_a_job_may_do_and_that_it_may_do_nothing_else(lab: Lab) -> None:
 
     me = lab.ask(bearer, "GET", "/v1/me").json
     assert (me["user"], me["role"], me["identified_by"]) == (USER, "job", "token")
-    assert (me["may"], me["may_own"]) == ([], ["getJobLogs", "renewLease"])
+    assert (me["may"], me["may_own"]) == ([], ["getJobLogs", "keepLease", "renewLease"])
     lease = lab.ask(bearer, "GET", f"/v1/leases/{lease_id}")
     assert lease.json["env"]["CUDA_VISIBLE_DEVICES"] == lease.json["gpus"][0]["uuid"]
     assert lab.ask(bearer, "GET", f"/v1/leases/{lease_id}/explain").status == 200

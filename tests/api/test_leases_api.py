@@ -41,6 +41,36 @@ def test_a_lease_from_grant_to_release(api: DaemonProcess) -> None:
     eventually(lambda: states(api) == ["free"] * 4, 60)
 
 
+def test_idle_gpus_are_kept_on_purpose_and_who_waits_is_told(api: DaemonProcess) -> None:
+    lease = ask(api, {"count": 4}).json
+    path, said = f"/v1/leases/{lease['id']}", {"token": lease["token"], "reason": "slow copy", "for_s": 600}
+    assert lease["kept"] is None
+    kept = api.call("POST", f"{path}/keep", said)
+    assert (kept.status, kept.json["kept"]["reason"], kept.json["id"]) == (200, "slow copy", lease["id"])
+    assert api.call("GET", path).json["kept"] == kept.json["kept"]
+    waits = ask(api).json
+    told = api.call("GET", f"/v1/leases/{waits['id']}/explain").json
+    assert "kept idle on purpose until" in told["sentence"]
+    assert told["obstacles"][0]["kept"] == kept.json["kept"]
+    [event] = [one for one in events(api) if (one["kind"], one["lease_id"]) == ("lease.kept", lease["id"])]
+    assert event["reason"].endswith("UTC: slow copy")
+    for wrong in (
+        {"for_s": 1e9},
+        {"for_s": 0},
+        {"reason": ""},
+        {"reason": " "},
+        {"reason": "a\nb"},
+        {"reason": "x" * 501},
+    ):
+        assert api.call("POST", f"{path}/keep", said | wrong).problem() == (422, "invalid_request"), wrong
+    assert api.call("POST", f"{path}/keep", said | {"for_s": 86401}).problem() == (422, "invalid_request")
+    assert api.call("POST", f"{path}/keep", said | {"token": 99}).problem() == (412, "stale_token")
+    assert api.call("POST", "/v1/leases/lease-x/keep", said).problem() == (404, "not_found")
+    api.call("DELETE", f"/v1/leases/{waits['id']}")
+    api.call("POST", f"{path}/release", {"token": lease["token"]})
+    assert api.call("POST", f"{path}/keep", said).problem() == (410, "lease_lost")
+
+
 @pytest.mark.parametrize(
     ("devices", "indices"),
     [

@@ -12,7 +12,7 @@ from tests.api.documents import public_document, whole_document
 
 VERBS = {
     *("get", "list", "create", "replace", "delete", "renew", "release", "explain", "cancel", "revoke"),
-    *("cordon", "uncordon", "drain", "resume", "pause", "forget", "join"),
+    *("cordon", "uncordon", "drain", "resume", "pause", "forget", "join", "keep"),
 }
 
 

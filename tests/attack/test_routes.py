@@ -44,6 +44,7 @@ MUTATIONS: dict[str, Any] = {
     "POST /v1/nodes/{name}/exchange": {"worker_id": "w", "host": "h", "hold_s": 0},
     "POST /v1/nodes/{name}/logs": {"request_id": "r", "number": 0, "offset": "0"},
     "POST /v1/leases/{lease_id}/renew": {"token": "TOKEN"},
+    "POST /v1/leases/{lease_id}/keep": {"token": "TOKEN", "reason": "eve", "for_s": 60},
     "POST /v1/leases/{lease_id}/release": {"token": "TOKEN"},
     "DELETE /v1/leases/{lease_id}": None,
     "POST /v1/jobs/{job_id}/cancel": {"grace_s": 0},

@@ -78,7 +78,7 @@ def test_the_help_shows_whole_brackets_and_no_type_of_python(path: tuple[str, ..
 
 def test_the_options_of_the_program_may_follow_every_command() -> None:
     """Except where a command has one of that name for itself."""
-    own = {(("renew",), "--token"), (("release",), "--token"), (("worker",), "--url")}
+    own = {(("renew",), "--token"), (("release",), "--token"), (("keep",), "--token"), (("worker",), "--url")}
     for path, command in commands():
         parameters = command.get_params(command.make_context(path[-1], [], resilient_parsing=True))
         assert len({one.name for one in parameters}) == len(parameters), "two of one name overwrite each other"

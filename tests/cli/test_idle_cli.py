@@ -25,5 +25,17 @@ def test_idle_leases_are_listed_by_what_they_waste_and_their_holders_are_told(
         shown = gpulease("idle", "--for", "1s").stdout.splitlines()
         assert shown[0].split() == ["LEASE", "HOLDER", "GPUS", "HELD", "IDLE", "WASTED"]
         assert "(notebook)" in shown[1]
+        kept = gpulease("keep", large.id[:14], "--reason", "slow copy", "--for", "1h")
+        assert (kept.returncode, kept.stdout) == (
+            0,
+            f"{large.id} keeps its GPUs for 1h 00m from now, also while they are idle\n",
+        )
+        shown = gpulease("idle", "--for", "1s").stdout.splitlines()
+        assert shown[0].split()[-1] == "KEPT"
+        assert shown[1].endswith(": slow copy")
+        said = dict(line.split(maxsplit=1) for line in gpulease("show", large.id).stdout.splitlines())
+        assert said["kept"].startswith("for ")
+        assert gpulease("keep", large.id, "--reason", "x", "--for", "30d").returncode == 2
+        assert gpulease("keep", "--for", "1h", "--reason", "x").returncode == 2, "this shell has no lease"
         assert gpulease("idle", "--for", "1d").stdout.startswith("no lease has been idle for 1d")
         assert gpulease("idle", "--for", "1s", "--user", "someone-else").stdout.startswith("no lease")

@@ -47,6 +47,7 @@ REQUIRED = {
     "cancel": ("job-82c4b92c1f47e880",),
     "renew": ("lease-6434526eb94cfb23",),
     "release": ("lease-6434526eb94cfb23",),
+    "keep": ("lease-6434526eb94cfb23", "--reason", "x"),
     "token create": ("--user", "ada"),
 }
 """Required arguments of commands, after their options."""

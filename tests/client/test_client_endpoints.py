@@ -35,6 +35,8 @@ GIVEN: dict[str, Any] = {
     "kind": LimitKind.USER,
     "count": 1,
     "cordoned": True,
+    "reason": "x",
+    "for_s": 1.0,
 }
 TWICE: dict[str, dict[str, Any]] = {
     "cordon_gpu": {"cordoned": False},

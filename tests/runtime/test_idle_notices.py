@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpulease_protocol.model import Lease
+from gpulease_server.core.happenings import KeepRequested
 from gpulease_server.runtime import clock, idle_notices
 from gpulease_server.runtime.idle_notices import MAX_RUNNING, IdleNotices
 from tests.core.build import World
@@ -153,3 +154,34 @@ def test_what_runs_ends_with_the_daemon(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     asyncio.run(story())
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_it_does_not_run_for_a_lease_that_is_kept_and_runs_once_that_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lab, told = Lab(monkeypatch), tmp_path / "told"
+    lease = lab.lease()
+
+    def keep() -> None:
+        asked = {"lease_id": lease.id, "fencing_token": lease.fencing_token, "reason": "slow copy", "for_s": 3600.0}
+        lab.world.turn(KeepRequested(cause="keep", **asked))
+
+    def runs() -> int:
+        return len(told.read_text().splitlines()) if told.exists() else 0
+
+    async def story() -> None:
+        notices = IdleNotices(lab.writer, ["sh", "-c", 'echo told >> "$0"', str(told)], AFTER_S)
+        keep()
+        lab.wait(AFTER_S + 1)
+        await settled(notices)
+        assert runs() == 0
+        lab.wait(3600.0 - AFTER_S)
+        await settled(notices)
+        assert runs() == 1
+        keep()
+        await settled(notices)
+        lab.wait(3601.0)
+        await settled(notices)
+        assert runs() == 2, "who kept them is told again once that has ended"
+
+    asyncio.run(story())

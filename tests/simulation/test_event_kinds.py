@@ -22,6 +22,7 @@ KINDS_ELSEWHERE = {
     "job.*": "tests/core/test_nodes_and_jobs.py; the simulated clients submit no jobs",
     "lease.budget_spent": "tests/core/test_token_budgets.py; the simulated clients send no tokens",
     "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
+    "lease.kept": "tests/core/test_keep.py; the simulated clients keep nothing on purpose",
     "lease.revived": "tests/core/test_leases.py",
     "lease.grown": "tests/core/test_elastic_growth.py; the simulated clients submit no jobs",
     "lease.shrunk": "tests/core/test_elastic_jobs.py; the simulated clients submit no jobs",

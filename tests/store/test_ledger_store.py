@@ -13,7 +13,8 @@ from gpulease_protocol.codec import to_json
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import EndReason, Event, JobState, LeaseState, Mask, NodeMode
 from gpulease_protocol.node_protocol import OwnerState
-from gpulease_server.core.happenings import IdempotencyKey
+from gpulease_server.core.happenings import IdempotencyKey, KeepRequested
+from gpulease_server.core.kept_leases import kept_now
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.limit_changes import limit_use
 from gpulease_server.core.limit_records import LimitKey
@@ -532,3 +533,23 @@ def test_what_is_no_longer_in_memory_is_still_found(store: Store) -> None:
     assert found is not None
     assert found.lease.fencing_token == first.fencing_token
     assert len(store.load().ended_leases) == MAX_ENDED_IN_MEMORY
+
+
+@pytest.mark.parametrize(("jump_s", "left_s"), [(0.0, 2700.0), (-86400.0, 3600.0), (600.0, 2100.0)])
+def test_what_is_kept_comes_back_for_no_longer_than_was_asked_for(store: Store, jump_s: float, left_s: float) -> None:
+    """Also where the wall clock was put back meanwhile."""
+    world = World().node(gpus=1)
+    lease = world.lease(1, ttl_s=1e6)
+    world.turn(
+        KeepRequested(cause="k", lease_id=lease.id, fencing_token=lease.fencing_token, reason="slow copy", for_s=3600.0)
+    )
+    save(store, world)
+    loaded = store.load()
+    assert lasting(loaded) == lasting(world.ledger)
+    world.ledger, world.at_s, world.wall_jump_s = loaded, world.at_s + 900, jump_s
+    reset_deadlines(loaded, world.now)
+    world.wall_jump_s = 0.0
+    world.at_s += left_s - 1
+    assert kept_now(loaded.leases[lease.id], world.now) is not None
+    world.at_s += 1
+    assert kept_now(loaded.leases[lease.id], world.now) is None

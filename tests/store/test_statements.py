@@ -198,6 +198,7 @@ def lease_values(record: LeaseRecord) -> dict[str, Any]:
         "demand": to_json(lease.demand),
         "gpus": [to_json(one) for one in lease.gpus],
         "members": [to_json(one) for one in lease.members] or None,
+        "kept": lease.kept and to_json(lease.kept),
         "number": record.number,
         "cause": record.cause,
         "port": record.port,

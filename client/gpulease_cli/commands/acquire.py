@@ -12,7 +12,7 @@ import click
 
 from gpulease.agent_fields import agent_fields
 from gpulease.client import Client
-from gpulease.device_reuse import LEASE_VARIABLE, TOKEN_VARIABLE
+from gpulease.device_reuse import LEASE_VARIABLE
 from gpulease.own_node import node_to_ask_for
 from gpulease_cli import caller_mask, id_completion, names, output, wait_progress
 from gpulease_cli.calling_shell import CallingShell, calling_shell
@@ -35,6 +35,7 @@ from gpulease_cli.options import (
     ttl,
 )
 from gpulease_cli.parameters import argument, option
+from gpulease_cli.surrounding_lease import lease_token
 from gpulease_protocol.errors import GpuleaseError, InUse, InvalidRequest, LeaseLost, NotFound, StaleToken
 from gpulease_protocol.launchers import LEASE_VARIABLES, lease_variables
 from gpulease_protocol.model import Lease, LeaseState, Liveness, Priority, TopologyMode
@@ -203,7 +204,7 @@ def _each(
         for word in ids or (str(own),):
             try:
                 lease_id = _lease_id(client, word)
-                lease = act(client, lease_id, _token(client, lease_id, token))
+                lease = act(client, lease_id, lease_token(client, lease_id, token))
             except InvalidRequest:
                 raise
             except GpuleaseError as error:
@@ -266,13 +267,3 @@ def _bound_variables(environ: Mapping[str, str]) -> list[str]:
 
 def _say(text: str) -> None:
     click.echo(f"gpulease: {text}", err=True)
-
-
-def _token(client: Client, lease_id: str, token: int | None) -> int | None:
-    """The fencing token: as given, else that of the surrounding lease, else as the daemon shows it."""
-    if token is not None:
-        return token
-    inherited = os.environ.get(TOKEN_VARIABLE, "")
-    if os.environ.get(LEASE_VARIABLE) == lease_id and inherited.isascii() and inherited.isdigit():
-        return int(inherited)
-    return client.lease_by_id(lease_id).fencing_token

@@ -18,6 +18,7 @@ from gpulease_protocol.status_table import (
     describe_demand,
     describe_end,
     describe_holder,
+    describe_kept,
     describe_places,
     describe_state,
     format_duration,
@@ -152,6 +153,7 @@ def _lease_facts(client: Client, lease: Lease, now: datetime) -> Facts:
     yield "ended", _moment(lease.ended_at, now)
     end = describe_end(lease, job, now)
     yield "until", None if end == "-" else end
+    yield "kept", describe_kept(lease, now)
     for problem in lease.problems:
         yield "problem", problem
 

@@ -41,6 +41,7 @@ from gpulease_server.api.routes import (
     job_metrics,
     jobs,
     joining,
+    lease_keep,
     lease_metrics,
     leases,
     limits,
@@ -58,6 +59,7 @@ ROUTE_MODULES = (
     nodes,
     joining,
     leases,
+    lease_keep,
     lease_metrics,
     jobs,
     job_logs,
@@ -77,6 +79,7 @@ ROUTE_MODULES = (
 REQUEST_BODIES = (
     leases.REQUEST_BODY,
     leases.PROOF_BODY,
+    lease_keep.KEEP_BODY,
     jobs.SUBMIT_BODY,
     jobs.CANCEL_BODY,
     nodes.REPORT_BODY,

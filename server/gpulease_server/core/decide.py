@@ -21,6 +21,7 @@ from gpulease_server.core.happenings import (
     CordonRequested,
     Happening,
     JobSubmitted,
+    KeepRequested,
     LeaseRequested,
     LimitsChanged,
     NodeForgetRequested,
@@ -34,6 +35,7 @@ from gpulease_server.core.happenings import (
     WaiterPolled,
 )
 from gpulease_server.core.job import cancel_job, on_cancel_requested, on_job_submitted
+from gpulease_server.core.keep import on_keep_requested
 from gpulease_server.core.late_jobs import end_late_jobs
 from gpulease_server.core.lease import (
     end_timed,
@@ -65,6 +67,8 @@ def decide(turn: Turn, happening: Happening) -> None:  # noqa: C901, PLR0912 - o
             on_renewal_requested(turn, happening)
         case ReleaseRequested():
             on_release_requested(turn, happening)
+        case KeepRequested():
+            on_keep_requested(turn, happening)
         case WaiterPolled():
             on_waiter_polled(turn, happening)
         case AnswerLost():

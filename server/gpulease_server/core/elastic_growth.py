@@ -24,12 +24,13 @@ from gpulease_server.core.budget_records import count_gpu_time
 from gpulease_server.core.calendar import NO_GPUS
 from gpulease_server.core.elastic_jobs import MAX_REGROUPS, may_take_part
 from gpulease_server.core.eligibility import is_eligible, min_gpus_of
+from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.job import change_job
 from gpulease_server.core.lease_env import LOOPBACK
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import Search, find_candidates, reach_of
-from gpulease_server.core.records import GangTimes, GpuRecord, JobRecord, LeaseRecord
+from gpulease_server.core.records import GpuRecord, JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import never_within_limits, usage_by_user
 from gpulease_server.core.user_order import UserOrder

@@ -57,11 +57,12 @@ from gpulease_protocol.model import (
     PartState,
 )
 from gpulease_server.core.budget_records import count_gpu_time
+from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard, node_mode, state_of
 from gpulease_server.core.grant import free_port
 from gpulease_server.core.job import kept_history
 from gpulease_server.core.lease_env import gang_members
-from gpulease_server.core.records import GangTimes, JobRecord, LeaseRecord
+from gpulease_server.core.records import JobRecord, LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.wording import name_nodes
 

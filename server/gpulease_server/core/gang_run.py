@@ -51,10 +51,11 @@ from typing import Any
 from gpulease_protocol.model import EndReason, Job, JobMember, JobState, PartState
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.elastic_jobs import go_on, is_late
+from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard
 from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, retry_job
 from gpulease_server.core.ledger import Ledger
-from gpulease_server.core.records import GangTimes, JobRecord
+from gpulease_server.core.records import JobRecord
 from gpulease_server.core.turn import Turn
 
 REACH_S = 10.0

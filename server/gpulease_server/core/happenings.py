@@ -104,6 +104,21 @@ class ReleaseRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRequested:
+    """The holder, their job or an administrator says that idle GPUs of a lease are kept on purpose."""
+
+    cause: str
+    lease_id: str
+    fencing_token: int | None
+    reason: str
+    for_s: float
+    by: str | None = None
+    """Login name of who asked, where the connection shows it."""
+    of_another: bool = False
+    """An administrator asks for another user's lease; no token is needed, but a wrong one is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WaiterPolled:
     """The holder waits for this lease at this moment. Not answered."""
 
@@ -254,6 +269,7 @@ Happening = (
     | JobSubmitted
     | RenewalRequested
     | ReleaseRequested
+    | KeepRequested
     | WaiterPolled
     | AnswerLost
     | CancelRequested

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from gpulease_protocol.model import JobState, PartState
 from gpulease_server.core.fleet import discard
-from gpulease_server.core.records import GangTimes, JobRecord
+from gpulease_server.core.gang_records import GangTimes
+from gpulease_server.core.records import JobRecord
 
 
 @dataclass(slots=True)

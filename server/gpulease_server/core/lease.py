@@ -148,14 +148,14 @@ def _mismatch(key: IdempotencyKey, result_id: str) -> IdempotencyMismatch:
 
 def on_renewal_requested(turn: Turn, renewal: RenewalRequested) -> None:
     """Let a lease last a full `ttl_s` from now. A late renewal revives it while none of its GPUs was granted again."""
-    record = _find_as_holder(turn, renewal.lease_id, renewal.fencing_token)
+    record = find_as_holder(turn, renewal.lease_id, renewal.fencing_token)
     if isinstance(record, GpuleaseError):
         turn.answer(renewal.cause, record)
         return
     if record.lease.state is LeaseState.ENDED:
         may_revive = record.lease.end_reason in REVIVABLE_ENDS and record.lease.job_id is None
         if not may_revive or not can_revive(turn, record.lease):
-            turn.answer(renewal.cause, _lost(record.lease))
+            turn.answer(renewal.cause, lost_lease(record.lease))
             return
         record = revive(turn, record)
     lease = record.lease
@@ -171,7 +171,7 @@ def answer_for_old_lease(lease: Lease, happening: RenewalRequested | ReleaseRequ
     if lease.fencing_token != happening.fencing_token and not (revoked and happening.fencing_token is None):
         raise _stale(lease.id, happening.fencing_token)
     if isinstance(happening, RenewalRequested) or not _ended_as_requested(lease, revoked):
-        raise _lost(lease)
+        raise lost_lease(lease)
     return lease
 
 
@@ -186,9 +186,9 @@ def on_release_requested(turn: Turn, release: ReleaseRequested) -> None:
     revoked = release.revoked_by is not None
     record: LeaseRecord | NotFound | StaleToken
     if revoked and release.fencing_token is None:
-        record = _find_lease(turn, release.lease_id)
+        record = find_lease(turn, release.lease_id)
     else:
-        record = _find_as_holder(turn, release.lease_id, release.fencing_token)
+        record = find_as_holder(turn, release.lease_id, release.fencing_token)
     if isinstance(record, GpuleaseError):
         turn.answer(release.cause, record)
         return
@@ -198,7 +198,7 @@ def on_release_requested(turn: Turn, release: ReleaseRequested) -> None:
         turn.answer(release.cause, NotAllowed(detail, remedy=f"Cancel the job: `POST /v1/jobs/{lease.job_id}/cancel`."))
         return
     if lease.state is LeaseState.ENDED and not _ended_as_requested(lease, revoked):
-        turn.answer(release.cause, _lost(lease))
+        turn.answer(release.cause, lost_lease(lease))
         return
     if lease.state is not LeaseState.ENDED:
         by_holder = EndReason.RELEASED if lease.state is LeaseState.ACTIVE else EndReason.CANCELLED
@@ -249,14 +249,15 @@ def end_timed(turn: Turn) -> None:
         end_lease(turn, ledger.leases[lease_id], EndReason.TIME_OVER)
 
 
-def _find_lease(turn: Turn, lease_id: str) -> LeaseRecord | NotFound:
+def find_lease(turn: Turn, lease_id: str) -> LeaseRecord | NotFound:
+    """The lease, or that there is none in memory."""
     record = turn.ledger.leases.get(lease_id)
     return record or NotFound(f"There is no lease {lease_id}.", remedy="`GET /v1/leases` lists those that are kept.")
 
 
-def _find_as_holder(turn: Turn, lease_id: str, fencing_token: int | None) -> LeaseRecord | NotFound | StaleToken:
+def find_as_holder(turn: Turn, lease_id: str, fencing_token: int | None) -> LeaseRecord | NotFound | StaleToken:
     """The lease, or why the caller is refused: it is unknown, or was granted under another fencing token."""
-    record = _find_lease(turn, lease_id)
+    record = find_lease(turn, lease_id)
     if isinstance(record, LeaseRecord) and record.lease.fencing_token != fencing_token:
         return _stale(lease_id, fencing_token)
     return record
@@ -268,7 +269,8 @@ def _stale(lease_id: str, fencing_token: int | None) -> StaleToken:
     )
 
 
-def _lost(lease: Lease) -> LeaseLost:
+def lost_lease(lease: Lease) -> LeaseLost:
+    """The answer to a holder whose lease has ended."""
     return LeaseLost(ended_sentence(lease), remedy="Stop using them and ask for a new lease.")
 
 

@@ -13,6 +13,7 @@ from gpulease_server.core.calendar import Calendar, ReservationRemoved
 from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.footprint import job_bytes, lease_bytes
+from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
@@ -24,7 +25,6 @@ from gpulease_server.core.records import (
     Change,
     Deadline,
     DependencyMet,
-    GangTimes,
     GpuRecord,
     GpuRemoved,
     JobRecord,

@@ -93,6 +93,8 @@ class Policy:
     """Of what was used so long ago half counts."""
     gpu_weights: tuple[tuple[str, float], ...] = ()
     """Texts in the names of GPU models, and for how many GPUs such a one counts: the first that is found, else 1."""
+    max_keep_s: float = 24 * 3600.0
+    """For how long idle GPUs may be kept on purpose from the moment when that is said; 0: not at all."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
     max_queued_bytes: int = 2**30

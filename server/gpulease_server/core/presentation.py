@@ -17,6 +17,7 @@ from gpulease_server.core.gpu import (
     state_of,
 )
 from gpulease_server.core.gpu_state import state_by_report
+from gpulease_server.core.kept_leases import kept_now
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.node_topology import nvlink_islands
 from gpulease_server.core.order import Positions, position
@@ -57,7 +58,7 @@ def lease_view(
     of many leases."""
     lease, deadline = record.lease, ledger.deadlines.get(record.lease.id)
     if lease.state is LeaseState.ENDED:
-        return lease
+        return lease if lease.kept is None else replace(lease, kept=None)
     # One that is past its deadline is spared, see `liveness.is_spared`: no time limit is known.
     expires_at = None if deadline is None or deadline <= now.mono_s else wall_clock(now, deadline)
     end_s = last_moment_s(ledger, record, now)
@@ -67,6 +68,7 @@ def lease_view(
         expires_at=expires_at if expires_at is None or ends_at is None else min(expires_at, ends_at),
         ends_at=ends_at,
         position=position(ledger, record) if positions is None else positions.of(record),
+        kept=kept_now(record, now),
         problems=lease_problems(ledger, lease, now, policy),
     )
 

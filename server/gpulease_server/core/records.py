@@ -22,6 +22,7 @@ from gpulease_protocol.model import (
 )
 from gpulease_protocol.node_protocol import LeaseOwner
 from gpulease_server.core.calendar import CalendarChange
+from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.node_topology import NodeTopology, TopologyCache
 from gpulease_server.core.order_records import OrderChange
@@ -82,6 +83,8 @@ class LeaseRecord:
     """When it was asked for, on the monotonic clock; before everything for one of an earlier daemon process."""
     granted_at_s: float | None = field(default=None, compare=False)
     """When it was granted, on the monotonic clock."""
+    kept_until_s: float | None = field(default=None, compare=False)
+    """The moment of `lease.kept` on the monotonic clock; None for one that an earlier daemon process took in."""
 
     def is_renewal_of(self, before: LeaseRecord) -> bool:
         """True where only the last sign of life of an active lease has changed, as in most changes of a busy ledger."""
@@ -330,29 +333,6 @@ class NotBefore:
     lease_id: str
     at_s: float | None
     """On the monotonic clock; None when that moment has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class GangTimes:
-    """Since when a job on several nodes waits, on the monotonic clock, see `core.gang_run`. In memory only: after a
-    restart the times begin again."""
-
-    job_id: str
-    since_s: float
-    """When its parts were first ordered."""
-    led_s: float | None = None
-    """When the leader was prepared."""
-    failed_s: float | None = None
-    """When a part had failed that only followed another."""
-    stop_s: float | None = None
-    """When all parts were ordered to end, or one of them has ended since then."""
-
-    def later_by(self, seconds: float) -> GangTimes:
-        """The same, after the daemon did not run for so long."""
-        if seconds <= 0:
-            return self
-        later = [None if at_s is None else at_s + seconds for at_s in (self.led_s, self.failed_s, self.stop_s)]
-        return GangTimes(self.job_id, self.since_s + seconds, *later)
 
 
 @dataclass(frozen=True, slots=True)

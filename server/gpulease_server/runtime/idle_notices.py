@@ -4,6 +4,7 @@
 |---|---|
 | a lease has been idle for `after_s` | the command runs once |
 | one of its GPUs works, and then all are idle again for as long | the command runs again |
+| its idle GPUs are kept on purpose (`core.keep`) | nothing; then the command runs, also if it did before |
 | its readings are missing for a while | nothing: it runs again only after work was seen |
 | the daemon restarts | idle time begins at 0, so the command may run once more for the same lease |
 | many leases are idle at once | `MAX_RUNNING` commands run; the others have their turn within `CHECK_S` after that |
@@ -25,6 +26,7 @@ import signal
 from collections.abc import Sequence
 
 from gpulease_protocol.model import Lease
+from gpulease_server.core.kept_leases import kept_now
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.lease_idle import idle_s
 from gpulease_server.runtime.writer import Writer
@@ -55,7 +57,7 @@ class IdleNotices:
         self._command = command
         self._after_s = after_s
         self._noticed: set[str] = set()
-        """Ids of the leases that have been idle since the command ran for them."""
+        """Ids of the leases that have been idle, and not kept, since the command ran for them."""
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -77,11 +79,11 @@ class IdleNotices:
         holding = {gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id is not None and not gpu.draining}
         self._noticed &= holding
         for lease_id in sorted(holding):
-            lease = ledger.leases[lease_id].lease
-            seconds = idle_s(self._writer, lease, now)
+            record = ledger.leases[lease_id]
+            lease, seconds = record.lease, idle_s(self._writer, record.lease, now)
             if seconds is None:
                 continue
-            if seconds < self._after_s:
+            if seconds < self._after_s or kept_now(record, now) is not None:
                 self._noticed.discard(lease_id)
             elif lease_id not in self._noticed and len(self._running) < MAX_RUNNING:
                 self._noticed.add(lease_id)

@@ -21,6 +21,7 @@ from gpulease_server.core.due_leases import DueLeases
 from gpulease_server.core.fleet import Fleet
 from gpulease_server.core.happenings import RenewalRequested
 from gpulease_server.core.job_index import JobIndex
+from gpulease_server.core.kept_leases import kept_until_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.policy import Policy
@@ -143,7 +144,8 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
         ledger.apply(token_budgets.counted(ledger, budget, now))
     # From here on no step of the wall clock changes how long a lease has lasted.
     for record in [one for one in ledger.leases.values() if one.lease.state is LeaseState.ACTIVE]:
-        ledger.apply(replace(record, granted_at_s=now.mono_s - token_budgets.held_s(record, now)))
+        granted_at_s = now.mono_s - token_budgets.held_s(record, now)
+        ledger.apply(replace(record, granted_at_s=granted_at_s, kept_until_s=kept_until_s(record, now)))
     for lease_id in list(ledger.ends_s):
         record = ledger.leases[lease_id]
         time_s, held_s = record.lease.demand.time_s or 0.0, token_budgets.held_s(record, now)

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func
 
 from gpulease_protocol.model import Event, JobState, LeaseState
 from gpulease_server.core.footprint import records_bytes, shown_characters
+from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.ledger import MAX_ENDED_BYTES, MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageSteps
 from gpulease_server.core.records import (
@@ -18,7 +19,6 @@ from gpulease_server.core.records import (
     Change,
     Deadline,
     DependencyMet,
-    GangTimes,
     JobRecord,
     LeaseRecord,
     NodeObservation,

@@ -26,6 +26,7 @@ from gpulease_protocol.model import (
     JobSpec,
     JobState,
     Lease,
+    LeaseKeep,
     LeaseMember,
     LeaseState,
     Liveness,
@@ -211,6 +212,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
     values["demand"] = from_json(Demand, values["demand"])
     values["gpus"] = tuple(from_json(Device, item) for item in values["gpus"])
     values["members"] = tuple(from_json(LeaseMember, item) for item in values["members"] or ())
+    values["kept"] = None if values["kept"] is None else from_json(LeaseKeep, values["kept"])
     return LeaseRecord(lease=Lease(**values), **own)
 
 

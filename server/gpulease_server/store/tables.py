@@ -78,6 +78,7 @@ lease = Table(
     Column("granted_at", UtcDateTime),
     Column("renewed_at", UtcDateTime),
     Column("ended_at", UtcDateTime),
+    Column("kept", JSON(none_as_null=True)),
     Index("ix_lease_state", "state", "number"),
     Index("ix_lease_ended_at", "ended_at", "number"),
 )

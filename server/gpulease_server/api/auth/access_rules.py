@@ -93,6 +93,7 @@ ACCESS_RULES: dict[str, AccessRule] = {
     "GET /v1/leases/{lease_id}/explain": AccessRule.VIEWER,
     "GET /v1/leases/{lease_id}/metrics": AccessRule.VIEWER,
     "POST /v1/leases/{lease_id}/renew": AccessRule.HOLDER,
+    "POST /v1/leases/{lease_id}/keep": AccessRule.HOLDER,
     "POST /v1/leases/{lease_id}/release": AccessRule.HOLDER,
     "DELETE /v1/leases/{lease_id}": AccessRule.HOLDER,
     "POST /v1/jobs": AccessRule.USER,

@@ -1,4 +1,5 @@
-"""What a job may do with its own token (`runtime.job_tokens`): look at its lease and itself, and renew the lease.
+"""What a job may do with its own token (`runtime.job_tokens`): look at its lease and itself, renew the lease, and say
+that its idle GPUs are kept on purpose.
 
 Every other route is refused, also those that are open to every known caller. Of GPUs and nodes it sees those of its own
 lease's nodes, which `find_usable_cuda_devices` needs to tell CUDA's numbers, and nothing of who else uses them.
@@ -18,7 +19,7 @@ OPERATIONS = frozenset(
     (
         *("GET /v1/me", "GET /v1/gpus", "GET /v1/gpus/{uuid}", "GET /v1/nodes", "GET /v1/nodes/{name}"),
         *("GET /v1/leases/{lease_id}", "GET /v1/leases/{lease_id}/explain", "POST /v1/leases/{lease_id}/renew"),
-        "GET /v1/leases/{lease_id}/metrics",
+        *("GET /v1/leases/{lease_id}/metrics", "POST /v1/leases/{lease_id}/keep"),
         *("GET /v1/jobs/{job_id}", "GET /v1/jobs/{job_id}/logs", "GET /v1/jobs/{job_id}/metrics"),
     )
 )

@@ -11,6 +11,7 @@ from gpulease_protocol.model import Demand, GpuState, Lease, Liveness
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
 from gpulease_server.core.gpu import ends_too_soon, is_cordoned, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
+from gpulease_server.core.kept_leases import describe_kept, kept_now
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, grant_size, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
@@ -56,10 +57,11 @@ def obstacle(
         why = why_not_free(ledger, gpu, state, now, policy)
         if state is not GpuState.LEASED or gpu.lease_id not in ledger.leases:
             return _held_or_worse(ledger, gpu, state, f"{name} is {why}{_cordoned_later(ledger, gpu)}.")
-        lease = ledger.leases[gpu.lease_id].lease
-        until, ends = _end(ledger, ledger.leases[lease.id], now)
-        found = _held_or_worse(ledger, gpu, state, f"{name} is {why}{ends}{_cordoned_later(ledger, gpu)}.")
-        return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id)
+        record, cordoned = ledger.leases[gpu.lease_id], _cordoned_later(ledger, gpu)
+        lease, (until, ends) = record.lease, _end(ledger, record, now)
+        sentence = f"{name} is {why}{ends}{cordoned}{describe_kept(record, now)}".rstrip(".")
+        found = _held_or_worse(ledger, gpu, state, f"{sentence}.")
+        return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id, kept=kept_now(record, now))
     if lacks_memory(ledger, demand, gpu):
         reading = reading_of(ledger, gpu)
         unknown = reading is None or reading.memory_used_bytes is None or reading.memory_total_bytes is None
