@@ -11,6 +11,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Generator
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal
 
@@ -89,6 +90,11 @@ class AsyncLease:
     def problems(self) -> tuple[str, ...]:
         """Problems of the GPUs at the last renewal, such as another user's process on one."""
         return self._held.problems
+
+    @property
+    def preempt_at(self) -> datetime | None:
+        """When the lease ends for a request of higher priority, as of the last renewal; None unless it is preempted."""
+        return self._held.preempt_at
 
     @property
     def env(self) -> dict[str, str]:

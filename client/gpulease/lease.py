@@ -31,6 +31,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from types import TracebackType
 from typing import Literal, Protocol, TypeVar
 
@@ -132,6 +133,10 @@ class HeldLease:
         """Set when the lease is lost, and never cleared: stop using the GPUs."""
         self.problems = lease.problems
         """Problems of the GPUs at the last renewal, such as another user's process on one."""
+        self.preempt_at = lease.preempt_at
+        """When the lease ends for a request of higher priority, as of the last renewal; None unless it is preempted."""
+        self.preempting = threading.Event()
+        """Set while the lease is to be preempted: save your work, and give it back before `preempt_at`."""
         self._threads = tuple(
             threading.Thread(target=body, name=f"gpulease-{name}-{lease.id}", daemon=True)
             for name, body in (("renew", self._renew_loop), ("watch", self._watch_loop))
@@ -279,6 +284,7 @@ class HeldLease:
                     )
                     self._sent_at, self._lease = sent_at, renewed
                     self._report_problems(renewed.problems)
+                    self._report_preemption(renewed.preempt_at)
             except (LeaseLost, StaleToken, NotFound) as error:
                 if not self._stopped.is_set():
                     self._mark_lost(str(error))
@@ -291,6 +297,19 @@ class HeldLease:
             answered = self._sent_at == sent_at
             # Counted from when it was sent, because this process may have been stopped before it read the response.
             pause_s = sent_at + ttl_s / 3 * jitter - time.monotonic() if answered else min(1.0, ttl_s / 20) * jitter
+
+    def _report_preemption(self, preempt_at: datetime | None) -> None:
+        """Warn once that the lease is to end for a request of higher priority, and once that it is not."""
+        if preempt_at == self.preempt_at:
+            return
+        self.preempt_at = preempt_at
+        if preempt_at is None:
+            self.preempting.clear()
+            LOG.warning("Lease %s is not preempted after all.", self.id)
+            return
+        self.preempting.set()
+        when = f"{preempt_at:%Y-%m-%d %H:%M:%S} UTC"
+        LOG.warning("Lease %s ends at %s for a request of higher priority: save your work until then.", self.id, when)
 
     def _report_problems(self, problems: tuple[str, ...]) -> None:
         """Warn once of each problem of the GPUs, for as long as it lasts."""

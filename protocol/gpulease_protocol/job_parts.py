@@ -86,3 +86,5 @@ class JobAttempt(Noun):
     """True when its node left, such as at the end of its allocation; it then does not count as one of `retries`."""
     regrouped: bool = False
     """True when an elastic job went on with other nodes, under the same lease; it does not count as a retry either."""
+    preempted: bool = False
+    """True when it was ended so that a request of higher priority could start; it does not count as a retry either."""

@@ -276,6 +276,9 @@ class Lease(Noun):
     """There too: seconds for which none of its GPUs has done any work; null unless it is active and all are known."""
     kept: LeaseKeep | None = None
     """Until when its idle GPUs are kept on purpose, and why; null where nothing was said, or that has ended."""
+    preempt_at: datetime | None = None
+    """When it ends so that a request of higher priority can start; a job is told by SIGTERM before. Null unless it is
+    to be preempted. Never moved, but it may be withdrawn."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""
@@ -376,6 +379,10 @@ class Job(Noun):
     fence_s: float | None = None
     """Its node ends it after so many seconds without an answer of any daemon, and after 30 s more (and 0.2 %) the
     daemon counts it as lost and starts its next attempt, if it has one; null: it survives every cut."""
+    preempt_at: datetime | None = None
+    """By when its attempt has ended so that a request of higher priority can start; null unless it is preempted."""
+    preempted: int = 0
+    """How many times it was preempted, and queued again; after two it goes first, and is not preempted again."""
     working_directory: str | None = None
     """Where its command runs; null for its own directory, and for other users."""
     log_directory: str | None = None

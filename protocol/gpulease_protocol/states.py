@@ -63,6 +63,7 @@ class EndReason(StrEnum):
     NODE_LOST = "node_lost"
     BUDGET_SPENT = "budget_spent"
     TIME_OVER = "time_over"
+    PREEMPTED = "preempted"
 
 
 class Liveness(StrEnum):

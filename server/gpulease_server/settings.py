@@ -351,6 +351,33 @@ class ServeSettings:
         maximum=MANY,
         group=QUEUE,
     )
+    preemption: bool = setting(
+        False,
+        "Have leases and jobs of priority scavenge end, after a notice, where a request of higher priority could then "
+        "start.",
+        variable="GPULEASE_PREEMPTION",
+        flag="--preemption/--no-preemption",
+        group=QUEUE,
+    )
+    preempt_after_s: float = setting(
+        600.0,
+        "For how long a lease holds its GPUs at least before it is preempted. Seconds.",
+        variable="GPULEASE_PREEMPT_AFTER_S",
+        flag="--preempt-after",
+        minimum=0,
+        maximum=366 * 24 * 3600,
+        group=QUEUE,
+    )
+    preempt_notice_s: float = setting(
+        120.0,
+        "How long before its end a lease that is preempted is told; a job gets SIGTERM then, SIGKILL at the end. "
+        "Seconds.",
+        variable="GPULEASE_PREEMPT_NOTICE_S",
+        flag="--preempt-notice",
+        minimum=1,
+        maximum=3600,
+        group=QUEUE,
+    )
     node_lost_after_s: float = setting(
         3600.0,
         "How long a node may be silent before its jobs are `lost` and its leases end as `node_lost`; 0 means never. "

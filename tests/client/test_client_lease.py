@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -47,6 +48,19 @@ def test_a_lease_ended_by_the_daemon_is_lost_at_once_and_reported_once(daemon, c
         until(lambda: bool(lost))
     assert lost == [lease]
     assert len([record for record in caplog.records if "is lost" in record.message]) == 1
+
+
+def test_a_holder_hears_that_its_lease_is_preempted_and_that_it_is_not(daemon, client, until, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "gpulease"), client.lease(1, ttl_s=3) as lease:
+        assert lease.preempt_at is None
+        daemon.only_lease()["preempt_at"] = "2026-01-01T12:00:00Z"
+        assert lease.preempting.wait(60)
+        assert lease.preempt_at == datetime(2026, 1, 1, 12, tzinfo=UTC)
+        daemon.only_lease()["preempt_at"] = None
+        until(lambda: not lease.preempting.is_set())
+        assert lease.preempt_at is None
+    assert caplog.text.count("ends at 2026-01-01 12:00:00 UTC for a request of higher priority") == 1
+    assert caplog.text.count("is not preempted after all") == 1
 
 
 @pytest.mark.alone

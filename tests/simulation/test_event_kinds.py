@@ -23,6 +23,9 @@ KINDS_ELSEWHERE = {
     "lease.budget_spent": "tests/core/test_token_budgets.py; the simulated clients send no tokens",
     "lease.revoked": "tests/core/test_user_limits.py; the simulated administrator revokes nothing",
     "lease.kept": "tests/core/test_keep.py; the simulated clients keep nothing on purpose",
+    "lease.preempted": "tests/core/test_preemption.py",
+    "lease.preempting": "tests/core/test_preemption.py",
+    "lease.preemption_withdrawn": "tests/core/test_preemption.py",
     "lease.revived": "tests/core/test_leases.py",
     "lease.grown": "tests/core/test_elastic_growth.py; the simulated clients submit no jobs",
     "lease.shrunk": "tests/core/test_elastic_jobs.py; the simulated clients submit no jobs",
@@ -39,6 +42,7 @@ REASONS_ELSEWHERE = {
     EndReason.NODE_LOST: "tests/core/test_node_loss.py",
     EndReason.BUDGET_SPENT: "tests/core/test_token_budgets.py",
     EndReason.TIME_OVER: "tests/core/test_priorities.py",
+    EndReason.PREEMPTED: "tests/core/test_preemption.py",
 }
 """The same for the end reasons of leases."""
 

@@ -11,14 +11,15 @@ from sqlalchemy.exc import DataError
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.codec import to_json
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import EndReason, Event, JobState, LeaseState, Mask, NodeMode
-from gpulease_protocol.node_protocol import OwnerState
+from gpulease_protocol.model import EndReason, Event, JobState, LeaseState, Mask, NodeMode, Priority
+from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
 from gpulease_server.core.happenings import IdempotencyKey, KeepRequested
 from gpulease_server.core.kept_leases import kept_now
 from gpulease_server.core.ledger import MAX_ENDED_IN_MEMORY, Ledger
 from gpulease_server.core.limit_changes import limit_use
 from gpulease_server.core.limit_records import LimitKey
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.records import Instant
 from gpulease_server.core.token_budgets import budget_use
 from gpulease_server.core.usage import usage_of
 from gpulease_server.runtime import clock
@@ -285,6 +286,32 @@ def test_what_a_job_waits_for_and_has_tried_comes_back(store: Store) -> None:
     assert [attempt.exit_code for attempt in loaded.jobs[first].job.attempt_history] == [3]
     assert loaded.jobs[first].spec.notify == "mail ada"
     assert set(loaded.unmet) == {second, third}
+
+
+def test_a_preempted_job_has_its_old_place_after_a_restart_and_what_ends_for_whom_is_known(store: Store) -> None:
+    world = World(policy=Policy(preemption=True, preempt_after_s=5.0, preempt_notice_s=5.0)).node(gpus=2)
+    scavenge = {"priority": Priority.SCAVENGE, "user": "bob"}
+    job_id = world.submit(1, **scavenge)
+    world.jobs["a"] = [JobReport(job_id=job_id, state=RunState.RUNNING, started_at=world.now.at)]
+    held, later = world.lease(1, **scavenge), world.lease(1, **scavenge)
+    world.pass_time(6.0)
+    waits = world.lease(2, ttl_s=1e6)
+    world.pass_time(2.0)
+    save(store, world)
+    loaded = store.load()
+    assert loaded.preemptions.keys() == {waits.id}
+    assert loaded.preempting.keys() == {world.ledger.jobs[job_id].job.lease_id, held.id}
+    reset_deadlines(loaded, Instant(at=world.now.at, mono_s=7.0))
+    left_s = (loaded.preemptions[waits.id].preempt_at - world.now.at).total_seconds()
+    assert loaded.preemptions[waits.id].end_s == pytest.approx(7.0 + left_s)
+
+    world.ended(job_id, code=143)
+    save(store, world)
+    loaded = store.load()
+    next_id = loaded.jobs[job_id].job.lease_id
+    assert loaded.jobs[job_id].job.preempted == 1
+    assert [lease_id for _, lease_id in loaded.queue] == [next_id, later.id, waits.id]
+    assert lasting(loaded) == lasting(world.ledger)
 
 
 def test_what_was_used_of_a_budget_comes_back_and_what_is_held_meanwhile_counts(store: Store) -> None:

@@ -41,6 +41,7 @@ from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord
+from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -136,6 +137,8 @@ JOB = JobRecord(
         array_id="array-1",
         array_index=0,
         array_at_most=3,
+        preempt_at=AT,
+        preempted=2,
         created_at=AT,
         started_at=AT,
         ended_at=AT,
@@ -185,6 +188,7 @@ RESERVATION = Reservation(
     made_at=AT,
     made_by="root",
 )
+PREEMPTION = Preemption(lease_id="lease-1", victims=("lease-2",), gpus=("GPU-0",), noticed_at=AT, preempt_at=AT)
 EVENT = Event(seq=9, at=AT, kind="lease.granted", cause="c", lease_id="l", gpus=("GPU-0", "GPU-1"), fencing_token=3)
 
 
@@ -214,8 +218,8 @@ def lease_values(record: LeaseRecord) -> dict[str, Any]:
 def job_values(record: JobRecord) -> dict[str, Any]:
     """The columns of a job, one by one."""
     job = record.job
-    names = "id name state reason lease_id exit_code traceback attempts array_id array_index array_at_most"
-    return {name: getattr(job, name) for name in f"{names} created_at started_at ended_at".split()} | {
+    names = "id name state reason lease_id exit_code traceback attempts array_id array_index array_at_most preempted"
+    return {name: getattr(job, name) for name in f"{names} created_at started_at ended_at preempt_at".split()} | {
         "user_name": job.user,
         "spec": to_json(record.spec),
         "gpus": [to_json(one) for one in job.gpus],
@@ -318,6 +322,11 @@ EXPECTED: list[tuple[Table, Change, dict[str, Any]]] = [
         },
     ),
     (
+        tables.preemption,
+        PREEMPTION,
+        {"lease_id": "lease-1", "victims": ["lease-2"], "gpus": ["GPU-0"], "noticed_at": AT, "preempt_at": AT},
+    ),
+    (
         tables.event,
         EVENT,
         {
@@ -394,6 +403,7 @@ def test_a_record_of_each_kind_is_read_back(store: Store) -> None:
     assert ledger.limits.records == {LIMITS.key: LIMITS}
     assert ledger.limits.gpu_time == {GPU_TIME.key: GPU_TIME}
     assert ledger.calendar.closed_to("bob", None, None) == {DEVICE.uuid}
+    assert ledger.preemptions == {"lease-1": PREEMPTION}
     assert store.history(0, 10)[0] == [EVENT]
 
 
@@ -409,14 +419,17 @@ def test_the_text_of_a_json_column_is_ascii(store: Store) -> None:
 
 @pytest.mark.parametrize("gone", [True, False], ids=["removed last", "written last"])
 def test_what_a_turn_does_last_to_a_record_is_what_is_stored(store: Store, gone: bool) -> None:
-    written: list[Change] = [GPU, NODE, KEY, BUDGET, LIMITS, GPU_TIME, RESERVATION]
+    written: list[Change] = [GPU, NODE, KEY, BUDGET, LIMITS, GPU_TIME, RESERVATION, PREEMPTION]
     removed: list[Change] = [GpuRemoved("GPU-0"), NodeRemoved("a"), KeyRemoved(KEY.key), BudgetRemoved("t")]
     removed += [LimitRemoved(LIMITS.key), GpuTimeRemoved(GPU_TIME.key), ReservationRemoved(RESERVATION.id)]
+    removed += [PreemptionRemoved(PREEMPTION.lease_id)]
     older = [replace(GPU, cordoned=False), replace(NODE, host="b"), replace(KEY, fingerprint="g"), BUDGET]
     older += [replace(LIMITS, set_by="eve"), replace(GPU_TIME, parts=()), replace(RESERVATION, reason=None)]
+    older += [replace(PREEMPTION, victims=())]
     store.write(written, Ledger())
     store.write([*older, *written, *removed] if gone else [*older, *removed, *written], Ledger())
     ledger = store.load()
     found = [*ledger.gpus.values(), *ledger.nodes.values(), *ledger.keys.values(), *ledger.budgets.values()]
     found += [*ledger.limits.records.values(), *ledger.limits.gpu_time.values(), *ledger.calendar.entries.values()]
+    found += [*ledger.preemptions.values()]
     assert found == ([] if gone else written)

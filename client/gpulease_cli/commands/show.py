@@ -103,6 +103,7 @@ def _job_facts(client: Client, job: Job, now: datetime) -> Facts:
         yield "ran for", format_duration(((job.ended_at or now) - job.started_at).total_seconds())
     yield "time limit", job.timeout_s and _limit(job, now)
     yield "attempts", _attempts(job)
+    yield "preempted", job.preempted and f"{job.preempted} times"
     for attempt in job.attempt_history:
         yield f"attempt {attempt.number}", attempt.reason
     if job.after:
@@ -154,6 +155,10 @@ def _lease_facts(client: Client, lease: Lease, now: datetime) -> Facts:
     end = describe_end(lease, job, now)
     yield "until", None if end == "-" else end
     yield "kept", describe_kept(lease, now)
+    yield (
+        "preempted",
+        lease.preempt_at and f"by {lease.preempt_at.astimezone():%Y-%m-%d %H:%M:%S}, for a higher priority",
+    )
     for problem in lease.problems:
         yield "problem", problem
 

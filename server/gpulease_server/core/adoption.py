@@ -45,7 +45,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpulease_protocol.errors import GpuleaseError, InUse, NotAllowed, NotNow, OverQuota
-from gpulease_protocol.model import Demand, GpuState, LeaseState, Liveness, Selection
+from gpulease_protocol.model import Demand, GpuState, LeaseState, Liveness, Priority, Selection
 from gpulease_server.core.gpu import is_recent, node_problem, observed_at, reading_of, state_of
 from gpulease_server.core.gpu_state import occupants
 from gpulease_server.core.placement import NeedsReading, Placed
@@ -102,7 +102,8 @@ def with_adopted_gpus(record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> Lease
         uuids=uuids,
         node=gpus[0].device.node,
         time_s=asked.time_s,
-        priority=asked.priority,
+        # What runs already has not agreed to end for others.
+        priority=Priority.NORMAL if asked.priority is Priority.SCAVENGE else asked.priority,
     )
     return replace(record, lease=replace(record.lease, demand=demand))
 

@@ -51,6 +51,7 @@ from gpulease_server.core.limit_changes import on_limits_changed
 from gpulease_server.core.maintenance import on_cordon_requested, on_node_mode_requested
 from gpulease_server.core.node import on_node_reported
 from gpulease_server.core.node_loss import forget_nodes, lose_silent_nodes, on_node_forget_requested
+from gpulease_server.core.preemption import watch_preemptions
 from gpulease_server.core.records import Deadline, KeyRemoved
 from gpulease_server.core.shadow_time import JOB_GRACE_S
 from gpulease_server.core.token_budgets import spent_leases
@@ -113,6 +114,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     forget_nodes(turn)
     end_reservations(turn)
     end_late_jobs(turn)
+    watch_preemptions(turn)
     _forget_keys(turn)
 
 

@@ -53,7 +53,7 @@ from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core.elastic_jobs import go_on, is_late
 from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.gpu import is_unheard
-from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, retry_job
+from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, queue_preempted, retry_job
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import JobRecord
 from gpulease_server.core.turn import Turn
@@ -81,7 +81,8 @@ STATES = {
 
 def must_stop(record: JobRecord) -> bool:
     """True when every part of a job is to end."""
-    return record.cancelled_at is not None or record.parts_stopped_at is not None
+    told_to_stop = record.cancelled_at, record.parts_stopped_at, record.job.preempt_at
+    return told_to_stop != (None, None, None)
 
 
 def stop_grace_s(record: JobRecord) -> float:
@@ -320,7 +321,8 @@ def _with_node(part: JobMember) -> str:
 def _finish(turn: Turn, record: JobRecord) -> None:
     """End an attempt of which every part has ended."""
     job, origin = record.job, _origin(record.job.members)
-    is_done = record.grows_at is None or all(one.reason is None for one in job.members)
+    is_told = record.grows_at is not None or job.preempt_at is not None
+    is_done = not is_told or all(one.reason is None for one in job.members)
     if origin is None and is_done:
         started = job.started_at or turn.now.at
         finish_job(turn, record, JobState.SUCCEEDED, None, exit_code=0, started_at=started)
@@ -334,6 +336,8 @@ def _finish(turn: Turn, record: JobRecord) -> None:
         finish_job(turn, record, JobState.CANCELLED, "cancelled", lease_end)
     elif timed_out:
         finish_job(turn, record, JobState.TIMED_OUT, reason, lease_end)
+    elif job.preempt_at is not None:
+        queue_preempted(turn, record)
     elif _awaits_reports(turn, record) or go_on(turn, record, origin, reason):
         return
     elif may_retry(record, node_left=node_left):

@@ -2,7 +2,8 @@
 
 Every attempt has a lease of its own. The lease of an attempt that has failed ends like any other and its GPUs drain, so
 that an unhealthy GPU is not taken again and nothing of the first attempt is left when the second begins; the next
-attempt's lease goes to the end of the queue, and takes part in it after a pause.
+attempt's lease goes to the end of the queue, and takes part in it after a pause. The next attempt of one that was
+preempted (`core.preemption`) has its place, and does not pause.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import admit_waiting
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefore
+from gpulease_server.core.shadow_time import JOB_GRACE_S
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import queue_is_full, timed_demand
 
@@ -207,7 +209,7 @@ def may_retry(record: JobRecord, *, node_left: bool = False) -> bool:
     """True while a job that fails has an attempt left. One whose node has left may be tried again in any case, and such
     attempts do not count; but `MAX_HISTORY` times at most."""
     uncounted = sum(attempt.node_left for attempt in record.job.attempt_history)
-    counted = record.job.attempts - uncounted - record.regroups
+    counted = record.job.attempts - uncounted - record.regroups - record.job.preempted
     return (node_left and uncounted < MAX_HISTORY) or counted <= record.spec.retries
 
 
@@ -222,11 +224,54 @@ def retry_job(
 ) -> None:
     """End the attempt and queue the next, which starts after a pause. One that could not even start is not tried again:
     what it lacks, it will lack again. `node_left`: its node has left, so that it does not count."""
+    job, (first, longest) = record.job, turn.policy.retry_pause_s
+    pause_s = min(longest, first * 2 ** min(job.attempts - record.regroups - job.preempted - 1, 30))
+    why = (reason or "no reason is known").rstrip(".")
+    uncounted = sum(attempt.node_left for attempt in job.attempt_history)
+    what = "does not count" if node_left else "failed"
+    are_counted = not (node_left or uncounted or record.regroups or job.preempted)
+    of_all = f"attempt {job.attempts}" + (f" of {record.spec.retries + 1}" if are_counted else "")
+    said = f"{of_all} {what}: {why}; the next one joins the queue in {pause_s:g} s"
+    attempt = _ended_attempt(turn, record, reason, ended_at)
+    _queue_next(turn, record, replace(attempt, node_left=node_left), said, lease_end, pause_s)
+    turn.emit("job.retried", job_id=job.id, lease_id=turn.ledger.jobs[job.id].job.lease_id, reason=said)
+    turn.emit("lease.queued", lease_id=turn.ledger.jobs[job.id].job.lease_id, job_id=job.id)
+
+
+def queue_preempted(turn: Turn, record: JobRecord, *, ended_at: datetime | None = None) -> None:
+    """End an attempt that was preempted, and queue the next at the place of this one. It does not count, and does not
+    pause. What the program has ended with says nothing: it was told to save what it has."""
+    job, attempt = record.job, _ended_attempt(turn, record, record.job.reason, ended_at)
+    said = f"attempt {job.attempts} was preempted; the next one is in the queue at the same place"
+    again = replace(record, grace_s=JOB_GRACE_S, job=replace(job, preempted=job.preempted + 1, preempt_at=None))
+    _queue_next(turn, again, replace(attempt, preempted=True), said, EndReason.PREEMPTED, None)
+    turn.emit("lease.preempted", lease_id=job.lease_id, job_id=job.id, reason=job.reason)
+    turn.emit("job.preempted", job_id=job.id, lease_id=turn.ledger.jobs[job.id].job.lease_id, reason=said)
+    turn.emit("lease.queued", lease_id=turn.ledger.jobs[job.id].job.lease_id, job_id=job.id)
+
+
+def _ended_attempt(turn: Turn, record: JobRecord, reason: str | None, ended_at: datetime | None) -> JobAttempt:
+    job = record.job
+    return JobAttempt(
+        number=job.attempts,
+        lease_id=job.lease_id,
+        node=job.gpus[0].node if job.gpus else None,
+        exit_code=job.exit_code,
+        reason=reason,
+        started_at=job.started_at,
+        ended_at=ended_at or turn.now.at,
+        log_directory=record.log_directory,
+    )
+
+
+def _queue_next(
+    turn: Turn, record: JobRecord, attempt: JobAttempt, said: str, lease_end: EndReason, pause_s: float | None
+) -> None:
+    """End the lease of an attempt that has ended, and queue the next one: at the end, after a pause; at the same place
+    where that is None."""
     job, old = record.job, turn.ledger.leases[record.job.lease_id]
     if old.lease.state is not LeaseState.ENDED:
         end_lease(turn, old, lease_end)
-    first, longest = turn.policy.retry_pause_s
-    pause_s = min(longest, first * 2 ** min(job.attempts - record.regroups - 1, 30))
     lease = Lease(
         # Follows from the first, because the core makes no ids; without a separator, because a cgroup's name is
         # compared by whole words.
@@ -239,26 +284,14 @@ def retry_job(
         job_id=job.id,
         created_at=turn.now.at,
     )
-    turn.put(NotBefore(lease.id, turn.now.mono_s + pause_s))
     number, now = turn.ledger.next_number, turn.now
+    if pause_s is not None:
+        turn.put(NotBefore(lease.id, now.mono_s + pause_s))
+    else:
+        # The number is the place by arrival, and there is one lease with each.
+        ended, number = turn.ledger.leases[old.lease.id], old.number
+        turn.put(replace(ended, number=turn.ledger.next_number))
     turn.put(LeaseRecord(lease=lease, number=number, cause=turn.cause, renewed_at=now.at, requested_at_s=now.mono_s))
-    why = (reason or "no reason is known").rstrip(".")
-    uncounted = sum(attempt.node_left for attempt in job.attempt_history)
-    what = "does not count" if node_left else "failed"
-    are_counted = not (node_left or uncounted or record.regroups)
-    of_all = f"attempt {job.attempts}" + (f" of {record.spec.retries + 1}" if are_counted else "")
-    said = f"{of_all} {what}: {why}; the next one joins the queue in {pause_s:g} s"
-    attempt = JobAttempt(
-        number=job.attempts,
-        lease_id=job.lease_id,
-        node=job.gpus[0].node if job.gpus else None,
-        exit_code=job.exit_code,
-        reason=reason,
-        started_at=job.started_at,
-        ended_at=ended_at or turn.now.at,
-        log_directory=record.log_directory,
-        node_left=node_left,
-    )
     again = replace(
         job,
         state=JobState.QUEUED,
@@ -273,8 +306,6 @@ def retry_job(
     )
     fresh = replace(record, job=again, log_directory=None, fenced=False, go_at=None, parts_stopped_at=None)
     turn.put(replace(fresh, grows_at=None, stuck_on=()))
-    turn.emit("job.retried", job_id=job.id, lease_id=lease.id, reason=said)
-    turn.emit("lease.queued", lease_id=lease.id, job_id=job.id)
 
 
 def change_job(turn: Turn, record: JobRecord, state: JobState, **changes: Any) -> None:

@@ -75,7 +75,8 @@ def _waits_for_parts(record: JobRecord) -> bool:
     """True for a job on several nodes of which a part may be late: to be prepared, or to end."""
     if not record.job.members or record.job.state.final:
         return False
-    stops = record.cancelled_at is not None or record.parts_stopped_at is not None
+    told_to_stop = record.cancelled_at, record.parts_stopped_at, record.job.preempt_at
+    stops = told_to_stop != (None, None, None)
     return stops or record.go_at is None or any(one.failure is not None for one in record.job.members)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from gpulease_protocol.model import EndReason, JobState
 from gpulease_protocol.node_protocol import JobReport, RunState, final_state
 from gpulease_server.core.gang_run import on_part_reported
-from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, retry_job
+from gpulease_server.core.job import change_job, finish_job, mark_stuck, may_retry, queue_preempted, retry_job
 from gpulease_server.core.records import JobRecord
 from gpulease_server.core.turn import Turn
 
@@ -54,6 +54,11 @@ def _apply_job_report(turn: Turn, record: JobRecord, node: str, report: JobRepor
             "ended_at": report.ended_at or turn.now.at,
         }
         state, reason = final_state(report, cancelled=record.cancelled_at is not None)
+        is_done = state is JobState.TIMED_OUT or (report.exit_code == 0 and report.reason is None)
+        if record.job.preempt_at is not None and record.cancelled_at is None and not is_done:
+            told = replace(record, job=replace(record.job, started_at=started, exit_code=report.exit_code))
+            queue_preempted(turn, told, ended_at=changes["ended_at"])
+            return
         left = report.node_left
         if left and state is JobState.FAILED:
             reason = f"its node {record.job.gpus[0].node} left"

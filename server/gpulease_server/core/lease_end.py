@@ -16,6 +16,7 @@ INVOLUNTARY_ENDS = (
     EndReason.NODE_LOST,
     EndReason.BUDGET_SPENT,
     EndReason.TIME_OVER,
+    EndReason.PREEMPTED,
 )
 """Ends that the holder of an active lease did not ask for: `lease.lost` tells of them."""
 

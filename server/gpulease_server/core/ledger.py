@@ -18,6 +18,7 @@ from gpulease_server.core.job_index import JobIndex
 from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageRecord, UsageRemoved, UsageSteps
+from gpulease_server.core.preemption_records import MAX_PREEMPTED, Preemption, PreemptionRemoved, is_preemptible
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -94,6 +95,10 @@ class Ledger(RequestQueue):
     """For which of them that has come."""
     calendar: Calendar = field(default_factory=Calendar)
     """What is reserved."""
+    preemptible: dict[str, None] = field(default_factory=dict)
+    """Ids of the active leases that may be preempted by what was asked for."""
+    preemption_looked_s: float = float("-inf")
+    """When it was last looked at whether something is to be preempted, on the monotonic clock."""
     job_index: JobIndex = field(default_factory=JobIndex)
     """Jobs by node and by array."""
     due: DueLeases = field(default_factory=DueLeases, compare=False)
@@ -137,7 +142,9 @@ class Ledger(RequestQueue):
                 self._meet_dependency(change)
             case BypassCounts():
                 self._put_bypass_counts(change)
-            case Overtakes() | PlacesKept() | RanAhead() | UsageRecord() | UsageRemoved() | UsageSteps():
+            case (Overtakes() | PlacesKept() | RanAhead() | Preemption() | PreemptionRemoved()) | (
+                UsageRecord() | UsageRemoved() | UsageSteps()
+            ):
                 self._put_order_change(change)
             case BudgetRecord():
                 self.budgets[change.token_id] = change
@@ -271,8 +278,13 @@ class Ledger(RequestQueue):
             self._put_ended_lease(lease)
 
     def _note_end(self, record: LeaseRecord) -> None:
-        """Know when an active lease ends that declares a time. That of a job ends with its job."""
+        """Know when an active lease ends that declares a time, and which ones may be preempted. A lease of a job ends
+        with that."""
         lease, granted_at_s = record.lease, record.granted_at_s
+        if lease.state is LeaseState.ACTIVE and is_preemptible(lease.demand):
+            self.preemptible[lease.id] = None
+        else:
+            self.preemptible.pop(lease.id, None)
         if lease.state is not LeaseState.ACTIVE:
             self.ends_s.pop(lease.id, None)
         elif lease.demand.time_s is not None and lease.job_id is None and lease.id not in self.ends_s:
@@ -321,6 +333,8 @@ class Ledger(RequestQueue):
             self._count_bytes(record.job.id, record.job.user, job_bytes(record.spec, record.job) if waits else 0)
         if not record.job.state.final:
             self.live_jobs[record.job.id] = record
+            if record.job.preempted >= MAX_PREEMPTED and record.job.lease_id in self.queued_bytes:
+                self.go_first.setdefault(record.job.lease_id, 0)
             return
         self.live_jobs.pop(record.job.id, None)
         size_bytes = job_bytes(record.spec, record.job)

@@ -7,6 +7,7 @@ What may become due with time alone, and from when on it is due:
 | a request waits: its pause ends, its token has a new day, its verdict has waited long enough | at once |
 | a job on several nodes is yet to start, or is to end, see `core.gang_run` | at once |
 | an elastic job runs on fewer nodes than it may, see `core.elastic_growth` | at once |
+| a request has had others end for it: it has left the queue | at once |
 | there are reservations: one ends, and the wall clock may jump | at once |
 | a lease of a token while there are budgets: a day ends, and the wall clock may jump | at once |
 | a deadline of a lease, or the end of its declared time | its time |
@@ -35,7 +36,12 @@ def next_tick_s(ledger: Ledger, pending: PendingRequests, policy: Policy) -> flo
     """The monotonic time before which no tick changes anything, if nothing else happens; `AT_ONCE` or `NEVER`."""
     if pending or ledger.queue or ledger.unreported or ledger.silent_s or ledger.job_index.gangs:
         return AT_ONCE
-    if ledger.calendar.entries or ledger.job_index.growing or (ledger.budgets and ledger.leases_of_tokens):
+    if (
+        ledger.calendar.entries
+        or ledger.preemptions
+        or ledger.job_index.growing
+        or (ledger.budgets and ledger.leases_of_tokens)
+    ):
         return AT_ONCE
     deadline_s = min(due.heap[0][0] if due.heap else NEVER for due in (ledger.due, ledger.ends_due))
     pause_s = ledger.demand_classes.pauses[0][0] if ledger.demand_classes.pauses else NEVER

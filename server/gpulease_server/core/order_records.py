@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from gpulease_server.core.preemption_records import PreemptionChange
+
 
 @dataclass(frozen=True, slots=True)
 class Overtakes:
@@ -75,4 +77,4 @@ class UsageSteps:
     """When all users who wait were put on their steps; None where only some were."""
 
 
-OrderChange = Overtakes | PlacesKept | RanAhead | UsageRecord | UsageRemoved | UsageSteps
+OrderChange = Overtakes | PlacesKept | RanAhead | UsageRecord | UsageRemoved | UsageSteps | PreemptionChange

@@ -89,6 +89,12 @@ class Policy:
     """Whether requests that declare their time run ahead of older ones, see `core.easy_backfill`."""
     fair_share: bool = False
     """Whether usage orders the requests of one priority, see `core.fair_share`; it is counted in any case."""
+    preemption: bool = False
+    """Whether a request may have leases of lower priority end that have opted in, see `core.preemption`."""
+    preempt_after_s: float = 600.0
+    """A lease that has held its GPUs for less is not preempted."""
+    preempt_notice_s: float = 120.0
+    """So long before its end the holder of a preempted lease is told."""
     usage_half_life_s: float = 7 * 24 * 3600.0
     """Of what was used so long ago half counts."""
     gpu_weights: tuple[tuple[str, float], ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime
 
 from gpulease_protocol.model import Device, Gpu, GpuReading, GpuState, Job, Lease, LeaseState, Node, NodeState
 from gpulease_server.core.explain.gpu_reasons import why_not_free, why_reserved
@@ -70,7 +71,17 @@ def lease_view(
         position=position(ledger, record) if positions is None else positions.of(record),
         kept=kept_now(record, now),
         problems=lease_problems(ledger, lease, now, policy),
+        preempt_at=_preempt_at(ledger, lease),
     )
+
+
+def _preempt_at(ledger: Ledger, lease: Lease) -> datetime | None:
+    """When a lease is to have ended so that a request of higher priority can start; None for any other."""
+    job = ledger.live_jobs.get(lease.job_id or "")
+    if job is not None and job.job.lease_id == lease.id:
+        return job.job.preempt_at
+    waiting = ledger.preemptions.get(ledger.preempting.get(lease.id, ""))
+    return None if waiting is None else waiting.preempt_at
 
 
 def lease_answer(ledger: Ledger, record: LeaseRecord, now: Instant, policy: Policy) -> Lease:

@@ -22,6 +22,7 @@ from gpulease_server.core.order_records import RanAhead
 from gpulease_server.core.pending import PendingRequest
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates, min_gpus
+from gpulease_server.core.preempted_gpus import hold_preempted_gpus, preemptions_under_way
 from gpulease_server.core.presentation import lease_answer
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import Adoption, GpuRecord, JobRecord, LeaseRecord, NotBefore
@@ -55,6 +56,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     ahead = EasyBackfill(reservations)
     blocked, order = BlockedRequests(reservations, ahead.chance), UserOrder(reservations)
     choose_first(turn, reservations)
+    _start_preempting(turn, reservations, order)
     rankings = NodeRankings(reservations.taken)
     walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)
     for record in walk:
@@ -97,6 +99,35 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                     blocked.add(record, candidates)
                     order.add(record)
     keep_places(turn, order)
+
+
+def _start_preempting(turn: Turn, reservations: Reservations, order: UserOrder) -> None:
+    """Grant the requests that others have ended for, on the GPUs that are held for them; and hold what is free of these
+    for those that still lack some."""
+    for one, record in list(preemptions_under_way(turn.ledger, turn.now, turn.policy)):
+        demand = replace(record.lease.demand, among=one.gpus)
+        if order.keeps_out(record):
+            continue
+        match place(
+            turn.ledger,
+            demand,
+            (),
+            turn.now,
+            turn.policy,
+            reservations.late_nodes,
+            most_gpus=reservations.users.gpus_left(record.lease),
+            requested_at_s=record.requested_at_s,
+            closed=reservations.users.closed_to(record.lease),
+        ):
+            case Placed(gpus):
+                reservations.taken += (gpu.device.node for gpu in gpus)
+                in_order = turn.ledger.ordered_place(record)
+                _grant(turn, record, gpus, None)
+                count_overtake(turn, in_order)
+            case NeedsReading(nodes, gpus):
+                for node in nodes_to_ask(turn, nodes, gpus):
+                    turn.request_reading(node)
+    hold_preempted_gpus(reservations)
 
 
 def _place_or_ahead(

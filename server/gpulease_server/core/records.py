@@ -100,7 +100,7 @@ class LeaseRecord:
         states = before.lease.state, self.lease.state
         if states != (LeaseState.ACTIVE, LeaseState.ENDED) or self.renewed_at != before.renewed_at:
             return False
-        same = self.watched_owner is before.watched_owner and self.port == before.port
+        same = self.watched_owner is before.watched_owner and (self.port, self.number) == (before.port, before.number)
         return same and UNENDED_VALUES(self.lease) == UNENDED_VALUES(before.lease)
 
 

@@ -21,6 +21,7 @@ from gpulease_server.core.order_records import (
     UsageRemoved,
     UsageSteps,
 )
+from gpulease_server.core.preemption_records import Preemption, PreemptionChange, PreemptionRemoved
 from gpulease_server.core.records import BypassCounts, JobRecord, LeaseRecord, NotBefore
 
 BypassesWithin = dict[LimitKind, dict[str, tuple[int, float]]]
@@ -65,6 +66,10 @@ class RequestQueue:
     ran_ahead: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """By id of a lease that was granted before older requests without delaying them, until its GPUs are clean: the
     oldest of these."""
+    preemptions: dict[str, Preemption] = field(default_factory=dict)
+    """By lease id of the request for which others end, see `core.preemption`."""
+    preempting: dict[str, str] = field(default_factory=dict)
+    """By lease id of what ends: that of the request for which it does."""
     usage: dict[str, UsageRecord] = field(default_factory=dict)
     """By user, what they have used lately, see `core.fair_share`."""
     usage_recounted: bool = False
@@ -98,6 +103,8 @@ class RequestQueue:
                 self.places_kept |= dict(change.kept)
                 for lease_id in change.let_go:
                     self.places_kept.pop(lease_id, None)
+            case Preemption() | PreemptionRemoved():
+                self._put_preemption(change)
             case UsageRecord():
                 self.usage[change.user] = change
             case UsageRemoved():
@@ -107,6 +114,14 @@ class RequestQueue:
                 self.demand_classes.set_steps(change.steps, change.lowest, self.places_kept.values())
                 if change.counted_at_s is not None:
                     self.steps_counted_at_s = change.counted_at_s
+
+    def _put_preemption(self, change: PreemptionChange) -> None:
+        before = self.preemptions.pop(change.lease_id, None)
+        for lease_id in () if before is None else before.victims:
+            self.preempting.pop(lease_id, None)
+        if isinstance(change, Preemption):
+            self.preemptions[change.lease_id] = change
+            self.preempting |= dict.fromkeys(change.victims, change.lease_id)
 
     def _put_pause(self, pause: NotBefore) -> None:
         if pause.at_s is None:

@@ -7,6 +7,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.place import place
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.preempted_gpus import hold_preempted_gpus
 from gpulease_server.core.queue_walk import QueueWalk
 from gpulease_server.core.records import BudgetRecord, Instant, LeaseRecord
 from gpulease_server.core.user_limits import usage_by_user
@@ -41,6 +42,7 @@ def _reservations(
     assert users.tokens is not None
     users.tokens.unmade = budget
     reservations = Reservations(ledger, now, policy, users)
+    hold_preempted_gpus(reservations)
     blocked, order = BlockedRequests(reservations), UserOrder(reservations)
     max_demands = MAX_SHOWN_DEMANDS if last is None else None
     for record in QueueWalk(ledger, reservations, blocked, order, last=last, max_demands=max_demands):

@@ -12,6 +12,7 @@ meantime (`core.easy_backfill`) on the early one. What is not known is early *no
 | the same, by a token with GPU-hours a day | now: they may be used sooner | `settling_s` after that |
 | the same, and it ran ahead of the request | now: it is not to be waited for in turn | `settling_s` after that |
 | the same, of the user who is to run ahead | now: they may give it back at once | `settling_s` after that |
+| the same, and it is to end for a request (`core.preemption`) | now | `settling_s` after that |
 | draining | now | `2 * retained_memory_s` after the end of its lease; beyond that not known |
 | leased without a time, or for longer than it could be | now | not known |
 | foreign, cordoned, unhealthy, on a silent or paused node | now | not known |
@@ -61,7 +62,7 @@ def earliest_s(
         return now.mono_s
     if record.lease.id in ledger.ran_ahead and (record.granted_at_s or now.mono_s) >= waiting.requested_at_s:
         return now.mono_s
-    if record.lease.holder.user in at_once:
+    if record.lease.holder.user in at_once or record.lease.id in ledger.preempting:
         return now.mono_s
     budget = ledger.budgets.get(record.lease.holder.token_id or "")
     if budget is not None and budget.budget.gpu_hours_per_day is not None:

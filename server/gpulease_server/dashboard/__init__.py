@@ -19,17 +19,17 @@ of browsers does.
 | only a viewer's token outlasts the tab | `localStorage` has it, if its user asked for that |
 | a new version appears at once | `Cache-Control: no-cache` with an `ETag` |
 
-**The modules.** `main.js` is the entry point (`loading.js` loads the page again if that fails): it holds all data in one object, and draws the page whenever some
-arrive. `follow.js` decides when to fetch what: everything at the start, what an event concerns when it arrives, and
-readings every few seconds. `api.js` sends requests, `stream.js` reads events, and `shared_stream.js` lets the windows
-of a browser share one stream. `model.js` says what the lists mean together, in pure functions. `shell.js` is the bar
-at the top and chooses the view: one module of `views/` for each, made of `parts/`. Views are functions of the data
-that return templates (htm), so Preact changes only what differs, and focus and selection survive. What only one view
-shows, such as the metrics of a job, it fetches itself (`parts/answers.js`). `parts/diagnosis.js` names stragglers and
-stalls. The timeline may have thousands of bars, so it is drawn on a canvas (`parts/timeline_canvas.js`), of what
-`parts/timeline_layout.js` computes; one link lies on the bar that the pointer or the keyboard is at.
-`route.js` has the addresses (`#/jobs/ID?q=ada`), `format.js` the words of `gpulease_protocol.status_table`,
-`clock.js` the daemon's time, which may differ from the browser's.
+**The modules.** `main.js` is the entry point (`loading.js` loads the page again if that fails): it holds all data in
+one object, and draws the page whenever some arrive. `follow.js` decides when to fetch what: everything at the start,
+what an event concerns when it arrives, and readings every few seconds. `api.js` sends requests, `stream.js` reads
+events, and `shared_stream.js` lets the windows of a browser share one stream. `model.js` says what the lists mean
+together, in pure functions. `shell.js` is the bar at the top and chooses the view: one module of `views/` for each,
+made of `parts/`. Views are functions of the data that return templates (htm), so Preact changes only what differs, and
+focus and selection survive. What only one view shows, such as the metrics of a job, it fetches itself
+(`parts/answers.js`). `parts/diagnosis.js` names stragglers and stalls. The timeline may have thousands of bars, so it
+is drawn on a canvas (`parts/timeline_canvas.js`), of what `parts/timeline_layout.js` computes; one link lies on the bar
+that the pointer or the keyboard is at. `route.js` has the addresses (`#/jobs/ID?q=ada`), `format.js` the words of
+`gpulease_protocol.status_table`, `clock.js` the daemon's time, which may differ from the browser's.
 
 | what happens | what the page does |
 |---|---|

@@ -155,6 +155,10 @@ def reset_deadlines(ledger: Ledger, now: Instant) -> None:
         ledger.put_end(lease_id, now.mono_s + left_s)
     for key, window in list(ledger.limits.gpu_time.items()):
         ledger.apply(gpu_time.counted(window, ledger.limits.gpus[key], now))
+    for one in list(ledger.preemptions.values()):
+        # What is left of the notice by the wall clock, which may have been set: no more than all of it.
+        left_s, notice_s = (one.preempt_at - now.at).total_seconds(), (one.preempt_at - one.noticed_at).total_seconds()
+        ledger.apply(replace(one, end_s=now.mono_s + min(max(0.0, left_s), notice_s)))
     for gpu in ledger.gpus.values():
         if gpu.draining:
             ledger.draining_since[gpu.device.uuid] = now.mono_s

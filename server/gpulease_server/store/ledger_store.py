@@ -54,6 +54,7 @@ READ_WHOLE: tuple[tuple[Table, Callable[[Row[Any]], Change]], ...] = (
     (tables.token_budget, rows.budget_record),
     (tables.user_usage, rows.usage_record),
     (tables.reservation, rows.reservation),
+    (tables.preemption, rows.preemption),
 )
 """Tables of which all rows are in the ledger, in the order in which they are read; leases come after them."""
 IN_MEMORY = (

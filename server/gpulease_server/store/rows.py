@@ -37,6 +37,7 @@ from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import ReservationRemoved
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import UsageRecord, UsageRemoved
+from gpulease_server.core.preemption_records import Preemption, PreemptionRemoved
 from gpulease_server.core.presentation import JOB_VIEW_FIELDS
 from gpulease_server.core.records import (
     BudgetRecord,
@@ -62,6 +63,7 @@ Removal = (
     | KeyRemoved
     | UsageRemoved
     | ReservationRemoved
+    | PreemptionRemoved
 )
 Record = (
     LeaseRecord
@@ -74,6 +76,7 @@ Record = (
     | KeyRecord
     | UsageRecord
     | Reservation
+    | Preemption
 )
 Stored = Record | Removal
 PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
@@ -91,6 +94,8 @@ PLACES: dict[type, tuple[Table, Callable[[Any], str]]] = {
     GpuTimeRemoved: (tables.gpu_time, lambda change: str(change.key)),
     Reservation: (tables.reservation, attrgetter("id")),
     ReservationRemoved: (tables.reservation, attrgetter("id")),
+    Preemption: (tables.preemption, attrgetter("lease_id")),
+    PreemptionRemoved: (tables.preemption, attrgetter("lease_id")),
     UsageRecord: (tables.user_usage, attrgetter("user")),
     UsageRemoved: (tables.user_usage, attrgetter("user")),
     KeyRecord: (tables.idempotency_key, attrgetter("key")),
@@ -103,7 +108,10 @@ JOB_RECORD_COLUMNS = (
     *("fenced", "go_at", "parts_stopped_at", "regroups", "grows_at", "stuck_on"),
 )
 COMPUTED: dict[type, Collection[str]] = {
-    Lease: ("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "expected_at", "expected_basis"),
+    Lease: (
+        *("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "preempt_at"),
+        *("expected_at", "expected_basis"),
+    ),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),
     GpuRecord: ("drains_since_s",),
     BudgetRecord: ("counted_at_s",),
@@ -111,6 +119,7 @@ COMPUTED: dict[type, Collection[str]] = {
     GpuTimeRecord: ("kind", "name", "counted_at_s"),
     UsageRecord: ("counted_at_s", "user"),
     Reservation: ("user", "group"),
+    Preemption: ("end_s",),
 }
 """Fields that are no columns: they follow from other ones, or from what is only in memory."""
 
@@ -142,6 +151,8 @@ def to_row(change: Record | Event) -> tuple[Table, dict[str, Any]]:  # noqa: C90
             return tables.user_usage, _fields(change) | {"user_name": change.user}
         case Reservation(user=user, group=group):
             return tables.reservation, _fields(change) | {"user_name": user, "group_name": group}
+        case Preemption():
+            return tables.preemption, _fields(change)
         case KeyRecord():
             return tables.idempotency_key, _fields(change)
         case Event():
@@ -262,6 +273,12 @@ def reservation(row: Row[Any]) -> Reservation:
     whom = {"user": values.pop("user_name"), "group": values.pop("group_name")}
     gpus = tuple(from_json(Device, item) for item in values.pop("gpus"))
     return Reservation(gpus=gpus, **whom, **values)
+
+
+def preemption(row: Row[Any]) -> Preemption:
+    """For whom leases end as it was stored."""
+    values = _values(row)
+    return Preemption(**values | {"victims": tuple(values["victims"]), "gpus": tuple(values["gpus"])})
 
 
 def limit_record(row: Row[Any]) -> LimitRecord:

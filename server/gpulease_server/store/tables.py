@@ -102,6 +102,8 @@ job = Table(
     Column("parts_stopped_at", UtcDateTime),
     Column("regroups", Integer, nullable=False, server_default="0"),
     Column("grows_at", UtcDateTime),
+    Column("preempt_at", UtcDateTime),
+    Column("preempted", Integer, nullable=False, server_default="0"),
     Column("stuck_on", JSON(none_as_null=True)),
     Column("log_directory", Text),
     Column("exit_code", Integer),
@@ -283,6 +285,17 @@ reservation = Table(
     Column("made_by", String(255)),
 )
 """One row for each reservation that has not ended, see `core.calendar`. The events tell of those that have."""
+
+preemption = Table(
+    "preemption",
+    metadata,
+    Column("lease_id", String(64), primary_key=True),
+    Column("victims", JSON, nullable=False),
+    Column("gpus", JSON, nullable=False),
+    Column("noticed_at", UtcDateTime, nullable=False),
+    Column("preempt_at", UtcDateTime, nullable=False),
+)
+"""One row for each request in the queue for which others end, see `core.preemption`."""
 
 counter = Table(
     "counter",

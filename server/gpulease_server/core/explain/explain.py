@@ -15,6 +15,7 @@ from gpulease_server.core.explain.gang_nodes import describe_readiness, node_rea
 from gpulease_server.core.explain.never_fits import describe_nodes, is_never, why_never
 from gpulease_server.core.explain.obstacles import limit_obstacles, obstacle
 from gpulease_server.core.explain.order_reasons import describe_place, recent_usage
+from gpulease_server.core.explain.preemptions import describe_preemption, describe_victim
 from gpulease_server.core.explain.reserved_gpus import calendar_obstacles
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order import position as place_in_queue
@@ -49,7 +50,7 @@ def explain(
     if lease.state is LeaseState.ENDED:
         return Explanation(verdict="ended", sentence=f"The lease has ended: {str(lease.end_reason).replace('_', ' ')}.")
     if lease.state is LeaseState.ACTIVE:
-        notes = mode_notes(ledger, ledger.held_by(lease))
+        notes = mode_notes(ledger, ledger.held_by(lease)) + describe_victim(ledger, record)
         named = describe_places(lease.gpus) if lease.members else describe_gpus([gpu.index for gpu in lease.gpus])
         connected = describe_connections(ledger, lease.demand, lease.gpus) + describe_run_ahead(ledger, record)
         return Explanation(verdict="granted", sentence=f"Granted: {named}.{connected}{notes}")
@@ -87,7 +88,7 @@ def explain(
     bypass_count, first_bypass_s = ledger.bypasses.get(lease.id, (0, now.mono_s))
     bypassed = describe_bypass(ledger, bypass_count, now.mono_s - first_bypass_s, held, policy)
     bypassed = bypassed + describe_times(reservations, record, position, start_known) if stays_queued else ""
-    ready = describe_readiness(lease.demand, nodes)
+    ready = describe_readiness(lease.demand, nodes) + describe_preemption(ledger, record)
     return Explanation(
         verdict="not_now",
         sentence=f"Not now: asked for {asked}{queued}.{bypassed}{ready} {details}{notes}",

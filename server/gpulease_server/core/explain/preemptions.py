@@ -1,0 +1,49 @@
+"""Who ends for whom, and when, in words; see `core.preemption`."""
+
+from __future__ import annotations
+
+from gpulease_protocol.model import Lease, LeaseState
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.preemption_records import Preemption
+from gpulease_server.core.records import LeaseRecord
+from gpulease_server.core.wording import describe_places, some_of
+
+
+def describe_preemption(ledger: Ledger, record: LeaseRecord) -> str:
+    """What ends so that a request can start, after a space; empty where nothing does."""
+    one = ledger.preemptions.get(record.lease.id)
+    if one is None:
+        return ""
+    known = (ledger.leases.get(lease_id) for lease_id in one.victims)
+    active = [found.lease for found in known if found is not None and found.lease.state is LeaseState.ACTIVE]
+    gpus = [ledger.gpus[uuid].device for uuid in one.gpus if uuid in ledger.gpus]
+    held = f"{describe_places(gpus)} {'is' if len(gpus) == 1 else 'are'} held for it" if gpus else ""
+    if not active:
+        return f" Nothing more ends for it; {held}." if held else ""
+    said = some_of([_named(lease) for lease in active])
+    return f" It preempts {said}, by {one.preempt_at:%Y-%m-%d %H:%M:%S} UTC{'; ' + held if held else ''}."
+
+
+def describe_victim(ledger: Ledger, record: LeaseRecord) -> str:
+    """For whom an active lease ends, and when, after a space; empty where it does not."""
+    lease, one = record.lease, _preemption_of(ledger, record.lease)
+    job = ledger.live_jobs.get(lease.job_id or "")
+    at = job.job.preempt_at if job is not None else None if one is None else one.preempt_at
+    if at is None:
+        return ""
+    waiting = None if one is None else ledger.leases.get(one.lease_id)
+    whom = ""
+    if waiting is not None:
+        asked = waiting.lease
+        whom = f", so that {asked.id} of user {asked.holder.user} with priority {asked.demand.priority} can start"
+    back = " Its job is queued again, at its old place." if job is not None else ""
+    return f" It ends by {at:%Y-%m-%d %H:%M:%S} UTC, preempted{whom}.{back}"
+
+
+def _preemption_of(ledger: Ledger, lease: Lease) -> Preemption | None:
+    return ledger.preemptions.get(ledger.preempting.get(lease.id, ""))
+
+
+def _named(lease: Lease) -> str:
+    what = f"{lease.id} of user {lease.holder.user}"
+    return what if lease.job_id is None else f"job {lease.job_id} of user {lease.holder.user}"

@@ -1,0 +1,29 @@
+"""The GPUs that are held for a request which has had others end for it, see `core.preemption`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpulease_protocol.model import LeaseState
+from gpulease_server.core.backfill import Reservations
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.policy import Policy
+from gpulease_server.core.preemption_records import Preemption
+from gpulease_server.core.records import Instant, LeaseRecord
+
+
+def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Iterator[tuple[Preemption, LeaseRecord]]:
+    """Those whose GPUs are held, and the requests that they are held for."""
+    for one in ledger.preemptions.values():
+        record = ledger.leases.get(one.lease_id)
+        waits = record is not None and record.lease.state is LeaseState.QUEUED
+        if record is not None and waits and now.mono_s < one.held_until_s(policy):
+            yield one, record
+
+
+def hold_preempted_gpus(reservations: Reservations) -> None:
+    """Hold what is free of these GPUs, before anything is held for others."""
+    ledger = reservations.ledger
+    for one, record in preemptions_under_way(ledger, reservations.now, reservations.policy):
+        known = (ledger.gpus.get(uuid) for uuid in one.gpus)
+        reservations.reserve(record, (gpu for gpu in known if gpu is not None and gpu.lease_id is None))

@@ -1,0 +1,148 @@
+"""Which leases would have to end so that a request can start: the smallest set of one node, see `core.preemption`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gpulease_protocol.model import JobState, LeaseState
+from gpulease_server.core.backfill import Reservations
+from gpulease_server.core.demand_classes import rank_of
+from gpulease_server.core.gpu import conflicting_processes, ends_too_soon, node_problem
+from gpulease_server.core.gpu_choice import set_to_wait_for
+from gpulease_server.core.ledger import Ledger
+from gpulease_server.core.placement import find_candidates, gpus_needed, grant_size, has_enough
+from gpulease_server.core.preemption_records import MAX_PREEMPTED
+from gpulease_server.core.records import GpuRecord, LeaseRecord
+from gpulease_server.core.shadow_time import latest_s
+from gpulease_server.core.token_budgets import held_s
+
+MAX_TTL_S = 900.0
+"""The holder of a lease with a longer `ttl_s` might hear too late that it ends: it renews after a third of that."""
+MAX_SETS = 20_000
+"""Sets of leases of a node that are looked at, those with the least lost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """The leases that would end, and the GPUs on which the request would start."""
+
+    lost_s: float
+    """GPU-seconds for which they have held their GPUs."""
+    node: str
+    leases: tuple[LeaseRecord, ...]
+    """By id."""
+    gpus: tuple[GpuRecord, ...]
+
+    def order(self) -> tuple[int, float, str, tuple[str, ...]]:
+        """The set that is taken comes first."""
+        return len(self.leases), self.lost_s, self.node, tuple(one.lease.id for one in self.leases)
+
+
+def smallest_set(reservations: Reservations, record: LeaseRecord) -> Victims | None:
+    """The leases that end for a request on one node; None where none need to, or where that would not help.
+    `reservations`: what is kept for those before it."""
+    ledger, demand, users = reservations.ledger, record.lease.demand, reservations.users
+    nodes = {device.node for lease_id in ledger.preemptible for device in ledger.leases[lease_id].lease.gpus}
+    most_gpus, found = users.gpus_left(record.lease), list[Victims]()
+    for node, uuids in find_candidates(ledger, demand).by_node.items():
+        if node not in nodes or (most_gpus is not None and grant_size(demand, uuids) > most_gpus):
+            continue
+        if node_problem(ledger, node, reservations.now, reservations.policy) is not None:
+            continue
+        if ends_too_soon(ledger, demand, node, reservations.now):
+            continue
+        victims = _smallest_on(reservations, record, node, [ledger.gpus[uuid] for uuid in uuids])
+        if victims is not None:
+            found.append(victims)
+    best = min(found, key=Victims.order, default=None)
+    return best if best is not None and best.leases else None
+
+
+def may_be_preempted(reservations: Reservations, record: LeaseRecord, victim: LeaseRecord) -> bool:
+    """True for a lease that has opted in, has held its GPUs for long enough, and whose holder can be told."""
+    ledger, now, policy, lease = reservations.ledger, reservations.now, reservations.policy, victim.lease
+    if lease.state is not LeaseState.ACTIVE or lease.id not in ledger.preemptible:
+        return False
+    if rank_of(lease.demand) <= rank_of(record.lease.demand) or held_s(victim, now) < policy.preempt_after_s:
+        return False
+    if lease.id in ledger.preempting:
+        return False
+    if any(node_problem(ledger, node, now, policy) is not None for node in {one.node for one in lease.gpus}):
+        return False
+    if lease.job_id is None:
+        return lease.ttl_s <= MAX_TTL_S
+    job = ledger.live_jobs.get(lease.job_id)
+    if job is None or job.job.state is not JobState.RUNNING or job.cancelled_at is not None:
+        return False
+    return job.job.preempt_at is None and job.job.preempted < MAX_PREEMPTED
+
+
+def _smallest_on(
+    reservations: Reservations, record: LeaseRecord, node: str, candidates: Sequence[GpuRecord]
+) -> Victims | None:
+    """The smallest set of a node; None where no set is enough."""
+    ledger, lease = reservations.ledger, record.lease
+    own, of_victims = list[GpuRecord](), dict[str, list[GpuRecord]]()
+    soon_s, closed = soon(reservations), reservations.users.closed_to(lease)
+    for gpu in candidates:
+        uuid = gpu.device.uuid
+        if uuid in closed or reservations.by_uuid.get(uuid, lease.id) != lease.id:
+            continue
+        if (at_s := latest_s(reservations, lease.demand, gpu)) is not None and at_s <= soon_s:
+            own.append(gpu)
+            continue
+        victim = ledger.leases.get(gpu.lease_id or "")
+        if victim is None or gpu.draining or not reservations.will_be_free(lease.demand, gpu):
+            continue
+        if not conflicting_processes(ledger, gpu) and may_be_preempted(reservations, record, victim):
+            of_victims.setdefault(victim.lease.id, []).append(gpu)
+    needed = gpus_needed(lease.demand, candidates)
+    leases = _fewest(reservations, record, node, own, of_victims, needed)
+    if leases is None:
+        return None
+    gpus = [*own, *(gpu for one in leases for gpu in of_victims[one.lease.id])]
+    wanted = set_to_wait_for(ledger, lease.demand, node, gpus, needed)
+    gpus = [gpu for gpu in gpus if gpu.device.uuid in wanted][:needed]
+    return Victims(sum(_lost_s(reservations, one) for one in leases), node, leases, tuple(gpus))
+
+
+def _fewest(
+    reservations: Reservations,
+    record: LeaseRecord,
+    node: str,
+    own: list[GpuRecord],
+    of_victims: dict[str, list[GpuRecord]],
+    needed: int,
+) -> tuple[LeaseRecord, ...] | None:
+    """The fewest leases whose GPUs are enough together with the request's own; of several such sets the one of which
+    the least is lost."""
+    ledger = reservations.ledger
+    leases = [ledger.leases[lease_id] for lease_id in sorted(of_victims)]
+    leases.sort(key=lambda one: _lost_s(reservations, one))
+    sizes = sorted((len(gpus) for gpus in of_victims.values()), reverse=True)
+    for number in range(len(leases) + 1):
+        if len(own) + sum(sizes[:number]) < needed:
+            continue
+        enough = [
+            (sum(_lost_s(reservations, one) for one in some), tuple(sorted(one.lease.id for one in some)))
+            for some in itertools.islice(itertools.combinations(leases, number), MAX_SETS)
+            if _are_enough(ledger, record, node, [*own, *(g for one in some for g in of_victims[one.lease.id])], needed)
+        ]
+        if enough:
+            return tuple(ledger.leases[lease_id] for lease_id in min(enough)[1])
+    return None
+
+
+def _are_enough(ledger: Ledger, record: LeaseRecord, node: str, gpus: list[GpuRecord], needed: int) -> bool:
+    return has_enough(ledger, record.lease.demand, node, gpus, needed)
+
+
+def _lost_s(reservations: Reservations, record: LeaseRecord) -> float:
+    return len(record.lease.gpus) * held_s(record, reservations.now)
+
+
+def soon(reservations: Reservations) -> float:
+    """What comes by then by itself is waited for, on the monotonic clock."""
+    return reservations.now.mono_s + 2 * reservations.policy.preempt_notice_s
