@@ -207,3 +207,25 @@ def test_with_too_much_to_look_at_nothing_opens(monkeypatch: pytest.MonkeyPatch)
     withdraw(world, *waiting)
 
     assert is_active(world, asked) == [True]
+
+
+def test_for_one_that_was_delayed_gpus_are_held_where_it_starts_first() -> None:
+    """What ran ahead of another, and past it with a count, is in its way as any lease. What would be held for it on
+    that node would be taken from the other one, where it could start ten times sooner."""
+    world = world_of(easy_backfill=True, max_bypass=2, a=4, b=4)
+    listed(world, 3, node="a", time_s=30 * HOUR_S, user="bob")
+    listed(world, 2, 3, node="b", time_s=2 * HOUR_S, user="bob")
+    first = ask(world, 4, node="a", user="cat")
+    pass_by(world, 2, node="a", user="dan")
+    second = ask(world, 3, user="ann")
+    ahead = ask(world, 2, node="a", time_s=20 * HOUR_S, user="eve")
+    assert is_active(world, second, ahead) == [False, True]
+    assert (passed(world, first), passed(world, second)) == (2, 1)
+    pass_by(world, 1, node="b", user="dan")
+
+    withdraw(world, first)
+
+    assert set(explained(world, second).held) == {uuid(0, "b"), uuid(1, "b")}
+    assert ask(world, 2, node="b", user="gil").state is LeaseState.QUEUED
+    pass_time(world, 2 * HOUR_S)
+    assert is_active(world, second) == [True]

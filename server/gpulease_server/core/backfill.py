@@ -260,9 +260,11 @@ class Reservations:
         return self._lent_on
 
     def _is_lent_by(self, record: LeaseRecord, gpu: GpuRecord) -> bool:
-        """True for a GPU that a lease has which ran ahead while this request waited, if no older one waits for it."""
+        """True for a GPU that a lease has which ran ahead of this request, if no older one waits for it. Not where it
+        delays this request: then it is as any lease, and what is held may be better elsewhere."""
         lease_id = gpu.lease_id or ""
-        if lease_id not in self.ledger.ran_ahead or (ahead := self.ledger.leases.get(lease_id)) is None:
+        how, ahead = self.ledger.ran_ahead.get(lease_id), self.ledger.leases.get(lease_id)
+        if how is None or ahead is None or record.lease.demand not in how.undelayed:
             return False
         is_newer, uuid = (ahead.granted_at_s or self.now.mono_s) >= record.requested_at_s, gpu.device.uuid
         return is_newer and self.lent.get(uuid, self.by_uuid.get(uuid, record.lease.id)) == record.lease.id

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from gpulease_protocol.model import Demand
 from gpulease_server.core.preemption_records import PreemptionChange
 
 
@@ -37,8 +38,10 @@ class RanAhead:
     """A lease was granted before older requests that it does not delay, see `core.easy_backfill`. In memory only."""
 
     lease_id: str
-    passed: tuple[str, ...]
+    passed: tuple[str, ...] = ()
     """Lease ids of the oldest of these, for people."""
+    undelayed: frozenset[Demand] = frozenset()
+    """What these ask for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

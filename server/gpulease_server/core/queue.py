@@ -8,7 +8,7 @@ from dataclasses import replace
 from gpulease_protocol.errors import GpuleaseError, NeverFits, NotNow, OverQuota
 from gpulease_protocol.model import JobMember, JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
-from gpulease_server.core.backfill import BlockedRequests, Reservations
+from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
 from gpulease_server.core.easy_backfill import EasyBackfill
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
@@ -83,7 +83,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
                     continue
                 reservations.taken += (gpu.device.node for gpu in gpus)
                 in_order, undelayed = turn.ledger.ordered_place(record), ahead.undelayed(record, gpus, blocked)
-                _grant(turn, record, gpus, pending, undelayed.told)
+                _grant(turn, record, gpus, pending, undelayed)
                 walk.count_bypass(turn, record, gpus, in_order, undelayed)
                 count_overtake(turn, in_order)
             case NeedsReading(nodes, gpus):
@@ -191,7 +191,7 @@ def _grant(
     record: LeaseRecord,
     gpus: tuple[GpuRecord, ...],
     pending: PendingRequest | None,
-    undelayed: tuple[str, ...] = (),
+    undelayed: Undelayed = NONE_UNDELAYED,
 ) -> None:
     """Grant a request. `undelayed`: older ones that it passes, and does not delay."""
     if pending is not None:
@@ -199,9 +199,9 @@ def _grant(
         _record_pending(turn, pending)
     adopted = pending is not None and pending.adoption is not None
     reason = f"adopted process {record.lease.holder.owner_pid}" if adopted else None
-    if undelayed:
-        reason = f"runs ahead of {', '.join(undelayed)}, with no delay for them"
-        turn.put(RanAhead(record.lease.id, undelayed))
+    if undelayed.told:
+        reason = f"runs ahead of {', '.join(undelayed.told)}, with no delay for them"
+        turn.put(RanAhead(record.lease.id, undelayed.told, frozenset(one.demand for one in undelayed.demands)))
     is_told = pending is not None or record.lease.id in turn.waiting_holders
     grant(turn, record, gpus, unclaimed=not is_told and record.lease.job_id is None, reason=reason)
     if is_told and pending is None:

@@ -63,9 +63,8 @@ class RequestQueue:
     places_kept: dict[str, int] = field(default_factory=dict)
     """By id, the queued leases that keep their places because GPUs are held for them, each on this step; see
     `core.order`."""
-    ran_ahead: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By id of a lease that was granted before older requests without delaying them, until its GPUs are clean: the
-    oldest of these."""
+    ran_ahead: dict[str, RanAhead] = field(default_factory=dict)
+    """By id, the leases that were granted before older requests without delaying them, until their GPUs are clean."""
     preemptions: dict[str, Preemption] = field(default_factory=dict)
     """By lease id of the request for which others end, see `core.preemption`."""
     preempting: dict[str, str] = field(default_factory=dict)
@@ -94,7 +93,7 @@ class RequestQueue:
     def _put_order_change(self, change: OrderChange) -> None:
         match change:
             case RanAhead():
-                self.ran_ahead[change.lease_id] = change.passed
+                self.ran_ahead[change.lease_id] = change
             case Overtakes():
                 self.overtakes = change.times
                 self.go_first |= dict.fromkeys(change.go_first, 0)

@@ -30,10 +30,10 @@ def describe_times(reservations: Reservations, record: LeaseRecord, position: in
 
 def describe_run_ahead(ledger: Ledger, record: LeaseRecord) -> str:
     """Why an active lease was granted before older requests; empty where it was not, or where that is not known."""
-    passed = ledger.ran_ahead.get(record.lease.id, ())
-    if not passed:
+    ahead = ledger.ran_ahead.get(record.lease.id)
+    if ahead is None or not ahead.passed:
         return ""
-    return f" It was granted before {some_of(passed)}, which it does not delay by what was declared."
+    return f" It was granted before {some_of(ahead.passed)}, which it does not delay by what was declared."
 
 
 def _latest_start(reservations: Reservations, record: LeaseRecord, position: int | None, start_known: bool) -> str:
@@ -65,7 +65,7 @@ def _closed_out(reservations: Reservations, record: LeaseRecord) -> str:
 
 
 def _running_ahead(ledger: Ledger, record: LeaseRecord) -> str:
-    ahead = [lease_id for lease_id, passed in ledger.ran_ahead.items() if record.lease.id in passed]
+    ahead = [one.lease_id for one in ledger.ran_ahead.values() if record.lease.id in one.passed]
     if not ahead:
         return ""
     verb = "has" if len(ahead) == 1 else "have"

@@ -14,7 +14,7 @@ from gpulease_server.core.gpu import node_problem
 from gpulease_server.core.lease_end import end_lease
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.order import in_order
-from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageSteps
+from gpulease_server.core.order_records import Overtakes, PlacesKept, UsageSteps
 from gpulease_server.core.policy import Policy, undisturbed
 from gpulease_server.core.queue import settle
 from gpulease_server.core.records import (
@@ -300,8 +300,7 @@ def _waiting_state(ledger: Ledger, requests: set[str], most_missed: int) -> Iter
             yield BypassCounts(((lease_id, times),), since_s, within)
     for lease_id in ledger.not_before.keys() & requests:
         yield NotBefore(lease_id, ledger.not_before[lease_id])
-    for lease_id, passed in ledger.ran_ahead.items():
-        yield RanAhead(lease_id, passed)
+    yield from ledger.ran_ahead.values()
     yield PlacesKept(tuple((one, step) for one, step in ledger.places_kept.items() if one in requests))
     first = {lease_id: missed for lease_id, missed in ledger.go_first.items() if lease_id in requests}
     yield Overtakes(ledger.overtakes, tuple(first))
