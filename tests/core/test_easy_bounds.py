@@ -209,6 +209,23 @@ def test_with_too_much_to_look_at_nothing_opens(monkeypatch: pytest.MonkeyPatch)
     assert is_active(world, asked) == [True]
 
 
+def test_a_job_that_is_being_stopped_is_waited_for_no_longer() -> None:
+    """Its user has given its GPUs back: who starts in its grace would keep the first from them."""
+    world = world_of(easy_backfill=True, max_bypass=0)
+    job = world.submit(1, timeout_s=20 * HOUR_S, user="bob")
+    first = ask(world, 4, user="ann")
+    before = ask(world, time_s=HOUR_S, user="eve")
+    world.cancel(job)
+    assert world.ledger.jobs[job].job.state is JobState.STOPPING
+
+    meanwhile = ask(world, time_s=HOUR_S, user="fay")
+
+    assert is_active(world, first, before, meanwhile) == [False, True, False]
+    give_back(world, before)
+    world.ended(job)
+    assert is_active(world, first) == [True]
+
+
 def test_for_one_that_was_delayed_gpus_are_held_where_it_starts_first() -> None:
     """What ran ahead of another, and past it with a count, is in its way as any lease. What would be held for it on
     that node would be taken from the other one, where it could start ten times sooner."""

@@ -13,6 +13,7 @@ meantime (`core.easy_backfill`) on the early one. What is not known is early *no
 | the same, and it ran ahead of the request | now: it is not to be waited for in turn | `settling_s` after that |
 | the same, of the user who is to run ahead | now: they may give it back at once | `settling_s` after that |
 | the same, and it is to end for a request (`core.preemption`) | now | `settling_s` after that |
+| the same, of a job that is being stopped | now: it has been given back already | `settling_s` after that |
 | draining | now | `2 * retained_memory_s` after the end of its lease; beyond that not known |
 | leased without a time, or for longer than it could be | now | not known |
 | foreign, cordoned, unhealthy, on a silent or paused node | now | not known |
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gpulease_protocol.model import Demand, LeaseState, TopologyMode
+from gpulease_protocol.model import Demand, JobState, LeaseState, TopologyMode
 from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.declared_ends import declared_end_s
 from gpulease_server.core.gpu import ends_too_soon
@@ -63,6 +64,9 @@ def earliest_s(
     if record.lease.id in ledger.ran_ahead and (record.granted_at_s or now.mono_s) >= waiting.requested_at_s:
         return now.mono_s
     if record.lease.holder.user in at_once or record.lease.id in ledger.preempting:
+        return now.mono_s
+    job = ledger.live_jobs.get(record.lease.job_id or "")
+    if job is not None and job.job.state is JobState.STOPPING:
         return now.mono_s
     budget = ledger.budgets.get(record.lease.holder.token_id or "")
     if budget is not None and budget.budget.gpu_hours_per_day is not None:
