@@ -226,6 +226,24 @@ def test_a_job_that_is_being_stopped_is_waited_for_no_longer() -> None:
     assert is_active(world, first) == [True]
 
 
+def test_one_that_ran_ahead_and_is_revived_opens_nothing() -> None:
+    """No one follows it once all else is given back, as if it had never ended."""
+    world = world_of(easy_backfill=True, max_bypass=0)
+    long = listed(world, 3, time_s=DAY_S, user="bob")
+    first = ask(world, 4)
+    ahead = ask(world, time_s=10 * HOUR_S, user="eve", ttl_s=60.0)
+    pass_time(world, 61.0)
+    assert world.ledger.ran_ahead == {}
+    world.renew(world.now_of(ahead))
+    assert is_active(world, ahead) == [True]
+
+    give_back(world, long)
+
+    assert ask(world, time_s=HOUR_S, user="fay").state is LeaseState.QUEUED
+    give_back(world, ahead)
+    assert is_active(world, first) == [True]
+
+
 def test_for_one_that_was_delayed_gpus_are_held_where_it_starts_first() -> None:
     """What ran ahead of another, and past it with a count, is in its way as any lease. What would be held for it on
     that node would be taken from the other one, where it could start ten times sooner."""

@@ -13,6 +13,7 @@ from gpulease_server.core.gpu_observation import baseline_of
 from gpulease_server.core.lease_env import gang_members, lease_env
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.liveness import extend_deadline, extend_unclaimed
+from gpulease_server.core.order_records import RanAhead
 from gpulease_server.core.records import Deadline, GpuRecord, LeaseRecord
 from gpulease_server.core.token_budgets import held_s, is_time_over
 from gpulease_server.core.turn import Turn
@@ -153,6 +154,9 @@ def revive(turn: Turn, record: LeaseRecord) -> LeaseRecord:
     revived = replace(record, lease=lease, granted_at_s=turn.now.mono_s - held_s(record, turn.now))
     count_gpu_time(turn, lease)
     turn.put(revived)
+    if lease.demand.time_s is not None and lease.id not in turn.ledger.ran_ahead:
+        # It may have run ahead of those who wait, which is not known once its GPUs are clean.
+        turn.put(RanAhead(lease.id))
     for device in lease.gpus:
         turn.put(replace(turn.ledger.gpus[device.uuid], lease_id=lease.id, draining=False))
     turn.emit(
