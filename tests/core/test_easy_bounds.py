@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -264,3 +265,26 @@ def test_for_one_that_was_delayed_gpus_are_held_where_it_starts_first() -> None:
     assert ask(world, 2, node="b", user="gil").state is LeaseState.QUEUED
     pass_time(world, 2 * HOUR_S)
     assert is_active(world, second) == [True]
+
+
+class _CountsLooks(dict[Any, Any]):
+    looks = 0
+
+    def get(self, *args: Any) -> Any:
+        self.looks += 1
+        return super().get(*args)
+
+
+def test_a_turn_looks_at_the_members_of_a_group_once() -> None:
+    """And not once for each of them who waits."""
+    world = world_of(easy_backfill=True, max_bypass=0, a=4, b=1)
+    users = tuple(f"user-{number}" for number in range(20))
+    world.limit("lab", "group", members=users, max_gpus=100)
+    listed(world, 3, node="a", time_s=10 * HOUR_S, user="bob")
+    for user in users:
+        ask(world, 4, node="a", time_s=HOUR_S, user=user)
+    counted = world.ledger.demand_classes.of_user = _CountsLooks(world.ledger.demand_classes.of_user)
+
+    world.report("a")
+
+    assert 0 < counted.looks <= 2 * len(users)

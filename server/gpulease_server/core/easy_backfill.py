@@ -49,7 +49,7 @@ from dataclasses import dataclass, field, replace
 from gpulease_protocol.limits import LimitKind
 from gpulease_protocol.model import Demand, LeaseState, Priority
 from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
-from gpulease_server.core.limit_records import user_key
+from gpulease_server.core.limit_records import LimitKey, user_key
 from gpulease_server.core.placement import Blocked, NeedsReading, Placed, find_candidates
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.shadow_time import serves_s, settling_s
@@ -104,7 +104,8 @@ class EasyBackfill:
     _seen: int = 0
     """How many GPUs were reserved when these were found."""
     _late_users: frozenset[str | None] | None = None
-    _limited_with: dict[str | None, frozenset[Demand]] = field(default_factory=dict)
+    _limited_with: dict[str | tuple[LimitKey, ...] | None, frozenset[Demand]] = field(default_factory=dict)
+    """By user, or by their group, what those ask for who share a limit with them."""
 
     def end_s(self, record: LeaseRecord) -> float | None:
         """By when the GPUs of a request are free again if it is granted now, on the monotonic clock; None where that
@@ -222,14 +223,16 @@ class EasyBackfill:
         applied, user = self.reservations.users.applied(record.lease), record.lease.holder.user
         if not applied:
             return frozenset()
-        if user not in self._limited_with:
+        groups = tuple(one.key for one in applied if one.key.kind is LimitKind.GROUP)
+        shared = groups or user  # a group is looked at once, and not for each of its members
+        if shared not in self._limited_with:
             ledger, users = self.reservations.ledger, {user}
-            for key in [one.key for one in applied if one.key.kind is LimitKind.GROUP]:
+            for key in groups:
                 users.update(ledger.limits.records[key].members)
             of_user = ledger.demand_classes.of_user
             demands = (members.key.demand for one in users for members in of_user.get(one, ()))
-            self._limited_with[user] = frozenset(demands)
-        return self._limited_with[user]
+            self._limited_with[shared] = frozenset(demands)
+        return self._limited_with[shared]
 
     def _find_held(self) -> set[str]:
         """The GPUs that are held for others. Within a turn more are held, and none is let go."""
