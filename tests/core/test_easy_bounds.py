@@ -10,7 +10,8 @@ import pytest
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.model import JobState, LeaseState
 from gpulease_server.core import easy_backfill
-from tests.core.build import gpu, uuid
+from gpulease_server.core.policy import Policy
+from tests.core.build import World, gpu, uuid
 from tests.core.test_bypass import ask, explained, give_back, is_active, pass_by, world_of
 from tests.core.test_easy_backfill import (
     DAY_S,
@@ -265,6 +266,27 @@ def test_for_one_that_was_delayed_gpus_are_held_where_it_starts_first() -> None:
     assert ask(world, 2, node="b", user="gil").state is LeaseState.QUEUED
     pass_time(world, 2 * HOUR_S)
     assert is_active(world, second) == [True]
+
+
+def test_what_ran_ahead_of_one_opens_nothing_because_another_is_before_it_by_usage() -> None:
+    """Both ask for the same, and only the newer one came after what ran ahead."""
+    world = World(policy=Policy(max_bypass=0, easy_backfill=True, fair_share=True))
+    world.node("a", gpus=4).node("b", gpus=8)
+    for user, count in (("bob", 1), ("eve", 3), ("fay", 3)):
+        ask(world, count, node="b", user=user)
+    long = listed(world, 3, time_s=DAY_S, user="kim")
+    pass_time(world, 10 * HOUR_S)
+    older = ask(world, 4, node="a", user="bob")
+    ahead = ask(world, node="a", time_s=5 * HOUR_S, user="eve")
+    assert is_active(world, older, ahead) == [False, True]
+    give_back(world, long)
+    pass_time(world, 1.0)
+
+    first = ask(world, 4, node="a", user="ann")
+    later = ask(world, node="a", time_s=HOUR_S, user="fay")
+
+    assert (world.position(first), world.position(older)) == (1, 2)
+    assert later.state is LeaseState.QUEUED
 
 
 class _CountsLooks(dict[Any, Any]):

@@ -88,6 +88,8 @@ class EasyBackfill:
     """By lease id, the GPUs that could serve an older request."""
     _kinds: dict[str, Demand] = field(default_factory=dict)
     """By lease id, what an older request asks for, without its time and priority."""
+    _first_made: dict[Demand, LeaseRecord] = field(default_factory=dict)
+    """By what they ask for, the request that was made first; where usage orders."""
     _due: list[LeaseRecord] = field(default_factory=list)
     """Of those that were bypassed as often as they may be, the one of each kind that was made first, and others that
     were looked at before it."""
@@ -273,12 +275,23 @@ class EasyBackfill:
     def _node_serves_s(self, older: LeaseRecord, node: str, user: str | None) -> float:
         """Before this time a node cannot serve an older request if this user runs ahead. Grants of the turn only make
         it later."""
-        reservations, at_once = self.reservations, self._at_once(node, user)
+        reservations, at_once, older = self.reservations, self._at_once(node, user), self._made_first(older)
         key = self._kind(older), node, at_once, older.requested_at_s if node in reservations.lent_on() else math.inf
         if key not in self._serves_s:
             self._looks += len(reservations.ledger.fleet.gpus_of_node.get(node, ()))
             self._serves_s[key] = serves_s(reservations, older, node, at_once)
         return self._serves_s[key]
+
+    def _made_first(self, older: LeaseRecord) -> LeaseRecord:
+        """Of those that ask for the same, the one that was made first: most leases have run ahead of it. Where usage
+        orders, it may come behind this one."""
+        classes, demand = self.reservations.ledger.demand_classes, older.lease.demand
+        if not self.reservations.policy.fair_share or demand not in classes.of_demand:
+            return older
+        if demand not in self._first_made:
+            first = min((members.places[0] for members in classes.of_demand[demand]), default=(0, older.lease.id))
+            self._first_made[demand] = self.reservations.ledger.leases[first[1]]
+        return self._first_made[demand]
 
     def _kind(self, record: LeaseRecord) -> Demand:
         """What a request asks for, without its time and priority: which nodes can serve it, and when."""
