@@ -21,6 +21,7 @@ answer came. `what` says which kind of line it is:
     limit     user, queued                      how many requests of this user may wait at once
     order     max_overtakes, max_bypasses,      so many are granted by priority until the oldest goes first, and
               interactive_gpus                  so many pass it then; GPUs of a user by interactive requests, 0: any
+    preemption  after_s                         leases end for others after so many seconds at least
     held      gpus                              by free GPU, the lease that it is held for, where users share by usage
     over                                        the run has ended, and everyone had time to be served
 
@@ -94,9 +95,11 @@ class Seen:
 
     def told_end_s(self, line: Line) -> float:
         """When the lease of an answer ends however often it is renewed, as the answer says."""
-        if line["lease"].get("ends_at") is None:
+        told = (line["lease"].get(name) for name in ("ends_at", "preempt_at"))
+        ends_at = [datetime.datetime.fromisoformat(one).timestamp() for one in told if one is not None]
+        if not ends_at:
             return NEVER
-        wall_s = datetime.datetime.fromisoformat(line["lease"]["ends_at"]).timestamp()
+        wall_s = min(ends_at)
         clocks = sorted(self.of["clock"], key=lambda one: one["at_s"])
         ends = [one["at_s"] for one in clocks[1:]] + [NEVER]
         found = [
@@ -871,6 +874,54 @@ def no_one_is_delayed_by_who_runs_ahead(seen: Seen) -> Iterator[str]:  # noqa: C
         held |= dict.fromkeys(taken, (granted, now_s, NEVER if time_s is None else now_s + time_s))
 
 
+WAITS_FOR = re.compile(r"^for (\S+) of user ")
+
+
+def only_what_opted_in_is_preempted(seen: Seen) -> Iterator[str]:
+    """Only leases of priority scavenge are told to end, for requests of a higher one."""
+    demands = {lease["id"]: lease["demand"] for _, lease in seen.answers()}
+    for event in seen.events("lease.preempting"):
+        waits = WAITS_FOR.match(event["reason"])
+        own, other = (
+            demands.get(one, {}).get("priority") for one in (event["lease_id"], waits.group(1) if waits else "")
+        )
+        if own not in (None, "scavenge") or other == "scavenge":
+            yield f"seq {event['seq']}: {event['lease_id']} of priority {own} is to end for one of priority {other}"
+
+
+def preempted_after_the_minimum(seen: Seen) -> Iterator[str]:
+    """No lease is told to end before it has held its GPUs for as long as was promised."""
+    granted = {event["lease_id"]: event for event in seen.events("lease.granted")}
+    for line in seen.of["preemption"]:
+        for event in seen.events("lease.preempting"):
+            since_s = min(seen.moments(granted[event["lease_id"]]), default=0.0)
+            held_s = max(seen.moments(event), default=NEVER) - since_s
+            if held_s < line["after_s"] - seen.tolerance_s:
+                yield f"seq {event['seq']}: {event['lease_id']} is to end after {held_s:.3f} s"
+
+
+def who_preempts_starts(seen: Seen) -> Iterator[str]:
+    """The request for which leases have ended is granted, or leaves; until then no one else gets all of the GPUs that a
+    lease has given back for it."""
+    gave: dict[str, dict[str, set[str]]] = defaultdict(dict)  # by request, and lease that ended for it
+    ended: dict[str, list[str]] = {}
+    for event in seen.events("lease.granted", "lease.ended", "lease.preempted"):
+        lease = event["lease_id"]
+        if event["kind"] == "lease.preempted":
+            if (waits := WAITS_FOR.match(event["reason"])) is not None:
+                gave[waits.group(1)][lease] = set(ended.get(lease, ()))
+            continue
+        ended[lease] = event["gpus"]
+        gave.pop(lease, None)
+        for waits_for, victims in gave.items() if event["kind"] == "lease.granted" else ():
+            for victim, gpus in victims.items():
+                if gpus and not (gpus := gpus - set(event["gpus"])):
+                    yield f"seq {event['seq']}: {lease} has what {victim} gave back for {waits_for}"
+                victims[victim] = gpus
+    if seen.of["over"]:
+        yield from (f"{lease} never started, and {sorted(victims)} ended for it" for lease, victims in gave.items())
+
+
 RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "seq without gap or repeat": numbered_without_gap,
     "what readers were shown stays (6)": shown_events_stay,
@@ -902,5 +953,8 @@ RULES: dict[str, Callable[[Seen], Iterator[str]]] = {
     "one user's queue is bounded (15)": queue_is_bounded,
     "limits are never passed (15)": limits_are_never_passed,
     "reservations are never crossed (4)": reservations_are_never_crossed,
+    "only what opted in is preempted (7)": only_what_opted_in_is_preempted,
+    "nothing is preempted before the minimum (7)": preempted_after_the_minimum,
+    "who preempts starts (7, 8)": who_preempts_starts,
 }
 """Each rule by what it says, with the number of the promise."""

@@ -48,6 +48,9 @@ class PlayedClient:
         if self.world.priorities:
             body |= {"priority": chance.choice(("interactive", "interactive", "interactive", "normal", "scavenge"))}
             body |= {"time_s": chance.choice((20.0, 3600.0))}
+        if self.world.preemption:
+            body |= {"priority": chance.choice(("interactive", "normal", "scavenge", "scavenge")), "queue": True}
+            body["ttl_s"] = chance.choice((3.0, 6.0))
         if self.world.reservations and (time_s := chance.choice((None, None, 2.0, 20.0, 3600.0))) is not None:
             body["time_s"] = time_s
         if self.world.fair_share:
@@ -127,9 +130,11 @@ class PlayedClient:
     async def _hold(self, lease: Line, trusted_from: float) -> None:
         """Use the GPUs, renew, give back; or forget some of it."""
         world, chance = self.world, self.world.chance
-        until_s = world.now_s + chance.expovariate(0.6)
+        is_scavenge = world.preemption and lease["demand"]["priority"] == "scavenge"
+        until_s = world.now_s + chance.expovariate(0.04 if is_scavenge and not world.calm else 0.6)
         trusted_until_s = trusted_from + lease["ttl_s"]
         temper = chance.choice(("good", "good", "good", "sleepy", "sleepy", "dies", "wrong"))
+        temper = "good" if is_scavenge else temper
         uses = self._uuids(lease, 0.2 if temper == "sleepy" else 0.8)
         pids = [(gpu, world.gpu_node(gpu).start_process(gpu, lease["id"])) for gpu in uses]
         while world.now_s < until_s:

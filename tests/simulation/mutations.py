@@ -430,6 +430,21 @@ def run_ahead_of_all() -> Patches:
     return [(f"{CORE}.easy_backfill.serves_s", lambda *_: float("inf"))]
 
 
+def preempt_anyone() -> Patches:
+    """Leases end for others that have not opted in."""
+    return [(f"{CORE}.ledger.is_preemptible", lambda _: True)]
+
+
+def preempt_at_once() -> Patches:
+    """Leases end for others however short a time they have held their GPUs."""
+    return [(f"{CORE}.victim_choice.held_s", lambda *_: 1e9)]
+
+
+def preempt_for_others() -> Patches:
+    """The GPUs of what has ended for a request are held for no one: the first that comes gets them."""
+    return [(f"{CORE}.queue._start_preempting", lambda *_: None)]
+
+
 def anyone_may_release() -> Patches:
     """Whose a lease is does not matter."""
     return [("gpulease_server.api.auth.callers.Caller.owns", lambda *_: True)]
@@ -476,6 +491,9 @@ MUTATIONS: dict[str, Callable[[], Patches]] = {
         always_by_age,
         no_place_is_kept,
         run_ahead_of_all,
+        preempt_anyone,
+        preempt_at_once,
+        preempt_for_others,
     )
 }
 
@@ -490,6 +508,8 @@ OF_LIMITS = ("grant_over_limits", "interactive_without_limit")
 """Those that only show where limits are set."""
 OF_RESERVATIONS = ("grant_what_is_reserved",)
 """Those that only show where GPUs are reserved."""
+OF_PREEMPTION = ("preempt_anyone", "preempt_at_once", "preempt_for_others")
+"""Those that only show where leases end for others."""
 OF_FAIR_SHARE = ("no_place_is_kept",)
 """Those that only show where usage orders."""
 

@@ -324,6 +324,38 @@ def with_order(run: Run, count: int) -> None:
     run.renumber()
 
 
+def preempts(run: Run, at_s: float = 3.5) -> None:
+    """A is told to end for B, and does."""
+    run.lines.append({"what": "preemption", "at_s": 0.0, "after_s": 2.0})
+    for line in run.lines:
+        if line.get("lease", {}).get("id") == "A":
+            line["lease"]["demand"]["priority"] = "scavenge"
+    reason = "for B of user ada, whose priority is normal"
+    told = event("lease.preempting", at_s, lease_id="A", gpus=["g1", "g2"], reason=f"{reason}, by noon")
+    ended = run.log.index(run.find(kind="lease.ended", lease_id="A"))
+    run.log.insert(ended + 1, event("lease.preempted", 4.0, lease_id="A", reason=reason))
+    run.log.insert(ended, told)
+    run.renumber()
+
+
+def preempts_what_did_not_opt_in(run: Run) -> None:
+    preempts(run)
+    for line in run.lines:
+        if line.get("lease", {}).get("id") == "A":
+            line["lease"]["demand"]["priority"] = "normal"
+
+
+def preempts_too_soon(run: Run) -> None:
+    preempts(run, 2.5)
+
+
+def preempts_for_someone_else(run: Run) -> None:
+    preempts(run)
+    at = run.log.index(run.find(kind="lease.granted", lease_id="B"))
+    run.log.insert(at, event("lease.granted", 4.1, lease_id="N", gpus=["g1", "g2"], token=2))
+    run.renumber()
+
+
 def passes_a_higher_priority(run: Run) -> None:
     with_order(run, 1)
     run.log.remove(run.find(kind="lease.queued", lease_id="B"))
@@ -429,6 +461,9 @@ BAD: list[tuple[str, Callable[[Run], None]]] = [
     ("limits are shared in turn (8)", limit_never_in_turn),
     ("limits are never passed (15)", over_a_limit),
     ("reservations are never crossed (4)", crosses_a_reservation),
+    ("only what opted in is preempted (7)", preempts_what_did_not_opt_in),
+    ("nothing is preempted before the minimum (7)", preempts_too_soon),
+    ("who preempts starts (7, 8)", preempts_for_someone_else),
     ("what GPUs are held for keeps its place (8)", held_gpu_goes_to_another),
     ("no one is delayed by who runs ahead (8)", runs_ahead_for_too_long),
 ]
@@ -443,6 +478,13 @@ def test_a_good_log_passes() -> None:
 def test_a_gang_passes() -> None:
     run = Run()
     as_gang(run)
+
+    assert check(run.log, run.lines) == []
+
+
+def test_a_preemption_passes() -> None:
+    run = Run()
+    preempts(run)
 
     assert check(run.log, run.lines) == []
 

@@ -10,6 +10,7 @@ from tests.simulation.mutations import (
     OF_FAIR_SHARE,
     OF_GANGS,
     OF_LIMITS,
+    OF_PREEMPTION,
     OF_PRIORITIES,
     OF_RESERVATIONS,
     mutated,
@@ -21,6 +22,8 @@ ENOUGH = {"daemon killed": 3, "answer lost": 3, "request lost": 3, "again >": 3,
 """What must have happened in a run of some length, lest it shows nothing."""
 
 LOOK_FIRST = {
+    "preempt_anyone": 3,
+    "preempt_for_others": 28,
     "anyone_may_release": 2,
     "refuse_unknown_words": 2,
     "token_from_the_living": 3,
@@ -98,6 +101,15 @@ def test_every_promise_is_kept_while_gpus_are_reserved() -> None:
 
 
 @pytest.mark.budget(30)
+def test_every_promise_is_kept_while_leases_end_for_others() -> None:
+    outcome = simulate(1, steps=3000, preemption=True)
+
+    assert outcome.complaints == [], "1 --steps 3000 --preemption"
+    kinds = [event["kind"] for event in outcome.log]
+    assert min(kinds.count(f"lease.{kind}") for kind in ("preempting", "preempted", "preemption_withdrawn")) > 0
+
+
+@pytest.mark.budget(30)
 def test_every_promise_is_kept_where_usage_orders() -> None:
     outcome = simulate(2, steps=600, fair_share=True)
 
@@ -127,6 +139,7 @@ def place_of(name: str) -> dict[str, bool]:
         "priorities": name in OF_PRIORITIES,
         "fair_share": name in OF_FAIR_SHARE,
         "reservations": name in OF_RESERVATIONS,
+        "preemption": name in OF_PREEMPTION,
     }
 
 
@@ -160,6 +173,15 @@ def test_every_promise_is_kept_with_reservations_for_long(seed: int) -> None:
     outcome = simulate(seed, reservations=True)
 
     assert outcome.complaints == [], f"python -m tests.simulation {seed} --reservations"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(2300, 2330))
+def test_every_promise_is_kept_with_preemption_for_long(seed: int) -> None:
+    outcome = simulate(seed, preemption=True)
+
+    assert outcome.complaints == [], f"python -m tests.simulation {seed} --preemption"
 
 
 @pytest.mark.soak

@@ -66,6 +66,8 @@ MAX_INTERACTIVE = 5
 """GPUs of one user by interactive requests, where there are limits: more than any request asks for."""
 MAX_QUEUED = 20
 """Requests of one user that may wait: more than those of all others together."""
+PREEMPT_AFTER_S = 3.0
+"""For so long a lease holds its GPUs at least before it is preempted."""
 CALM_S = 200.0
 """How long everyone has to be served once nothing fails any more."""
 MAX_CALM_STEPS = 4000
@@ -167,7 +169,9 @@ class World:
     ask with all of these; with `limits` an administrator sets and removes limits, and with both a part of the clients
     are of another user, for whom none are set. With `fair_share` usage orders the requests of two users, of whom one
     asks for single GPUs, on one node; only the daemon and the network fail. With `reservations` an administrator
-    reserves GPUs for one of two users, and a part of the requests declares a time."""
+    reserves GPUs for one of two users, and a part of the requests declares a time. With `preemption` most requests are
+    of priority scavenge, hold their GPUs for long, and end for others; no one sets the clock, because a restart would
+    take the jump for time that they were held."""
 
     def __init__(
         self,
@@ -181,6 +185,7 @@ class World:
         limits: bool = False,
         fair_share: bool = False,
         reservations: bool = False,
+        preemption: bool = False,
     ) -> None:
         self.chance = random.Random(seed)
         self.steps = steps
@@ -196,7 +201,11 @@ class World:
             max_bypass=0 if fair_share else 1 if priorities else 10,
             easy_backfill=priorities or fair_share,
             fair_share=fair_share,
+            preemption=preemption,
+            preempt_after_s=PREEMPT_AFTER_S,
+            preempt_notice_s=1.0,
         )
+        self.preemption = preemption
         self.priorities = priorities
         self.fair_share = fair_share
         self.trace: list[str] = []
@@ -212,12 +221,20 @@ class World:
         self.gangs = gangs
         self.limits = limits
         self.reservations = reservations
-        sizes = (("a", 4),) if fair_share else (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
+        sizes = (
+            (("a", 4),)
+            if fair_share
+            else (("a", 4), ("b", 2))
+            if preemption
+            else (("a", 4), ("b", 2), ("c", 2), *((("d", 4), ("e", 4)) if gangs else ()))
+        )
         self.nodes = {name: PlayedNode(self, name, gpus) for name, gpus in sizes}
         self.owner_pids = itertools.count(5000)
         self.debts = PlayedDebts(self)
         homes = (
-            [node for node in self.nodes.values() for _ in range(2)] if clients and not (gangs or fair_share) else []
+            [node for node in self.nodes.values() for _ in range(2)]
+            if clients and not (gangs or fair_share or preemption)
+            else []
         )
         self.owners = [PlayedOwner(self, f"o{number}", node) for number, node in enumerate(homes)]
         others = clients * 2 // 3 if fair_share else clients // 2 if (priorities and limits) or reservations else 0
@@ -308,7 +325,7 @@ class World:
             elif what == "full":
                 self.full_until_s = self.now_s + self.chance.uniform(0.2, 5.0)
                 self.step("the disk is full")
-            elif what == "clock":
+            elif what == "clock" and not self.preemption:
                 self.set_clock(self.chance.choice((-3600.0, 3600.0, 0.0, self.chance.randrange(-10, 10) / 2)))
 
     async def _keep_up(self) -> None:
@@ -332,9 +349,11 @@ class World:
         background += [watch_held_gpus(self)] if self.fair_share else [node.suffer() for node in self.nodes.values()]
         self.see("limit", user="eve", queued=self.policy.limits.queued)
         sets = 1 + math.ceil(math.log2(len(self.nodes)))
-        # Who may not have reserved GPUs may be passed by all who may.
+        if self.preemption:
+            self.see("preemption", after_s=PREEMPT_AFTER_S)
+        # Who may not have reserved GPUs may be passed by all who may; no one passes who has had others end.
         self.see(
-            "order unless reserved" if self.reservations else "order",
+            "order of others" if self.reservations or self.preemption else "order",
             max_overtakes=self.policy.max_overtakes,
             max_bypasses=self.policy.max_bypass * sets,
             interactive_gpus=self.policy.limits.interactive_gpus,
@@ -344,7 +363,7 @@ class World:
         if not self.fair_share:
             self.spawn(Attacker(self).run())
         waiting: set[asyncio.Task[Any]] = {self.spawn(client.run()) for client in (*self.clients, *self.owners)}
-        if not self.fair_share:
+        if not (self.fair_share or self.preemption):
             waiting.add(self.spawn(Administrator(self).run()))
         if self.reservations:
             waiting.add(self.spawn(Reserver(self).run()))

@@ -69,7 +69,7 @@ def _victims(turn: Turn, one: Preemption) -> list[LeaseRecord]:
 
 def _end_victims(turn: Turn, one: Preemption, waiting: LeaseRecord) -> None:
     """End leases at the moment that their holders were told; or withdraw it, where that would not help any more."""
-    if (why := _is_in_vain(turn, one, waiting)) is not None:
+    if (why := _why_useless(turn, one, waiting)) is not None:
         _withdraw(turn, one, why)
         return
     for record in _victims(turn, one):
@@ -77,7 +77,7 @@ def _end_victims(turn: Turn, one: Preemption, waiting: LeaseRecord) -> None:
         turn.emit("lease.preempted", lease_id=record.lease.id, reason=_for_whom(waiting))
 
 
-def _is_in_vain(turn: Turn, one: Preemption, waiting: LeaseRecord) -> str | None:
+def _why_useless(turn: Turn, one: Preemption, waiting: LeaseRecord) -> str | None:
     """Why the request could not start on the GPUs; None where it could."""
     ledger = turn.ledger
     if not _victims(turn, one):
@@ -160,21 +160,23 @@ def _set_for(reservations: Reservations, record: LeaseRecord) -> Victims | None:
 def _give_notice(turn: Turn, record: LeaseRecord, chosen: Victims) -> None:
     """Tell the holders, once and for good, when they are to have ended."""
     now, notice_s = turn.now, turn.policy.preempt_notice_s
-    # A holder hears of it with its next renewal, and has the whole notice from then on.
-    heard_s = max((one.lease.ttl_s / 3 for one in chosen.leases if one.lease.job_id is None), default=0.0)
+    # A holder hears of it with its next renewal, and has the whole notice from then on. One that cannot reach a daemon
+    # may trust its lease for `ttl_s` from the last renewal, which was before this moment.
+    ttls_s = [one.lease.ttl_s for one in chosen.leases if one.lease.job_id is None]
+    end_s = max([notice_s, *(max(ttl_s, notice_s + ttl_s / 3) for ttl_s in ttls_s)])
     turn.put(
         Preemption(
             lease_id=record.lease.id,
             victims=tuple(one.lease.id for one in chosen.leases),
             gpus=tuple(gpu.device.uuid for gpu in chosen.gpus),
             noticed_at=now.at,
-            preempt_at=now.at + timedelta(seconds=notice_s + heard_s),
-            end_s=now.mono_s + notice_s + heard_s,
+            preempt_at=now.at + timedelta(seconds=end_s),
+            end_s=now.mono_s + end_s,
         )
     )
     for victim in chosen.leases:
         job = turn.ledger.live_jobs.get(victim.lease.job_id or "")
-        at = now.at + timedelta(seconds=notice_s + (heard_s if job is None else 0.0))
+        at = now.at + timedelta(seconds=end_s if job is None else notice_s)
         turn.emit(
             "lease.preempting",
             lease_id=victim.lease.id,
