@@ -4,7 +4,7 @@
 const KEY = "gpulease.loads";
 const LONGEST_WAIT_S = 15;
 
-/** How often in a row this tab was loaded in vain. */
+/** How often in a row this tab was loaded and was not complete. */
 function failures() {
   return Number(sessionStorage.getItem(KEY) ?? 0);
 }
