@@ -248,6 +248,7 @@ class AsyncClient(AsyncReservationMethods):
         topology: Literal["required", "preferred", "any"] = "preferred",
         priority: Literal["interactive", "normal", "scavenge"] = "normal",
         time_s: float | None = None,
+        reclaim_idle_after_s: float | None = None,
         node: str | None = None,
         among: list[str] | None = None,
         on_lost: OnLost | None = None,
@@ -266,12 +267,10 @@ class AsyncClient(AsyncReservationMethods):
         Waits in the queue for at most `wait_s` seconds, forever if it is `math.inf`; 0 takes only GPUs that are free
         now. The logger `gpulease` tells who is in the way, or `on_queued` is called once instead; Ctrl-C ends a wait.
         `on_lost` is called once if the lease is lost, in the event loop, and may be a coroutine function.
-        The GPUs are freed when the process `owner` exits, by default this one; with `watch_owner=False` when it is no
-        longer renewed. Processes with the same `shared_key` and arguments hold one lease together while its owner
-        lives; then this raises LeaseLost. The others are fields of `LeaseRequest`: `topology="required"` is NVLink.
-
-        Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be
-        useless; InvalidRequest; LeaseLost in a rank or a child of a pool whose parent has ended.
+        The GPUs are freed when `owner` exits, by default this process; with `watch_owner=False` when not renewed.
+        With the same `shared_key` processes hold one lease while its owner lives. The others are those of LeaseRequest.
+        Raises NotNow, with `explanation`, if the GPUs are not granted in time; NeverFits if waiting would be useless;
+        InvalidRequest; LeaseLost once that owner has ended, and in a rank or a child of a pool whose parent has ended.
         """
         ranks.check_not_orphaned()
         request = lease_request(
@@ -285,6 +284,7 @@ class AsyncClient(AsyncReservationMethods):
             topology=topology,
             priority=priority,
             time_s=time_s,
+            reclaim_idle_after_s=reclaim_idle_after_s,
             node=node,
             among=among,
             watch_owner=watch_owner,

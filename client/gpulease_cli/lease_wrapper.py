@@ -127,6 +127,7 @@ def _request(timeout: float, project: str, gpus: str) -> dict[str, Any]:
         "topology": TopologyMode.PREFERRED,
         "priority": Priority.NORMAL,
         "time": None,
+        "reclaim_idle_after": None,
         "new": False,
         "quiet": False,
     }

@@ -101,6 +101,13 @@ TIME = option(
     show_default="no limit",
     help="End the lease after it has held its GPUs for this long, however often it is renewed.",
 )
+RECLAIM = option(
+    "--reclaim-idle-after",
+    type=Field(DURATION, _lease_request, "reclaim_idle_after_s"),
+    metavar="DURATION",
+    show_default="never",
+    help="Take the GPUs back once none has worked for this long and others wait for them; told 5 minutes ahead.",
+)
 NODE = option(
     "--node",
     type=Field(click.STRING, _lease_request, "node"),

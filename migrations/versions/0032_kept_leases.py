@@ -16,4 +16,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    # A release that takes back no idle GPUs does not know the word, and refuses to read the lease.
+    op.execute("UPDATE lease SET end_reason = 'expired' WHERE end_reason = 'reclaimed_idle'")
     op.drop_column("lease", "kept")

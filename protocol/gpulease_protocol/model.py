@@ -216,6 +216,8 @@ class Demand(Noun):
     """How its GPUs on one node must be connected: see `topology` of the request."""
     priority: Priority = Priority.NORMAL
     """Requests of a higher priority go first."""
+    reclaim_idle_after_s: float | None = None
+    """Its GPUs are taken back once none has worked for so long, and others wait for them. Null: they are not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +281,8 @@ class Lease(Noun):
     preempt_at: datetime | None = None
     """When it ends so that a request of higher priority can start; a job is told by SIGTERM before. Null unless it is
     to be preempted. Never moved, but it may be withdrawn."""
+    reclaim_at: datetime | None = None
+    """When its idle GPUs are taken back, unless one works, they are kept, or no one waits; null without that notice."""
     problems: tuple[str, ...] = ()
     """What is wrong with its GPUs at this moment, a sentence each: someone else's process on one, a GPU that is not
     healthy, a node about which nothing is known. Empty unless active."""

@@ -47,6 +47,7 @@ AGENT = Bounds(maxLength=100)
 """The name of a program or of its session."""
 FENCE = Bounds(minimum=10, maximum=604800, rule="must be 10 to 604800 seconds (a week)")
 """How long a job may run without an answer of a daemon: longer than a worker waits for one."""
+RECLAIM = Bounds(minimum=60, maximum=31622400, rule="must be 60 to 31622400 seconds (a year)")
 REASON = Bounds(minLength=1, maxLength=200)
 """An administrator's words."""
 
@@ -108,6 +109,8 @@ class LeaseRequest(RequestBody):
     priority: Literal["interactive", "normal", "scavenge"] = "normal"
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
+    reclaim_idle_after_s: Annotated[float | None, RECLAIM] = None
+    """Take the GPUs back once none has worked for so long, and others wait for them; told 5 minutes ahead."""
     owner_pid: Annotated[int | None, Bounds(minimum=1, exclusiveMaximum=2**31, rule="must be a process id, over 0")] = (
         None
     )
@@ -171,6 +174,7 @@ class LeaseRequest(RequestBody):
             time_s=self.time_s,
             topology=TopologyMode(self.topology),
             priority=Priority(self.priority),
+            reclaim_idle_after_s=self.reclaim_idle_after_s,
             **selection,
         )
 
@@ -259,6 +263,8 @@ class JobRequest(RequestBody):
     priority: Literal["interactive", "normal", "scavenge"] = "normal"
     """Requests of a higher priority go first. Of `interactive` ones a user may have few GPUs at a time, and each ends
     after a time that the administrator sets, 4 hours unless told otherwise."""
+    reclaim_idle_after_s: Annotated[float | None, RECLAIM] = None
+    """Take the GPUs back once none has worked for so long, and others wait for them; told 5 minutes ahead."""
     after: Annotated[
         list[JobDependency], Bounds(maxItems=MAX_DEPENDENCIES, rule=f"must name at most {MAX_DEPENDENCIES} jobs")
     ] = field(default_factory=list)
@@ -313,6 +319,7 @@ class JobRequest(RequestBody):
             time_s=self.timeout_s,
             topology=TopologyMode(self.topology),
             priority=Priority(self.priority),
+            reclaim_idle_after_s=self.reclaim_idle_after_s,
         )
 
     @property
@@ -348,8 +355,7 @@ class HolderProof(RequestBody):
     """Body of renew and release: proof that the caller is the holder."""
 
     fencing_token: int | None = None
-    """The fencing token of the lease, which its grant showed; null or absent while it is queued. It says which grant is
-    meant, and is no bearer token: those say who asks."""
+    """The fencing token that the lease's grant showed; null or absent while it is queued. It is no bearer token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

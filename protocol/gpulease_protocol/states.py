@@ -64,6 +64,7 @@ class EndReason(StrEnum):
     BUDGET_SPENT = "budget_spent"
     TIME_OVER = "time_over"
     PREEMPTED = "preempted"
+    RECLAIMED_IDLE = "reclaimed_idle"
 
 
 class Liveness(StrEnum):

@@ -25,6 +25,7 @@ def policy_of(settings: ServeSettings) -> Policy:
         gpu_weights=tuple(map(gpu_weight, settings.gpu_weights)),
         node_lost_after_s=settings.node_lost_after_s,
         max_keep_s=settings.max_keep_s,
+        reclaim_interactive_after_s=settings.reclaim_idle_interactive_after_s,
         max_observation_age_s=settings.max_observation_age_s,
         retained_memory_s=settings.retained_memory_s,
         limits=UserLimits(

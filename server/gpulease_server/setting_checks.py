@@ -59,3 +59,10 @@ def checked_command(text: str) -> str:
     """Words of a command as a shell splits them. Raises ValueError."""
     shlex.split(text)
     return text
+
+
+def checked_reclaim(seconds: float) -> float:
+    """The idle time after which GPUs are taken back, in seconds; 0 for never. Raises ValueError."""
+    if 0 < seconds < 60:
+        raise ValueError(f"must be 0, or 60 and more, not {seconds:g}")
+    return seconds

@@ -26,6 +26,7 @@ from gpulease_server.setting_checks import (
     checked_admins,
     checked_command,
     checked_file_mode,
+    checked_reclaim,
     checked_weights,
     normalized_origins,
 )
@@ -239,6 +240,16 @@ class ServeSettings:
         variable="GPULEASE_MAX_KEEP_S",
         minimum=0,
         maximum=366 * 24 * 3600,
+        group=QUEUE,
+    )
+    reclaim_idle_interactive_after_s: float = setting(
+        0.0,
+        "How long the GPUs of a lease of priority interactive have done nothing when they are taken back, while others "
+        "wait for them; 60 or more, and 0 means never. Seconds.",
+        variable="GPULEASE_RECLAIM_IDLE_INTERACTIVE_AFTER_S",
+        minimum=0,
+        maximum=366 * 24 * 3600,
+        check=checked_reclaim,
         group=QUEUE,
     )
     database_url: str | None = shared(None, DATABASE_URL)

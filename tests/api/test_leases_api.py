@@ -71,6 +71,16 @@ def test_idle_gpus_are_kept_on_purpose_and_who_waits_is_told(api: DaemonProcess)
     assert api.call("POST", f"{path}/keep", said).problem() == (410, "lease_lost")
 
 
+def test_a_request_may_say_that_idle_gpus_are_taken_back(api: DaemonProcess) -> None:
+    lease = ask(api, {"reclaim_idle_after_s": 1800}).json
+    assert (lease["state"], lease["demand"]["reclaim_idle_after_s"], lease["reclaim_at"]) == ("active", 1800, None)
+    renewed = api.call("POST", f"/v1/leases/{lease['id']}/renew", {"token": lease["token"]}).json
+    assert (renewed["demand"]["reclaim_idle_after_s"], renewed["reclaim_at"]) == (1800, None)
+    assert ask(api).json["demand"]["reclaim_idle_after_s"] is None
+    for wrong in (59, 0, -1, 1e9, "30m"):
+        assert ask(api, {"reclaim_idle_after_s": wrong}).problem() == (422, "invalid_request"), wrong
+
+
 @pytest.mark.parametrize(
     ("devices", "indices"),
     [

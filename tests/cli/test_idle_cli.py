@@ -39,3 +39,16 @@ def test_idle_leases_are_listed_by_what_they_waste_and_their_holders_are_told(
         assert gpulease("keep", "--for", "1h", "--reason", "x").returncode == 2, "this shell has no lease"
         assert gpulease("idle", "--for", "1d").stdout.startswith("no lease has been idle for 1d")
         assert gpulease("idle", "--for", "1s", "--user", "someone-else").stdout.startswith("no lease")
+
+
+def test_a_lease_agrees_that_idle_gpus_are_taken_back(client: Client, gpulease: Program) -> None:
+    asked = ("acquire", "-n", "1", "--detach", "--wait", "1m")
+    lease = json.loads(gpulease(*asked, "--reclaim-idle-after", "30m", "--json").stdout)
+    assert (lease["demand"]["reclaim_idle_after_s"], lease["reclaim_at"]) == (1800.0, None)
+    assert " without work, if others wait" in gpulease("show", lease["id"]).stdout
+    client.release(lease["id"], lease["token"])
+    refused = gpulease(*asked, "--reclaim-idle-after", "10s")
+    assert refused.returncode == 2
+    assert "--reclaim-idle-after" in refused.stderr
+    said = gpulease("submit", "--dry-run", "--reclaim-idle-after", "1h", "--", "true")
+    assert said.returncode == 0, said.stderr

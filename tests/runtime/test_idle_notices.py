@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from gpulease_protocol.model import Lease
 from gpulease_server.core.happenings import KeepRequested
+from gpulease_server.core.reclaim_records import ReclaimNotice
 from gpulease_server.runtime import clock, idle_notices
 from gpulease_server.runtime.idle_notices import MAX_RUNNING, IdleNotices
 from tests.core.build import World
@@ -183,5 +185,34 @@ def test_it_does_not_run_for_a_lease_that_is_kept_and_runs_once_that_is_over(
         lab.wait(3601.0)
         await settled(notices)
         assert runs() == 2, "who kept them is told again once that has ended"
+
+    asyncio.run(story())
+
+
+def test_it_runs_once_more_when_the_gpus_are_to_be_taken_back_and_says_when(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lab, told = Lab(monkeypatch), tmp_path / "told"
+    lease = lab.lease(reclaim_idle_after_s=60.0)
+    script = 'echo "at $GPULEASE_IDLE_RECLAIM_AT" >> "$0"'
+
+    def lines() -> list[str]:
+        return told.read_text().splitlines() if told.exists() else []
+
+    async def story() -> None:
+        notices = IdleNotices(lab.writer, ["sh", "-c", script, str(told)], AFTER_S)
+        lab.wait(AFTER_S)
+        await settled(notices)
+        assert lines() == ["at "], "it is idle"
+        at = lab.world.now.at + timedelta(seconds=300)
+        lab.world.ledger.apply(ReclaimNotice(lease.id, lab.world.at_s + 300.0))
+        for _ in range(2):
+            await settled(notices)
+        assert lines() == ["at ", f"at {at:%Y-%m-%dT%H:%M:%SZ}"]
+        lab.world.ledger.apply(ReclaimNotice(lease.id, None))
+        await settled(notices)
+        lab.world.ledger.apply(ReclaimNotice(lease.id, lab.world.at_s + 600.0))
+        await settled(notices)
+        assert len(lines()) == 3, "it was withdrawn, and told again"
 
     asyncio.run(story())

@@ -26,6 +26,9 @@ KINDS_ELSEWHERE = {
     "lease.preempted": "tests/core/test_preemption.py",
     "lease.preempting": "tests/core/test_preemption.py",
     "lease.preemption_withdrawn": "tests/core/test_preemption.py",
+    "lease.reclaim_notice": "tests/core/test_reclaim.py; the simulated clients agree to no reclaim",
+    "lease.reclaim_withdrawn": "tests/core/test_reclaim.py",
+    "lease.reclaimed": "tests/core/test_reclaim.py",
     "lease.revived": "tests/core/test_leases.py",
     "lease.grown": "tests/core/test_elastic_growth.py; the simulated clients submit no jobs",
     "lease.shrunk": "tests/core/test_elastic_jobs.py; the simulated clients submit no jobs",
@@ -43,6 +46,7 @@ REASONS_ELSEWHERE = {
     EndReason.BUDGET_SPENT: "tests/core/test_token_budgets.py",
     EndReason.TIME_OVER: "tests/core/test_priorities.py",
     EndReason.PREEMPTED: "tests/core/test_preemption.py",
+    EndReason.RECLAIMED_IDLE: "tests/core/test_reclaim.py",
 }
 """The same for the end reasons of leases."""
 

@@ -159,7 +159,9 @@ def test_every_migration_goes_up_and_down_with_rows(empty_url: str, engine: Engi
     upgrade(empty_url)
 
 
-@pytest.mark.parametrize(("reason", "before"), [("time_over", "0028"), ("budget_spent", "0017")])
+@pytest.mark.parametrize(
+    ("reason", "before"), [("reclaimed_idle", "0031"), ("time_over", "0028"), ("budget_spent", "0017")]
+)
 def test_a_version_back_knows_every_reason_of_an_end(empty_url: str, engine: Engine, reason: str, before: str) -> None:
     migrate(empty_url, REVISIONS[0])
     fill(engine)

@@ -28,6 +28,7 @@ from gpulease_cli.options import (
     NODES,
     OWN_NODE,
     PRIORITY,
+    RECLAIM,
     TIME,
     TOPOLOGY,
     WAIT,
@@ -89,6 +90,7 @@ LEASES = argument(
 @OWN_NODE
 @PRIORITY
 @TIME
+@RECLAIM
 @option("--new", is_flag=True, help="Lease other GPUs, even if this shell has a lease, which it keeps.")
 @JSON
 def acquire(
@@ -104,6 +106,7 @@ def acquire(
     node: str | None,
     priority: Priority,
     time: float | None,
+    reclaim_idle_after: float | None,
     new: bool,
     json: bool,
 ) -> None:
@@ -126,6 +129,7 @@ def acquire(
         which: dict[str, Any] = {"count": gpus or 1} if devices is None else {"devices": devices}
         asked: dict[str, Any] = which | {"among": among, "ttl_s": ttl, "label": label, "gpu_model": model}
         asked |= {"node": node, "nodes": nodes, "topology": topology.value, "priority": priority.value, "time_s": time}
+        asked["reclaim_idle_after_s"] = reclaim_idle_after
         request = checked(
             lambda: LeaseRequest(**asked, **agent_fields(), **owner, watch_owner=bool(owner), queue=wait > 0)
         )

@@ -136,6 +136,7 @@ def request_for(
             topology=options["topology"].value,
             priority=options["priority"].value,
             timeout_s=options["time"],
+            reclaim_idle_after_s=options["reclaim_idle_after"],
             interpreter=submitted_command.interpreter(None, launcher, mask or choose_mask(launcher, command)),
             mask=None if mask is None else mask.value,
             **fields,

@@ -159,6 +159,11 @@ def _lease_facts(client: Client, lease: Lease, now: datetime) -> Facts:
         "preempted",
         lease.preempt_at and f"by {lease.preempt_at.astimezone():%Y-%m-%d %H:%M:%S}, for a higher priority",
     )
+    yield (
+        "gives back",
+        lease.demand.reclaim_idle_after_s
+        and (f"after {format_duration(lease.demand.reclaim_idle_after_s)} without work, if others wait"),
+    )
     for problem in lease.problems:
         yield "problem", problem
 

@@ -17,7 +17,7 @@ from gpulease_cli.commands.jobs import exit_code, print_log
 from gpulease_cli.help_format import ARGUMENTS_LAST
 from gpulease_cli.job_script import MARKED, ScriptCommand
 from gpulease_cli.option_types import DURATION, Field, NodeRange, Number, OneOf
-from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, PRIORITY, TOPOLOGY, checked
+from gpulease_cli.options import GPUS, JSON, MASK, MODEL, NODE, PRIORITY, RECLAIM, TOPOLOGY, checked
 from gpulease_cli.parameters import argument, option
 from gpulease_protocol import job_arrays
 from gpulease_protocol.errors import InvalidRequest
@@ -127,6 +127,7 @@ LIKELY_OURS = (
 @TOPOLOGY
 @NODE
 @PRIORITY
+@RECLAIM
 @MASK
 @option(
     "--array",
@@ -166,6 +167,7 @@ def submit(
     topology: TopologyMode,
     node: str | None,
     priority: Priority,
+    reclaim_idle_after: float | None,
     mask: Mask | None,
     array: str | None,
     after: tuple[str, ...],
@@ -182,8 +184,7 @@ def submit(
     command = submitted_command.startable(words, launcher, Path.cwd(), taken_over["environment"].get("PATH"))
     launcher = launcher or choose_launcher(command)
     python = submitted_command.interpreter(interpreter, launcher, mask or choose_mask(launcher, command))
-    if follow and array is not None:
-        raise InvalidRequest("--follow: follows one job, not an array.", remedy="Leave it out, and use gpulease wait.")
+    _check_follow(follow, array)
     request = checked(
         lambda: JobRequest(
             command=command,
@@ -199,6 +200,7 @@ def submit(
             gpu_model=model,
             topology=topology.value,
             priority=priority.value,
+            reclaim_idle_after_s=reclaim_idle_after,
             node=None if node == ANY_NODE else node,
             interpreter=python,
             mask=None if mask is None else mask.value,
@@ -219,6 +221,11 @@ def submit(
         job = _submit(client, request)
         output.print_json(job) if json else click.echo(job.array_id or job.id)
         return _follow_job(client, job) if follow else output.DONE
+
+
+def _check_follow(follow: bool, array: str | None) -> None:
+    if follow and array is not None:
+        raise InvalidRequest("--follow: follows one job, not an array.", remedy="Leave it out, and use gpulease wait.")
 
 
 def _submit(client: Client, request: JobRequest) -> Job:

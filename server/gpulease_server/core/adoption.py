@@ -104,6 +104,7 @@ def with_adopted_gpus(record: LeaseRecord, gpus: tuple[GpuRecord, ...]) -> Lease
         time_s=asked.time_s,
         # What runs already has not agreed to end for others.
         priority=Priority.NORMAL if asked.priority is Priority.SCAVENGE else asked.priority,
+        reclaim_idle_after_s=asked.reclaim_idle_after_s,
     )
     return replace(record, lease=replace(record.lease, demand=demand))
 

@@ -52,6 +52,7 @@ from gpulease_server.core.maintenance import on_cordon_requested, on_node_mode_r
 from gpulease_server.core.node import on_node_reported
 from gpulease_server.core.node_loss import forget_nodes, lose_silent_nodes, on_node_forget_requested
 from gpulease_server.core.preemption import watch_preemptions
+from gpulease_server.core.reclaim import reclaim_idle
 from gpulease_server.core.records import Deadline, KeyRemoved
 from gpulease_server.core.shadow_time import JOB_GRACE_S
 from gpulease_server.core.token_budgets import spent_leases
@@ -107,6 +108,7 @@ def on_ticked(turn: Turn, ticked: Ticked) -> None:
     end_timed(turn)
     _end_spent_leases(turn)
     expire(turn)  # after those that no renewal revives
+    reclaim_idle(turn, ticked.since_last_s, ticked.stalled_s)
     _notice_silence(turn)
     lose_silent_nodes(turn, max(ticked.since_last_s - ticked.stalled_s, 0.0))
     watch_gangs(turn, ticked.stalled_s)

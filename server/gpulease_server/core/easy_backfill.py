@@ -297,7 +297,9 @@ class EasyBackfill:
         """What a request asks for, without its time and priority: which nodes can serve it, and when."""
         lease = record.lease
         if lease.id not in self._kinds:
-            self._kinds[lease.id] = replace(lease.demand, time_s=None, priority=Priority.NORMAL)
+            self._kinds[lease.id] = replace(
+                lease.demand, time_s=None, priority=Priority.NORMAL, reclaim_idle_after_s=None
+            )
         return self._kinds[lease.id]
 
     def _at_once(self, node: str, user: str | None) -> tuple[str | None, ...]:

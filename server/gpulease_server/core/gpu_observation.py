@@ -14,6 +14,7 @@ from gpulease_protocol.model import GpuReading
 from gpulease_server.core.draining import follow_memory, observe_draining
 from gpulease_server.core.gpu import observed_at
 from gpulease_server.core.gpu_state import occupants
+from gpulease_server.core.idle import observe_idle
 from gpulease_server.core.records import GpuObservation, GpuRecord, GpuRemoved, NodeObservation
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.wording import describe_processes
@@ -88,7 +89,9 @@ def _observe_gpu(
     if observed_at_s is None:
         return known
     if not gpu.draining:
-        return _observe_conflict(turn, gpu, reading, known) if observed_at_s > known.since_s else known
+        if observed_at_s <= known.since_s:
+            return known
+        return _observe_conflict(turn, gpu, reading, observe_idle(turn, gpu, reading, known, observed_at_s))
     if observed_at_s > turn.ledger.draining_since[gpu.device.uuid]:
         return observe_draining(turn, gpu, reading, replace(known, strangers=()), observed_at_s)
     return known

@@ -26,6 +26,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.pending import PendingRequests
 from gpulease_server.core.policy import Policy
 from gpulease_server.core.queue import admit_waiting
+from gpulease_server.core.reclaim_rule import with_reclaim_rule
 from gpulease_server.core.records import Change, JobRecord, LeaseRecord, NotBefore
 from gpulease_server.core.shadow_time import JOB_GRACE_S
 from gpulease_server.core.turn import Turn
@@ -51,7 +52,7 @@ def on_job_submitted(turn: Turn, submitted: JobSubmitted) -> None:
     if isinstance(demand, GpuleaseError):
         turn.answer(submitted.cause, demand)
         return
-    submitted = _with_time(submitted, demand)
+    submitted = _with_time(submitted, with_reclaim_rule(demand, turn.policy))
     enter_budget(turn, submitted.holder.token_id, submitted.budget)
     first, *others = submitted.jobs
     refused = submitted.after_refused

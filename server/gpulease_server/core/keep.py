@@ -10,6 +10,7 @@ from gpulease_protocol.model import LeaseKeep, LeaseState
 from gpulease_server.core.happenings import KeepRequested
 from gpulease_server.core.lease import find_as_holder, find_lease, lost_lease
 from gpulease_server.core.presentation import lease_view
+from gpulease_server.core.reclaim_rule import withdraw_notice
 from gpulease_server.core.records import LeaseRecord
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.wording import duration
@@ -33,6 +34,8 @@ def on_keep_requested(turn: Turn, asked: KeepRequested) -> None:
         fencing_token=found.lease.fencing_token,
         reason=f"{f'by user {asked.by} ' if asked.by else ''}until {kept.until:%Y-%m-%d %H:%M:%S} UTC: {asked.reason}",
     )
+    if found.lease.id in turn.ledger.reclaims.notices:
+        withdraw_notice(turn, found.lease.id, "they are kept on purpose")
     record = turn.ledger.leases[found.lease.id]
     turn.answer(asked.cause, lease_view(turn.ledger, record, now, turn.policy))
 

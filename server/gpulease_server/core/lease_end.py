@@ -17,6 +17,7 @@ INVOLUNTARY_ENDS = (
     EndReason.BUDGET_SPENT,
     EndReason.TIME_OVER,
     EndReason.PREEMPTED,
+    EndReason.RECLAIMED_IDLE,
 )
 """Ends that the holder of an active lease did not ask for: `lease.lost` tells of them."""
 

@@ -19,6 +19,7 @@ from gpulease_server.core.lease_index import count_for_token, put_watch
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.order_records import Overtakes, PlacesKept, RanAhead, UsageRecord, UsageRemoved, UsageSteps
 from gpulease_server.core.preemption_records import MAX_PREEMPTED, Preemption, PreemptionRemoved, is_preemptible
+from gpulease_server.core.reclaim_records import ReclaimIndex, ReclaimNotice
 from gpulease_server.core.records import (
     BudgetRecord,
     BudgetRemoved,
@@ -99,6 +100,8 @@ class Ledger(RequestQueue):
     """Ids of the active leases that may be preempted by what was asked for."""
     preemption_looked_s: float = float("-inf")
     """When it was last looked at whether something is to be preempted, on the monotonic clock."""
+    reclaims: ReclaimIndex = field(default_factory=ReclaimIndex)
+    """Which leases give idle GPUs back."""
     job_index: JobIndex = field(default_factory=JobIndex)
     """Jobs by node and by array."""
     due: DueLeases = field(default_factory=DueLeases, compare=False)
@@ -107,7 +110,7 @@ class Ledger(RequestQueue):
     next_token: int = 1
     next_seq: int = 1
 
-    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912 - one case for each
+    def apply(self, change: Change) -> None:  # noqa: C901, PLR0912, PLR0915 - one case for each
         """Make one change. The most frequent ones come first."""
         match change:
             case LeaseRecord():
@@ -152,6 +155,8 @@ class Ledger(RequestQueue):
                 self.budgets.pop(change.token_id, None)
             case LimitRecord() | LimitRemoved() | GpuTimeRecord() | GpuTimeRemoved():
                 self.limits.put(change)
+            case ReclaimNotice():
+                self.reclaims.put_notice(change)
             case Reservation() | ReservationRemoved():
                 self.calendar.put(change)
             case KeyRecord():
@@ -251,6 +256,7 @@ class Ledger(RequestQueue):
         if lease.state is LeaseState.ACTIVE:
             self.limits.count_active(lease, 1)
         self._note_end(record)
+        self.reclaims.put_lease(lease)
         self.leases[lease.id] = record
         self.next_number = max(self.next_number, record.number + 1)
         self.next_token = max(self.next_token, (lease.fencing_token or 0) + 1)

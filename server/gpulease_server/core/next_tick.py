@@ -9,6 +9,7 @@ What may become due with time alone, and from when on it is due:
 | an elastic job runs on fewer nodes than it may, see `core.elastic_growth` | at once |
 | a request has had others end for it: it has left the queue | at once |
 | there are reservations: one ends, and the wall clock may jump | at once |
+| a lease was told when its idle GPUs are taken back | at once |
 | a lease of a token while there are budgets: a day ends, and the wall clock may jump | at once |
 | a deadline of a lease, or the end of its declared time | its time |
 | a pause of a request that has left the queue | its end |
@@ -39,6 +40,7 @@ def next_tick_s(ledger: Ledger, pending: PendingRequests, policy: Policy) -> flo
     if (
         ledger.calendar.entries
         or ledger.preemptions
+        or ledger.reclaims.notices
         or ledger.job_index.growing
         or (ledger.budgets and ledger.leases_of_tokens)
     ):

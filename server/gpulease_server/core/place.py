@@ -61,7 +61,13 @@ def place(
         ranking = GangRanking([])
     if ranking is not None:
         return ranking.place(search)
-    plain = Demand(count=demand.count, time_s=demand.time_s, topology=demand.topology, priority=demand.priority)
+    plain = Demand(
+        count=demand.count,
+        time_s=demand.time_s,
+        topology=demand.topology,
+        priority=demand.priority,
+        reclaim_idle_after_s=demand.reclaim_idle_after_s,
+    )
     if search.is_within_limit and demand == plain and demand.topology is not TopologyMode.REQUIRED:
         found = search.by_count()
         if found is not None or not (allow_reread and ledger.fleet.unheld):

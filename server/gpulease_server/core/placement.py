@@ -80,8 +80,8 @@ def grant_size(demand: Demand, gpus: Collection[GpuRecord | str]) -> int:
 def find_candidates(ledger: Ledger, demand: Demand) -> Candidates:
     """The GPUs that could serve the demand now or later. Costs a walk over all GPUs once for each demand; its time and
     priority make no difference."""
-    if demand.time_s is not None or demand.priority is not Priority.NORMAL:
-        demand = replace(demand, time_s=None, priority=Priority.NORMAL)
+    if (demand.time_s, demand.priority, demand.reclaim_idle_after_s) != (None, Priority.NORMAL, None):
+        demand = replace(demand, time_s=None, priority=Priority.NORMAL, reclaim_idle_after_s=None)
     known = ledger.fleet.candidates.get(demand)
     if known is not None:
         return known

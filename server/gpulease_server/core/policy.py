@@ -101,6 +101,10 @@ class Policy:
     """Texts in the names of GPU models, and for how many GPUs such a one counts: the first that is found, else 1."""
     max_keep_s: float = 24 * 3600.0
     """For how long idle GPUs may be kept on purpose from the moment when that is said; 0: not at all."""
+    reclaim_interactive_after_s: float = 0.0
+    """For how long none of the GPUs of an interactive lease has worked when they are taken back; 0: never."""
+    reclaim_notice_s: float = 300.0
+    """How long before that its holder is told, at least."""
     max_queued: int = 10_000
     """Requests that may wait at once."""
     max_queued_bytes: int = 2**30

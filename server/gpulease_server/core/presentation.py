@@ -23,6 +23,7 @@ from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.node_topology import nvlink_islands
 from gpulease_server.core.order import Positions, position
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.reclaim_rule import reclaim_problems
 from gpulease_server.core.records import GpuRecord, Instant, JobRecord, LeaseRecord, NodeRecord
 from gpulease_server.core.reservation_view import current_reservations
 from gpulease_server.core.timestamps import wall_clock
@@ -62,7 +63,7 @@ def lease_view(
         return lease if lease.kept is None else replace(lease, kept=None)
     # One that is past its deadline is spared, see `liveness.is_spared`: no time limit is known.
     expires_at = None if deadline is None or deadline <= now.mono_s else wall_clock(now, deadline)
-    end_s = last_moment_s(ledger, record, now)
+    end_s, notice = last_moment_s(ledger, record, now), ledger.reclaims.notices.get(lease.id)
     ends_at = None if end_s is None else wall_clock(now, end_s)
     return replace(
         lease,
@@ -70,8 +71,9 @@ def lease_view(
         ends_at=ends_at,
         position=position(ledger, record) if positions is None else positions.of(record),
         kept=kept_now(record, now),
-        problems=lease_problems(ledger, lease, now, policy),
         preempt_at=_preempt_at(ledger, lease),
+        reclaim_at=None if notice is None or notice.at_s is None else wall_clock(now, notice.at_s),
+        problems=lease_problems(ledger, lease, now, policy) + reclaim_problems(ledger, lease.id, now),
     )
 
 

@@ -26,6 +26,7 @@ from gpulease_server.core.gang_records import GangTimes
 from gpulease_server.core.limit_records import GpuTimeRecord, GpuTimeRemoved, LimitRecord, LimitRemoved
 from gpulease_server.core.node_topology import NodeTopology, TopologyCache
 from gpulease_server.core.order_records import OrderChange
+from gpulease_server.core.reclaim_records import ReclaimNotice
 
 END_FIELDS = ("state", "end_reason", "ended_at")
 UNENDED_VALUES = attrgetter(*(item.name for item in fields(Lease) if item.name not in END_FIELDS))
@@ -206,6 +207,12 @@ class GpuObservation:
     """Since when the GPU, which no lease holds, has been in use."""
     foreign: bool = False
     """`gpu.foreign` has told of that."""
+    idle_since_s: float | None = None
+    """Since when each reading under that lease has shown no work; None where the last one did not, see `core.idle`."""
+    idle_read_s: float = float("-inf")
+    """The last of these readings was begun no earlier than this."""
+    idle_readings: int = 0
+    """How many there were."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,5 +431,6 @@ Change = (
     | GpuTimeRecord
     | GpuTimeRemoved
     | CalendarChange
+    | ReclaimNotice
     | Event
 )

@@ -5,6 +5,7 @@
 | a lease has been idle for `after_s` | the command runs once |
 | one of its GPUs works, and then all are idle again for as long | the command runs again |
 | its idle GPUs are kept on purpose (`core.keep`) | nothing; then the command runs, also if it did before |
+| it is told when its idle GPUs are taken back (`core.reclaim`) | the command runs, with that moment |
 | its readings are missing for a while | nothing: it runs again only after work was seen |
 | the daemon restarts | idle time begins at 0, so the command may run once more for the same lease |
 | many leases are idle at once | `MAX_RUNNING` commands run; the others have their turn within `CHECK_S` after that |
@@ -24,9 +25,11 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from datetime import datetime
 
 from gpulease_protocol.model import Lease
 from gpulease_server.core.kept_leases import kept_now
+from gpulease_server.core.timestamps import wall_clock
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.lease_idle import idle_s
 from gpulease_server.runtime.writer import Writer
@@ -58,6 +61,8 @@ class IdleNotices:
         self._after_s = after_s
         self._noticed: set[str] = set()
         """Ids of the leases that have been idle, and not kept, since the command ran for them."""
+        self._warned: set[str] = set()
+        """Ids of the leases that were told when idle GPUs are taken back, and for which the command ran."""
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -78,21 +83,30 @@ class IdleNotices:
         now, ledger = clock.now(), self._writer.committed
         holding = {gpu.lease_id for gpu in ledger.gpus.values() if gpu.lease_id is not None and not gpu.draining}
         self._noticed &= holding
+        self._warned &= ledger.reclaims.notices.keys()
         for lease_id in sorted(holding):
             record = ledger.leases[lease_id]
             lease, seconds = record.lease, idle_s(self._writer, record.lease, now)
+            notice = ledger.reclaims.notices.get(lease_id)
+            if notice is not None and lease_id not in self._warned and len(self._running) < MAX_RUNNING:
+                self._warned.add(lease_id)
+                self._noticed.add(lease_id)
+                self._start(lease, seconds or 0.0, wall_clock(now, notice.at_s or 0.0))
             if seconds is None:
                 continue
             if seconds < self._after_s or kept_now(record, now) is not None:
                 self._noticed.discard(lease_id)
             elif lease_id not in self._noticed and len(self._running) < MAX_RUNNING:
                 self._noticed.add(lease_id)
-                task = asyncio.create_task(self._notify(lease, seconds))
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
+                self._start(lease, seconds, None)
 
-    async def _notify(self, lease: Lease, seconds: float) -> None:
-        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | variables(lease, seconds)
+    def _start(self, lease: Lease, seconds: float, reclaim_at: datetime | None) -> None:
+        task = asyncio.create_task(self._notify(lease, variables(lease, seconds, reclaim_at)))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _notify(self, lease: Lease, told: dict[str, str]) -> None:
+        environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ} | told
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -119,8 +133,8 @@ class IdleNotices:
                 await process.wait()
 
 
-def variables(lease: Lease, seconds: float) -> dict[str, str]:
-    """What the command is told of a lease."""
+def variables(lease: Lease, seconds: float, reclaim_at: datetime | None) -> dict[str, str]:
+    """What the command is told of a lease. `reclaim_at`: when its idle GPUs are taken back, where that was told."""
     told = {
         "GPULEASE_IDLE_LEASE_ID": lease.id,
         "GPULEASE_IDLE_JOB_ID": lease.job_id or "",
@@ -130,5 +144,6 @@ def variables(lease: Lease, seconds: float) -> dict[str, str]:
         "GPULEASE_IDLE_NODE": lease.gpus[0].node,
         "GPULEASE_IDLE_GPUS": str(len(lease.gpus)),
         "GPULEASE_IDLE_S": f"{seconds:.0f}",
+        "GPULEASE_IDLE_RECLAIM_AT": "" if reclaim_at is None else f"{reclaim_at:%Y-%m-%dT%H:%M:%SZ}",
     }
     return {name: value.replace("\0", "").encode(errors="replace").decode() for name, value in told.items()}

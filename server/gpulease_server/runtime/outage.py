@@ -25,6 +25,7 @@ from gpulease_server.core.kept_leases import kept_until_s
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.limit_index import LimitIndex
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.reclaim_records import ReclaimIndex
 from gpulease_server.core.records import Change, Deadline, Instant, LeaseRecord
 from gpulease_server.core.turn import Answer, Turn
 from gpulease_server.runtime import clock
@@ -182,7 +183,7 @@ def _copy_parts(whole: Any) -> Any:
 
 
 def _copy_part(part: Any) -> Any:
-    if isinstance(part, (Fleet, JobIndex, DueLeases, LimitIndex, Calendar)):
+    if isinstance(part, (Fleet, JobIndex, DueLeases, LimitIndex, Calendar, ReclaimIndex)):
         return _copy_parts(part)
     if isinstance(part, dict):
         made = part.copy()  # keeps the type: a Counter starts missing keys at 0

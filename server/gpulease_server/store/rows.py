@@ -109,7 +109,7 @@ JOB_RECORD_COLUMNS = (
 )
 COMPUTED: dict[type, Collection[str]] = {
     Lease: (
-        *("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "preempt_at"),
+        *("expires_at", "ends_at", "position", "held_for_s", "idle_s", "problems", "preempt_at", "reclaim_at"),
         *("expected_at", "expected_basis"),
     ),
     Job: (*JOB_VIEW_FIELDS, "launcher", "command", "user"),

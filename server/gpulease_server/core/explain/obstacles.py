@@ -15,6 +15,7 @@ from gpulease_server.core.kept_leases import describe_kept, kept_now
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import candidates, grant_size, lacks_memory, mismatch
 from gpulease_server.core.policy import Policy
+from gpulease_server.core.reclaim_rule import describe_reclaim
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.timestamps import wall_clock
 from gpulease_server.core.token_budgets import last_moment_s
@@ -59,7 +60,8 @@ def obstacle(
             return _held_or_worse(ledger, gpu, state, f"{name} is {why}{_cordoned_later(ledger, gpu)}.")
         record, cordoned = ledger.leases[gpu.lease_id], _cordoned_later(ledger, gpu)
         lease, (until, ends) = record.lease, _end(ledger, record, now)
-        sentence = f"{name} is {why}{ends}{cordoned}{describe_kept(record, now)}".rstrip(".")
+        idle = describe_kept(record, now) or describe_reclaim(ledger, lease.id, now)
+        sentence = f"{name} is {why}{ends}{cordoned}{idle}".rstrip(".")
         found = _held_or_worse(ledger, gpu, state, f"{sentence}.")
         return replace(found, since=lease.granted_at, until=until, job_id=lease.job_id, kept=kept_now(record, now))
     if lacks_memory(ledger, demand, gpu):
