@@ -13,11 +13,12 @@ import sys
 from gpulease_protocol.host.addresses import make_traversable
 from gpulease_protocol.host.logging import fields, logging_to_stderr
 from gpulease_server import other_daemons
+from gpulease_server.database_settings import default_database_url
 from gpulease_server.listeners import CannotStart, Listeners, check_exposure, opened
 from gpulease_server.local_worker import LocalWorker
 from gpulease_server.runtime.leadership.lock import FileLock, WriterLock, acquire_or_raise, writer_lock
 from gpulease_server.runtime.leadership.takeover import take_over
-from gpulease_server.settings import ServeSettings, default_database_url
+from gpulease_server.settings import ServeSettings
 from gpulease_server.socket_activation import is_activated
 from gpulease_server.start_checks import check_peers, check_simulation, check_tls, own_authority
 from gpulease_server.store.database import database_file

@@ -17,11 +17,11 @@ from gpulease_protocol.host.settings import (
     MANAGE_COMPUTE_MODE,
     NODE,
     SIMULATE,
-    Declaration,
     host_node_name,
     setting,
     shared,
 )
+from gpulease_server.database_settings import DATA, DATABASE_URL
 from gpulease_server.setting_checks import (
     checked_admins,
     checked_command,
@@ -31,26 +31,10 @@ from gpulease_server.setting_checks import (
     normalized_origins,
 )
 
-NETWORK, ACCESS, LIMITS, DATA, QUEUE = "Network", "Access", "Limits per user", "Data", "Queue"
+NETWORK, ACCESS, LIMITS, QUEUE = "Network", "Access", "Limits per user", "Queue"
 """Headings in `gpulease serve --help`."""
 MANY = 1_000_000
 """More of anything than one daemon could serve."""
-
-
-def default_database_url(data_dir: Path) -> str:
-    """The database of a daemon that is given none."""
-    return f"sqlite:///{data_dir.absolute() / 'gpulease.db'}"
-
-
-DATABASE_URL = Declaration(
-    help="Database: postgresql://user@host/name, or sqlite:////path. A password in this option is visible in `ps`; "
-    "prefer the variable or ~/.pgpass.",
-    variable="GPULEASE_DATABASE_URL",
-    metavar="URL",
-    default_text="SQLite in the data directory",
-    derive=lambda settings: default_database_url(settings["data_dir"] or default_data_dir()),
-    group=DATA,
-)
 
 
 class CommandVisibility(StrEnum):

@@ -16,7 +16,7 @@ from gpulease_cli.setting_options import setting_option
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import DATA_DIR
 from gpulease_protocol.model import Noun
-from gpulease_server.settings import DATABASE_URL, default_database_url
+from gpulease_server.database_settings import DATABASE_URL, default_database_url
 
 DATABASE = setting_option("database_url", DATABASE_URL, str)
 DIRECTORY = setting_option("data_dir", DATA_DIR, Path)

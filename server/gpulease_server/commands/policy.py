@@ -24,7 +24,8 @@ from gpulease_protocol.errors import InvalidRequest
 from gpulease_protocol.host.addresses import default_data_dir
 from gpulease_protocol.host.settings import DATA_DIR, declarations
 from gpulease_protocol.model import Priority
-from gpulease_server.settings import DATABASE_URL, LIMITS, QUEUE, ServeSettings, default_database_url
+from gpulease_server.database_settings import DATABASE_URL, default_database_url
+from gpulease_server.settings import LIMITS, QUEUE, ServeSettings
 
 NOT_REPLAYED = frozenset({"max_observation_age_s", "max_rps_per_user", "max_queue_bytes_per_user"})
 """Settings of these headings that a replay has no use for."""
