@@ -25,6 +25,7 @@ from gpulease_server.core.usage import usage_of
 from gpulease_server.runtime import clock
 from gpulease_server.runtime.outage import reset_deadlines
 from gpulease_server.store import rows, tables
+from gpulease_server.store.gpu_metrics_table import leases_of_job
 from gpulease_server.store.ledger_store import MAX_PAGE_CHARACTERS, Store, StoreFailed, is_stored
 from tests.core.build import World, uuid
 
@@ -311,6 +312,8 @@ def test_a_preempted_job_has_its_old_place_after_a_restart_and_what_ends_for_who
     next_id = loaded.jobs[job_id].job.lease_id
     assert loaded.jobs[job_id].job.preempted == 1
     assert [lease_id for _, lease_id in loaded.queue] == [next_id, later.id, waits.id]
+    first_id = loaded.jobs[job_id].job.attempt_history[0].lease_id
+    assert [one.lease.id for one in leases_of_job(store.engine, job_id)] == [first_id, next_id]
     assert lasting(loaded) == lasting(world.ledger)
 
 
