@@ -19,7 +19,7 @@ from tests.runtime.faults import report, writing
 LONG = "x" * 500_000
 URL = LONG[:50_000]
 UUIDS = [f"GPU-{number:08x}-{'0' * 60}" for number in range(4096)]
-SMALL_BYTES = 4096
+SMALL_BYTES = 4400
 JOB: dict[str, Any] = {"command": ["train.py"]}
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/leases", {"node": LONG, "queue": False}),

@@ -79,6 +79,8 @@ def samples(option: Any) -> tuple[Any, Any, Any]:
         return "0600", "0660", "0700"
     if option.name == "address":
         return "10.0.0.1", "10.0.0.2", "10.0.0.3"
+    if option.name == "reclaim_idle_interactive_after_s":
+        return 60.0, 120.0, option.default
     if option.name == "simulate":
         return "2", "3", "4"
     if isinstance(wanted, type) and issubclass(wanted, Enum):

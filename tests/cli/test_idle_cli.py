@@ -28,7 +28,7 @@ def test_idle_leases_are_listed_by_what_they_waste_and_their_holders_are_told(
         kept = gpulease("keep", large.id[:14], "--reason", "slow copy", "--for", "1h")
         assert (kept.returncode, kept.stdout) == (
             0,
-            f"{large.id} keeps its GPUs for 1h 00m from now, also while they are idle\n",
+            f"{large.id} may be idle for 1h 00m from now: no notice goes out. It ends as before.\n",
         )
         shown = gpulease("idle", "--for", "1s").stdout.splitlines()
         assert shown[0].split()[-1] == "KEPT"

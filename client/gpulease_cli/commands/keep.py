@@ -46,8 +46,9 @@ from gpulease_protocol.status_table import format_duration
 def keep(lease: str | None, reason: str, for_s: float, token: int | None, json: bool) -> None:
     """Say that idle GPUs of a lease are kept on purpose, until when and why.
 
-    Until then no one is told that the lease is idle. It may be said again: the last one counts, also where it is for a
-    shorter time. Administrators may say it of any user's lease.
+    Until then no one is told that the lease is idle, and its GPUs are not taken back for that. Otherwise it ends as
+    before. It may be said again: the last one counts, also where it is for a shorter time. Administrators may say it of
+    any user's lease.
     """
     word = lease or os.environ.get(LEASE_VARIABLE)
     if not word:
@@ -58,4 +59,6 @@ def keep(lease: str | None, reason: str, for_s: float, token: int | None, json: 
     if json:
         output.print_json(kept)
     else:
-        click.echo(f"{kept.id} keeps its GPUs for {format_duration(for_s)} from now, also while they are idle")
+        click.echo(
+            f"{kept.id} may be idle for {format_duration(for_s)} from now: no notice goes out. It ends as before."
+        )
