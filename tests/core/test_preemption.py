@@ -650,3 +650,24 @@ def _random_day(seed: int) -> int:
         assert lease.granted_at is not None
         assert (event.at - lease.granted_at).total_seconds() >= AFTER_S
     return len(noticed)
+
+
+def test_a_preempted_attempt_has_passed_no_one_as_a_restart_counts() -> None:
+    """The number of its lease is that of its end, not that of its place."""
+    here = world(gpus=1)
+    job_id = job(here)
+    waits = scavenge(here, user="eve")
+    here.pass_time(AFTER_S)
+    ask(here)
+    here.pass_time(2.0)
+    stop(here, job_id)
+    assert (
+        here.ledger.leases[of(here, job_id).job.attempt_history[0].lease_id].number
+        > here.ledger.leases[waits.id].number
+    )
+    assert here.ledger.bypasses == {}
+
+    here.ledger.bypasses_recounted = False  # as it is read from the database
+    here.pass_time(1.0)
+
+    assert here.ledger.bypasses == {}

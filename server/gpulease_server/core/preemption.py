@@ -151,10 +151,10 @@ def _set_for(reservations: Reservations, record: LeaseRecord) -> Victims | None:
         most_gpus=users.gpus_left(lease),
         closed=users.closed_to(lease),
     )
-    if not isinstance(found, Blocked) or (chosen := smallest_set(reservations, record)) is None:
+    if not isinstance(found, Blocked):
         return None
     start_s = shadow_time(reservations, record)
-    return None if start_s is not None and start_s <= soon(reservations) else chosen
+    return None if start_s is not None and start_s <= soon(reservations) else smallest_set(reservations, record)
 
 
 def _give_notice(turn: Turn, record: LeaseRecord, chosen: Victims) -> None:

@@ -10,6 +10,7 @@ from gpulease_protocol.model import JobMember, JobState
 from gpulease_server.core.adoption import place_adopted, with_adopted_gpus
 from gpulease_server.core.backfill import NONE_UNDELAYED, BlockedRequests, Reservations, Undelayed
 from gpulease_server.core.easy_backfill import EasyBackfill
+from gpulease_server.core.eligibility import is_eligible, min_gpus_of
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.explain.never_fits import is_never
 from gpulease_server.core.fair_share import recount_usage
@@ -56,7 +57,7 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     ahead = EasyBackfill(reservations)
     blocked, order = BlockedRequests(reservations, ahead.chance), UserOrder(reservations)
     choose_first(turn, reservations)
-    _start_preempting(turn, reservations, order)
+    _start_preempting(turn, reservations)
     rankings = NodeRankings(reservations.taken)
     walk = QueueWalk(turn.ledger, reservations, blocked, order, turn.pending)
     for record in walk:
@@ -101,12 +102,15 @@ def _walk_queue(turn: Turn) -> None:  # noqa: C901 - one case for each outcome
     keep_places(turn, order)
 
 
-def _start_preempting(turn: Turn, reservations: Reservations, order: UserOrder) -> None:
+def _start_preempting(turn: Turn, reservations: Reservations) -> None:
     """Grant the requests that others have ended for, on the GPUs that are held for them; and hold what is free of these
     for those that still lack some."""
     for one, record in list(preemptions_under_way(turn.ledger, turn.now, turn.policy)):
         demand = replace(record.lease.demand, among=one.gpus)
-        if order.keeps_out(record):
+        needed = min_gpus_of(turn.ledger, reservations.users, record.lease.demand)
+        # `UserOrder.keeps_out` would claim what is left of a limit, before the older requests of the walk.
+        limit = reservations.users.limit_reached(record.lease, needed)
+        if limit is not None or not is_eligible(turn.ledger, record, turn.now):
             continue
         match place(
             turn.ledger,

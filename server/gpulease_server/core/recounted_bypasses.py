@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from gpulease_protocol.model import Demand
+from gpulease_protocol.model import Demand, EndReason
 from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates
@@ -34,7 +34,7 @@ def recount_bypasses(turn: Turn) -> None:
     granted = [
         (record.number, rank_of(record.lease.demand), record.lease.holder.user, {gpu.uuid for gpu in record.lease.gpus})
         for record in ledger.leases.values()
-        if record.lease.fencing_token is not None and record.number > waiting[0].number
+        if record.lease.fencing_token is not None and record.number > waiting[0].number and not _is_renumbered(record)
     ]
     users = usage_by_user(ledger, turn.policy.limits, turn.now)
     newer: dict[tuple[Demand, str | None, frozenset[str]], list[int]] = {}
@@ -65,3 +65,8 @@ def recount_bypasses(turn: Turn) -> None:
 def _is_limited(ledger: Ledger, record: LeaseRecord) -> bool:
     job = ledger.jobs.get(record.lease.job_id or "")
     return job is not None and job.job.array_at_most is not None
+
+
+def _is_renumbered(record: LeaseRecord) -> bool:
+    """True for the lease of a preempted attempt: its number is that of its end, and says nothing of its place."""
+    return record.lease.job_id is not None and record.lease.end_reason is EndReason.PREEMPTED

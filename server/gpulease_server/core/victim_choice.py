@@ -11,7 +11,6 @@ from gpulease_server.core.backfill import Reservations
 from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.gpu import conflicting_processes, ends_too_soon, node_problem
 from gpulease_server.core.gpu_choice import set_to_wait_for
-from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates, gpus_needed, grant_size, has_enough
 from gpulease_server.core.preemption_records import MAX_PREEMPTED
 from gpulease_server.core.records import GpuRecord, LeaseRecord
@@ -125,18 +124,18 @@ def _fewest(
     for number in range(len(leases) + 1):
         if len(own) + sum(sizes[:number]) < needed:
             continue
-        enough = [
-            (sum(_lost_s(reservations, one) for one in some), tuple(sorted(one.lease.id for one in some)))
-            for some in itertools.islice(itertools.combinations(leases, number), MAX_SETS)
-            if _are_enough(ledger, record, node, [*own, *(g for one in some for g in of_victims[one.lease.id])], needed)
-        ]
-        if enough:
-            return tuple(ledger.leases[lease_id] for lease_id in min(enough)[1])
+        best: tuple[float, tuple[str, ...]] | None = None
+        for at, some in enumerate(itertools.islice(itertools.combinations(leases, number), MAX_SETS)):
+            gpus = [*own, *(gpu for one in some for gpu in of_victims[one.lease.id])]
+            if len(gpus) < needed or not has_enough(ledger, record.lease.demand, node, gpus, needed):
+                continue
+            found = (sum(_lost_s(reservations, one) for one in some), tuple(sorted(one.lease.id for one in some)))
+            best = found if best is None else min(best, found)
+            if at == 0:
+                break  # of no other set of so many is less lost
+        if best is not None:
+            return tuple(ledger.leases[lease_id] for lease_id in best[1])
     return None
-
-
-def _are_enough(ledger: Ledger, record: LeaseRecord, node: str, gpus: list[GpuRecord], needed: int) -> bool:
-    return has_enough(ledger, record.lease.demand, node, gpus, needed)
 
 
 def _lost_s(reservations: Reservations, record: LeaseRecord) -> float:
