@@ -64,9 +64,10 @@ class WatchedDaemon(DaemonProcess):
     @property
     def command(self) -> list[str]:
         program = (
-            "import gc, signal, sys; from gpulease_cli import main\n"
-            "def tell(*_):\n"
-            "    print('garbage', gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count() > 0, flush=True)\n"
+            "import gc, os, signal, sys; from gpulease_cli import main\n"
+            "def tell(*_):\n"  # at once, because a line of the log may be written meanwhile
+            "    told = f'garbage {gc.isenabled()} {gc.get_threshold()[0]} {gc.get_freeze_count() > 0}\\n'\n"
+            "    os.write(1, told.encode())\n"
             "signal.signal(signal.SIGUSR1, tell); sys.argv[0] = 'gpulease'; sys.exit(main())"
         )
         return [sys.executable, "-c", program, *super().command[3:]]

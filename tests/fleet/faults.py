@@ -116,6 +116,7 @@ class Faults:
 
     def scancel(self, node: str, handle: str) -> None:
         """As a user does it."""
+        assert handle in self.cluster.jobs(), "there is nothing to cancel: it would be no fault"
         self.cluster.run("scancel", handle)
 
     def time_limit(self, node: str, handle: str) -> None:

@@ -150,8 +150,10 @@ class Soak:
         return found
 
     def pilot(self, node: str) -> dict[str, Any] | None:
-        """The pilot that carries a node, once its worker has reported."""
-        pilots = (one for one in self.fleet.pilots() if one["node"] == node and one["state"] == "running")
+        """The pilot that carries a node, once its worker has reported. Slurm knows which one it is: where the pool has
+        two on a node for a moment, one has ended, and to end it again would be no fault."""
+        carries = {handle for handle, (_, _, where) in self.cluster.jobs().items() if where == node}
+        pilots = (one for one in self.fleet.pilots() if one["handle"] in carries and one["state"] == "running")
         return next((one for one in pilots if one["was_ready"]), None)
 
     def pid(self, lease_id: str) -> int | None:

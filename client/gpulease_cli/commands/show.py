@@ -103,7 +103,7 @@ def _job_facts(client: Client, job: Job, now: datetime) -> Facts:
         yield "ran for", format_duration(((job.ended_at or now) - job.started_at).total_seconds())
     yield "time limit", job.timeout_s and _limit(job, now)
     yield "attempts", _attempts(job)
-    yield "preempted", job.preempted and f"{job.preempted} times"
+    yield "preempted", job.preempted and ("once" if job.preempted == 1 else f"{job.preempted} times")
     for attempt in job.attempt_history:
         yield f"attempt {attempt.number}", attempt.reason
     if job.after:
