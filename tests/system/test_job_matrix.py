@@ -1,7 +1,7 @@
 """SIGKILL of each process of a job, in every state of the job: it ends rightly, and no process of it is left.
 
 Each test brings three jobs into the states `starting`, `running` and `stopping`, kills its victim in all three, and
-looks at how they end. One job waits behind them, and must get all their GPUs. A shell script stands in for an
+looks at how they end. One job waits behind them, and must get all their GPUs. A small program stands in for an
 interpreter with torchrun, so that a state lasts as long as a test needs it; `test_job_restarts.py` has the real one.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,28 +26,32 @@ OPTIONS = ("--simulate", "6")
 GRACE_S = 20.0
 """It must last until the job that stops has its turn, on a busy machine too."""
 WITHIN_S = 60.0
-TORCHRUN = """#!/bin/bash
-[ "$1" = -c ] && exit 0  # asked whether it has torch
-place=${!#}
-case $place in */stops) trap 'touch "$place/asked"' TERM ;; esac
-flock -s "$place/start" true
-for rank in 0 1; do
-    RANK=$rank sh -c '
-        case "$0" in */stops) trap "" TERM ;; esac
-        touch "$0/up-$RANK"
-        exec flock -s "$0/go" true' "$place" &
-done
-for rank in 0 1; do
-    until wait -n; do
-        code=$?
-        [ $code = 143 ] || { kill -KILL $(jobs -p); exit $code; }
-    done
-done
-[ ! -e "$place/asked" ] || exit 143
+TORCHRUN = f"""#!{sys.executable} -IS
+import fcntl, os, signal, sys
+if sys.argv[1] == "-c":  # asked whether it has torch
+    sys.exit()
+place, asked = sys.argv[-1], []
+if place.endswith("/stops"):
+    signal.signal(signal.SIGTERM, lambda *_: (asked.append(True), open(place + "/asked", "w").close()))
+with open(place + "/start") as gate:
+    fcntl.flock(gate, fcntl.LOCK_SH)
+ignores = "trap '' TERM;" if place.endswith("/stops") else ""
+rank_does = ignores + 'touch "$0/up-$RANK"; exec flock -s "$0/go" true'
+command = ["sh", "-c", rank_does, place]
+ranks = [os.posix_spawn("/bin/sh", command, dict(os.environ, RANK=str(rank))) for rank in range(2)]
+while ranks:
+    ended, status = os.wait()
+    ranks.remove(ended)
+    if status not in (0, signal.SIGTERM):
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        sys.exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+sys.exit(143 if asked else 0)
 """
 """Starts two ranks when it is told to. They end when they are told to; those of the job `stops` do not on SIGTERM.
 
-The test tells it by unlocking a file, because shells that look for one again and again load the machine.
+The test tells it by unlocking a file, because a program that looks for one again and again loads the machine. It is no
+shell script: the `wait -n` of a shell misses a rank that was killed before it.
 """
 
 
