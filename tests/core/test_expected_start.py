@@ -14,7 +14,7 @@ import pytest
 
 from gpulease_protocol.budgets import Budget
 from gpulease_protocol.limits import LimitKind
-from gpulease_protocol.model import ExpectedBasis, NodeMode, Priority
+from gpulease_protocol.model import ExpectedBasis, GpuState, NodeMode, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_protocol.reservations import Reservation
 from gpulease_server.core.calendar import END_MARGIN_S
@@ -315,6 +315,23 @@ def test_if_all_keep_their_time_each_starts_as_expected(
     if rules is GREEDY:  # a scheduler of a few lines, which knows nothing of the core, says the same
         alone = scheduled(requests, 4, greedy=True)
         assert all(abs(at_s - (alone[name] or 0)) <= 1 for name, at_s in daemon.expected.items())
+
+
+def test_gpus_of_a_request_that_preempts_are_held_for_it_and_nothing_is_said_from_its_start_on() -> None:
+    here = world(2, preemption=True, preempt_after_s=60.0, preempt_notice_s=20.0).node("b", gpus=2)
+    job_id = here.submit(priority=Priority.SCAVENGE, user="bob")
+    running = JobReport(job_id=job_id, attempt=1, state=RunState.RUNNING, started_at=here.now.at)
+    here.jobs["a"] = [running]
+    here.report()
+    for time_s in (75.0, HOUR_S):
+        here.lease(node="b", time_s=time_s, ttl_s=HOUR_S)
+    here.pass_time(61.0)
+    preempts = here.lease(2, node="a", ttl_s=HOUR_S)
+    here.pass_time(1.5)
+    assert list(here.ledger.preemptions) == [preempts.id]
+    held, soon, later = (here.lease(node=node, ttl_s=HOUR_S) for node in ("a", "b", "b"))
+    assert here.state(1) is GpuState.FREE
+    assert [in_s(here, one.id) for one in (preempts, held, soon, later)] == [None, None, 12, None]
 
 
 def test_a_request_starts_when_the_window_of_others_is_over() -> None:

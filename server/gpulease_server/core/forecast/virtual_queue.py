@@ -85,6 +85,7 @@ class VirtualQueue:
         self._after = list(_waiting_state(ledger, {record.lease.id for record in self._requests}, policy.max_bypass))
         self._steps_counted_at_s = ledger.steps_counted_at_s
         self._reserved = list(ledger.calendar.in_order())
+        self._preempts_at_s = self._first_preempted_end_s(ledger)
         self._late_s: dict[str, float] = {}
         """By active lease: how much later than it is taken to start it may start."""
 
@@ -115,7 +116,7 @@ class VirtualQueue:
                         self._waiting.remove(record.lease.id)
                         yield record.lease.id, at_s
                 yield None, at_s
-            if not ends or not self._waiting:
+            if not ends or not self._waiting or ends[0][0] >= self._preempts_at_s:
                 return
             at_s = max(at_s, ends[0][0])
             ending = [one for one in _pop_until(ends, at_s) if not self._lasts_longer(ends, ledger, one, at_s)]
@@ -190,6 +191,13 @@ class VirtualQueue:
                 turn.put(replace(gpu, lease_id=None, draining=False))
             settle(turn)
             yield turn
+
+    def _first_preempted_end_s(self, ledger: Ledger) -> float:
+        """When the first lease or job is to have ended for a request (`core.preemption`). From then on it is not known
+        who has what: jobs that have ended early wait at their old places."""
+        jobs_s = (self._mono_s(job.job.preempt_at) for job in self._jobs if job.job.preempt_at is not None)
+        found = (one_s for one_s in (*jobs_s, *(one.end_s for one in ledger.preemptions.values())))
+        return min((one_s for one_s in found if one_s > self._begun.mono_s), default=float("inf"))
 
     def _mono_s(self, at: datetime) -> float:
         return self._begun.mono_s + (at - self._begun.at).total_seconds()
@@ -301,6 +309,7 @@ def _waiting_state(ledger: Ledger, requests: set[str], most_missed: int) -> Iter
     for lease_id in ledger.not_before.keys() & requests:
         yield NotBefore(lease_id, ledger.not_before[lease_id])
     yield from ledger.ran_ahead.values()
+    yield from (one for one in ledger.preemptions.values() if one.lease_id in requests)
     yield PlacesKept(tuple((one, step) for one, step in ledger.places_kept.items() if one in requests))
     first = {lease_id: missed for lease_id, missed in ledger.go_first.items() if lease_id in requests}
     yield Overtakes(ledger.overtakes, tuple(first))
