@@ -505,6 +505,20 @@ def test_what_is_free_sooner_than_was_declared_still_goes_to_the_oldest() -> Non
     assert is_active(here, waits)
 
 
+def test_a_job_that_is_being_stopped_is_given_back_and_keeps_no_one_out_until_its_time_is_over() -> None:
+    here = world(gpus=2, max_bypass=1, max_bypass_s=1e9)
+    here.reserve(uuid(0), uuid(1), user="ada")
+    job = here.submit(user="ada", timeout_s=3000.0)
+    run(here, job)
+    waits = ask(here, 2, user="bob", time_s=900.0)
+    here.release(ask(here, user="eve", time_s=60.0))
+    here.report()
+    assert held_for(here, waits) == 0
+    here.cancel(job)
+    assert held_for(here, waits) == 1
+    assert not is_active(here, ask(here, user="eve", time_s=60.0))
+
+
 def test_after_a_day_they_are_held_for_it_all_the_same() -> None:
     """Holders may declare more time than they take, and windows follow each other: it must not wait forever."""
     here = world(gpus=2, max_bypass=1, max_bypass_s=1e9)
@@ -518,6 +532,20 @@ def test_after_a_day_they_are_held_for_it_all_the_same() -> None:
     skip(here, 0.2 * HOUR_S)
     assert held_for(here, waits) == 1
     assert not is_active(here, ask(here, user="eve", time_s=60.0))
+
+
+def test_daemons_that_restart_each_night_do_not_begin_that_day_again() -> None:
+    here = world(gpus=2, max_bypass=1, max_bypass_s=1e9)
+    here.reserve(uuid(0), uuid(1), user="ada", after_s=40 * HOUR_S)
+    here.lease(user="ada", time_s=30 * HOUR_S, ttl_s=LONG_S)
+    waits = ask(here, 2, user="bob", time_s=15 * HOUR_S)
+    here.release(ask(here, user="eve", time_s=60.0))
+    here.report()
+    skip(here, 23.9 * HOUR_S)
+    times, _ = here.ledger.bypasses[waits.id]
+    here.ledger.bypasses[waits.id] = times, here.now.mono_s  # counted again from the leases, and its seconds from now
+    skip(here, 0.2 * HOUR_S)
+    assert held_for(here, waits) == 1
 
 
 @pytest.mark.parametrize("policy", [{"max_bypass": 0}, {"max_bypass_s": 0.0}])

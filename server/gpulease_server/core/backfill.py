@@ -34,9 +34,10 @@ A request that declares its time counts no bypass for those that it does not del
 them, see `core.easy_backfill`. What it has is *lent*: it counts as free where GPUs are held, so what is held does not
 move to another node because of it.
 Where a limit keeps a request of a whole node from some nodes, only GPUs of the others are held for it.
-For a day from its first bypass nothing is held on a node where, by the times that were declared, a request cannot start
-before a reservation closes it out (`core.declared_ends`): the GPUs would be idle until that is so. A holder may give
-GPUs back sooner, so after that day they are held all the same, and it is served as without reservations.
+On the first day of a request nothing is held on a node where, by the times that were declared, it cannot start before
+a reservation closes it out (`core.declared_ends`): the GPUs would be idle until that is so. A holder may give GPUs back
+sooner, so after that day they are held all the same, and it is served as without reservations. The day is counted by
+the wall clock from the moment when it was made, which a restart does not change.
 
 What is kept
 ------------
@@ -73,7 +74,7 @@ from gpulease_server.core.user_limits import LimitedDemand, UserUsage
 MAX_LEFTOVER_S = 3600.0
 """So long GPUs are held beside one on which something is left of a lease that ran ahead, from the end of that."""
 CLOSED_OUT_S = 86400.0
-"""So long from its first bypass nothing is held for a request where it is taken to be closed out before it starts."""
+"""So long after it was made nothing is held for a request where it is taken to be closed out before it starts."""
 ALL_NODES = 2**30
 
 
@@ -321,8 +322,7 @@ class Reservations:
         """True where nothing is held on a node, as the calendar closes it before the request starts there."""
         if not self.ledger.calendar.entries or self.policy.max_bypass == 0 or self.policy.max_bypass_s == 0:
             return False
-        _, since_s = self.ledger.bypasses.get(record.lease.id, (0, self.now.mono_s))
-        if self.now.mono_s - since_s >= CLOSED_OUT_S:
+        if (self.now.at - record.lease.created_at).total_seconds() >= CLOSED_OUT_S:
             return False
         is_closed = is_closed_before_free(self.users, self.ledger, record, able, needed)
         if is_closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpulease_protocol.model import LeaseState
+from gpulease_protocol.model import JobState, LeaseState
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.records import GpuRecord, Instant, LeaseRecord
 from gpulease_server.core.token_budgets import held_s
@@ -34,7 +34,7 @@ def is_closed_before_free(
     now = users.now
     if now is None or users.latest_end(record.lease) is None:
         return False  # what is closed to one without a time stays the same until a window ends
-    free_s = [(_free_s(ledger, gpu, now) - now.mono_s, gpu.device.uuid) for gpu in gpus]
+    free_s = [(free_at_s(ledger, gpu, now) - now.mono_s, gpu.device.uuid) for gpu in gpus]
     for wait_s in sorted({one for one, _ in free_s}):
         closed = users.closed_to(record.lease, -wait_s)
         if sum(free_in_s <= wait_s and uuid not in closed for free_in_s, uuid in free_s) >= needed:
@@ -42,10 +42,14 @@ def is_closed_before_free(
     return True
 
 
-def _free_s(ledger: Ledger, gpu: GpuRecord, now: Instant) -> float:
-    """Before this time a GPU is not free, unless its holder gives it back; now where that is not known."""
+def free_at_s(ledger: Ledger, gpu: GpuRecord, now: Instant) -> float:
+    """Before this time a GPU is not free, unless its holder gives it back; now where that is not known, and where it is
+    being given back: its lease ends for a request (`core.preemption`), or its job is being stopped."""
     record = ledger.leases.get(gpu.lease_id or "")
     if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
+        return now.mono_s
+    job = ledger.live_jobs.get(record.lease.job_id or "")
+    if record.lease.id in ledger.preempting or (job is not None and job.job.state is JobState.STOPPING):
         return now.mono_s
     budget = ledger.budgets.get(record.lease.holder.token_id or "")
     if budget is not None and budget.budget.gpu_hours_per_day is not None:

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from gpulease_protocol.model import Demand, JobState, LeaseState, TopologyMode
+from gpulease_protocol.model import Demand, TopologyMode
 from gpulease_server.core.backfill import Reservations
-from gpulease_server.core.declared_ends import declared_end_s
+from gpulease_server.core.declared_ends import declared_end_s, free_at_s
 from gpulease_server.core.gpu import ends_too_soon
 from gpulease_server.core.ledger import Ledger
 from gpulease_server.core.placement import find_candidates, gpus_needed, has_enough, lacks_memory, reach_of
@@ -59,20 +59,11 @@ def earliest_s(
     known. `at_once`: users whose leases count as free now."""
     ledger, now = reservations.ledger, reservations.now
     record = ledger.leases.get(gpu.lease_id or "")
-    if record is None or gpu.draining or record.lease.state is not LeaseState.ACTIVE:
+    if record is None or record.lease.holder.user in at_once:
         return now.mono_s
     if record.lease.id in ledger.ran_ahead and (record.granted_at_s or now.mono_s) >= waiting.requested_at_s:
         return now.mono_s
-    if record.lease.holder.user in at_once or record.lease.id in ledger.preempting:
-        return now.mono_s
-    job = ledger.live_jobs.get(record.lease.job_id or "")
-    if job is not None and job.job.state is JobState.STOPPING:
-        return now.mono_s
-    budget = ledger.budgets.get(record.lease.holder.token_id or "")
-    if budget is not None and budget.budget.gpu_hours_per_day is not None:
-        return now.mono_s
-    end_s = declared_end_s(ledger, record, now)
-    return now.mono_s if end_s is None else max(end_s, now.mono_s)
+    return free_at_s(ledger, gpu, now)
 
 
 def latest_s(reservations: Reservations, demand: Demand, gpu: GpuRecord) -> float | None:

@@ -60,7 +60,7 @@ def _closed_out(reservations: Reservations, record: LeaseRecord) -> str:
         return ""
     return (
         " No GPUs are held for it, as by declared times a reservation keeps it out before it could start; a day after"
-        " it was first passed they are."
+        " it was made they are."
     )
 
 
