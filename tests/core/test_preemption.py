@@ -12,6 +12,7 @@ import pytest
 from gpulease_protocol.errors import LeaseLost
 from gpulease_protocol.model import Demand, EndReason, Event, GpuState, JobState, Lease, LeaseState, Priority
 from gpulease_protocol.node_protocol import JobReport, OwnerState, RunState
+from gpulease_server.core.calendar import END_MARGIN_S
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.happenings import CancelRequested, WaiterPolled
 from gpulease_server.core.job_orders import job_order
@@ -392,6 +393,30 @@ def test_gpus_of_the_set_that_do_not_come_are_held_for_a_bounded_time() -> None:
     assert state(here, small) is LeaseState.ACTIVE
     assert state(here, waits) is LeaseState.QUEUED
     assert len(preempted_ids(here)) == 2, "it preempts once"
+
+
+@pytest.mark.parametrize(("slack_s", "preempts"), [(90.0, False), (120.0, True)])
+def test_nothing_ends_for_a_request_that_a_reservation_closes_out_before_it_could_start(
+    slack_s: float, preempts: bool
+) -> None:
+    here = world(gpus=1)
+    assert here.reserve(uuid(0), user="eve", after_s=7200.0) is None
+    job(here, timeout_s=3600.0)
+    here.pass_time(AFTER_S)
+    ask(here, time_s=7200.0 - AFTER_S - END_MARGIN_S - slack_s)
+    here.pass_time(2.0)
+    assert bool(preempted_ids(here)) is preempts
+
+
+def test_nothing_is_held_for_a_request_to_which_a_reservation_has_closed_the_set_since() -> None:
+    here = world(gpus=2)
+    job(here)
+    here.pass_time(AFTER_S)
+    waits = ask(here, 2)
+    here.pass_time(1.5)
+    assert set(here.ledger.preemptions[waits.id].gpus) == {uuid(0), uuid(1)}
+    assert here.reserve(uuid(1), user="eve", after_s=0.0) is None
+    assert state(here, ask(here, user="eve")) is LeaseState.ACTIVE, "it is reserved for eve, and closed to ada"
 
 
 def test_the_notice_is_withdrawn_when_the_request_leaves() -> None:

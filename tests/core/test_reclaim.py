@@ -13,6 +13,7 @@ import pytest
 from gpulease_protocol.model import EndReason, Event, JobState, Lease, LeaseState, NodeMode, Priority
 from gpulease_protocol.node_protocol import JobReport, RunState
 from gpulease_server.core import reclaim
+from gpulease_server.core.calendar import END_MARGIN_S
 from gpulease_server.core.explain.explain import explain
 from gpulease_server.core.idle import IdleTime, idle_time
 from gpulease_server.core.policy import Policy
@@ -194,6 +195,17 @@ def test_a_request_that_a_limit_keeps_out_is_not_helped() -> None:
     here.lease(1, ttl_s=1e6, user="carl")
     here.pass_time(SLACK_S)
     assert kinds(here, lease) == ["reclaim_notice"]
+
+
+@pytest.mark.parametrize(("slack_s", "helps"), [(90.0, False), (120.0, True)])
+def test_a_request_that_a_reservation_closes_out_by_then_is_not_helped(slack_s: float, helps: bool) -> None:
+    here = world(1)
+    assert here.reserve(uuid(0), user="eve", after_s=7200.0) is None
+    lease = holds(here, time_s=3600.0)
+    here.pass_time(AFTER_S)
+    here.lease(1, ttl_s=1e6, time_s=7200.0 - AFTER_S - END_MARGIN_S - slack_s)
+    here.pass_time(SLACK_S)
+    assert kinds(here, lease) == (["reclaim_notice"] if helps else [])
 
 
 def test_gpus_that_are_free_count_for_who_waits() -> None:

@@ -22,8 +22,11 @@ def preemptions_under_way(ledger: Ledger, now: Instant, policy: Policy) -> Itera
 
 
 def hold_preempted_gpus(reservations: Reservations) -> None:
-    """Hold what is free of these GPUs, before anything is held for others."""
-    ledger = reservations.ledger
+    """Hold what is free of these GPUs, before anything is held for others. Nothing where the calendar has closed one of
+    them to the request since: it needs them all."""
+    ledger, users = reservations.ledger, reservations.users
     for one, record in preemptions_under_way(ledger, reservations.now, reservations.policy):
+        if not users.closed_to(record.lease).isdisjoint(one.gpus):
+            continue
         known = (ledger.gpus.get(uuid) for uuid in one.gpus)
         reservations.reserve(record, (gpu for gpu in known if gpu is not None and gpu.lease_id is None))

@@ -35,7 +35,7 @@ from gpulease_server.core.shadow_time import shadow_time
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import usage_by_user
 from gpulease_server.core.user_order import UserOrder
-from gpulease_server.core.victim_choice import Victims, smallest_set, soon
+from gpulease_server.core.victim_choice import Victims, end_in_s, smallest_set, soon
 
 LOOK_EVERY_S = 1.0
 """How often it is looked at whether something is to be preempted."""
@@ -160,10 +160,7 @@ def _set_for(reservations: Reservations, record: LeaseRecord) -> Victims | None:
 def _give_notice(turn: Turn, record: LeaseRecord, chosen: Victims) -> None:
     """Tell the holders, once and for good, when they are to have ended."""
     now, notice_s = turn.now, turn.policy.preempt_notice_s
-    # A holder hears of it with its next renewal, and has the whole notice from then on. One that cannot reach a daemon
-    # may trust its lease for `ttl_s` from the last renewal, which was before this moment.
-    ttls_s = [one.lease.ttl_s for one in chosen.leases if one.lease.job_id is None]
-    end_s = max([notice_s, *(max(ttl_s, notice_s + ttl_s / 3) for ttl_s in ttls_s)])
+    end_s = end_in_s(turn.policy, chosen.leases)
     turn.put(
         Preemption(
             lease_id=record.lease.id,

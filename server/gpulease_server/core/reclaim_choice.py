@@ -17,6 +17,7 @@ from gpulease_server.core.order import in_order
 from gpulease_server.core.placement import can_have, find_candidates, lacks_memory
 from gpulease_server.core.records import GpuRecord, LeaseRecord
 from gpulease_server.core.reservation_view import current_reservations
+from gpulease_server.core.shadow_time import END_S, JOB_GRACE_S
 from gpulease_server.core.turn import Turn
 from gpulease_server.core.user_limits import LimitedDemand
 
@@ -41,7 +42,7 @@ def leases_to_reclaim(turn: Turn, idle: Mapping[str, IdleTime]) -> dict[str, str
     hopeless, chosen = set[LimitedDemand](), dict[str, str]()
     for record in _waiting(turn, reservations):
         left = [lease_id for lease_id in pool if lease_id not in chosen]
-        limited = reservations.users.demand_within(record.lease)
+        limited = _demand_by_then(turn, reservations, record)
         if not left or len(hopeless) >= MAX_DEMANDS:
             break
         if limited in hopeless:
@@ -58,6 +59,12 @@ def leases_to_reclaim(turn: Turn, idle: Mapping[str, IdleTime]) -> dict[str, str
                 left = fewer
         chosen |= dict.fromkeys(left, record.lease.id)
     return chosen
+
+
+def _demand_by_then(turn: Turn, reservations: Reservations, record: LeaseRecord) -> LimitedDemand:
+    """What a request asks for, and what the calendar closes to it by the time when a job that ends now is gone."""
+    closed = reservations.users.closed_to(record.lease, -(JOB_GRACE_S + END_S + 2 * turn.policy.retained_memory_s))
+    return reservations.users.demand_within(record.lease)._replace(closed=closed)
 
 
 def _waiting(turn: Turn, reservations: Reservations) -> Iterator[LeaseRecord]:

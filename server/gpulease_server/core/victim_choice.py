@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gpulease_protocol.model import JobState, LeaseState
@@ -12,9 +12,10 @@ from gpulease_server.core.demand_classes import rank_of
 from gpulease_server.core.gpu import conflicting_processes, ends_too_soon, node_problem
 from gpulease_server.core.gpu_choice import set_to_wait_for
 from gpulease_server.core.placement import find_candidates, gpus_needed, grant_size, has_enough
+from gpulease_server.core.policy import Policy
 from gpulease_server.core.preemption_records import MAX_PREEMPTED
 from gpulease_server.core.records import GpuRecord, LeaseRecord
-from gpulease_server.core.shadow_time import latest_s
+from gpulease_server.core.shadow_time import END_S, latest_s
 from gpulease_server.core.token_budgets import held_s
 
 MAX_TTL_S = 900.0
@@ -84,7 +85,7 @@ def _smallest_on(
     """The smallest set of a node; None where no set is enough."""
     ledger, lease = reservations.ledger, record.lease
     own, of_victims = list[GpuRecord](), dict[str, list[GpuRecord]]()
-    soon_s, closed = soon(reservations), reservations.users.closed_to(lease)
+    soon_s, closed = soon(reservations), _closed_by_then(reservations, record, candidates)
     for gpu in candidates:
         uuid = gpu.device.uuid
         if uuid in closed or reservations.by_uuid.get(uuid, lease.id) != lease.id:
@@ -105,6 +106,24 @@ def _smallest_on(
     wanted = set_to_wait_for(ledger, lease.demand, node, gpus, needed)
     gpus = [gpu for gpu in gpus if gpu.device.uuid in wanted][:needed]
     return Victims(sum(_lost_s(reservations, one) for one in leases), node, leases, tuple(gpus))
+
+
+def _closed_by_then(reservations: Reservations, record: LeaseRecord, candidates: Sequence[GpuRecord]) -> frozenset[str]:
+    """The GPUs that the calendar closes to a request by the time when all that may end for it on a node has ended, and
+    is clean: one that fits before a window now may not fit then."""
+    ledger, policy = reservations.ledger, reservations.policy
+    holders = dict.fromkeys(gpu.lease_id for gpu in candidates if gpu.lease_id in ledger.preemptible)
+    wait_s = max(2 * policy.preempt_notice_s, end_in_s(policy, (ledger.leases[one] for one in holders if one)))
+    return reservations.users.closed_to(record.lease, -(wait_s + END_S + 2 * policy.retained_memory_s))
+
+
+def end_in_s(policy: Policy, victims: Iterable[LeaseRecord]) -> float:
+    """How long after the notice the last of these leases ends. A holder hears of it with its next renewal, and has the
+    whole notice from then on. One that cannot reach a daemon may trust its lease for `ttl_s` from the last renewal,
+    which was before the notice."""
+    notice_s = policy.preempt_notice_s
+    ttls_s = [one.lease.ttl_s for one in victims if one.lease.job_id is None and one.lease.ttl_s <= MAX_TTL_S]
+    return max([notice_s, *(max(ttl_s, notice_s + ttl_s / 3) for ttl_s in ttls_s)])
 
 
 def _fewest(
