@@ -390,11 +390,11 @@ class AsyncClient(AsyncReservationMethods):
         tail: int | None = None,
         offset: str | int | None = None,
         node: str | None = None,
+        attempt: int | None = None,
     ) -> AsyncIterator[str]:
         """The text of the job's log, in pieces; with `follow` until the job has ended.
 
-        It is the log of the launcher, of one `rank`, or with `rank="all"` of all ranks, by lines; on several nodes of
-        all of them, or of one `node`. It begins with the last `tail` lines, or at `offset` in bytes.
-        """
-        call_at = partial(endpoints.job_logs, job_id, follow, rank, node=node)
+        It is that of the launcher, of one `rank`, or with `rank="all"` of all ranks, by lines; of all nodes or one
+        `node`; of the last attempt or this `attempt`. It begins with the last `tail` lines, or at `offset` in bytes."""
+        call_at = partial(endpoints.job_logs, job_id, follow, rank, node=node, attempt=attempt)
         return self._transport.emitted(self._flows.job_log(call_at, tail, offset))

@@ -261,9 +261,10 @@ def job_logs(
     tail: int | None = None,
     offset: str | int | None = None,
     node: str | None = None,
+    attempt: int | None = None,
 ) -> ApiCall[str]:
     """`GET /v1/jobs/{id}/logs`: the log as a stream of frames (`gpulease_protocol.log_frames`)."""
-    options = (("rank", rank), ("node", node), ("tail", tail), ("offset", offset))
+    options = (("rank", rank), ("node", node), ("tail", tail), ("offset", offset), ("attempt", attempt))
     query = [("frames", "1"), *([("follow", "1")] if follow else [])]
     query += [(name, str(value)) for name, value in options if value is not None]
     return ApiCall(method="GET", path=f"/v1/jobs/{encoded(job_id)}/logs", query=tuple(query), read=str, text=True)

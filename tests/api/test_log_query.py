@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
-from gpulease_protocol.errors import InvalidRequest
-from gpulease_protocol.model import Device, Job, JobMember, JobState, Launcher
-from gpulease_server.api.streams.log_query import LogQuery, by_file, by_node
+from gpulease_protocol.errors import InvalidRequest, NotFound
+from gpulease_protocol.model import Device, Job, JobAttempt, JobMember, JobSpec, JobState, Launcher
+from gpulease_server.api.streams.log_query import LogQuery, by_file, by_node, record_of_attempt
+from gpulease_server.core.records import JobRecord
 
 
 def job(nodes: int = 2, gpus: int = 2) -> Job:
@@ -90,6 +92,40 @@ def test_offsets(rank: str | None, offset: str, is_one: bool) -> None:
     else:
         with pytest.raises(InvalidRequest, match="offset"):
             LogQuery.parse(rank, None, offset, None, False)
+
+
+def tried_again(job: Job) -> JobRecord:
+    """It waits for its third attempt; the second one could not start."""
+    begun = job.created_at
+    attempts = (
+        JobAttempt(number=1, lease_id="lease-1", node="n0", ended_at=begun, log_directory="n0:/d/jobs/job-1/logs"),
+        JobAttempt(number=2, lease_id="lease-1r2", node="n0", ended_at=begun),
+    )
+    again = replace(job, state=JobState.QUEUED, gpus=(), members=(), attempts=2, attempt_history=attempts)
+    return JobRecord(job=again, spec=JobSpec(command=("true",), gpus=1), number=1)
+
+
+@pytest.mark.parametrize(("number", "directory"), [(1, "n0:/d/jobs/job-1/logs"), (2, None)])
+def test_an_earlier_attempt_has_its_own_directory_and_number(number: int, directory: str | None) -> None:
+    shown = record_of_attempt(tried_again(job()), number, None)
+    assert (shown.log_directory, shown.job.attempts) == (directory, number)
+    LogQuery.parse("all", "n0", None, None, False, number).check(shown.job)
+
+
+def test_an_attempt_that_was_not_made_and_a_node_without_its_log_are_named() -> None:
+    record = tried_again(job())
+    with pytest.raises(NotFound, match="no attempt 3 of job job-1"):
+        record_of_attempt(record, 3, None)
+    with pytest.raises(InvalidRequest, match="the log on n0 is kept, and none on 'n1'"):
+        record_of_attempt(record, 1, "n1")
+    with pytest.raises(InvalidRequest, match="attempt: cannot be combined with follow"):
+        LogQuery.parse(None, None, None, None, True, 1)
+
+
+def test_the_last_attempt_is_the_job_as_it_is() -> None:
+    record = tried_again(job())
+    runs = replace(record, job=replace(job(), attempts=3), log_directory="/d/jobs/job-1.3/logs")
+    assert record_of_attempt(runs, 3, None) is runs
 
 
 def test_an_offset_is_taken_apart_by_node_and_by_file() -> None:

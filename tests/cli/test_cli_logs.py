@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gpulease import Client, JobState
+from gpulease_protocol.requests import JobRequest
 from tests.cli.programs import Program, environ, wait_until
 
 HELLO = """
@@ -162,6 +163,20 @@ def test_submit_follow_prints_why_it_waits_once_then_the_log(client: Client, sta
     assert command.stdout == f"{job_id}\nit runs\n"
     said = command.stderr.splitlines()
     assert len(said) == len(set(said)), "it says the same again"
+
+
+def test_a_job_that_waits_again_shows_its_last_attempt_that_has_a_log(client: Client, gpulease: Program) -> None:
+    command = ["sh", "-c", "echo it fails; exit 3"]
+    job = client.submit(JobRequest(command=command, launcher="plain", gpus=4, retries=1))
+    with client.lease(4, wait_s=60, label="in the way"):  # the first attempt has ended, and the second one waits
+        assert client.job(job.id).attempts == 1
+        shown = gpulease("logs", job.id)
+        assert shown.stderr == f"{job.id} waits again; this is the log of attempt 1:\n"
+        assert shown.stdout == "it fails\n"
+        assert gpulease("logs", "--attempt", "1", job.id).stdout == shown.stdout
+        assert "There is no attempt 2" in gpulease("logs", "--attempt", "2", job.id).stderr
+        assert gpulease("logs", "--attempt", "1", "-f", job.id).returncode == 2
+        client.cancel_job(job.id)
 
 
 def test_wait_says_what_it_waits_for(client: Client, start: Callable[..., Running], gpulease: Program) -> None:

@@ -47,6 +47,7 @@ def jobs_or_arrays(required: bool) -> Callable[[Any], Any]:
         "gpulease logs -f job-82c4b92c1f47e880",
         "gpulease logs -n 20 --rank 1 resnet",
         "gpulease logs --node gpubox2 resnet",
+        "gpulease logs --attempt 1 resnet",
     )
 )
 @JOB
@@ -54,16 +55,27 @@ def jobs_or_arrays(required: bool) -> Callable[[Any], Any]:
 @option("--rank", type=Number(int, 0, 9999), metavar="N", help="Show only this rank.")
 @option("--node", metavar="NAME", help="Show only what runs on this node.", shell_complete=id_completion.nodes)
 @option("-n", "--tail", type=Number(int, 0, 1_000_000), metavar="N", help="Start with the last N lines (per rank).")
-def logs(job: str, follow: bool, rank: int | None, node: str | None, tail: int | None) -> None:
+@option(
+    "--attempt",
+    type=Number(int, 1, 1_000_000),
+    metavar="N",
+    show_default="the last one that has a log",
+    help="Show only this attempt of a job that was tried again.",
+)
+def logs(job: str, follow: bool, rank: int | None, node: str | None, tail: int | None, attempt: int | None) -> None:
     """Show a job's output: with torchrun and accelerate that of all ranks, each line prefixed with its rank; of a job
     on several nodes that of all nodes, with other lines prefixed with their node."""
+    if follow and attempt is not None:
+        raise click.UsageError("--attempt cannot be combined with --follow", click.get_current_context())
     with Client() as client:
         found = names.find_job(client, job)
         with wait_progress.hint_on_interrupt(found.id, "logs -f"):
             if follow and found.state is JobState.QUEUED:
                 print(f"{found.id} waits: {printable(found.reason or '', 500)}", file=sys.stderr)
-            if not print_log(client, found, follow, rank, tail, node) and tail != 0:
-                _say_why_empty(client.job(found.id))
+            if not follow and attempt is None:
+                attempt = _earlier_attempt(found)
+            if not print_log(client, found, follow, rank, tail, node, attempt) and tail != 0:
+                _say_why_empty(client.job(found.id), attempt)
 
 
 @command(
@@ -142,6 +154,7 @@ def print_log(
     rank: int | None = None,
     tail: int | None = None,
     node: str | None = None,
+    attempt: int | None = None,
 ) -> bool:
     """Write a job's log to stdout. Returns whether there was anything."""
     merged = rank is None and job.launcher in RANKED
@@ -149,7 +162,7 @@ def print_log(
 
     def pieces() -> Iterator[str]:
         nonlocal any_text
-        for piece in client.job_logs(job.id, follow, "all" if merged else rank, tail, node=node):
+        for piece in client.job_logs(job.id, follow, "all" if merged else rank, tail, node=node, attempt=attempt):
             any_text = any_text or bool(piece)
             yield piece
 
@@ -166,10 +179,30 @@ def exit_code(job: Job) -> int:
     return job.exit_code or output.REFUSED
 
 
-def _say_why_empty(job: Job) -> None:
+def _earlier_attempt(job: Job) -> int | None:
+    """The last attempt that has a log, where the present one has none; says which it is on stderr."""
+    if job.log_directory or any(member.log_directory for member in job.members):
+        return None
+    earlier = next((one for one in reversed(job.attempt_history) if one.log_directory), None)
+    if earlier is None:
+        return None
+    state = (
+        "waits again"
+        if job.state is JobState.QUEUED
+        else f"({output.spelled(job.state)}) has no log of its last attempt"
+    )
+    print(f"{job.id} {state}; this is the log of attempt {earlier.number}:", file=sys.stderr)
+    return earlier.number
+
+
+def _say_why_empty(job: Job, attempt: int | None) -> None:
     """Say on stderr why a job has no log, and where it would be."""
     reason = printable(job.reason or "", 2000)
-    if job.state is JobState.QUEUED:
+    earlier = next((one for one in job.attempt_history if one.number == attempt), None)
+    if earlier is not None:
+        where = f"; its logs are in {earlier.log_directory} on {earlier.node}" if earlier.log_directory else ""
+        said = f"has written nothing in attempt {attempt}{where}"
+    elif job.state is JobState.QUEUED:
         said = f"waits, so it has no log yet: {reason}; see `gpulease explain {job.id}`"
     elif job.started_at is None and job.ended:
         said = f"has no log, because it never started: {output.spelled(job.state)}{f', {reason}' if reason else ''}"

@@ -34,7 +34,7 @@ from gpulease_server.api.http_limits import USER_SHARE
 from gpulease_server.api.problems import error_responses
 from gpulease_server.api.routes.jobs import find_job
 from gpulease_server.api.streams.gang_log import GangLog
-from gpulease_server.api.streams.log_query import LogQuery, by_file, by_node
+from gpulease_server.api.streams.log_query import LogQuery, by_file, by_node, record_of_attempt
 from gpulease_server.api.streams.log_reader_pool import LogReaderPool
 from gpulease_server.api.streams.log_source import LocalLog, LogSource, ask_node
 from gpulease_server.core.records import JobRecord
@@ -237,7 +237,8 @@ class LogTail:
                 wait.cancel()
 
     async def _record(self) -> JobRecord:
-        return await find_job(self._daemon, self._job_id)
+        record, number = await find_job(self._daemon, self._job_id), self._query.only_attempt
+        return record if number is None else record_of_attempt(record, number, self._query.node)
 
 
 class LogResponse(StreamingResponse):
@@ -291,6 +292,15 @@ async def logs(
     tail: Annotated[
         int | None, Query(ge=0, le=MAX_LINES, description="Begin with this number of last lines of each rank.")
     ] = None,
+    attempt: Annotated[
+        int | None,
+        Query(
+            ge=1,
+            le=1_000_000,
+            description="Only this attempt of the job; if absent, the last one, and with `follow` those after it. Of"
+            " an earlier attempt on several nodes only the log of the first node is known.",
+        ),
+    ] = None,
     frames: Annotated[
         bool, Query(description="Answer in frames that say where to continue: a line of JSON, then `bytes` bytes.")
     ] = False,
@@ -302,7 +312,7 @@ async def logs(
     `Gpulease-Log-Kept-Bytes` how much of it has not been dropped.
     """
     await find_job(daemon, job_id)
-    query = LogQuery.parse(rank, node, offset, tail, follow)
+    query = LogQuery.parse(rank, node, offset, tail, follow, attempt)
     pool = LogReaderPool.of(request)
     own = 0 if caller.is_admin else pool.followers_by_user[caller.user]
     if follow and (pool.follower_count >= MAX_FOLLOWERS or own >= MAX_FOLLOWERS // USER_SHARE):

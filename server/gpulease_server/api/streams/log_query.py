@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpulease_protocol.errors import InvalidRequest
+from gpulease_protocol.errors import InvalidRequest, NotFound
 from gpulease_protocol.host.log_reader import LAUNCHER, RANK_LOG, key_of
 from gpulease_protocol.model import Job
+from gpulease_server.core.records import JobRecord
 
 OF_FILES = r"(?:\d{1,4}|launcher):\d{1,18}(?:,(?:\d{1,4}|launcher):\d{1,18})*"
 OF_NODE = rf"\d{{1,4}}/(?:{OF_FILES}|\d{{1,18}})"
@@ -32,13 +33,25 @@ class LogQuery:
     """Begin with this number of last lines of each file."""
     follow: bool
     """Continue until the job has ended."""
+    only_attempt: int | None = None
+    """The attempt whose log is asked for; None: the last one."""
 
     @classmethod
-    def parse(cls, rank: str | None, node: str | None, offset: str | None, tail: int | None, follow: bool) -> LogQuery:
+    def parse(
+        cls,
+        rank: str | None,
+        node: str | None,
+        offset: str | None,
+        tail: int | None,
+        follow: bool,
+        only_attempt: int | None = None,
+    ) -> LogQuery:
         """The query parameters, checked. Raises InvalidRequest."""
         name = None if rank == "all" else LAUNCHER if rank is None else f"rank-{int(rank)}.log"
+        if follow and only_attempt is not None:
+            raise InvalidRequest("attempt: cannot be combined with follow.", remedy="Give one of them.")
         if offset is None:
-            return cls(name, node, None, "0", tail, follow)
+            return cls(name, node, None, "0", tail, follow, only_attempt)
         if tail is not None:
             raise InvalidRequest("offset: cannot be combined with tail.", remedy="Give one of them.")
         match = OFFSET_FORMAT.fullmatch(offset)
@@ -52,7 +65,8 @@ class LogQuery:
                 remedy="Give a number of bytes, or the Gpulease-Log-Offset or `at` of an answer for the same rank.",
             )
         attempt = int(match["attempt"]) if match["attempt"] else None
-        return cls(name, node, attempt, match["offset"] or match["files"] or match["nodes"], tail, follow)
+        begin = match["offset"] or match["files"] or match["nodes"]
+        return cls(name, node, attempt, begin, tail, follow, only_attempt)
 
     def begin(self, attempt: int, first: bool) -> tuple[str, int | None]:
         """Where to begin in an attempt's files, and with how many last lines; `first` is False if an earlier attempt
@@ -95,6 +109,28 @@ class LogQuery:
                 f"offset: {self.offset[:60]!r} is no offset in what is asked for of job {job.id}.",
                 remedy="Give the Gpulease-Log-Offset or `at` of an answer for the same node and rank.",
             )
+
+
+def record_of_attempt(record: JobRecord, number: int, node: str | None) -> JobRecord:
+    """A job as it was in an attempt, as far as its logs are concerned. Of an earlier one on several nodes only the log
+    of the first node is known. `node`: the one that is asked for. Raises NotFound, and InvalidRequest for another
+    node."""
+    job = record.job
+    earlier = next((one for one in job.attempt_history if one.number == number), None)
+    if earlier is None:
+        if number == job.attempts:
+            return record
+        raise NotFound(
+            f"There is no attempt {number} of job {job.id}, or it is not kept.",
+            remedy="`attempts` of the job says how many there were, and `attempt_history` which are kept.",
+        )
+    if node not in (None, earlier.node):
+        raise InvalidRequest(
+            f"node: of attempt {number} of job {job.id} the log on {earlier.node} is kept, and none on {node!r}.",
+            remedy=f"Name {earlier.node}, or no node.",
+        )
+    shown = replace(job, attempts=number, gpus=(), members=())
+    return replace(record, job=shown, log_directory=earlier.log_directory)
 
 
 def by_file(name: str | None, offset: str) -> dict[str, int]:
